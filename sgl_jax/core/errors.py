@@ -1,0 +1,21 @@
+"""Errors that cross rooms: what a caller did wrong, and what the engine could not do."""
+
+
+class InvalidRequestError(ValueError):
+    """A request that can never be served as it stands; the text says what is allowed instead.
+
+    `param` names the offending field as the client spelled it, or is None when no single
+    field is at fault. The HTTP layer answers 400 with both.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFullError(RuntimeError):
+    """The waiting queue is at its limit; the client should come back later (HTTP 503)."""
+
+
+class EngineDeadError(RuntimeError):
+    """The scheduling process has ended; nothing more can be served."""

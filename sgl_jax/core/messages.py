@@ -1,0 +1,148 @@
+"""What the front (text, HTTP) and the engine process say to each other.
+
+Every message is a msgspec struct, tagged by its class name, so that it travels as msgpack over
+a socket and never as pickle. Front to engine: `FrontMessage`. Engine to front: `EngineMessage`.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from sgl_jax.core.sampling_params import SamplingParams
+
+FinishType = Literal["stop", "length", "abort"]
+
+
+class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a request ended. `matched` is the stop token id or stop string, if one ended it."""
+
+    type: FinishType
+    matched: int | str | None = None
+    message: str | None = None
+    # For an abort, the HTTP status the client should see (400, 499, 500, 503).
+    status_code: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Generate a continuation of `input_ids`. Validated before it is sent.
+
+    Args:
+        rid: request id, unique among the requests in flight.
+        input_ids: prompt token ids, at least one.
+        sampling: how to choose tokens; `max_new_tokens` is set (the front fills the default).
+        return_logprob: report the log-probability of each generated token.
+        top_logprobs_num: and of this many most likely tokens at each position.
+        logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
+        dp_rank: pin the request to one data-parallel rank; None lets the balancer choose.
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    logprob_start_len: int = -1
+    dp_rank: int | None = None
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End a request wherever it is. `rid` "" with `abort_all` ends every request."""
+
+    rid: str = ""
+    abort_all: bool = False
+    message: str = "aborted by the client"
+
+
+class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A stop string was found in the text: the output is finished at `num_output_tokens`.
+
+    Later tokens of the request are overshoot; the engine forgets them and does not answer.
+    """
+
+    rid: str
+    num_output_tokens: int
+
+
+class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Empty every rank's prefix cache; refused while requests are running or waiting."""
+
+    rid: str
+
+
+class GetState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for the memory view and counters; answered by `Reply` with a dictionary."""
+
+    rid: str
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start (with `output_dir`) or stop (None) a device trace."""
+
+    rid: str
+    output_dir: str | None
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End the engine process: `drain` finishes what is in flight first."""
+
+    drain: bool = True
+
+
+FrontMessage = (
+    GenerateRequest | AbortRequest | StopRequest | FlushCache | GetState | Profile | Shutdown
+)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token, with the most likely alternatives at its position."""
+
+    token_id: int
+    logprob: float | None  # None for the first prompt token, which nothing predicts
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What one request gained since its last output.
+
+    `token_ids` are the new tokens only. `cached_tokens` counts the prompt tokens whose KV came
+    from the prefix cache. `finish` is set on the last output of the request, exactly once.
+    """
+
+    rid: str
+    token_ids: list[int]
+    cached_tokens: int
+    dp_rank: int
+    finish: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class OutputBatch(msgspec.Struct, frozen=True, tag=True):
+    """The outputs of one step, one entry per request that gained something."""
+
+    outputs: list[RequestOutput]
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to a message that carries `rid` and expects one."""
+
+    rid: str
+    ok: bool
+    message: str = ""
+    data: dict[str, Any] = {}
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first message of a started engine: every program is compiled, sizes are known."""
+
+    info: dict[str, Any]
+
+
+class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine cannot go on; the process ends after this message."""
+
+    message: str
+
+
+EngineMessage = OutputBatch | Reply | EngineReady | EngineFailed

@@ -1,0 +1,160 @@
+"""One frozen dataclass holds every setting; its field metadata makes the command line."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _arg(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class ServerArgs:
+    """Settings of one server. Flag names follow SGLang: `--max-total-tokens` and so on."""
+
+    # Model
+    model_path: str = _arg("", "folder of the model in Hugging Face or orbax layout")
+    tokenizer_path: str | None = _arg(None, "folder of the tokenizer, if not the model's")
+    served_model_name: str | None = _arg(None, "name in the OpenAI API; default: the folder's")
+    load_format: str = _arg(
+        "auto", "where weights come from", ("auto", "safetensors", "orbax", "dummy")
+    )
+    dtype: str = _arg(
+        "auto",
+        "of weights and activations; auto is float32 on CPU, else bfloat16",
+        ("auto", "float32", "bfloat16"),
+    )
+    kv_cache_dtype: str = _arg("auto", "auto follows --dtype", ("auto", "float32", "bfloat16"))
+    context_length: int | None = _arg(None, "tokens per request; default: the model's own limit")
+    chat_template: str | None = _arg(None, "file with a chat template, if not the tokenizer's")
+
+    # Devices
+    device: str = _arg("auto", "where to run", ("auto", "cpu", "tpu", "gpu"))
+    tp_size: int = _arg(1, "chips of one data-parallel rank (tensor parallelism)")
+    dp_size: int = _arg(1, "data-parallel ranks; devices used = dp x tp")
+    weight_sharding: str = _arg(
+        "replicated",
+        "whether each rank holds all weights or gathers them layer by layer",
+        ("replicated", "data"),
+    )
+
+    # Memory
+    page_size: int = _arg(16, "tokens per KV page")
+    mem_fraction_static: float = _arg(0.85, "share of device memory for weights and KV pages")
+    max_total_tokens: int | None = _arg(
+        None, "KV tokens per rank, instead of --mem-fraction-static"
+    )
+    disable_radix_cache: bool = _arg(False, "keep no prefixes between requests")
+
+    # Scheduling
+    max_running_requests: int = _arg(0, "requests running at once over all ranks; 0: by device")
+    max_queued_requests: int = _arg(2048, "waiting requests beyond which new ones get a 503")
+    chunked_prefill_size: int = _arg(0, "prompt tokens per step and rank at most; 0: by device")
+    schedule_policy: str = _arg(
+        "lpm", "order of the waiting queue: first come, or longest cached prefix", ("fcfs", "lpm")
+    )
+    schedule_conservativeness: float = _arg(1.0, "above 1 admits later and retracts less")
+    load_balance_method: str = _arg(
+        "prefix_aware", "which rank gets a request", ("prefix_aware", "round_robin")
+    )
+    disable_overlap_schedule: bool = _arg(False, "read each step's result before the next launch")
+    random_seed: int = _arg(0, "of everything random, and of dummy weights")
+    check_memory: str = _arg(
+        "idle", "when the ledger of every rank is proved", ("off", "idle", "busy")
+    )
+
+    # HTTP
+    host: str = _arg("127.0.0.1", "address to listen on")
+    port: int = _arg(30000, "port to listen on")
+    api_key: str | None = _arg(None, "key that clients must send as a bearer token")
+    log_level: str = _arg("info", "how much to log", ("debug", "info", "warning", "error"))
+    log_requests: bool = _arg(False, "log each request's arrival and end")
+    decode_log_interval: int = _arg(100, "steps between two lines of statistics; 0: none")
+    watchdog_timeout: float = _arg(300.0, "seconds a step may take before the engine gives up")
+    drain_timeout: float = _arg(60.0, "seconds that running requests get to finish after SIGTERM")
+
+    # Start-up
+    skip_warmup: bool = _arg(False, "compile on first use instead of before ready")
+    compilation_cache_dir: str | None = _arg(
+        None, "default: a private folder of this user; 'none' switches it off"
+    )
+
+    def __post_init__(self) -> None:
+        at_least = {
+            "tp_size": 1,
+            "dp_size": 1,
+            "page_size": 1,
+            "max_running_requests": 0,
+            "max_queued_requests": 1,
+            "chunked_prefill_size": 0,
+        }
+        for name, low in at_least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{_flag(name)} must be at least {low}, got {getattr(self, name)}")
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"--page-size must be a power of two, got {self.page_size}")
+        if not 0.05 <= self.mem_fraction_static <= 0.98:
+            raise ValueError(
+                f"--mem-fraction-static must be in [0.05, 0.98], got {self.mem_fraction_static}"
+            )
+        for name in ("max_total_tokens", "context_length"):
+            value = getattr(self, name)
+            if value is not None and value < self.page_size:
+                raise ValueError(f"{_flag(name)} must be at least one page, got {value}")
+        for setting in dataclasses.fields(self):
+            choices = setting.metadata["choices"]
+            if choices and getattr(self, setting.name) not in choices:
+                raise ValueError(
+                    f"{_flag(setting.name)} must be one of {', '.join(choices)}, "
+                    f"got {getattr(self, setting.name)!r}"
+                )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.dp_size * self.tp_size
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per field of `ServerArgs`; booleans are switches."""
+    for setting in dataclasses.fields(ServerArgs):
+        help_text = setting.metadata["help"]
+        if setting.type is bool:
+            parser.add_argument(_flag(setting.name), action="store_true", help=help_text)
+            continue
+        parser.add_argument(
+            _flag(setting.name),
+            type=_scalar_type(str(setting.type)),
+            default=setting.default,
+            choices=setting.metadata["choices"],
+            required=setting.name == "model_path",
+            metavar=None if setting.metadata["choices"] else "VALUE",
+            help=help_text if setting.default in (None, "") else f"{help_text} (%(default)s)",
+        )
+
+
+def _scalar_type(annotation: str) -> type:
+    for name, kind in (("int", int), ("float", float)):
+        if name in annotation:
+            return kind
+    return str
+
+
+def parse_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
+    """Read the command line; exits with usage on a bad one, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="sgl-jax", description="Serve a language model over HTTP."
+    )
+    add_arguments(parser)
+    values = vars(parser.parse_args(argv))
+    try:
+        return ServerArgs(**values)
+    except ValueError as error:
+        parser.error(str(error))

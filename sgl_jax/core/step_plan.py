@@ -1,0 +1,121 @@
+"""The contract between the scheduler, which plans steps, and the executor, which runs them.
+
+A step is one launch on the device. For each data-parallel rank it lists rows: one token for each
+running request (decode), then prefill chunks. The tokens themselves are not in the plan: the
+executor keeps a *token table* on the device, `tokens[row, position]`, filled once when a request
+is admitted (`RowAdmission`) and extended by the step itself with each sampled token. So the next
+step can be planned and launched before the sampled token was ever seen by the host: this is the
+token relay.
+
+Every array in a plan is a fresh copy. The executor may hand it to the device without copying
+again, and the scheduler never writes to it after the launch.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.sampling_params import SamplingParams
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+class RowAdmission(NamedTuple):
+    """A request takes a row: everything the device must know about it, sent once.
+
+    After a retract the same request is admitted again, to any row, with the tokens it had
+    generated as part of `tokens`; `prompt_len` stays that of the original prompt, so penalties
+    and `min_new_tokens` go on counting where they were.
+    """
+
+    row: int
+    tokens: Int32Array  # [num_known_tokens], prompt then output
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int  # uint32; drawn by the scheduler if the request brought none
+    stop_token_ids: tuple[int, ...]  # all that end the request, the model's own included
+
+
+class RankPlan(NamedTuple):
+    """The rows of one rank in one step. Row order: `num_decode` decode rows, then prefill chunks.
+
+    With n rows: row i computes positions [kv_starts[i], kv_starts[i] + q_lens[i]) of its request,
+    reads the KV of all positions before them through `page_table[i]`, and, where `samples[i]`,
+    draws the token at position kv_starts[i] + q_lens[i] and records it in the token table.
+    """
+
+    rows: Int32Array  # [n] row of ReqToTokenPool, never 0
+    epochs: Int32Array  # [n] the row's lease epoch at launch; the executor ignores it
+    kv_starts: Int32Array  # [n]
+    q_lens: Int32Array  # [n], 1 for decode rows
+    samples: BoolArray  # [n]
+    page_table: Int32Array  # [n, pages] page ids, 0 (the null page) beyond each row's last page
+    num_decode: int
+    admissions: tuple[RowAdmission, ...] = ()
+    # Rows whose prompt log-probabilities are wanted in this step (prefill rows only).
+    prompt_logprobs: BoolArray | None = None  # [n] or None for none
+    # Whether any row wants the log-probability of its sampled token, and of how many others.
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of this rank in this step."""
+        return int(self.q_lens.sum())
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step over all ranks; `ranks[r]` has zero rows if rank r has nothing to do."""
+
+    step_id: int
+    ranks: tuple[RankPlan, ...]
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of one prefill chunk's *next* tokens, m = the chunk's q_len.
+
+    Entry j belongs to position kv_start + j + 1; the last entry of the prompt's last chunk
+    predicts the first generated token and is not a prompt token.
+    """
+
+    logprobs: Float32Array  # [m] of the token that actually follows
+    top_ids: Int32Array  # [m, MAX_TOP_LOGPROBS]
+    top_logprobs: Float32Array  # [m, MAX_TOP_LOGPROBS]
+
+
+class RankResult(NamedTuple):
+    """What one rank's rows sampled, in plan order. Entries of rows that did not sample are -1.
+
+    Optional fields are None unless the plan asked for them.
+    """
+
+    tokens: Int32Array  # [n]
+    logprobs: Float32Array | None = None  # [n]
+    top_ids: Int32Array | None = None  # [n, MAX_TOP_LOGPROBS], most likely first
+    top_logprobs: Float32Array | None = None  # [n, MAX_TOP_LOGPROBS]
+    prompt_logprobs: dict[int, PromptLogprobs] | None = None  # plan index -> values
+
+
+class StepHandle(Protocol):
+    """A launched step whose result has not been read. Opaque to the scheduler."""
+
+
+class Executor(Protocol):
+    """All the scheduler knows of the device.
+
+    Steps run in launch order. `launch` returns before the step has finished; `result` waits for
+    it. Results must be read in launch order, each exactly once.
+    """
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Start a step. Raises if the plan exceeds the sizes the executor was built for."""
+        ...
+
+    def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
+        """Wait for a step and return what each rank sampled."""
+        ...

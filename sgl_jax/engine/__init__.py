@@ -1,0 +1,1 @@
+"""Wires scheduler and executor; the offline API; the engine process."""

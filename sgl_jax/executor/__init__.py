@@ -1,0 +1,1 @@
+"""Runs step plans on a mesh of devices."""

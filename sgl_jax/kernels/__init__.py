@@ -1,0 +1,1 @@
+"""One folder per operation: interface, float64 reference, and an implementation per platform."""

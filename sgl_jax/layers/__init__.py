@@ -1,0 +1,1 @@
+"""Building blocks of models, and sampling."""

@@ -1,0 +1,1 @@
+"""Decides what each step computes; knows the device only through a protocol; never imports jax."""

@@ -1,0 +1,1 @@
+"""HTTP: OpenAI and native routes."""
