@@ -1,4 +1,4 @@
-"""sgl_jax: a serving engine for language models on JAX, built around a memory stack that proves itself.
+"""A serving engine for language models on JAX, with a memory stack that proves itself.
 
 Start with `docs/architecture.md`; the heart is `sgl_jax.mem_cache`.
 """

@@ -1,0 +1,31 @@
+"""The sizes an engine was built for, fixed at start-up and the same on every rank."""
+
+from typing import NamedTuple
+
+
+class EngineSizes(NamedTuple):
+    """What the executor offers and the scheduler must stay within.
+
+    Page 0 of each rank (the null page) and row 0 (the null row) are counted in `num_pages` and
+    `num_rows`, belong to nobody, and take the writes of padding.
+    """
+
+    dp_size: int
+    page_size: int  # tokens
+    num_pages: int  # per rank, null page included
+    num_rows: int  # per rank, null row included: at most num_rows - 1 requests run on a rank
+    max_context_len: int  # tokens of one request, prompt and output together
+    max_step_tokens: int  # query tokens per rank and step
+    # Prefill tokens per rank in a step that reports prompt log-probabilities (a narrower program).
+    max_prompt_logprob_tokens: int
+    vocab_size: int
+
+    @property
+    def pages_per_row(self) -> int:
+        """Pages that hold one request of the longest context."""
+        return -(-self.max_context_len // self.page_size)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of the longest request one rank can hold when it is alone there."""
+        return min(self.max_context_len, (self.num_pages - 1) * self.page_size)
