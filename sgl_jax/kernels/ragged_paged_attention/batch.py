@@ -1,0 +1,61 @@
+"""Which tokens of a step belong to which row, and where each row's KV lies.
+
+Owns the derivation of per-token indices, done once per step and read by every layer. Everything
+here is local to one data-parallel rank: page ids index that rank's own pool.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+NULL_PAGE = 0
+
+
+class AttentionBatch(NamedTuple):
+    """The rows of one rank in one step; a pytree of arrays.
+
+    Tokens lie flat, row after row, padding at the end. Rows come as `num_decode` decode rows (one
+    query each), then prefill chunks, then padding rows (`q_len` 0). T and B are static buckets.
+    """
+
+    page_table: jax.Array  # int32 [B, P] page ids; entries beyond a row's last page are ignored
+    kv_starts: jax.Array  # int32 [B] tokens in the cache before this step
+    q_lens: jax.Array  # int32 [B]
+    num_decode: jax.Array  # int32 []
+    num_rows: jax.Array  # int32 [] rows up to the last one that has queries
+    q_offsets: jax.Array  # int32 [B + 1] row i's tokens are [q_offsets[i], q_offsets[i + 1])
+    token_rows: jax.Array  # int32 [T] row of each token; some row in range for padding
+    positions: jax.Array  # int32 [T] position of each token in its request; 0 for padding
+    valid: jax.Array  # bool [T] False for padding
+
+    @classmethod
+    def build(
+        cls,
+        page_table: jax.Array,
+        kv_starts: jax.Array,
+        q_lens: jax.Array,
+        num_decode: jax.Array,
+        num_tokens: int,
+    ) -> "AttentionBatch":
+        """Derive the per-token indices. `num_tokens` is T, at least the sum of `q_lens`."""
+        num_slots = q_lens.shape[0]
+        ends = jnp.cumsum(q_lens, dtype=jnp.int32)
+        q_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+        rows = jnp.searchsorted(ends, tokens, side="right", method="compare_all")
+        token_rows = jnp.minimum(rows.astype(jnp.int32), num_slots - 1)
+        valid = tokens < ends[-1]
+        positions = kv_starts[token_rows] + tokens - q_offsets[token_rows]
+        row_ids = jnp.arange(1, num_slots + 1, dtype=jnp.int32)
+        return cls(
+            page_table=page_table,
+            kv_starts=kv_starts,
+            q_lens=q_lens,
+            num_decode=num_decode,
+            num_rows=jnp.max(jnp.where(q_lens > 0, row_ids, 0)),
+            q_offsets=q_offsets,
+            token_rows=token_rows,
+            positions=jnp.where(valid, positions, 0),
+            valid=valid,
+        )

@@ -1,0 +1,75 @@
+"""The attention call that models make, and the one place that chooses who answers it.
+
+Every implementation has the signature of `RaggedPagedAttention` and is judged by `reference`.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import jax
+
+from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.xla import (
+    ragged_paged_attention as xla_ragged_paged_attention,
+)
+
+__all__ = ["AttentionBatch", "RaggedPagedAttention", "attention_implementation"]
+
+
+class RaggedPagedAttention(Protocol):
+    """Write this step's K and V into the cache, then attend causally over each row's KV."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kv_cache: jax.Array,
+        layer: jax.Array,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend with the shapes of one chip of one data-parallel rank.
+
+        Args:
+            q: [T, q_heads, head_dim]; q_heads is a multiple of kv_heads, and queries of one KV
+                head are neighbours.
+            k, v: [T, kv_heads, head_dim] of the same tokens. Padding tokens are written to the
+                null page, whose content is never read.
+            kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], K heads then V heads.
+                Updated in place when the caller donates it or carries it through a loop.
+            layer: int32 [] which layer of the cache.
+            batch: rows and pages.
+            scale: multiplies q @ k.
+            sliding_window: a query at position p sees keys at (p - sliding_window, p].
+            soft_cap: scores become soft_cap * tanh(score / soft_cap).
+            sinks: [q_heads] logits that take part in the softmax with a value of zero.
+
+        Returns:
+            out: [T, q_heads, head_dim] in q's dtype; finite but unspecified for padding tokens.
+            kv_cache: with the new K and V.
+        """
+        ...
+
+
+_IMPLEMENTATIONS: Mapping[str, RaggedPagedAttention] = MappingProxyType(
+    {"xla": xla_ragged_paged_attention}
+)
+
+
+def attention_implementation(attention_backend: str = "auto") -> RaggedPagedAttention:
+    """Return the implementation called `attention_backend`; "auto" chooses by platform.
+
+    Raises:
+        ValueError: no implementation has that name; the message lists those that exist.
+    """
+    name = "xla" if attention_backend == "auto" else attention_backend
+    if name not in _IMPLEMENTATIONS:
+        known = ", ".join(["auto", *sorted(_IMPLEMENTATIONS)])
+        raise ValueError(f"attention_backend must be one of {known}, got {attention_backend!r}")
+    return _IMPLEMENTATIONS[name]

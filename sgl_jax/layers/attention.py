@@ -1,0 +1,99 @@
+"""Self-attention with grouped queries, its KV heads split over the tensor axis."""
+
+import jax
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from sgl_jax.kernels.ragged_paged_attention.interface import (
+    AttentionBatch,
+    attention_implementation,
+)
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.parameter import TENSOR_AXIS, parameter
+from sgl_jax.layers.rotary import Rotation, rotate
+
+
+def replicated_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> int:
+    """KV heads of the whole mesh: more than the model's when there are more chips than heads.
+
+    Raises:
+        ValueError: heads cannot be dealt out evenly over `tp_size` chips.
+    """
+    if num_heads % tp_size:
+        raise ValueError(
+            f"tp_size ({tp_size}) must divide the number of attention heads ({num_heads})"
+        )
+    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+        raise ValueError(
+            f"tp_size ({tp_size}) must divide the number of KV heads ({num_kv_heads}) or be a "
+            f"multiple of it"
+        )
+    return max(num_kv_heads, tp_size)
+
+
+class Attention(nnx.Module):
+    """Rotary attention over the paged KV cache.
+
+    The projections of Q, K and V are one matrix, [hidden, kv_heads, group + 2, head_dim]: for each
+    KV head its queries, its key, its value. So the heads that belong together stay together
+    however many chips share them.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: DTypeLike,
+        qkv_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        sliding_window: int | None = None,
+        attention_backend: str = "auto",
+    ) -> None:
+        """`num_kv_heads` counts copies (`replicated_kv_heads`); `qk_norm_eps` adds Q, K norms."""
+        heads = (num_kv_heads, num_heads // num_kv_heads + 2, head_dim)
+        self.qkv = parameter((hidden_size, *heads), dtype, None, TENSOR_AXIS)
+        self.qkv_bias = parameter(heads, dtype, TENSOR_AXIS) if qkv_bias else None
+        self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
+        self.output = parameter((num_heads * head_dim, hidden_size), dtype, TENSOR_AXIS)
+        self.sliding_window = sliding_window
+        self.attention_backend = attention_backend
+
+    def __call__(
+        self,
+        x: jax.Array,
+        by: Rotation,
+        batch: AttentionBatch,
+        kv_cache: jax.Array,
+        layer: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, hidden] -> (result [T, hidden], kv_cache with this layer's new K and V)."""
+        q, k, v = self._project(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        attend = attention_implementation(self.attention_backend)
+        out, kv_cache = attend(
+            rotate(q, by),
+            rotate(k, by),
+            v,
+            kv_cache,
+            layer,
+            batch,
+            scale=q.shape[-1] ** -0.5,
+            sliding_window=self.sliding_window,
+        )
+        out = out.reshape(x.shape[0], -1) @ self.output[...]
+        return lax.psum(out, TENSOR_AXIS), kv_cache
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [T, q_heads, head_dim], k and v [T, kv_heads, head_dim] of this chip."""
+        hidden_size, kv_heads, slots, head_dim = self.qkv.shape
+        qkv = (x @ self.qkv[...].reshape(hidden_size, -1)).reshape(-1, kv_heads, slots, head_dim)
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias[...]
+        q = qkv[:, :, :-2].reshape(x.shape[0], -1, head_dim)
+        return q, qkv[:, :, -2], qkv[:, :, -1]

@@ -1,0 +1,57 @@
+"""From token ids to vectors and back to logits, the vocabulary split over the tensor axis."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from sgl_jax.layers.parameter import TENSOR_AXIS, parameter
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """The vocabulary rounded up to a multiple of the tensor axis; the padding is never read."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+class Embedding(nnx.Module):
+    """Token vectors, one slice of the vocabulary on each chip."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp_size: int, dtype: DTypeLike) -> None:
+        rows = padded_vocab_size(vocab_size, tp_size)
+        self.weight = parameter((rows, hidden_size), dtype, TENSOR_AXIS)
+        self.vocab_size = vocab_size
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """Vectors [T, hidden] of token_ids, int32 [T]; each chip adds the rows it has."""
+        rows = self.weight.shape[0]
+        local = token_ids - lax.axis_index(TENSOR_AXIS) * rows
+        vectors = (
+            self.weight[...].at[local].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        )
+        return lax.psum(vectors, TENSOR_AXIS)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits when embedding and head are tied; as `LMHead`."""
+        return _gather_logits(_matmul_f32(hidden, self.weight[...].T), self.vocab_size)
+
+
+class LMHead(nnx.Module):
+    """Logits from hidden states, one slice of the vocabulary on each chip."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp_size: int, dtype: DTypeLike) -> None:
+        columns = padded_vocab_size(vocab_size, tp_size)
+        self.weight = parameter((hidden_size, columns), dtype, None, TENSOR_AXIS)
+        self.vocab_size = vocab_size
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 [n, vocab] of hidden [n, hidden], the same on all chips of the tensor axis."""
+        return _gather_logits(_matmul_f32(hidden, self.weight[...]), self.vocab_size)
+
+
+def _matmul_f32(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+
+
+def _gather_logits(local: jax.Array, vocab_size: int) -> jax.Array:
+    return lax.all_gather(local, TENSOR_AXIS, axis=1, tiled=True)[:, :vocab_size]

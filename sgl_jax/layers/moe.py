@@ -1,0 +1,63 @@
+"""Mixture of experts: a router chooses a few feed-forward layers for each token.
+
+The experts' inner width is split over the tensor axis, so each chip holds a slice of every expert
+and all chips have the same work whatever the router chooses.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from sgl_jax.layers.parameter import TENSOR_AXIS, parameter
+
+
+class MixtureOfExperts(nnx.Module):
+    """The weighted sum of each token's `top_k` most probable experts."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        norm_topk_prob: bool,
+        dtype: DTypeLike,
+    ) -> None:
+        self.router = parameter((hidden_size, num_experts), dtype)
+        self.gate_up = parameter(
+            (num_experts, hidden_size, 2, intermediate_size), dtype, None, None, None, TENSOR_AXIS
+        )
+        self.down = parameter(
+            (num_experts, intermediate_size, hidden_size), dtype, None, TENSOR_AXIS
+        )
+        self.top_k = top_k
+        self.norm_topk_prob = norm_topk_prob
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x and the result: [T, hidden]."""
+        num_tokens, hidden_size = x.shape
+        num_experts, _, _, width = self.gate_up.shape
+        weights, experts = self._route(x)
+        # One line per (token, expert), sorted by expert: the products are then grouped.
+        order = jnp.argsort(experts.reshape(-1))
+        group_sizes = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.int32)
+        lines = x[order // self.top_k]
+        gate_up = lax.ragged_dot(
+            lines, self.gate_up[...].reshape(num_experts, hidden_size, 2 * width), group_sizes
+        )
+        inner = jax.nn.silu(gate_up[:, :width]) * gate_up[:, width:]
+        out = lax.ragged_dot(inner, self.down[...], group_sizes)
+        out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
+        out = out.reshape(num_tokens, self.top_k, hidden_size)
+        return lax.psum(jnp.einsum("tkh,tk->th", out, weights.astype(x.dtype)), TENSOR_AXIS)
+
+    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights float32 [T, top_k] and ids int32 [T, top_k] of each token's experts."""
+        logits = jnp.matmul(x, self.router[...], preferred_element_type=jnp.float32)
+        weights, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        return weights, experts
