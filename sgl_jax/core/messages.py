@@ -119,9 +119,16 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one step, one entry per request that gained something."""
+    """The outputs of one step, one entry per request that gained something.
 
-    outputs: list[RequestOutput]
+    Most requests gain exactly one plain token in most steps: those come as two parallel lists,
+    `rids[i]` gained `tokens[i]`. Whatever has more to say (first output, last output, several
+    tokens, log-probabilities) is in `outputs`. A request is in one of the two, not in both.
+    """
+
+    outputs: list[RequestOutput] = []
+    rids: list[str] = []
+    tokens: list[int] = []
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

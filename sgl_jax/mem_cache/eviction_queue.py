@@ -1,0 +1,66 @@
+"""The set of things that may be evicted, oldest first.
+
+Order is by the logical clock of the last use, ties by identity number: never by wall time, so
+that several hosts evict alike and a run can be replayed.
+"""
+
+import heapq
+from typing import Generic, Protocol, TypeVar
+
+
+class Aged(Protocol):
+    """What the queue orders: `last_access` may change only through `EvictionQueue.add`."""
+
+    last_access: int
+    node_id: int
+
+
+T = TypeVar("T", bound=Aged)
+
+
+class EvictionQueue(Generic[T]):
+    """A set with an oldest-first pop: O(log n), membership exact at every moment.
+
+    A heap with lazy deletion: an entry counts only if its item is a member and still carries the
+    age it was pushed with. Stale entries are swept out once they outnumber the members.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[int, T] = {}
+        self._heap: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, item: T) -> bool:
+        return item.node_id in self._members
+
+    def add(self, item: T) -> None:
+        """Make `item` a member, at the age it has now; again if its age has changed."""
+        self._members[item.node_id] = item
+        heapq.heappush(self._heap, (item.last_access, item.node_id))
+        if len(self._heap) > 64 + 2 * len(self._members):
+            self._sweep()
+
+    def discard(self, item: T) -> None:
+        """Make `item` no member, whether or not it was one."""
+        self._members.pop(item.node_id, None)
+
+    def oldest(self) -> T | None:
+        """The member used longest ago, still a member; None if there is none."""
+        while self._heap:
+            age, node_id = self._heap[0]
+            item = self._members.get(node_id)
+            if item is not None and item.last_access == age:
+                return item
+            heapq.heappop(self._heap)
+        return None
+
+    def clear(self) -> None:
+        """Forget all members."""
+        self._members.clear()
+        self._heap.clear()
+
+    def _sweep(self) -> None:
+        self._heap = [(item.last_access, key) for key, item in self._members.items()]
+        heapq.heapify(self._heap)

@@ -1,0 +1,164 @@
+"""Full attention on the prefix tree: every token of an edge has its KV, in pages.
+
+A node's value is the int32 array of its edge's pages. A lock holds the whole path from the root,
+because attention reads every token before the one it computes. So locks never grow downwards,
+and what is unlocked can always be freed from the leaves up.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction_queue import EvictionQueue
+from sgl_jax.mem_cache.page_allocator import TREE, PageAllocator
+from sgl_jax.mem_cache.radix_tree import TreeNode
+from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep
+
+
+class FullComponent:
+    """Pages of full-attention layers. Units are pages. Implements `TreeComponent`."""
+
+    def __init__(self, index: int, allocator: PageAllocator, page_size: int) -> None:
+        self.index = index
+        self._allocator = allocator
+        self._page_size = page_size
+        self._evictable_leaves: EvictionQueue[TreeNode] = EvictionQueue()
+        self._num_evictable = 0
+        self._num_protected = 0
+        self._dropped: list[Int32Array] = []
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages on the tree that no lease has locked."""
+        return self._num_evictable
+
+    @property
+    def num_protected(self) -> int:
+        """Pages on the tree that some lease has locked."""
+        return self._num_protected
+
+    def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
+        """The pages along `nodes`, in token order."""
+        if not nodes:
+            return np.zeros(0, np.int32)
+        return np.concatenate([node.values[self.index] for node in nodes])
+
+    def num_evictable_on(self, path: Sequence[PathStep]) -> int:
+        """Pages of the matched part of `path` that locking it would take from the evictable."""
+        unlocked = (step for step in path if step.node.locks[self.index] == 0)
+        return sum(step.num_matched for step in unlocked) // self._page_size
+
+    def usable_len(self, path: Sequence[PathStep], length: int) -> int:
+        """All that matched: an edge always has all its pages."""
+        return length
+
+    def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
+        """A new node takes its pages from the offer; an old one has them."""
+        if node.values[self.index] is not None:
+            return
+        start = (node.end - len(node.key)) // self._page_size
+        pages = offer.pages[start : node.end // self._page_size].copy()
+        self._allocator.give_to_tree(pages, offer.owner)
+        node.values[self.index] = pages
+        self._num_evictable += len(pages)
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Divide the pages; every lock through the lower node passes through the upper one."""
+        cut = len(upper.key) // self._page_size
+        pages = lower.values[self.index]
+        upper.values[self.index] = pages[:cut].copy()
+        lower.values[self.index] = pages[cut:].copy()
+        upper.locks[self.index] = lower.locks[self.index]
+
+    def lock(self, node: TreeNode) -> None:
+        """Lock every node from `node` up to the root."""
+        step: TreeNode | None = node
+        while step is not None and step.parent is not None:
+            step.locks[self.index] += 1
+            if step.locks[self.index] == 1:
+                self._num_evictable -= len(step.values[self.index])
+                self._num_protected += len(step.values[self.index])
+                self.refresh(step)
+            step = step.parent
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo one lock from `node` up to the root."""
+        step: TreeNode | None = node
+        while step is not None and step.parent is not None:
+            if step.locks[self.index] <= 0:
+                raise LedgerError(f"{step!r} is unlocked more often than it was locked")
+            step.locks[self.index] -= 1
+            if step.locks[self.index] == 0:
+                self._num_evictable += len(step.values[self.index])
+                self._num_protected -= len(step.values[self.index])
+                self.refresh(step)
+            step = step.parent
+
+    def refresh(self, node: TreeNode) -> None:
+        """A leaf that nobody locks can be evicted."""
+        if self._is_evictable(node):
+            self._evictable_leaves.add(node)
+        else:
+            self._evictable_leaves.discard(node)
+
+    def drop(self, node: TreeNode, keep_tokens: int) -> None:
+        """Set aside the pages past `keep_tokens` of the edge for `flush_dropped`."""
+        keep = keep_tokens // self._page_size
+        pages = node.values[self.index]
+        self._dropped.append(pages[keep:])
+        self._num_evictable -= len(pages) - keep
+        node.values[self.index] = pages[:keep].copy()
+        if keep == 0:
+            self._evictable_leaves.discard(node)
+
+    def flush_dropped(self) -> None:
+        """Free the pages set aside."""
+        if self._dropped:
+            self._allocator.free(np.concatenate(self._dropped), TREE)
+            self._dropped.clear()
+
+    def next_victim(self, num_units: int) -> tuple[TreeNode, int] | None:
+        """The leaf used longest ago, shortened by no more pages than are wanted."""
+        leaf = self._evictable_leaves.oldest()
+        if leaf is None:
+            return None
+        keep = max(len(leaf.values[self.index]) - num_units, 0)
+        return leaf, keep * self._page_size
+
+    def audit(self, nodes: Sequence[TreeNode], leaves_of_leases: Sequence[TreeNode]) -> None:
+        """Recompute owners, locks, counts and the eviction set; raise `LedgerError` if off."""
+        expected_locks: Counter[int] = Counter()
+        for leaf in leaves_of_leases:
+            step: TreeNode | None = leaf
+            while step is not None and step.parent is not None:
+                expected_locks[step.node_id] += 1
+                step = step.parent
+        evictable = protected = 0
+        for node in nodes:
+            pages, locks = node.values[self.index], node.locks[self.index]
+            if locks != expected_locks[node.node_id]:
+                raise LedgerError(
+                    f"{node!r} has {locks} locks, live leases account for "
+                    f"{expected_locks[node.node_id]}"
+                )
+            if len(pages) * self._page_size != len(node.key):
+                raise LedgerError(f"{node!r} has {len(pages)} pages for {len(node.key)} tokens")
+            if (node in self._evictable_leaves) != self._is_evictable(node):
+                raise LedgerError(f"{node!r}: membership of the eviction set is wrong")
+            if locks:
+                protected += len(pages)
+            else:
+                evictable += len(pages)
+        if (evictable, protected) != (self._num_evictable, self._num_protected):
+            raise LedgerError(
+                f"tree counts (evictable, protected) {self._num_evictable, self._num_protected}, "
+                f"a walk finds {evictable, protected}"
+            )
+        if len(self._evictable_leaves) > len(nodes):
+            raise LedgerError("the eviction set holds nodes that are not in the tree")
+
+    def _is_evictable(self, node: TreeNode) -> bool:
+        return not node.children and node.locks[self.index] == 0 and node.parent is not None

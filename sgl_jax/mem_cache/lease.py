@@ -1,0 +1,83 @@
+"""The right to a row and its pages: one value with exactly one holder.
+
+    0            protected          committed     allocated
+    |  tree's pages  |  the row's own pages, written  |  reserved, not yet written  |
+
+`cache_protected_len` is page-aligned: up to there the pages belong to the tree, and the lease
+keeps them from eviction by the lock on `node`. From there to `kv_allocated_len` they belong to
+the row. `0 <= protected <= committed <= allocated` always.
+"""
+
+from typing import TYPE_CHECKING
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LeaseError
+from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool
+
+if TYPE_CHECKING:
+    from sgl_jax.mem_cache.radix_tree import TreeNode
+
+
+class KVLease:
+    """A lease on `row` of one rank. The lengths live in the row pool's arrays, in tokens.
+
+    Made by `RankMemory.open_lease`, ended by `release_kv_cache`, and by nothing else.
+    """
+
+    __slots__ = ("_rows", "dp_rank", "node", "released", "row")
+
+    def __init__(self, dp_rank: int, row: int, rows: ReqToTokenPool) -> None:
+        self.dp_rank = dp_rank
+        self.row = row
+        self.node: TreeNode | None = None  # deepest locked node; None while nothing is locked
+        self.released = False
+        self._rows = rows
+
+    def __repr__(self) -> str:
+        if self.released:
+            return f"KVLease(rank {self.dp_rank}, row {self.row}, released)"
+        return (
+            f"KVLease(rank {self.dp_rank}, row {self.row}, protected {self.cache_protected_len}, "
+            f"committed {self.kv_committed_len}, allocated {self.kv_allocated_len})"
+        )
+
+    def require_live(self) -> None:
+        """Raise `LeaseError` if the lease was released."""
+        if self.released:
+            raise LeaseError(f"{self!r} was used after its release")
+
+    @property
+    def kv_committed_len(self) -> int:
+        """Tokens whose KV has been written by a launched step."""
+        return int(self._rows.kv_committed_len[self.row])
+
+    @property
+    def kv_allocated_len(self) -> int:
+        """Tokens for which slots are reserved."""
+        return int(self._rows.kv_allocated_len[self.row])
+
+    @property
+    def cache_protected_len(self) -> int:
+        """Tokens whose pages the tree owns and this lease has locked."""
+        return int(self._rows.cache_protected_len[self.row])
+
+    def set_lengths(self, *, protected: int, committed: int, allocated: int) -> None:
+        """Set all three lengths. Raises `LeaseError` if they are out of order."""
+        self.require_live()
+        if not 0 <= protected <= committed <= allocated:
+            raise LeaseError(
+                f"{self!r}: lengths must satisfy 0 <= protected <= committed <= allocated, got "
+                f"{protected}, {committed}, {allocated}"
+            )
+        self._rows.cache_protected_len[self.row] = protected
+        self._rows.kv_committed_len[self.row] = committed
+        self._rows.kv_allocated_len[self.row] = allocated
+
+    def pages(self, page_size: int, start: int = 0, end: int | None = None) -> Int32Array:
+        """Copy of the page ids that hold tokens [start, end), end = allocated by default.
+
+        `start` must be page-aligned; the last page may be partly outside [start, end).
+        """
+        self.require_live()
+        stop = self.kv_allocated_len if end is None else end
+        return self._rows.pages[self.row, start // page_size : -(-stop // page_size)].copy()

@@ -1,0 +1,149 @@
+"""Hands out the pages of one rank's pool and knows the owner of each.
+
+A page has exactly one owner at every moment: nobody (`FREE`), the engine (`RESERVED`, page 0),
+the prefix tree (`TREE`), or the lease that holds row r of the row pool (owner r, at least 1).
+Every move names the owner it expects, so a double free or a foreign page raises at once.
+The allocator never evicts and never decides: it only keeps the books.
+"""
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import OutOfPagesError, OwnershipError
+
+FREE = 0
+RESERVED = -1
+TREE = -2
+
+NULL_PAGE = 0
+
+
+def describe_owner(owner: int) -> str:
+    """The owner in words, for messages."""
+    return {FREE: "free", RESERVED: "reserved", TREE: "tree"}.get(owner, f"row {owner}")
+
+
+class PageAllocator:
+    """Free list and owner array over `num_pages` pages; every call is O(pages it moves).
+
+    Args:
+        num_pages: pages of the pool, the null page included; at least 2.
+        name: of the pool, for messages ("rank 0 full").
+    """
+
+    def __init__(self, num_pages: int, name: str = "pool") -> None:
+        if num_pages < 2:
+            raise ValueError(f"{name}: a pool needs at least 2 pages, got {num_pages}")
+        self.num_pages = num_pages
+        self.name = name
+        self._owner = np.full(num_pages, FREE, np.int32)
+        self._last_owner = np.full(num_pages, FREE, np.int32)
+        self._stamp = np.zeros(num_pages, np.int32)
+        # A stack: the lowest ids come out first, and pages freed last are reused first while
+        # they are still warm in some cache.
+        self._free_stack = np.zeros(num_pages, np.int32)
+        self._num_free = 0
+        self._num_tree = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all owners: every page but the null page is free."""
+        self._owner.fill(FREE)
+        self._last_owner.fill(FREE)
+        self._owner[NULL_PAGE] = RESERVED
+        self._free_stack[: self.num_pages - 1] = np.arange(self.num_pages - 1, 0, -1)
+        self._num_free = self.num_pages - 1
+        self._num_tree = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody owns."""
+        return self._num_free
+
+    @property
+    def num_tree(self) -> int:
+        """Pages the prefix tree owns."""
+        return self._num_tree
+
+    @property
+    def num_reserved(self) -> int:
+        """Pages kept from use: the null page."""
+        return 1
+
+    @property
+    def num_leased(self) -> int:
+        """Pages owned by rows."""
+        return self.num_pages - self.num_reserved - self._num_free - self._num_tree
+
+    def alloc(self, num_pages: int, owner: int) -> Int32Array:
+        """Take `num_pages` free pages for row `owner`; int32[num_pages]."""
+        return self.alloc_each(np.full(num_pages, owner, np.int32))
+
+    def alloc_each(self, owners: Int32Array) -> Int32Array:
+        """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].
+
+        Raises `OutOfPagesError`, changing nothing, if fewer are free.
+        """
+        count = len(owners)
+        if count > self._num_free:
+            raise OutOfPagesError(f"{self.name}: {count} pages asked, {self._num_free} free")
+        top = self._num_free
+        pages = self._free_stack[top - count : top][::-1].copy()
+        self._num_free -= count
+        self._owner[pages] = owners
+        return pages
+
+    def free(self, pages: Int32Array, owner: int) -> None:
+        """Give back pages that `owner` holds. Raises `OwnershipError`, changing nothing, else."""
+        self._require(pages, owner, "free")
+        count = len(pages)
+        self._last_owner[pages] = owner
+        self._owner[pages] = FREE
+        self._free_stack[self._num_free : self._num_free + count] = pages
+        self._num_free += count
+        if owner == TREE:
+            self._num_tree -= count
+
+    def give_to_tree(self, pages: Int32Array, owner: int) -> None:
+        """Move pages from row `owner` to the tree. Raises `OwnershipError`, changing nothing."""
+        self._require(pages, owner, "give to the tree")
+        self._last_owner[pages] = owner
+        self._owner[pages] = TREE
+        self._num_tree += len(pages)
+
+    def owners(self) -> Int32Array:
+        """A copy of the owner of every page, int32[num_pages]."""
+        return self._owner.copy()
+
+    def describe(self, pages: Int32Array, limit: int = 8) -> str:
+        """Owner and previous owner of the first few of `pages`, for messages."""
+        shown = ", ".join(
+            f"page {page}: {describe_owner(int(self._owner[page]))} "
+            f"(before: {describe_owner(int(self._last_owner[page]))})"
+            for page in pages[:limit].tolist()
+        )
+        more = len(pages) - limit
+        return shown + (f" and {more} more" if more > 0 else "")
+
+    def _require(self, pages: Int32Array, owner: int, action: str) -> None:
+        """Check that `pages` exist, are distinct, and all belong to `owner`."""
+        if len(pages) == 0:
+            return
+        if int(pages.min()) < 0 or int(pages.max()) >= self.num_pages:
+            bad = pages[(pages < 0) | (pages >= self.num_pages)]
+            raise OwnershipError(f"{self.name}: cannot {action}: no such page {bad[:8].tolist()}")
+        wrong = self._owner[pages] != owner
+        if owner in (FREE, RESERVED) or wrong.any():
+            raise OwnershipError(
+                f"{self.name}: {describe_owner(owner)} cannot {action} what it does not own: "
+                f"{self.describe(pages[wrong] if wrong.any() else pages)}"
+            )
+        # Distinctness in O(n) without sorting: of two equal pages only the last keeps its stamp.
+        order = np.arange(len(pages), dtype=np.int32)
+        self._stamp[pages] = order
+        repeated = self._stamp[pages] != order
+        if repeated.any():
+            raise OwnershipError(
+                f"{self.name}: cannot {action} a page twice in one call: "
+                f"{pages[repeated][:8].tolist()}"
+            )

@@ -1,0 +1,113 @@
+"""What the memory of a rank asks of a prefix cache, and the cache that keeps nothing.
+
+A prefix cache remembers the KV of token prefixes between requests. Matching is split in two:
+`peek` only looks (routing, admission), `match_prefix` locks what it found, and whoever locked
+owes one `unlock`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.radix_tree import TreeNode
+from sgl_jax.mem_cache.tree_component import LeaseOffer
+
+
+class PrefixPeek(NamedTuple):
+    """What a match would find: `length` tokens, of whose pages some are evictable until then."""
+
+    length: int
+    num_evictable_pages: int
+
+
+class PrefixMatch(NamedTuple):
+    """A locked prefix: its length in tokens (whole pages), its pages, and the node locked."""
+
+    length: int
+    pages: Int32Array  # [length / page_size]
+    node: TreeNode | None  # None if length is 0: then nothing is locked
+
+
+class PrefixCache(Protocol):
+    """Keeps prefixes of one rank. Counts are pages."""
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages the cache could give back now."""
+        ...
+
+    @property
+    def num_protected(self) -> int:
+        """Pages of the cache that live leases have locked."""
+        ...
+
+    def peek(self, tokens: Int32Array) -> PrefixPeek:
+        """What `match_prefix` would find. Changes nothing."""
+        ...
+
+    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+        """Find and lock the longest cached prefix of `tokens`."""
+        ...
+
+    def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
+        """Keep `tokens` (whole pages), taking over the offered pages that are new to the cache.
+
+        Answers the whole prefix as the cache now holds it, locked, or None if it keeps nothing.
+        """
+        ...
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo one lock taken by `match_prefix` or `accept`."""
+        ...
+
+    def evict(self, num_pages: int) -> int:
+        """Free `num_pages` pages, or all that can be freed; returns how many."""
+        ...
+
+    def reset(self) -> None:
+        """Evict everything. Raises `LedgerError` if a lock is still held."""
+        ...
+
+    def audit(self, locked_nodes: Sequence[TreeNode]) -> Int32Array:
+        """Prove the cache's own books, given the locked node of every live lease.
+
+        Returns all pages the cache holds; raises `LedgerError` on a difference.
+        """
+        ...
+
+
+class ChunkCache:
+    """Keeps nothing between requests: every lease owns all its pages to the end."""
+
+    num_evictable = 0
+    num_protected = 0
+
+    def peek(self, tokens: Int32Array) -> PrefixPeek:
+        """Nothing is ever found."""
+        return PrefixPeek(0, 0)
+
+    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+        """Nothing is ever found, so nothing is locked."""
+        return PrefixMatch(0, np.zeros(0, np.int32), None)
+
+    def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
+        """Keeps nothing."""
+        return None
+
+    def unlock(self, node: TreeNode) -> None:
+        """Never owed, since nothing is ever locked."""
+        raise AssertionError("ChunkCache never locks")
+
+    def evict(self, num_pages: int) -> int:
+        """There is nothing to free."""
+        return 0
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def audit(self, locked_nodes: Sequence[TreeNode]) -> Int32Array:
+        """No pages, so no lease may have a locked node."""
+        assert not locked_nodes, "a lease holds a lock that ChunkCache cannot have given"
+        return np.zeros(0, np.int32)

@@ -1,0 +1,78 @@
+"""The prefix cache on the radix tree, for models whose layers all attend to every token."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.full_component import FullComponent
+from sgl_jax.mem_cache.page_allocator import PageAllocator
+from sgl_jax.mem_cache.prefix_cache import PrefixMatch, PrefixPeek
+from sgl_jax.mem_cache.radix_tree import RadixTree, TreeNode
+from sgl_jax.mem_cache.tree_component import LeaseOffer
+
+
+class RadixCache:
+    """A radix tree with one component, FULL. Implements `PrefixCache`."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._full = FullComponent(0, allocator, page_size)
+        self.tree = RadixTree(page_size, [self._full])
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages the cache could give back now."""
+        return self._full.num_evictable
+
+    @property
+    def num_protected(self) -> int:
+        """Pages that live leases have locked."""
+        return self._full.num_protected
+
+    def peek(self, tokens: Int32Array) -> PrefixPeek:
+        """What `match_prefix` would find. Changes nothing, not even ages."""
+        path, length = self.tree.peek(_contiguous(tokens))
+        return PrefixPeek(length, self._full.num_evictable_on(path))
+
+    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+        """Find and lock the longest cached prefix of `tokens`."""
+        return self._describe(self.tree.match(_contiguous(tokens)))
+
+    def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
+        """Insert `tokens` (whole pages, at least one) and lock the result."""
+        node = self.tree.insert(_contiguous(tokens), offer)
+        self.tree.lock(node)
+        return self._describe(node)
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo one lock."""
+        self.tree.unlock(node)
+
+    def evict(self, num_pages: int) -> int:
+        """Free exactly `num_pages`, or all that nobody has locked."""
+        return self.tree.evict(self._full, num_pages)
+
+    def reset(self) -> None:
+        """Evict everything. Raises `LedgerError` if a lock is still held."""
+        if self.num_protected:
+            raise LedgerError(f"cannot reset: {self.num_protected} pages are locked")
+        self.evict(self.num_evictable)
+
+    def audit(self, locked_nodes: Sequence[TreeNode]) -> Int32Array:
+        """Prove counts, locks and the eviction set; returns all pages on the tree."""
+        nodes = list(self.tree.nodes())
+        self._full.audit(nodes, locked_nodes)
+        for node in nodes:
+            if node.parent is None or node.end != node.parent.end + len(node.key):
+                raise LedgerError(f"{node!r} does not continue its parent {node.parent!r}")
+        return self._full.pages_of(nodes)
+
+    def _describe(self, node: TreeNode | None) -> PrefixMatch:
+        if node is None:
+            return PrefixMatch(0, np.zeros(0, np.int32), None)
+        return PrefixMatch(node.end, self._full.pages_of(self.tree.path_to(node)), node)
+
+
+def _contiguous(tokens: Int32Array) -> Int32Array:
+    return np.ascontiguousarray(tokens, dtype=np.int32)

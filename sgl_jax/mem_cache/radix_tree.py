@@ -1,0 +1,232 @@
+"""A compressed, page-aligned radix tree of token sequences: the core under every prefix cache.
+
+It owns the shape: nodes, edges, their tokens and ages. It must never touch an allocator: what
+an edge is worth, who locks it and what eviction frees is the business of its components.
+
+Edges are multiples of `page_size` tokens, siblings differ in their first page, and tokens are
+compared, not hashes. The root holds nothing, is never locked, never evicted, and in no count.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep, TreeComponent
+
+
+class TreeNode:
+    """A node and the edge that leads to it. `end` counts tokens from the root to the node."""
+
+    __slots__ = ("children", "end", "key", "last_access", "locks", "node_id", "parent", "values")
+
+    def __init__(
+        self, node_id: int, key: Int32Array, parent: "TreeNode | None", num_components: int
+    ) -> None:
+        self.node_id = node_id
+        self.key = key
+        self.parent = parent
+        self.end: int = (parent.end if parent else 0) + len(key)
+        self.children: dict[bytes, TreeNode] = {}
+        self.last_access = 0
+        self.values: list[Any] = [None] * num_components
+        self.locks = [0] * num_components
+
+    def __repr__(self) -> str:
+        return f"TreeNode({self.node_id}, tokens {self.end - len(self.key)}..{self.end})"
+
+
+class RadixTree:
+    """The tree over `components`; all lengths are tokens, whole pages only."""
+
+    def __init__(self, page_size: int, components: Sequence[TreeComponent]) -> None:
+        self.page_size = page_size
+        self.components = tuple(components)
+        self._clock = 0
+        self._next_id = 0
+        self.root = self._new_node(np.zeros(0, np.int32), None)
+
+    # -- matching ---------------------------------------------------------------------------
+
+    def peek(self, tokens: Int32Array) -> tuple[list[PathStep], int]:
+        """The path that matches `tokens` and the length all components can serve. Read-only."""
+        path = self._walk(tokens)
+        length = sum(step.num_matched for step in path)
+        return path, self._usable_len(path, length)
+
+    def match(self, tokens: Int32Array) -> TreeNode | None:
+        """Lock the longest usable prefix of `tokens` and return the node where it ends.
+
+        None if nothing matches: then nothing is locked. The caller owes one `unlock`.
+        """
+        path, length = self.peek(tokens)
+        if length == 0:
+            return None
+        node = self._node_at(path, length)
+        self._touch(node)
+        self.lock(node)
+        return node
+
+    def lock(self, node: TreeNode) -> None:
+        """Keep all that a lease ending at `node` reads. Undone by `unlock`."""
+        for component in self.components:
+            component.lock(node)
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo one lock of `node`."""
+        for component in self.components:
+            component.unlock(node)
+
+    # -- changing ---------------------------------------------------------------------------
+
+    def insert(self, tokens: Int32Array, offer: LeaseOffer) -> TreeNode:
+        """Make `tokens` (whole pages, at least one) a path; components take what they lack.
+
+        Returns the node that ends exactly at len(tokens), not locked.
+        """
+        path = self._walk(tokens)
+        length = sum(step.num_matched for step in path)
+        node = self._node_at(path, length) if length else self.root
+        if length < len(tokens):
+            node = self._add_child(node, tokens[length:].copy())
+        for step in self.path_to(node):
+            for component in self.components:
+                component.absorb(step, offer)
+        self._touch(node)
+        return node
+
+    def evict(self, component: TreeComponent, num_units: int) -> int:
+        """Free `num_units` of one component, or all it can; least recently used first.
+
+        Never more than asked: the last victim's edge is shortened, not dropped whole. Returns
+        the units freed.
+        """
+        before = component.num_evictable
+        target = max(before - num_units, 0)
+        while component.num_evictable > target:
+            victim = component.next_victim(component.num_evictable - target)
+            if victim is None:
+                break
+            self._trim(*victim)
+        for each in self.components:
+            each.flush_dropped()
+        return before - component.num_evictable
+
+    def path_to(self, node: TreeNode) -> list[TreeNode]:
+        """The nodes from below the root to `node`."""
+        path = []
+        step: TreeNode | None = node
+        while step is not None and step is not self.root:
+            path.append(step)
+            step = step.parent
+        return path[::-1]
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """Every node but the root, parents before children."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # -- shape ------------------------------------------------------------------------------
+
+    def _new_node(self, key: Int32Array, parent: TreeNode | None) -> TreeNode:
+        node = TreeNode(self._next_id, key, parent, len(self.components))
+        self._next_id += 1
+        node.last_access = self._clock
+        return node
+
+    def _first_page(self, tokens: Int32Array) -> bytes:
+        return tokens[: self.page_size].tobytes()
+
+    def _add_child(self, parent: TreeNode, key: Int32Array) -> TreeNode:
+        child = self._new_node(key, parent)
+        parent.children[self._first_page(key)] = child
+        self._refresh(parent)
+        return child
+
+    def _walk(self, tokens: Int32Array) -> list[PathStep]:
+        path = []
+        node, start = self.root, 0
+        limit = len(tokens) // self.page_size * self.page_size
+        while start < limit:
+            child = node.children.get(self._first_page(tokens[start:]))
+            if child is None:
+                break
+            matched = _common_prefix_len(child.key, tokens[start:limit])
+            matched = matched // self.page_size * self.page_size
+            path.append(PathStep(child, matched))
+            start += matched
+            if matched < len(child.key):
+                break
+            node = child
+        return path
+
+    def _usable_len(self, path: Sequence[PathStep], length: int) -> int:
+        while True:
+            shorter = min(component.usable_len(path, length) for component in self.components)
+            if shorter == length:
+                return length
+            length = shorter
+
+    def _node_at(self, path: Sequence[PathStep], length: int) -> TreeNode:
+        """The node that ends at `length` on `path`, made by a split if it lies within an edge."""
+        for node, _ in path:
+            if node.end == length:
+                return node
+            if node.end > length:
+                return self._split(node, len(node.key) - (node.end - length))
+        raise AssertionError(f"no node of the path reaches {length}")
+
+    def _split(self, lower: TreeNode, num_tokens: int) -> TreeNode:
+        """Put a new node after the first `num_tokens` of `lower`'s edge; `lower` stays the end.
+
+        Leases point at the node where their prefix ends, so the lower node keeps its identity.
+        """
+        parent = lower.parent
+        assert parent is not None, "the root has no edge to split"
+        upper = self._new_node(lower.key[:num_tokens].copy(), parent)
+        upper.last_access = lower.last_access
+        parent.children[self._first_page(upper.key)] = upper
+        lower.key = lower.key[num_tokens:].copy()
+        lower.parent = upper
+        upper.children[self._first_page(lower.key)] = lower
+        for component in self.components:
+            component.split(upper, lower)
+        return upper
+
+    def _trim(self, leaf: TreeNode, keep_tokens: int) -> None:
+        """Shorten a leaf's edge to `keep_tokens`; 0 removes the leaf."""
+        assert not leaf.children, f"{leaf!r} is no leaf"
+        for component in self.components:
+            component.drop(leaf, keep_tokens)
+        if keep_tokens:
+            leaf.end -= len(leaf.key) - keep_tokens
+            leaf.key = leaf.key[:keep_tokens].copy()
+            return
+        parent = leaf.parent
+        assert parent is not None, "the root is never trimmed"
+        del parent.children[self._first_page(leaf.key)]
+        self._refresh(parent)
+
+    def _touch(self, node: TreeNode) -> None:
+        """Everything from the root to `node` was just used."""
+        self._clock += 1
+        for step in self.path_to(node):
+            step.last_access = self._clock
+            self._refresh(step)
+
+    def _refresh(self, node: TreeNode) -> None:
+        if node is not self.root:
+            for component in self.components:
+                component.refresh(node)
+
+
+def _common_prefix_len(a: Int32Array, b: Int32Array) -> int:
+    """Length of the common prefix of two token arrays."""
+    size = min(len(a), len(b))
+    differing = a[:size] != b[:size]
+    first = int(differing.argmax()) if size else 0
+    return first if size and differing[first] else size

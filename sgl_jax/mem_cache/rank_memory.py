@@ -1,0 +1,138 @@
+"""All KV memory of one data-parallel rank: rows, pages, prefix cache, and the leases on them.
+
+The scheduler holds one `RankMemory` per rank and never says "rank r" to any of its methods.
+Leases begin here (`open_lease`), grow here, and end in `release.py`, nowhere else.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LeaseError
+from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.page_allocator import PageAllocator
+from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
+from sgl_jax.mem_cache.radix_cache import RadixCache
+from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool
+
+
+class MemoryView(NamedTuple):
+    """Where every page and row of a rank is. Pages: total = free + leased + cached + session_held
+    + reserved; `protected_pages` are those of the cached that live leases have locked."""
+
+    dp_rank: int
+    page_size: int
+    total_pages: int
+    free_pages: int
+    leased_pages: int
+    cached_pages: int
+    protected_pages: int
+    session_held_pages: int
+    reserved_pages: int
+    total_rows: int
+    free_rows: int
+
+
+class RankMemory:
+    """The memory of rank `dp_rank`, of the given sizes."""
+
+    def __init__(self, dp_rank: int, sizes: EngineSizes, *, use_radix_cache: bool = True) -> None:
+        self.dp_rank = dp_rank
+        self.page_size = sizes.page_size
+        self.rows = ReqToTokenPool(sizes.num_rows, sizes.pages_per_row)
+        self.allocator = PageAllocator(sizes.num_pages, f"rank {dp_rank}")
+        self.cache: PrefixCache = (
+            RadixCache(self.allocator, sizes.page_size) if use_radix_cache else ChunkCache()
+        )
+        self.leases: dict[int, KVLease] = {}  # by row
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are free or can be made free by eviction."""
+        return self.allocator.num_free + self.cache.num_evictable
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def open_lease(self, prefix: Int32Array) -> KVLease:
+        """Take a row, with as much of `prefix` as the cache has.
+
+        `prefix` must leave out at least the request's last token: its logits are always
+        recomputed. Raises `LeaseError` if no row is free.
+        """
+        row = self.rows.alloc()
+        lease = KVLease(self.dp_rank, row, self.rows)
+        match = self.cache.match_prefix(prefix)
+        lease.node = match.node
+        self.rows.pages[row, : len(match.pages)] = match.pages
+        lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
+        self.leases[row] = lease
+        return lease
+
+    def make_room(self, num_pages: int) -> bool:
+        """Evict until `num_pages` are free; False, having evicted nothing, if that cannot be."""
+        deficit = num_pages - self.allocator.num_free
+        if deficit > self.cache.num_evictable:
+            return False
+        if deficit > 0:
+            self.cache.evict(deficit)
+        return True
+
+    def pages_to_grow(self, rows: Int32Array, allocated_lens: Int32Array) -> Int32Array:
+        """Pages each row lacks to hold `allocated_lens` tokens; int32[len(rows)]."""
+        held = -(-self.rows.kv_allocated_len[rows] // self.page_size)
+        lacking = -(-allocated_lens // self.page_size) - held
+        return np.maximum(lacking, 0).astype(np.int32)
+
+    def grow_rows(self, rows: Int32Array, allocated_lens: Int32Array) -> bool:
+        """Reserve slots so that row i holds `allocated_lens[i]` tokens, evicting as needed.
+
+        All or nothing: False, changing nothing, if there is not enough even after eviction.
+        Rows must be distinct and leased.
+        """
+        lacking = self.pages_to_grow(rows, allocated_lens)
+        total = int(lacking.sum())
+        if total and not self._append_pages(rows, lacking, total):
+            return False
+        allocated = self.rows.kv_allocated_len
+        allocated[rows] = np.maximum(allocated[rows], allocated_lens)
+        return True
+
+    def _append_pages(self, rows: Int32Array, lacking: Int32Array, total: int) -> bool:
+        if not self.make_room(total):
+            return False
+        owners = np.repeat(rows, lacking).astype(np.int32)
+        first_column = -(-self.rows.kv_allocated_len[rows] // self.page_size)
+        ends = np.cumsum(lacking)
+        within = np.arange(total) - np.repeat(ends - lacking, lacking)
+        columns = np.repeat(first_column, lacking) + within
+        self.rows.pages[owners, columns] = self.allocator.alloc_each(owners)
+        return True
+
+    def commit_rows(self, rows: Int32Array, committed_lens: Int32Array) -> None:
+        """A step was launched that writes rows' KV up to `committed_lens` tokens."""
+        if (committed_lens > self.rows.kv_allocated_len[rows]).any():
+            raise LeaseError(
+                f"rank {self.dp_rank}: rows {rows.tolist()} would commit "
+                f"{committed_lens.tolist()} tokens of {self.rows.kv_allocated_len[rows].tolist()}"
+            )
+        self.rows.kv_committed_len[rows] = committed_lens
+
+    def view(self) -> MemoryView:
+        """The memory view of this rank."""
+        return MemoryView(
+            dp_rank=self.dp_rank,
+            page_size=self.page_size,
+            total_pages=self.allocator.num_pages,
+            free_pages=self.allocator.num_free,
+            leased_pages=self.allocator.num_leased,
+            cached_pages=self.allocator.num_tree,
+            protected_pages=self.cache.num_protected,
+            session_held_pages=0,
+            reserved_pages=self.allocator.num_reserved,
+            total_rows=self.rows.num_rows - 1,
+            free_rows=self.rows.num_free,
+        )

@@ -1,0 +1,71 @@
+"""Which pages hold the tokens of each running request, and the three lengths of its lease.
+
+One row per request, of one rank. The row's page ids and lengths are columns of arrays, so that
+the scheduler can grow and commit all rows of a step at once; `KVLease` is the view of one row.
+Row 0 is the null row: padding refers to it, nobody holds it.
+"""
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LeaseError
+
+NULL_ROW = 0
+
+
+class ReqToTokenPool:
+    """`num_rows` rows (null row included) of at most `pages_per_row` pages.
+
+    Public arrays, indexed by row: `pages` int32[num_rows, pages_per_row] (0 beyond the last page
+    held), `kv_committed_len`, `kv_allocated_len`, `cache_protected_len` int32[num_rows] in tokens,
+    and `epoch` int32[num_rows], which grows whenever a row is given back: a step's result belongs
+    to the row's holder only if the epoch is still that of the launch.
+    """
+
+    def __init__(self, num_rows: int, pages_per_row: int) -> None:
+        if num_rows < 2 or pages_per_row < 1:
+            raise ValueError(
+                f"a row pool needs at least 2 rows of 1 page, got {num_rows} of {pages_per_row}"
+            )
+        self.num_rows = num_rows
+        self.pages = np.zeros((num_rows, pages_per_row), np.int32)
+        self.kv_committed_len = np.zeros(num_rows, np.int32)
+        self.kv_allocated_len = np.zeros(num_rows, np.int32)
+        self.cache_protected_len = np.zeros(num_rows, np.int32)
+        self.epoch = np.zeros(num_rows, np.int32)
+        self._free = list(range(num_rows - 1, 0, -1))
+        self._held = np.zeros(num_rows, np.bool_)
+
+    @property
+    def num_free(self) -> int:
+        """Rows nobody holds."""
+        return len(self._free)
+
+    @property
+    def pages_per_row(self) -> int:
+        """Pages a row can list."""
+        return int(self.pages.shape[1])
+
+    def held_rows(self) -> Int32Array:
+        """The rows in use, ascending."""
+        return np.flatnonzero(self._held).astype(np.int32)
+
+    def alloc(self) -> int:
+        """Take a free row. Raises `LeaseError` if there is none: check `num_free` first."""
+        if not self._free:
+            raise LeaseError(f"all {self.num_rows - 1} rows are held")
+        row = self._free.pop()
+        self._held[row] = True
+        return row
+
+    def free(self, row: int) -> None:
+        """Give a row back; its lengths and page list are cleared."""
+        if not self._held[row]:
+            raise LeaseError(f"row {row} is given back, but nobody holds it")
+        self._held[row] = False
+        self.pages[row] = 0
+        self.kv_committed_len[row] = 0
+        self.kv_allocated_len[row] = 0
+        self.cache_protected_len[row] = 0
+        self.epoch[row] += 1
+        self._free.append(row)

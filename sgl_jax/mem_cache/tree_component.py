@@ -1,0 +1,91 @@
+"""What a kind of KV must provide to live on the prefix tree.
+
+The tree core (`radix_tree.py`) knows tokens, edges and splits. What an edge is worth is known to
+components: FULL attention keeps pages for every token of the edge; a sliding window may have let
+go of old ones; linear attention keeps a state snapshot at some node ends. Each component sits at
+an index of `TreeNode.values` and `TreeNode.locks` that is its own.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from sgl_jax.core.step_plan import Int32Array
+
+if TYPE_CHECKING:
+    from sgl_jax.mem_cache.radix_tree import TreeNode
+
+
+class PathStep(NamedTuple):
+    """One edge of a walk down the tree and how many of its tokens matched, whole pages only."""
+
+    node: "TreeNode"
+    num_matched: int
+
+
+class LeaseOffer(NamedTuple):
+    """What a lease offers for the prefix [0, len(tokens)): components take what they lack."""
+
+    owner: int  # row that owns the pages from `owned_from` on
+    owned_from: int  # tokens; before it the pages already belong to the tree
+    pages: Int32Array  # [len(tokens) / page_size] FULL pages
+
+
+class TreeComponent(Protocol):
+    """One kind of value on the tree. Counts are in the component's own units (pages, slots)."""
+
+    @property
+    def num_evictable(self) -> int:
+        """Units on the tree that no lock holds."""
+        ...
+
+    @property
+    def num_protected(self) -> int:
+        """Units on the tree that a lock holds."""
+        ...
+
+    def usable_len(self, path: Sequence[PathStep], length: int) -> int:
+        """The longest prefix of at most `length` matched tokens that this component can serve.
+
+        `length` is page-aligned and so is the answer. Must not grow when `length` shrinks: the
+        tree asks all components in turn until none shortens the prefix any more.
+        """
+        ...
+
+    def absorb(self, node: "TreeNode", offer: LeaseOffer) -> None:
+        """Take over from `offer` what `node` lacks; it ends at token `node.end` of the offer."""
+        ...
+
+    def split(self, upper: "TreeNode", lower: "TreeNode") -> None:
+        """`lower`'s edge lost its first `len(upper.key)` tokens to the new `upper`: divide."""
+        ...
+
+    def lock(self, node: "TreeNode") -> None:
+        """Keep what a lease that ends at `node` reads from eviction, until `unlock`."""
+        ...
+
+    def unlock(self, node: "TreeNode") -> None:
+        """Undo one `lock(node)`."""
+        ...
+
+    def refresh(self, node: "TreeNode") -> None:
+        """`node`'s age, lock or children changed: bring eviction sets up to date."""
+        ...
+
+    def drop(self, node: "TreeNode", keep_tokens: int) -> None:
+        """Let go of what lies past `keep_tokens` of the edge; freed by `flush_dropped`."""
+        ...
+
+    def flush_dropped(self) -> None:
+        """Free all that was dropped, in one call to the allocator."""
+        ...
+
+    def next_victim(self, num_units: int) -> "tuple[TreeNode, int] | None":
+        """The node to trim next to free `num_units`, and the tokens of its edge to keep."""
+        ...
+
+    def audit(self, nodes: "Sequence[TreeNode]", leaves_of_leases: "Sequence[TreeNode]") -> None:
+        """Recompute every count and lock from scratch; raise `LedgerError` on a difference.
+
+        `leaves_of_leases` lists the locked node of every live lease, with repeats.
+        """
+        ...

@@ -1,0 +1,36 @@
+"""The scheduler's settings, as far as they are not sizes of the engine."""
+
+from typing import NamedTuple
+
+from sgl_jax.core.server_args import ServerArgs
+
+
+class SchedulerConfig(NamedTuple):
+    """See `ServerArgs` for the meaning of each setting."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    schedule_policy: str = "lpm"
+    load_balance_method: str = "prefix_aware"
+    schedule_conservativeness: float = 1.0
+    chunked_prefill_size: int = 512
+    max_queued_requests: int = 2048
+    use_radix_cache: bool = True
+    random_seed: int = 0
+    check_every_step: bool = False  # prove the ledger's balance after each step
+
+    @staticmethod
+    def from_args(
+        args: ServerArgs, eos_token_ids: tuple[int, ...], chunk: int
+    ) -> "SchedulerConfig":
+        """The scheduler's part of the server's arguments; `chunk` is the resolved chunk size."""
+        return SchedulerConfig(
+            eos_token_ids=eos_token_ids,
+            schedule_policy=args.schedule_policy,
+            load_balance_method=args.load_balance_method,
+            schedule_conservativeness=args.schedule_conservativeness,
+            chunked_prefill_size=chunk,
+            max_queued_requests=args.max_queued_requests,
+            use_radix_cache=not args.disable_radix_cache,
+            random_seed=args.random_seed,
+            check_every_step=args.check_memory == "busy",
+        )

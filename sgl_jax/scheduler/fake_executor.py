@@ -1,0 +1,136 @@
+"""Executors without a device, for tests, replay and measuring the host alone.
+
+`FakeExecutor` makes up tokens and checks nothing. `OracleExecutor` also keeps a fake KV cache:
+each slot holds a hash of the whole prefix up to its token, and every step checks that what it
+would read is what must be there. Its tokens depend on the prefix alone, so a request's output
+must be the same whatever the schedule was.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import Int32Array, RankPlan, RankResult, StepHandle, StepPlan
+
+_MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator
+_MASK = (1 << 64) - 1
+
+
+class FakeHandle:
+    """A launched step whose result is ready."""
+
+    def __init__(self, results: tuple[RankResult, ...]) -> None:
+        self.results = results
+
+
+class FakeExecutor:
+    """Answers each sampling row with a token made from its position; costs next to nothing."""
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        self.sizes = sizes
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Make up the step's result."""
+        return FakeHandle(tuple(self._run(rank_plan) for rank_plan in plan.ranks))
+
+    def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
+        """The result made up at launch."""
+        assert isinstance(handle, FakeHandle)
+        return handle.results
+
+    def _run(self, plan: RankPlan) -> RankResult:
+        ends = plan.kv_starts + plan.q_lens
+        tokens = (ends * 31 + plan.rows * 17) % self.sizes.vocab_size
+        return RankResult(np.where(plan.samples, tokens, -1).astype(np.int32))
+
+
+class ContentError(AssertionError):
+    """A step would have read KV that is not that of its own prefix."""
+
+
+class OracleExecutor:
+    """Simulates what KV pages hold, rank by rank, in launch order."""
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        self.sizes = sizes
+        shape = (sizes.num_pages, sizes.page_size)
+        self._kv = [np.zeros(shape, np.uint64) for _ in range(sizes.dp_size)]
+        rows = (sizes.num_rows, sizes.max_context_len)
+        # What the device's token table holds, and the prefix hash at each of its positions.
+        self._tokens = [np.zeros(rows, np.int32) for _ in range(sizes.dp_size)]
+        self._hashes = [np.zeros(rows, np.uint64) for _ in range(sizes.dp_size)]
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Run the step. Raises `ContentError` if a row would read foreign or missing KV."""
+        return FakeHandle(
+            tuple(self._run(rank, rank_plan) for rank, rank_plan in enumerate(plan.ranks))
+        )
+
+    def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
+        """The tokens sampled at launch."""
+        assert isinstance(handle, FakeHandle)
+        return handle.results
+
+    def expected_output(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """The tokens any schedule must generate after `prompt`."""
+        state = 0
+        for token in prompt:
+            state = _extend(state, token)
+        output = []
+        for _ in range(num_tokens):
+            output.append(self._sample(state))
+            state = _extend(state, output[-1])
+        return output
+
+    def _run(self, rank: int, plan: RankPlan) -> RankResult:
+        tokens, hashes = self._tokens[rank], self._hashes[rank]
+        for admission in plan.admissions:
+            tokens[admission.row, : len(admission.tokens)] = admission.tokens
+            _hash_span(tokens[admission.row], hashes[admission.row], 0, len(admission.tokens))
+        sampled = np.full(len(plan.rows), -1, np.int32)
+        self._check_decode_rows_distinct(rank, plan)
+        for i, row in enumerate(plan.rows.tolist()):
+            start = int(plan.kv_starts[i])
+            end = start + int(plan.q_lens[i])
+            slots = self._slots(plan.page_table[i], end)
+            kv = self._kv[rank].reshape(-1)
+            wrong = np.flatnonzero(kv[slots[:start]] != hashes[row, :start])
+            if len(wrong):
+                raise ContentError(
+                    f"rank {rank}, row {row}: position {int(wrong[0])} of {start} holds foreign KV "
+                    f"in page {int(slots[wrong[0]]) // self.sizes.page_size}"
+                )
+            kv[slots[start:end]] = hashes[row, start:end]
+            if plan.samples[i]:
+                sampled[i] = self._sample(int(hashes[row, end - 1]))
+                if end < tokens.shape[1]:
+                    tokens[row, end] = sampled[i]
+                    _hash_span(tokens[row], hashes[row], end, end + 1)
+        return RankResult(sampled)
+
+    def _check_decode_rows_distinct(self, rank: int, plan: RankPlan) -> None:
+        if len(np.unique(plan.rows)) != len(plan.rows) or (plan.rows <= 0).any():
+            raise ContentError(f"rank {rank}: rows must be distinct and not null: {plan.rows}")
+
+    def _slots(self, pages: Int32Array, num_tokens: int) -> NDArray[np.int64]:
+        positions = np.arange(num_tokens)
+        page_size = self.sizes.page_size
+        page_ids = pages[positions // page_size].astype(np.int64)
+        if (page_ids <= 0).any():
+            raise ContentError(f"a row of {num_tokens} tokens lists the null page: {pages}")
+        return page_ids * page_size + positions % page_size
+
+    def _sample(self, state: int) -> int:
+        return (state >> 33) % self.sizes.vocab_size
+
+
+def _extend(state: int, token: int) -> int:
+    return ((state ^ (token + 1)) * _MULTIPLIER + 1442695040888963407) & _MASK
+
+
+def _hash_span(tokens: Int32Array, hashes: NDArray[np.uint64], start: int, end: int) -> None:
+    """Set hashes[start:end] to the prefix hashes of tokens."""
+    state = int(hashes[start - 1]) if start else 0
+    for position in range(start, end):
+        state = _extend(state, int(tokens[position]))
+        hashes[position] = state

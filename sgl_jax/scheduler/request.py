@@ -1,0 +1,74 @@
+"""One request's life in the scheduler, from arrival to its last output.
+
+While it runs, its tokens and lengths are columns of its rank's `RunningRows`; while it waits,
+`tokens` holds them here. A request has no mode: it has tokens, and KV for some of them.
+"""
+
+import enum
+
+import numpy as np
+
+from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.lease import KVLease
+
+
+class RequestState(enum.Enum):
+    """Where a request is. Retract leads from RUNNING back to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """What the scheduler knows of one request; owned by the scheduler alone."""
+
+    __slots__ = (
+        "arrival",
+        "cached_tokens",
+        "dp_rank",
+        "lease",
+        "logprob_next",
+        "max_len",
+        "message",
+        "num_retractions",
+        "pending_prompt_logprobs",
+        "prompt_len",
+        "rid",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, message: GenerateRequest, arrival: int, max_len: int) -> None:
+        self.message = message
+        self.rid = message.rid
+        self.arrival = arrival  # order of arrival, kept over retracts
+        self.tokens: Int32Array = np.array(message.input_ids, np.int32)
+        self.prompt_len = len(self.tokens)
+        self.max_len = max_len  # prompt and output tokens at most
+        self.state = RequestState.WAITING
+        self.lease: KVLease | None = None
+        self.dp_rank: int | None = message.dp_rank
+        self.cached_tokens = 0
+        self.num_retractions = 0
+        # Prompt position whose log-probability is to be reported next; prompt_len when none is.
+        start = message.logprob_start_len
+        self.logprob_next = self.prompt_len if start < 0 else min(start, self.prompt_len)
+        self.pending_prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens known to the host, valid while waiting."""
+        return len(self.tokens) - self.prompt_len
+
+    def matchable(self) -> Int32Array:
+        """The prefix a cache may serve.
+
+        It leaves out the last token, whose logits are needed, and every position from which a
+        prompt log-probability must still be computed.
+        """
+        limit = len(self.tokens) - 1
+        if self.logprob_next < self.prompt_len:
+            limit = min(limit, max(self.logprob_next - 1, 0))
+        return self.tokens[:limit]

@@ -1,0 +1,89 @@
+"""The running requests of one rank as columns of arrays, indexed by row.
+
+A decode step touches only these arrays, so its cost on the host hardly depends on how many
+requests run. Rows are those of the rank's `ReqToTokenPool`. The arrays are the host's own: a
+step plan gets copies.
+
+    0         prompt_len        known_len   planned_len       max_len
+    |  prompt  |  output, read   |  sampled by launched steps, not read yet  |
+"""
+
+import numpy as np
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.scheduler.request import Request
+
+NO_TOKEN = -1
+
+
+class RunningRows:
+    """Columns over `sizes.num_rows` rows; `active` lists the rows in use, oldest first."""
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        n = sizes.num_rows
+        self.active: Int32Array = np.zeros(0, np.int32)
+        # Zeroed lazily by the operating system: only rows and positions in use take memory.
+        self.tokens = np.zeros((n, sizes.max_context_len), np.int32)
+        self.known_len = np.zeros(n, np.int32)
+        self.planned_len = np.zeros(n, np.int32)
+        self.prompt_len = np.zeros(n, np.int32)
+        self.min_len = np.zeros(n, np.int32)  # no stop before this many tokens
+        self.max_len = np.zeros(n, np.int32)
+        self.stop_ids = np.full((n, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)
+        self.return_logprob = np.zeros(n, np.bool_)
+        self.top_logprobs_num = np.zeros(n, np.int32)
+        # Still owes prompt log-probabilities, so its chunks run in the program that reports them.
+        self.wants_prompt_logprobs = np.zeros(n, np.bool_)
+        # Nothing sent yet: the first output carries more than a token.
+        self.is_unsent = np.zeros(n, np.bool_)
+        self.requests: list[Request | None] = [None] * n
+        self.rids = np.full(n, "", dtype=object)
+
+    def __len__(self) -> int:
+        return len(self.active)
+
+    def request(self, row: int) -> Request:
+        """The request that holds `row`."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is not running"
+        return request
+
+    def add(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
+        """Let `request`, with all its known tokens, run in `row`."""
+        sampling, count = request.message.sampling, len(request.tokens)
+        self.tokens[row, :count] = request.tokens
+        self.known_len[row] = count
+        self.planned_len[row] = count
+        self.prompt_len[row] = request.prompt_len
+        self.min_len[row] = request.prompt_len + sampling.min_new_tokens
+        self.max_len[row] = request.max_len
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+        self.return_logprob[row] = request.message.return_logprob
+        self.top_logprobs_num[row] = request.message.top_logprobs_num
+        self.wants_prompt_logprobs[row] = request.logprob_next < request.prompt_len
+        self.is_unsent[row] = count == request.prompt_len
+        self.requests[row] = request
+        self.rids[row] = request.rid
+        self.active = np.append(self.active, np.int32(row))
+
+    def remove(self, row: int) -> Int32Array:
+        """Take a request out of its row; returns a copy of its known tokens."""
+        tokens = self.known_tokens(row).copy()
+        self.requests[row] = None
+        self.rids[row] = ""
+        self.active = self.active[self.active != row]
+        return tokens
+
+    def known_tokens(self, row: int) -> Int32Array:
+        """The tokens of `row` the host knows, int32[known_len]; a view."""
+        return self.tokens[row, : self.known_len[row]]
+
+    def runnable(self) -> Int32Array:
+        """Active rows that still need a step, oldest first.
+
+        A row whose last permitted token was already sampled only waits for its result.
+        """
+        return self.active[self.planned_len[self.active] < self.max_len[self.active]]

@@ -1,0 +1,275 @@
+"""Decides what every rank computes in each step, and what the results mean.
+
+The scheduler is a function of its event stream: messages (`submit`, `abort`, `stop`, `flush`),
+planned steps (`plan`) and results (`commit`). It reads no clock and draws nothing at random, so
+several hosts can run it in lockstep and a run can be replayed.
+
+The caller launches what `plan` returns, and may plan and launch the next step before it commits
+the result of the last: input tokens come from the device, so nothing waits for the host.
+"""
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import (
+    AbortRequest,
+    FinishReason,
+    GenerateRequest,
+    OutputBatch,
+    RequestOutput,
+    StopRequest,
+)
+from sgl_jax.core.step_plan import RankResult, StepPlan
+from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.mem_cache.rank_memory import MemoryView
+from sgl_jax.scheduler.balancer import Balancer, Candidate
+from sgl_jax.scheduler.commit import commit_rank
+from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.request import Request, RequestState
+from sgl_jax.scheduler.step_planner import StepDraft
+from sgl_jax.scheduler.waiting_queue import WaitingQueue
+
+
+class Scheduler:
+    """All requests of an engine of the given sizes, over all its data-parallel ranks."""
+
+    def __init__(self, sizes: EngineSizes, config: SchedulerConfig) -> None:
+        if sizes.max_prompt_logprob_tokens < sizes.num_rows:
+            raise ValueError(
+                f"a step that reports prompt log-probabilities holds "
+                f"{sizes.max_prompt_logprob_tokens} tokens, fewer than {sizes.num_rows} rows"
+            )
+        self.sizes = sizes
+        self.config = config
+        self.ranks = [RankScheduler(r, sizes, config) for r in range(sizes.dp_size)]
+        self._waiting = WaitingQueue(config.schedule_policy, self._best_cached_len)
+        self._balancer = Balancer(config.load_balance_method, sizes.dp_size)
+        self._requests: dict[str, Request] = {}  # waiting or running, by rid
+        self._arrivals = 0
+        self._steps = 0
+        self._finished = 0
+        self._outputs = OutputBatch([], [], [])  # since the last take_outputs
+
+    # -- events -----------------------------------------------------------------------------
+
+    def submit(self, message: GenerateRequest) -> None:
+        """A request arrives. One that cannot be served ends at once with a clear reason."""
+        if message.rid in self._requests:
+            self._refuse(message, f"request id {message.rid!r} is already in use", 400)
+            return
+        if len(self._waiting) >= self.config.max_queued_requests:
+            text = f"the queue is full ({self.config.max_queued_requests} requests)"
+            self._refuse(message, text, 503)
+            return
+        try:
+            max_len = self._max_len(message)
+        except InvalidRequestError as error:
+            self._refuse(message, str(error), 400)
+            return
+        request = Request(message, self._arrivals, max_len)
+        self._arrivals += 1
+        self._requests[request.rid] = request
+        self._waiting.add(request)
+
+    def abort(self, message: AbortRequest) -> None:
+        """End one request, or all, wherever they are. Unknown ids have ended already."""
+        rids = list(self._requests) if message.abort_all else [message.rid]
+        for rid in rids:
+            request = self._requests.get(rid)
+            if request is not None:
+                self._end(request, FinishReason("abort", message=message.message, status_code=499))
+
+    def stop(self, message: StopRequest) -> None:
+        """The front found a stop string: keep that many output tokens, forget the rest."""
+        request = self._requests.get(message.rid)
+        if request is None:
+            return
+        self._forget(request)
+        if request.state is RequestState.RUNNING:
+            num_tokens = request.prompt_len + message.num_output_tokens
+            self._rank_of(request).finish(_row(request), num_tokens=num_tokens)
+
+    def flush(self) -> bool:
+        """Empty all prefix caches; False, changing nothing, while requests are in flight."""
+        if self._requests:
+            return False
+        for rank in self.ranks:
+            rank.memory.cache.reset()
+        return True
+
+    def fail_all(self, reason: str) -> None:
+        """The device lost its state: end every request and trust no cached page."""
+        for request in list(self._requests.values()):
+            finish = FinishReason("abort", message=reason, status_code=500)
+            self._end(request, finish, insert=False)
+        for rank in self.ranks:
+            rank.memory.cache.reset()
+
+    # -- steps ------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without memory."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with memory, over all ranks."""
+        return sum(len(rank.running) for rank in self.ranks)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is waiting or running."""
+        return not self._requests
+
+    def plan(self) -> StepPlan | None:
+        """The next step, its memory taken and its lengths committed; None if nothing can run.
+
+        The caller must launch what it gets, or call `fail_all`.
+        """
+        if not self._requests:
+            return None
+        reports_prompt_logprobs = any(
+            rank.running.wants_prompt_logprobs[rank.running.active].any() for rank in self.ranks
+        )
+        drafts = [
+            StepDraft(
+                rank,
+                self.sizes,
+                self.config.chunked_prefill_size,
+                reports_prompt_logprobs=reports_prompt_logprobs,
+            )
+            for rank in self.ranks
+        ]
+        for draft in drafts:
+            for request in draft.retracted:
+                self._waiting.add(request)
+            for row in draft.unservable:
+                self._end_unservable(draft.rank, row)
+        self._admit(drafts)
+        if all(draft.is_empty for draft in drafts):
+            return None
+        plan = StepPlan(self._steps, tuple(draft.build() for draft in drafts))
+        self._steps += 1
+        return plan
+
+    def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
+        """The result of a launched step was read. Steps are committed in launch order."""
+        for rank, rank_plan, result in zip(self.ranks, plan.ranks, results, strict=True):
+            for request in commit_rank(rank, rank_plan, result, self._outputs):
+                self._forget(request)
+        if self.config.check_every_step:
+            self.check_balance()
+
+    def take_outputs(self) -> OutputBatch | None:
+        """What requests gained since the last call; None if nothing."""
+        outputs = self._outputs
+        if not outputs.outputs and not outputs.rids:
+            return None
+        self._outputs = OutputBatch([], [], [])
+        return outputs
+
+    # -- views ------------------------------------------------------------------------------
+
+    def check_balance(self) -> None:
+        """Prove every rank's counts. Raises `LedgerError`."""
+        for rank in self.ranks:
+            check_balance(rank.memory)
+
+    def audit(self) -> None:
+        """Prove by a full walk that every page of every rank has one owner."""
+        for rank in self.ranks:
+            audit(rank.memory)
+
+    def memory_views(self) -> list[MemoryView]:
+        """Where every page is, per rank."""
+        return [rank.memory.view() for rank in self.ranks]
+
+    def counters(self) -> dict[str, int]:
+        """Counts since the start."""
+        return {
+            "requests_received": self._arrivals,
+            "requests_finished": self._finished,
+            "requests_retracted": sum(rank.num_retracted for rank in self.ranks),
+            "steps_planned": self._steps,
+        }
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _admit(self, drafts: list[StepDraft]) -> None:
+        """Start waiting requests on ranks with room, in the queue's order, until none can."""
+        if not len(self._waiting) or not any(draft.can_admit for draft in drafts):
+            return
+        for request in self._waiting.ordered():
+            while True:
+                candidates = [
+                    Candidate(rank.dp_rank, len(rank.running), rank.cached_len(request))
+                    for rank in self.ranks
+                    if drafts[rank.dp_rank].can_admit and request.dp_rank in (None, rank.dp_rank)
+                ]
+                if not candidates:
+                    break
+                if drafts[self._balancer.choose(candidates)].admit(request):
+                    self._waiting.remove(request)
+                    break
+            if not any(draft.can_admit for draft in drafts):
+                return
+
+    def _max_len(self, message: GenerateRequest) -> int:
+        """Prompt and output tokens at most. Raises `InvalidRequestError` if it cannot fit."""
+        prompt_len, limit = len(message.input_ids), self.sizes.max_request_tokens
+        if prompt_len == 0:
+            raise InvalidRequestError("the prompt is empty", "input_ids")
+        if message.dp_rank is not None and not 0 <= message.dp_rank < self.sizes.dp_size:
+            raise InvalidRequestError(
+                f"dp_rank must be in [0, {self.sizes.dp_size}), got {message.dp_rank}", "dp_rank"
+            )
+        wanted = message.sampling.max_new_tokens
+        max_len = limit if wanted is None else prompt_len + wanted
+        if prompt_len >= limit or max_len > limit:
+            raise InvalidRequestError(
+                f"{prompt_len} prompt tokens and {wanted or 1} to generate exceed the "
+                f"{limit} tokens that one request can hold",
+                "max_new_tokens" if prompt_len < limit else "input_ids",
+            )
+        return max_len
+
+    def _best_cached_len(self, request: Request) -> int:
+        return max(rank.cached_len(request) for rank in self.ranks)
+
+    def _rank_of(self, request: Request) -> RankScheduler:
+        assert request.dp_rank is not None, "a running request is on a rank"
+        return self.ranks[request.dp_rank]
+
+    def _refuse(self, message: GenerateRequest, text: str, status_code: int) -> None:
+        finish = FinishReason("abort", message=text, status_code=status_code)
+        self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
+
+    def _end(self, request: Request, finish: FinishReason, *, insert: bool = True) -> None:
+        """End a request before its time, wherever it is, and say why."""
+        self._forget(request)
+        if request.state is RequestState.RUNNING:
+            self._rank_of(request).finish(_row(request), insert=insert)
+        self._outputs.outputs.append(
+            RequestOutput(request.rid, [], request.cached_tokens, request.dp_rank or 0, finish)
+        )
+
+    def _end_unservable(self, rank: RankScheduler, row: int) -> None:
+        view = rank.memory.view()
+        text = (
+            f"the request needs more KV memory than rank {rank.dp_rank} can free: "
+            f"{view.leased_pages} of {view.total_pages} pages are its own"
+        )
+        reason = FinishReason("abort", message=text, status_code=500)
+        self._end(rank.running.request(row), reason)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.rid]
+        self._finished += 1
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+
+
+def _row(request: Request) -> int:
+    assert request.lease is not None, "a running request holds a lease"
+    return request.lease.row

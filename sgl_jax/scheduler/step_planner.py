@@ -1,0 +1,173 @@
+"""What one rank computes in the next step.
+
+Each running request wants the tokens between its committed length and its end: one token if it
+decodes, more if it (still or again) prefills. Decode rows come first and all of them run; prefill
+chunks, oldest request first, fill what is left of the token budget.
+
+Short of pages is ordinary: evict, then retract on this rank, fewest output tokens first.
+"""
+
+import numpy as np
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import Int32Array, RankPlan, RowAdmission
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.request import Request
+
+
+class StepDraft:
+    """The rows of one rank's next step while they are chosen.
+
+    Args:
+        rank: whose memory the draft takes pages from.
+        sizes: of the engine.
+        chunk_size: prefill tokens at most.
+        reports_prompt_logprobs: the step runs the narrow program that reports them, on all ranks.
+    """
+
+    def __init__(
+        self,
+        rank: RankScheduler,
+        sizes: EngineSizes,
+        chunk_size: int,
+        *,
+        reports_prompt_logprobs: bool,
+    ) -> None:
+        self.rank = rank
+        self.retracted: list[Request] = []
+        self.unservable: list[int] = []  # rows that do not fit the rank even alone
+        self._reports_prompt_logprobs = reports_prompt_logprobs
+        self._chunk_rows: list[int] = []
+        self._chunk_lens: list[int] = []
+        self._admissions: list[RowAdmission] = []
+
+        rows = rank.running.runnable()
+        wanted = self._wanted(rows)
+        decodes = (wanted == 1) & ~rank.running.wants_prompt_logprobs[rows]
+        self._decode_rows = self._grow_or_retract(rows[decodes])
+        limit = sizes.max_step_tokens
+        if reports_prompt_logprobs:
+            limit = min(limit, sizes.max_prompt_logprob_tokens)
+        self._budget = min(chunk_size, limit - len(self._decode_rows))
+        self._continue_prefills(rows[~decodes])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing would run."""
+        return len(self._decode_rows) == 0 and not self._chunk_rows
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether a new request could start in this step. Not right after a retract: the
+        memory that was just taken from one request is for those it was taken for."""
+        return self._budget > 0 and not self.retracted and self.rank.has_room
+
+    def admit(self, request: Request) -> bool:
+        """Start a waiting request with a first chunk; False if its rank is short of memory."""
+        admission = self.rank.try_admit(request)
+        if admission is None:
+            return False
+        self._admissions.append(admission)
+        self._add_chunk(admission.row)
+        return True
+
+    def build(self) -> RankPlan:
+        """The finished plan. From here on the step counts as launched: lengths are committed."""
+        rank, running, memory = self.rank, self.rank.running, self.rank.memory
+        rows = np.concatenate([self._decode_rows, np.array(self._chunk_rows, np.int32)])
+        q_lens = np.ones(len(rows), np.int32)
+        q_lens[len(self._decode_rows) :] = self._chunk_lens
+        kv_starts = memory.rows.kv_committed_len[rows]
+        ends = kv_starts + q_lens
+        samples = ends == running.planned_len[rows]
+        num_pages = memory.pages_for(int(ends.max())) if len(rows) else 0
+        wants = running.wants_prompt_logprobs[rows]
+        logprob_rows = rows[samples & running.return_logprob[rows]]
+        plan = RankPlan(
+            rows=rows,
+            epochs=memory.rows.epoch[rows],
+            kv_starts=kv_starts,
+            q_lens=q_lens,
+            samples=samples,
+            page_table=memory.rows.pages[rows, :num_pages],
+            num_decode=len(self._decode_rows),
+            admissions=tuple(self._admissions),
+            prompt_logprobs=wants if self._reports_prompt_logprobs and wants.any() else None,
+            return_logprob=len(logprob_rows) > 0,
+            top_logprobs_num=int(running.top_logprobs_num[logprob_rows].max(initial=0)),
+        )
+        memory.commit_rows(rows, ends)
+        sampled = rows[samples]
+        running.planned_len[sampled] += 1
+        running.wants_prompt_logprobs[sampled] = False
+        if not self.retracted:
+            rank.reserve.after_step()
+        return plan
+
+    # -- choosing rows ----------------------------------------------------------------------
+
+    def _wanted(self, rows: Int32Array) -> Int32Array:
+        """Tokens each row still has to compute."""
+        committed = self.rank.memory.rows.kv_committed_len[rows]
+        wanted: Int32Array = self.rank.running.planned_len[rows] - committed
+        return wanted
+
+    def _grow_or_retract(self, rows: Int32Array) -> Int32Array:
+        """Reserve one more slot for each of `rows`, retracting until they fit; those that do."""
+        memory = self.rank.memory
+        while len(rows) and not memory.grow_rows(rows, memory.rows.kv_committed_len[rows] + 1):
+            victim = self._retract_one()
+            if victim is None:
+                # Alone and still short: wait for finished requests to be read, if there are any.
+                if len(self.rank.running) == 1:
+                    self.unservable.append(int(rows[0]))
+                return rows[:0]
+            rows = rows[rows != victim]
+        return rows
+
+    def _retract_one(self) -> int | None:
+        """Retract the runnable request with the fewest output tokens; never the only one."""
+        running = self.rank.running
+        candidates = running.runnable()
+        if len(candidates) <= 1:
+            return None
+        outputs = running.planned_len[candidates] - running.prompt_len[candidates]
+        # Of equals the youngest goes: reversed, argmin finds it first.
+        victim = int(candidates[::-1][int(outputs[::-1].argmin())])
+        self.retracted.append(self.rank.retract(victim))
+        return victim
+
+    def _continue_prefills(self, rows: Int32Array) -> None:
+        """Add a chunk of each prefilling row that budget and memory allow, oldest first."""
+        running = self.rank.running
+        for row in rows.tolist():
+            if running.requests[row] is not None:
+                self._add_chunk(row)
+        # Prefills that block each other would wait forever: retract until one can go on.
+        while self.is_empty and self._budget > 0 and len(running.runnable()):
+            if len(running.runnable()) < len(running):
+                return  # a finished request will give back its pages when its result is read
+            oldest = int(running.runnable()[0])
+            if self._add_chunk(oldest):
+                return
+            if self._retract_one() is None:
+                self.unservable.append(oldest)
+                return
+
+    def _add_chunk(self, row: int) -> bool:
+        """Plan as many of `row`'s wanted tokens as fit; False if none do."""
+        memory, running = self.rank.memory, self.rank.running
+        if running.wants_prompt_logprobs[row] and not self._reports_prompt_logprobs:
+            return False
+        rows = np.array([row], np.int32)
+        committed = int(memory.rows.kv_committed_len[row])
+        count = min(int(self._wanted(rows)[0]), self._budget)
+        held = memory.pages_for(int(memory.rows.kv_allocated_len[row]))
+        capacity = (held + memory.num_available_pages) * memory.page_size
+        count = min(count, capacity - committed)
+        if count <= 0 or not memory.grow_rows(rows, np.array([committed + count], np.int32)):
+            return False
+        self._chunk_rows.append(row)
+        self._chunk_lens.append(count)
+        self._budget -= count
+        return True
