@@ -1,0 +1,120 @@
+"""Token ids to text as they are generated, one object per request.
+
+The text handed out never holds half a character and is never taken back: put together it is
+the text of all tokens decoded at once. Cost per token does not grow with the output.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from sgl_jax.text.tokenizer import REPLACEMENT, Tokenizer
+
+# UTF-8 needs four bytes at most: where this many tokens in a row end in a broken character, they
+# are not waiting for the rest of it; the bytes are simply no UTF-8.
+_MAX_HELD_TOKENS = 8
+# Prompt tokens that set the scene for the first output token (spaces between words).
+_PROMPT_CONTEXT_TOKENS = 6
+_PROMPT_TAIL_TOKENS = 16  # looked at to find them
+
+
+class IncrementalDetokenizer(Protocol):
+    """Turns a growing list of token ids into a growing text."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text gained by `ids`, less what may still be half a character."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back, now that no token follows; half characters become U+FFFD."""
+        ...
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool
+) -> IncrementalDetokenizer:
+    """The right detokenizer for `tokenizer`, set to continue `prompt_ids`."""
+    if tokenizer.knows_bytes:
+        return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    return WindowDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+
+
+class ByteDetokenizer:
+    """For byte-level BPE: tokens are bytes, so this is an incremental UTF-8 decoder.
+
+    Python and Rust replace broken sequences alike (a U+FFFD per maximal valid prefix, as the
+    Unicode standard recommends), so the text is exactly that of decoding everything at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        skipped, token_bytes = self._skipped, self._token_bytes
+        return self._decoder.decode(b"".join(token_bytes(i) for i in ids if i not in skipped))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other tokenizer: decodes a short window twice, with and without the new tokens.
+
+    A token's text may depend on its left neighbour (a leading space, a run of byte tokens), so
+    the window starts with the tokens of the last text handed out:
+
+        ids:  ... [context | held] new
+        gain = text(context + held + new) - text(context)
+
+    Where a tokenizer rewrites a whole run of byte tokens because of one bad byte at its end, the
+    characters already handed out stand.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._context, self._context_text = self._scene(
+            self._with_text(prompt_ids[-_PROMPT_TAIL_TOKENS:])
+        )
+        self._held: list[int] = []
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._held += self._with_text(ids)
+        for num_open in range(min(_MAX_HELD_TOKENS, len(self._held) + 1)):
+            whole = self._held[: len(self._held) - num_open]
+            text = self._decode(self._context + whole)
+            if not text.endswith(REPLACEMENT):
+                return self._advance(whole, text)
+        return self.flush()
+
+    def flush(self) -> str:
+        return self._advance(self._held, self._decode(self._context + self._held))
+
+    def _advance(self, whole: list[int], text: str) -> str:
+        gain = text[len(self._context_text) :]
+        if gain:
+            self._held = self._held[len(whole) :]
+            self._context = whole
+            self._context_text = self._decode(whole)
+        return gain
+
+    def _scene(self, prompt_tail: list[int]) -> tuple[list[int], str]:
+        """The last tokens of the prompt that do not begin or end within a character."""
+        for size in range(_PROMPT_CONTEXT_TOKENS, _PROMPT_CONTEXT_TOKENS + 4):
+            context = prompt_tail[-size:]
+            text = self._decode(context)
+            if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                return context, text
+        return [], ""
+
+    def _with_text(self, ids: Sequence[int]) -> list[int]:
+        """Leave out what has no text, so that the context is never made of such tokens alone."""
+        size = self._tokenizer.vocab_size
+        return [i for i in ids if i not in self._skipped and i < size]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,0 +1,67 @@
+"""Finds stop strings in text that arrives piece by piece."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class StopCheck(NamedTuple):
+    """What one piece of text brought: text that is safe to show, and the stop string found."""
+
+    text: str
+    matched: str | None = None
+
+
+class StopStringChecker:
+    """Watches the text of one request for its stop strings.
+
+    Text that could be the beginning of a stop string is held back until it turns out to be one
+    or not. The match that *ends* first wins (of those the longest), so the answer does not
+    depend on how the text was cut into pieces. After a match nothing more may be fed.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keep_stop: bool = False) -> None:
+        """
+        Args:
+            stops: the stop strings, none of them empty.
+            keep_stop: leave the stop string at the end of the text (`no_stop_trim`).
+        """
+        self._stops = tuple(stops)
+        self._keep_stop = keep_stop
+        self._held = ""
+
+    def feed(self, piece: str) -> StopCheck:
+        """Add `piece`; returns the text that became safe and the stop string, if one is there."""
+        if not piece:
+            return StopCheck("")
+        text = self._held + piece
+        found = self._first_match(text)
+        if found is not None:
+            start, stop = found
+            self._held = ""
+            return StopCheck(text[: start + len(stop)] if self._keep_stop else text[:start], stop)
+        num_held = self._suffix_that_may_begin_a_stop(text)
+        self._held = text[len(text) - num_held :]
+        return StopCheck(text[: len(text) - num_held])
+
+    def flush(self) -> str:
+        """The text held back, now that none follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0:
+                candidate = (start + len(stop), start, stop)
+                best = candidate if best is None or candidate < best else best
+        return None if best is None else (best[1], best[2])
+
+    def _suffix_that_may_begin_a_stop(self, text: str) -> int:
+        longest = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest

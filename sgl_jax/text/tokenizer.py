@@ -1,0 +1,178 @@
+"""Text to token ids and back, and chat messages to a prompt. Local files only.
+
+Owns the Hugging Face tokenizer. Must never reach for the network, import jax, or change the
+text beyond what the tokenizer itself does (no clean-up of spaces, no added prompts).
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sgl_jax.core.errors import InvalidRequestError
+
+REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are no UTF-8
+
+
+class Tokenizer:
+    """A Hugging Face fast tokenizer with its chat template.
+
+    Encoding and decoding go straight to the Rust tokenizer: the Python layers above it cost
+    more than the work itself for the few tokens of a streamed chunk.
+    """
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self._hf = hf_tokenizer
+        self._backend = hf_tokenizer.backend_tokenizer
+        self._special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
+        self._byte_of_char = _byte_level_alphabet() if self._is_byte_level() else None
+        self._token_bytes: dict[int, bytes] = {}
+        self._longest_token: int | None = None
+
+    @classmethod
+    def load(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
+        """Read the tokenizer in folder `path`.
+
+        Args:
+            chat_template: file with a Jinja template to use instead of the tokenizer's own.
+
+        Raises:
+            ValueError: no such folder, no fast tokenizer in it, or no such template file.
+        """
+        if not Path(path).is_dir():
+            raise ValueError(f"no tokenizer folder at {path!r}")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        from transformers import AutoTokenizer  # takes a second: only when a tokenizer is wanted
+
+        try:
+            hf_tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"cannot read a tokenizer from {path!r}: {error}") from error
+        if not hf_tokenizer.is_fast:
+            raise ValueError(f"the tokenizer in {path!r} has no tokenizer.json")
+        if chat_template is not None:
+            hf_tokenizer.chat_template = _read_template(Path(chat_template))
+        return cls(hf_tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows; the model's vocabulary may be padded beyond it."""
+        return int(self._backend.get_vocab_size())
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out of the text."""
+        return self._special_ids
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's end-of-sequence token, if it names one."""
+        return None if self._hf.eos_token_id is None else int(self._hf.eos_token_id)
+
+    @property
+    def longest_token_chars(self) -> int:
+        """Characters of the longest token: bounds how few tokens a long text can have."""
+        if self._longest_token is None:
+            self._longest_token = max(map(len, self._backend.get_vocab()), default=1)
+        return self._longest_token
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. The Rust side lets other threads run meanwhile."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`, all at once; ids beyond the tokenizer's vocabulary have no text."""
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    @property
+    def knows_bytes(self) -> bool:
+        """Whether every token stands for fixed bytes (byte-level BPE), whatever is around it."""
+        return self._byte_of_char is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token; b"" for an id beyond the vocabulary.
+
+        For a tokenizer that is not byte-level: the bytes of the token decoded on its own.
+        """
+        cached = self._token_bytes.get(token_id)
+        if cached is None:
+            cached = self._token_bytes[token_id] = self._find_token_bytes(token_id)
+        return cached
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final_message: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` each, content a string.
+            continue_final_message: leave the last message open, to be continued.
+            template_args: variables the template may read, such as `enable_thinking`.
+
+        Raises:
+            InvalidRequestError: no chat template, or it refuses these messages.
+        """
+        if not self._hf.chat_template:
+            raise InvalidRequestError(
+                "this model has no chat template; use /v1/completions, "
+                "or start the server with --chat-template",
+                "messages",
+            )
+        try:
+            prompt = self._hf.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=not continue_final_message,
+                continue_final_message=continue_final_message,
+                **(template_args or {}),
+            )
+        # A template is a program of the model's author that runs on the client's data: whatever
+        # it raises means that it cannot take these messages.
+        except Exception as error:
+            raise InvalidRequestError(
+                f"the model's chat template refused the messages: {error}", "messages"
+            ) from error
+        return self.encode(prompt, add_special_tokens=False)
+
+    def _is_byte_level(self) -> bool:
+        decoder = json.loads(self._backend.to_str())["decoder"] or {}
+        steps = decoder.get("decoders", [decoder])
+        return [step.get("type") for step in steps] == ["ByteLevel"]
+
+    def _find_token_bytes(self, token_id: int) -> bytes:
+        if self._byte_of_char is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        try:
+            return bytes(self._byte_of_char[char] for char in token)
+        except KeyError:  # an added token is plain text, not written in the byte alphabet
+            return bytes(token.encode())
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the chat template {path}: {error}") from error
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The printable characters in which byte-level BPE writes bytes (GPT-2's convention).
+
+    Bytes that are printable in Latin-1 stand for themselves; the others take the characters
+    from U+0100 on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet

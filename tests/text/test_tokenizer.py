@@ -1,0 +1,76 @@
+"""Loading, encoding, and chat prompts."""
+
+from pathlib import Path
+
+import pytest
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.text.tokenizer import Tokenizer
+
+
+def test_text_survives_the_round_trip(byte_level_tokenizer: Tokenizer) -> None:
+    text = "Größe 😀\x00 and\ttabs"
+    assert byte_level_tokenizer.decode(byte_level_tokenizer.encode(text)) == text
+
+
+def test_a_missing_folder_is_named() -> None:
+    with pytest.raises(ValueError, match="/no/such/folder"):
+        Tokenizer.load("/no/such/folder")
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=tmp_path.name):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_a_missing_template_file_is_named(byte_level_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"missing\.jinja"):
+        Tokenizer.load(str(byte_level_folder), "/no/missing.jinja")
+
+
+def test_chat_messages_become_the_templates_prompt(byte_level_tokenizer: Tokenizer) -> None:
+    ids = byte_level_tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    text = byte_level_tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == "<|user|>hi</s><|assistant|>"
+    assert ids[0] in byte_level_tokenizer.special_ids
+
+
+def test_the_last_message_can_be_continued(byte_level_tokenizer: Tokenizer) -> None:
+    ids = byte_level_tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}],
+        continue_final_message=True,
+    )
+    text = byte_level_tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == "<|user|>hi</s><|assistant|>Well"
+
+
+def test_a_template_file_takes_the_place_of_the_models(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}!{{ mood }}")
+    tokenizer = Tokenizer.load(str(byte_level_folder), str(template))
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], template_args={"mood": "glad"}
+    )
+    assert tokenizer.decode(ids) == "hi!glad"
+
+
+def test_what_a_template_raises_is_the_clients_error(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "strict.jinja"
+    template.write_text("{{ raise_exception('roles must alternate') }}")
+    tokenizer = Tokenizer.load(str(byte_level_folder), str(template))
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert caught.value.param == "messages"
+
+
+def test_an_id_beyond_the_vocabulary_has_no_text(
+    byte_level_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    for tokenizer in (byte_level_tokenizer, sentencepiece_tokenizer):
+        beyond = tokenizer.vocab_size + 3
+        assert tokenizer.token_bytes(beyond) == b""
+        assert tokenizer.decode([beyond]) == ""
