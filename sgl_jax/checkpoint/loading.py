@@ -10,13 +10,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from sgl_jax.checkpoint.dummy import dummy_params
-from sgl_jax.layers.parameter import (
-    DATA_AXIS,
-    TENSOR_AXIS,
-    ParamTree,
-    parameter_shapes,
-    partition_specs,
-)
+from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
+from sgl_jax.layers.parameter import ParamTree, parameter_shapes, partition_specs
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.registry import BuildOptions, build_model
 

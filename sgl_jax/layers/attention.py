@@ -2,15 +2,15 @@
 
 import jax
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.ragged_paged_attention.interface import (
     AttentionBatch,
     attention_implementation,
 )
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.parameter import TENSOR_AXIS, parameter
+from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.rotary import Rotation, rotate
 
 
@@ -87,7 +87,7 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
         )
         out = out.reshape(x.shape[0], -1) @ self.output[...]
-        return lax.psum(out, TENSOR_AXIS), kv_cache
+        return sum_over_tensor(out), kv_cache
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, q_heads, head_dim], k and v [T, kv_heads, head_dim] of this chip."""

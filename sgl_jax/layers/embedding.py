@@ -6,7 +6,12 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.layers.parameter import TENSOR_AXIS, parameter
+from sgl_jax.layers.mesh_axes import (
+    TENSOR_AXIS,
+    concatenate_over_tensor,
+    sum_over_tensor,
+)
+from sgl_jax.layers.parameter import parameter
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -29,7 +34,7 @@ class Embedding(nnx.Module):
         vectors = (
             self.weight[...].at[local].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         )
-        return lax.psum(vectors, TENSOR_AXIS)
+        return sum_over_tensor(vectors)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits when embedding and head are tied; as `LMHead`."""
@@ -54,4 +59,4 @@ def _matmul_f32(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _gather_logits(local: jax.Array, vocab_size: int) -> jax.Array:
-    return lax.all_gather(local, TENSOR_AXIS, axis=1, tiled=True)[:, :vocab_size]
+    return concatenate_over_tensor(local, axis=1)[:, :vocab_size]

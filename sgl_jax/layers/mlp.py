@@ -2,10 +2,10 @@
 
 import jax
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.layers.parameter import TENSOR_AXIS, parameter
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
+from sgl_jax.layers.parameter import parameter
 
 
 class GatedMLP(nnx.Module):
@@ -22,4 +22,4 @@ class GatedMLP(nnx.Module):
         hidden_size, _, width = self.gate_up.shape
         gate_up = x @ self.gate_up[...].reshape(hidden_size, 2 * width)
         inner = jax.nn.silu(gate_up[:, :width]) * gate_up[:, width:]
-        return lax.psum(inner @ self.down[...], TENSOR_AXIS)
+        return sum_over_tensor(inner @ self.down[...])

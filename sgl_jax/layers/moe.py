@@ -10,7 +10,8 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.layers.parameter import TENSOR_AXIS, parameter
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
+from sgl_jax.layers.parameter import parameter
 
 
 class MixtureOfExperts(nnx.Module):
@@ -52,7 +53,8 @@ class MixtureOfExperts(nnx.Module):
         out = lax.ragged_dot(inner, self.down[...], group_sizes)
         out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
         out = out.reshape(num_tokens, self.top_k, hidden_size)
-        return lax.psum(jnp.einsum("tkh,tk->th", out, weights.astype(x.dtype)), TENSOR_AXIS)
+        partial_sum = jnp.einsum("tkh,tk->th", out, weights.astype(x.dtype))
+        return sum_over_tensor(partial_sum)
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights float32 [T, top_k] and ids int32 [T, top_k] of each token's experts."""

@@ -1,20 +1,18 @@
 """Parameters as they are declared: a shape, a dtype, and how they are split over the mesh.
 
 Modules hold abstract arrays until a checkpoint fills them, so building a model costs nothing.
-Mesh axes are 'data' and 'tensor' everywhere. Inside the step a module sees one chip's shard, and
-takes its sizes from the shapes it sees; nothing here knows a concrete mesh.
+Inside the step a module sees one chip's shard and takes its sizes from the shapes it sees; nothing
+here knows a concrete mesh.
 """
 
 from typing import Any
 
 import jax
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-DATA_AXIS = "data"
-TENSOR_AXIS = "tensor"
+from sgl_jax.layers.mesh_axes import DATA_AXIS, concatenate_over_data
 
 # A tree of parameters, or of what belongs to each (specs, shardings): nested dictionaries.
 ParamTree = dict[str, Any]
@@ -65,4 +63,4 @@ def gather_over_data(layer: nnx.Module) -> None:
         axes = param.spec[1:]
         if DATA_AXIS in axes:
             axis = axes.index(DATA_AXIS)
-            param.set_value(lax.all_gather(param.get_value(), DATA_AXIS, axis=axis, tiled=True))
+            param.set_value(concatenate_over_data(param.get_value(), axis))

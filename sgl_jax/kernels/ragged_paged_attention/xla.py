@@ -19,7 +19,7 @@ PREFILL_QUERIES = 64  # queries of one block
 KV_TOKENS = 256  # keys of one block
 
 # Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
-# by exp(_MASKED - m) = 0 as soon as a visible key is met, and every query sees at least itself.
+# by exp(_MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
 _MASKED = -1e30
 
 
@@ -122,7 +122,7 @@ def _attend_block(
     q_grouped = q_grouped.astype(jnp.float32) * variant.scale
 
     def kv_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        m, l, acc = carry
+        top, total, acc = carry
         ids = lax.dynamic_slice_in_dim(pages, index * block_pages, block_pages)
         block = kv_cache.at[layer, ids].get(mode="promise_in_bounds").astype(jnp.float32)
         block = block.transpose(1, 0, 2, 3).reshape(2 * kv_heads, block_tokens, head_dim)
@@ -134,26 +134,26 @@ def _attend_block(
         if variant.sliding_window is not None:
             visible &= kv_positions > q_positions[:, None] - variant.sliding_window
         scores = jnp.where(visible, scores, _MASKED)
-        m_new = jnp.maximum(m, scores.max(axis=-1))
-        weights = jnp.exp(scores - m_new[..., None])
+        top_new = jnp.maximum(top, scores.max(axis=-1))
+        weights = jnp.exp(scores - top_new[..., None])
         # Unused slots may hold anything, NaN included, and 0 * NaN is NaN.
         values = jnp.where((kv_positions < kv_len)[:, None], block[kv_heads:], 0)
-        keep = jnp.exp(m - m_new)
-        l = l * keep + weights.sum(axis=-1)
+        keep = jnp.exp(top - top_new)
+        total = total * keep + weights.sum(axis=-1)
         acc = acc * keep[..., None] + jnp.einsum("hgqk,hkd->hgqd", weights, values)
-        return m_new, l, acc
+        return top_new, total, acc
 
     shape = (kv_heads, group, num_queries)
     if variant.sinks is None:
-        m, l = jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+        top, total = jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
     else:  # a sink is one more key, always visible, whose value is zero
         sinks = variant.sinks.astype(jnp.float32).reshape(kv_heads, group, 1)
-        m, l = jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
+        top, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
     first = jnp.int32(0)
     if variant.sliding_window is not None:
         first = jnp.maximum(q_start - variant.sliding_window + 1, 0) // block_tokens
     stop = -(-jnp.minimum(q_start + num_queries, kv_len) // block_tokens)
     acc = jnp.zeros((*shape, head_dim), jnp.float32)
-    m, l, acc = lax.fori_loop(first, stop, kv_block, (m, l, acc))
-    out = (acc / l[..., None]).transpose(2, 0, 1, 3)
+    top, total, acc = lax.fori_loop(first, stop, kv_block, (top, total, acc))
+    out = (acc / total[..., None]).transpose(2, 0, 1, 3)
     return out.reshape(num_queries, q_heads, head_dim).astype(q.dtype)
