@@ -26,6 +26,8 @@ class RankScheduler:
         self.running = RunningRows(sizes)
         self.reserve = AdmissionReserve(config.schedule_conservativeness)
         self.num_retracted = 0
+        self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
+        self.num_cached_tokens = 0
         self._config = config
         # Admission failed for want of pages, and nothing was given back since.
         self._is_short = False
@@ -56,6 +58,8 @@ class RankScheduler:
         request.lease, request.dp_rank = lease, self.dp_rank
         if request.num_retractions == 0:
             request.cached_tokens = lease.cache_protected_len
+            self.num_prompt_tokens += request.prompt_len
+            self.num_cached_tokens += request.cached_tokens
         request.state = RequestState.RUNNING
         stop_ids = self._stop_ids(request)
         self.running.add(lease.row, request, stop_ids)

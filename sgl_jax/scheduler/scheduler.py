@@ -55,21 +55,26 @@ class Scheduler:
     def submit(self, message: GenerateRequest) -> None:
         """A request arrives. One that cannot be served ends at once with a clear reason."""
         if message.rid in self._requests:
-            self._refuse(message, f"request id {message.rid!r} is already in use", 400)
+            self.refuse(message, f"request id {message.rid!r} is already in use", 400)
             return
         if len(self._waiting) >= self.config.max_queued_requests:
             text = f"the queue is full ({self.config.max_queued_requests} requests)"
-            self._refuse(message, text, 503)
+            self.refuse(message, text, 503)
             return
         try:
             max_len = self._max_len(message)
         except InvalidRequestError as error:
-            self._refuse(message, str(error), 400)
+            self.refuse(message, str(error), 400)
             return
         request = Request(message, self._arrivals, max_len)
         self._arrivals += 1
         self._requests[request.rid] = request
         self._waiting.add(request)
+
+    def refuse(self, message: GenerateRequest, text: str, status_code: int) -> None:
+        """Answer a request that never entered the queue."""
+        finish = FinishReason("abort", message=text, status_code=status_code)
+        self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:
         """End one request, or all, wherever they are. Unknown ids have ended already."""
@@ -111,6 +116,12 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests without memory."""
         return len(self._waiting)
+
+    def num_waiting_for(self, dp_rank: int) -> int:
+        """Waiting requests that can run on no other rank than this."""
+        if self.sizes.dp_size == 1:
+            return len(self._waiting)
+        return sum(request.dp_rank == dp_rank for request in self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -191,6 +202,8 @@ class Scheduler:
             "requests_received": self._arrivals,
             "requests_finished": self._finished,
             "requests_retracted": sum(rank.num_retracted for rank in self.ranks),
+            "prompt_tokens": sum(rank.num_prompt_tokens for rank in self.ranks),
+            "cached_tokens": sum(rank.num_cached_tokens for rank in self.ranks),
             "steps_planned": self._steps,
         }
 
@@ -240,10 +253,6 @@ class Scheduler:
     def _rank_of(self, request: Request) -> RankScheduler:
         assert request.dp_rank is not None, "a running request is on a rank"
         return self.ranks[request.dp_rank]
-
-    def _refuse(self, message: GenerateRequest, text: str, status_code: int) -> None:
-        finish = FinishReason("abort", message=text, status_code=status_code)
-        self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def _end(self, request: Request, finish: FinishReason, *, insert: bool = True) -> None:
         """End a request before its time, wherever it is, and say why."""

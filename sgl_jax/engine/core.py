@@ -1,0 +1,178 @@
+"""The engine loop: messages in, steps on the device, outputs out.
+
+`EngineCore` owns one scheduler and one executor. It runs in a process of its own behind the HTTP
+server, or in a thread behind the offline `Engine`; it cannot tell the difference.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from sgl_jax.core.messages import (
+    AbortRequest,
+    FlushCache,
+    FrontMessage,
+    GenerateRequest,
+    GetState,
+    Profile,
+    Reply,
+    Shutdown,
+    StopRequest,
+)
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.engine.channel import Channel
+from sgl_jax.engine.step_log import StepLog
+from sgl_jax.engine.watchdog import Watchdog, exit_process
+from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_IDLE_POLL_S = 0.2
+# Requests are waiting, none can run, nothing is in flight: rare, and not worth a busy loop.
+_STARVED_POLL_S = 0.001
+
+
+class EngineCore:
+    """Builds the executor (and compiles its programs) and a scheduler of its sizes.
+
+    `info` holds the facts a front needs: sizes, model path, end-of-sequence ids, dtype.
+    """
+
+    def __init__(self, args: ServerArgs) -> None:
+        self.args = args
+        self._executor = ModelExecutor(args)
+        if not args.skip_warmup:
+            self._executor.warm_up()
+        self.info: dict[str, Any] = dict(self._executor.info)
+        config = SchedulerConfig.from_args(
+            args,
+            eos_token_ids=tuple(self.info["eos_token_ids"]),
+            chunk=self._executor.chunked_prefill_size,
+        )
+        self.scheduler = Scheduler(self._executor.sizes, config)
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._depth = 0 if args.disable_overlap_schedule else 1
+        self._log = StepLog(args.decode_log_interval)
+        self._shutdown: Shutdown | None = None
+        self._drain_until = 0.0
+        self._is_audited = True
+
+    def run(self, channel: Channel, on_stall: Callable[[], None] = exit_process) -> None:
+        """Serve until a `Shutdown` message. Raises what the engine cannot recover from.
+
+        `on_stall` is called, from another thread, if a step takes longer than the watchdog allows.
+        """
+        with Watchdog(self.args.watchdog_timeout, on_stall) as watchdog:
+            while not self._is_done():
+                is_resting = self.scheduler.is_idle and not self._in_flight
+                watchdog.feed()
+                messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
+                for message in messages:
+                    self._handle(message, channel)
+                if is_resting and not messages:
+                    self._audit()
+                self._turn()
+                outputs = self.scheduler.take_outputs()
+                if outputs is not None:
+                    channel.send(outputs)
+        self._executor.close()
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Plan and launch one step; read the oldest once enough are in flight."""
+        plan = self.scheduler.plan()
+        done = None
+        try:
+            if plan is not None:
+                self._in_flight.append((plan, self._executor.launch(plan)))
+                self._is_audited = False
+            if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+                done, handle = self._in_flight.popleft()
+                results = self._executor.result(handle)
+        except Exception as error:  # whatever the device raises, the engine lives on
+            self._recover(error)
+            return
+        if done is not None:
+            self.scheduler.commit(done, results)
+            self._log.after_step(done, self.scheduler)
+        elif plan is None and not self.scheduler.is_idle:
+            time.sleep(_STARVED_POLL_S)
+
+    def _recover(self, error: Exception) -> None:
+        """A step failed: its requests end with an error, the device starts afresh."""
+        logger.exception("a step failed; all requests in flight end with an error")
+        self._in_flight.clear()
+        self._executor.reset()
+        self.scheduler.fail_all(f"a step failed on the device: {error}")
+
+    def _audit(self) -> None:
+        """At rest: prove by a full walk that nothing leaked since the last time."""
+        if self._is_audited or self.args.check_memory == "off":
+            return
+        self.scheduler.audit()
+        self._is_audited = True
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def _handle(self, message: FrontMessage, channel: Channel) -> None:
+        match message:
+            case GenerateRequest():
+                if self._shutdown is not None:
+                    self.scheduler.refuse(message, "the server is shutting down", 503)
+                else:
+                    self.scheduler.submit(message)
+            case AbortRequest():
+                self.scheduler.abort(message)
+            case StopRequest():
+                self.scheduler.stop(message)
+            case FlushCache():
+                done = self.scheduler.flush()
+                text = "" if done else "requests are running or waiting; the cache was not flushed"
+                channel.send(Reply(rid=message.rid, ok=done, message=text))
+            case GetState():
+                channel.send(Reply(rid=message.rid, ok=True, data=self.state()))
+            case Profile():
+                channel.send(self._profile(message))
+            case Shutdown():
+                self._shutdown = message
+                self._drain_until = time.monotonic() + self.args.drain_timeout
+
+    def _is_done(self) -> bool:
+        if self._shutdown is None:
+            return False
+        is_idle = self.scheduler.is_idle and not self._in_flight
+        return is_idle or not self._shutdown.drain or time.monotonic() > self._drain_until
+
+    def _profile(self, message: Profile) -> Reply:
+        try:
+            if message.output_dir is not None:
+                self._executor.start_profile(message.output_dir)
+            else:
+                self._executor.stop_profile()
+        except (RuntimeError, OSError) as error:
+            return Reply(rid=message.rid, ok=False, message=str(error))
+        return Reply(rid=message.rid, ok=True)
+
+    def state(self) -> dict[str, Any]:
+        """The memory view of each rank and counters since the start."""
+        scheduler = self.scheduler
+        ranks = [
+            {
+                **rank.memory.view()._asdict(),
+                "num_running": len(rank.running),
+                "num_waiting": scheduler.num_waiting_for(rank.dp_rank),
+            }
+            for rank in scheduler.ranks
+        ]
+        counters = {
+            **scheduler.counters(),
+            **self._log.counters(),
+            "compiles_after_ready": self._executor.num_compiles_after_ready,
+        }
+        return {"ranks": ranks, "num_waiting": scheduler.num_waiting, "counters": counters}

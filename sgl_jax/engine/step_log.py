@@ -1,0 +1,58 @@
+"""Counts tokens step by step and logs a line of statistics now and then."""
+
+import logging
+import time
+
+from sgl_jax.core.step_plan import StepPlan
+from sgl_jax.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class StepLog:
+    """Totals since the start; a log line every `interval` steps (0: never)."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._steps = 0
+        self._generated = 0
+        self._prefilled = 0
+        self._line_at = time.monotonic()
+        self._line_generated = 0
+        self._throughput = 0.0
+
+    def after_step(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """A step's result was committed."""
+        self._steps += 1
+        for rank in plan.ranks:
+            self._generated += int(rank.samples.sum())
+            self._prefilled += int(rank.q_lens[rank.num_decode :].sum())
+        if self._interval and self._steps % self._interval == 0:
+            self._write_line(scheduler)
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start, and output tokens per second between the last two lines."""
+        return {
+            "steps": self._steps,
+            "generated_tokens": self._generated,
+            "prefilled_tokens": self._prefilled,
+            "gen_throughput": self._throughput,
+        }
+
+    def _write_line(self, scheduler: Scheduler) -> None:
+        now = time.monotonic()
+        self._throughput = (self._generated - self._line_generated) / max(now - self._line_at, 1e-9)
+        self._line_at, self._line_generated = now, self._generated
+        views = scheduler.memory_views()
+        total = sum(view.total_pages for view in views)
+        logger.info(
+            "step %d: %d running, %d waiting, %.1f output tokens/s, pages: %d%% free, %d%% leased, "
+            "%d%% cached",
+            self._steps,
+            scheduler.num_running,
+            scheduler.num_waiting,
+            self._throughput,
+            100 * sum(view.free_pages for view in views) // total,
+            100 * sum(view.leased_pages for view in views) // total,
+            100 * sum(view.cached_pages for view in views) // total,
+        )
