@@ -12,7 +12,7 @@ again, and the scheduler never writes to it after the launch.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,8 +101,8 @@ class RankResult(NamedTuple):
     prompt_logprobs: dict[int, PromptLogprobs] | None = None  # plan index -> values
 
 
-class StepHandle(Protocol):
-    """A launched step whose result has not been read. Opaque to the scheduler."""
+# A launched step whose result has not been read: opaque to all but the executor that made it.
+StepHandle: TypeAlias = Any
 
 
 class Executor(Protocol):
