@@ -1,0 +1,88 @@
+"""Choosing the platform, its devices and the mesh over them, and where compiled programs are kept.
+
+Owns the process-wide jax settings an engine needs; they are made here, once, before the first
+device is touched. Never holds an array.
+"""
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from sgl_jax.core.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+MESH_AXES = ("data", "tensor")
+
+
+def make_mesh(args: ServerArgs) -> Mesh:
+    """The mesh ('data', 'tensor') of dp x tp devices that `args` ask for.
+
+    On the CPU the devices are made to order. Raises RuntimeError if there are too few.
+    """
+    _request_platform(args)
+    try:
+        devices = jax.devices(None if args.device == "auto" else args.device)
+    except RuntimeError as error:
+        raise RuntimeError(f"--device {args.device}: jax finds no such device: {error}") from error
+    if len(devices) < args.num_devices:
+        raise RuntimeError(
+            f"--dp-size {args.dp_size} x --tp-size {args.tp_size} needs {args.num_devices} "
+            f"devices, found {len(devices)} ({devices[0].platform})"
+        )
+    grid = np.array(devices[: args.num_devices]).reshape(args.dp_size, args.tp_size)
+    return Mesh(grid, MESH_AXES)
+
+
+def platform_of(mesh: Mesh) -> str:
+    """'cpu', 'tpu' or 'gpu'."""
+    return str(mesh.devices.flat[0].platform)
+
+
+def _request_platform(args: ServerArgs) -> None:
+    """Ask jax for the platform and enough CPU devices; too late once a device was touched."""
+    if args.device == "cpu":  # keep jax from taking hold of an accelerator it will not use
+        jax.config.update("jax_platforms", "cpu")
+    if args.num_devices > 1 and "xla_force_host_platform_device_count" not in os.environ.get(
+        "XLA_FLAGS", ""
+    ):
+        try:
+            jax.config.update("jax_num_cpu_devices", args.num_devices)
+        except RuntimeError:
+            # Another part of the process started jax already; make_mesh counts what is there.
+            logger.debug("jax is running already; its CPU devices stay as they are")
+
+
+def set_compilation_cache(directory: str | None) -> Path | None:
+    """Keep compiled programs in `directory`; None is this user's own folder, 'none' keeps none.
+
+    The folder holds machine code that later starts load, so it must belong to this user and be
+    closed to others; raises PermissionError if it is not.
+    """
+    if directory == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    path = Path(directory) if directory else _default_cache_folder()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"the compilation cache {path} must belong to this user and be writable by nobody "
+            "else; name another with --compilation-cache-dir, or 'none'"
+        )
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    # Every program counts towards a fast restart, however small.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return path
+
+
+def _default_cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "sgl_jax" / "xla"

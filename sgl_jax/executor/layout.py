@@ -1,0 +1,91 @@
+"""Where each (rank, slot) of a step lies in the arrays that go to the device and come back.
+
+Arrays are laid out `[rank 0 | padding | rank 1 | padding ...]`, sharded over 'data', so that each
+rank sees its own rows alone. Everything about a step's rows passes through here, both ways; what
+a rank's line of control words means is written and read in this file only.
+
+Never keeps an array: what goes to the device is made afresh for each step, because on the CPU jax
+may read numpy memory in place, and later.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.step_plan import Int32Array, RankPlan
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+_NUM_ROW_WORDS = 4  # row, kv_start, q_len, samples
+_NUM_RANK_WORDS = 2  # num_decode, wants_logprobs
+
+
+class StepInput(NamedTuple):
+    """All that one step uploads."""
+
+    controls: Int32Array  # [dp, 4 * B + 2]
+    page_table: Int32Array  # [dp * B, pages]
+
+
+class RankControls(NamedTuple):
+    """One rank's control words, as the step sees them on the device."""
+
+    rows: jax.Array  # int32[B], 0 for padding
+    kv_starts: jax.Array  # int32[B]
+    q_lens: jax.Array  # int32[B], 0 for padding
+    samples: jax.Array  # bool[B]
+    num_decode: jax.Array  # int32[]
+    wants_logprobs: jax.Array  # bool[]
+
+
+class DPLayout(NamedTuple):
+    """The arrays of a step with `rows_per_rank` rows (padding included) on each of `dp_size`."""
+
+    dp_size: int
+    rows_per_rank: int
+    pages_per_row: int
+
+    @property
+    def control_words(self) -> int:
+        """Control words of one rank."""
+        return _NUM_ROW_WORDS * self.rows_per_rank + _NUM_RANK_WORDS
+
+    def pack(self, ranks: Sequence[RankPlan]) -> StepInput:
+        """Fresh arrays with every rank's rows in place; padding rows are row 0 with no tokens."""
+        controls = np.zeros((self.dp_size, self.control_words), np.int32)
+        by_row = controls[:, :-_NUM_RANK_WORDS].reshape(
+            self.dp_size, _NUM_ROW_WORDS, self.rows_per_rank
+        )
+        # Zeroed by the operating system as pages are touched: the unused width costs nothing.
+        page_table = np.zeros((self.dp_size * self.rows_per_rank, self.pages_per_row), np.int32)
+        for rank, plan in enumerate(ranks):
+            n = len(plan.rows)
+            by_row[rank, 0, :n] = plan.rows
+            by_row[rank, 1, :n] = plan.kv_starts
+            by_row[rank, 2, :n] = plan.q_lens
+            by_row[rank, 3, :n] = plan.samples
+            controls[rank, -2] = plan.num_decode
+            controls[rank, -1] = plan.return_logprob or plan.top_logprobs_num > 0
+            first = rank * self.rows_per_rank
+            page_table[first : first + n, : plan.page_table.shape[1]] = plan.page_table
+        return StepInput(controls, page_table)
+
+    def unpack_controls(self, words: jax.Array) -> RankControls:
+        """One rank's words int32[4 * B + 2], by name; traced inside the step."""
+        by_row = words[:-_NUM_RANK_WORDS].reshape(_NUM_ROW_WORDS, self.rows_per_rank)
+        return RankControls(
+            rows=by_row[0],
+            kv_starts=by_row[1],
+            q_lens=by_row[2],
+            samples=by_row[3] != 0,
+            num_decode=words[-2],
+            wants_logprobs=words[-1] != 0,
+        )
+
+    def split(self, values: NDArray[_Scalar], num_rows: Sequence[int]) -> list[NDArray[_Scalar]]:
+        """Each rank's first `num_rows[rank]` entries of values [dp * n, ...], padding left out."""
+        per_rank = values.reshape(self.dp_size, -1, *values.shape[1:])
+        return [per_rank[rank, :n] for rank, n in enumerate(num_rows)]

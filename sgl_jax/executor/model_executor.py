@@ -1,0 +1,226 @@
+"""The executor: runs step plans on the devices, for the scheduler that makes them.
+
+Owns the mesh, the weights, the KV pool and the row tables, and is the only one to touch them.
+Knows nothing of requests, pages' owners or sessions: what a plan says is done as it stands.
+"""
+
+import logging
+from collections import deque
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.step_plan import Int32Array, RankPlan, RankResult, StepPlan
+from sgl_jax.executor.buckets import Bucket, StepLimits, choose_buckets, step_limits
+from sgl_jax.executor.compile_watch import CompileWatch
+from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
+from sgl_jax.executor.plan_check import check_plan, reports_prompt_logprobs
+from sgl_jax.executor.pool_size import choose_num_pages
+from sgl_jax.executor.programs import Programs
+from sgl_jax.executor.results import LaunchedStep, unpack_results
+from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
+from sgl_jax.executor.step import StepState
+from sgl_jax.layers.attention import replicated_kv_heads
+from sgl_jax.mem_cache.device_pool import KVPoolLayout, make_kv_pool
+from sgl_jax.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+class ModelExecutor:
+    """Implements `core.step_plan.Executor` for a model on a mesh of devices.
+
+    Attributes:
+        sizes: what plans must stay within.
+        info: what was loaded and decided, for people to read.
+    """
+
+    def __init__(self, args: ServerArgs) -> None:
+        """Choose devices, load weights, make the pool. Compiles no step; see `warm_up`."""
+        self._mesh = make_mesh(args)
+        set_compilation_cache(args.compilation_cache_dir)
+        platform = platform_of(self._mesh)
+        config = ModelConfig.from_path(args.model_path)
+        dtype = _resolve_dtype(args.dtype, platform)
+        graphdef, params = load_model(
+            args.model_path,
+            config,
+            self._mesh,
+            dtype,
+            load_format=args.load_format,
+            weight_sharding=args.weight_sharding,
+            seed=args.random_seed,
+        )
+        self._weights = tuple(jax.tree.leaves(params))
+        limits = step_limits(args, platform)
+        self._pool_layout = KVPoolLayout(
+            num_layers=config.num_layers,
+            num_kv_heads=replicated_kv_heads(config.num_heads, config.num_kv_heads, args.tp_size),
+            page_size=args.page_size,
+            head_dim=config.head_dim,
+            dtype=dtype if args.kv_cache_dtype == "auto" else jnp.dtype(args.kv_cache_dtype),
+        )
+        self.sizes = _decide_sizes(args, config, self._pool_layout, limits, self._mesh)
+        self._buckets = choose_buckets(limits, platform)
+        self._state, self._row_params = self._make_state()
+        self._programs = Programs(
+            graphdef, params, self._state, self._row_params, self.sizes, self._mesh
+        )
+        self._skip_warmup = args.skip_warmup
+        self._watch = CompileWatch()
+        self._in_flight: deque[LaunchedStep] = deque()
+        self.info: dict[str, Any] = {
+            "model_path": args.model_path,
+            "architecture": config.architecture,
+            "dtype": dtype.name,
+            "kv_cache_dtype": self._pool_layout.dtype.name,
+            "platform": platform,
+            "devices": [str(device) for device in self._mesh.devices.flat],
+            "eos_token_ids": list(config.eos_token_ids),
+            "weight_bytes": sum(leaf.nbytes for leaf in self._weights),
+            "kv_pool_bytes": self._state.kv_pool.nbytes,
+            "step_tokens": [bucket.tokens for bucket in self._buckets.plain],
+            **self.sizes._asdict(),
+        }
+
+    @property
+    def num_compiles_after_ready(self) -> int:
+        """Compilations since `warm_up` ended: each is a defect. Not counted without warm-up."""
+        return self._watch.num_compiles
+
+    def warm_up(self) -> None:
+        """Compile every program and run each once, on nothing but the null row and page."""
+        if self._skip_warmup:
+            logger.warning("warm-up skipped: the first step of each shape will compile")
+            return
+        self._programs.compile_all(self._buckets.all)
+        self._write(empty_piece(self.sizes.dp_size))
+        idle = StepPlan(step_id=0, ranks=(_idle_rank(),) * self.sizes.dp_size)
+        for bucket in self._buckets.all:
+            self._run(bucket, idle)
+        jax.block_until_ready(self._state)
+        self._watch.arm()
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step and return while it runs.
+
+        Raises ValueError, having done nothing, if the plan exceeds `sizes`. After any other
+        error the device's state is lost: call `reset` and admit every request again.
+        """
+        check_plan(plan, self.sizes)
+        if any(rank.admissions for rank in plan.ranks):
+            for piece in cut_admissions([rank.admissions for rank in plan.ranks]):
+                self._write(piece)
+        if reports_prompt_logprobs(plan):
+            bucket = self._buckets.prompt_logprobs
+        else:
+            bucket = self._buckets.smallest(max(rank.num_tokens for rank in plan.ranks))
+        launched = self._run(bucket, plan)
+        self._in_flight.append(launched)
+        return launched
+
+    def result(self, handle: LaunchedStep) -> tuple[RankResult, ...]:
+        """Wait for a step and return what each rank sampled.
+
+        Raises RuntimeError if an earlier step's result was not read yet, or this one's was.
+        """
+        if not self._in_flight or self._in_flight[0] is not handle:
+            raise RuntimeError(
+                f"step {handle.plan.step_id}: results are read once each, in launch order"
+            )
+        self._in_flight.popleft()
+        return unpack_results(handle)
+
+    def reset(self) -> None:
+        """Start over after a failed step: empty pool and tables, nothing in flight."""
+        self._in_flight.clear()
+        self._watch.disarm()
+        # The old pool must be gone before there is room for the new one.
+        del self._state, self._row_params
+        self._state, self._row_params = self._make_state()
+        jax.block_until_ready(self._state)
+        if not self._skip_warmup:
+            self._watch.arm()
+
+    def start_profile(self, output_dir: str) -> None:
+        """Trace the devices into `output_dir` until `stop_profile`."""
+        jax.profiler.start_trace(output_dir)
+
+    def stop_profile(self) -> None:
+        """End the trace and write it."""
+        jax.profiler.stop_trace()
+
+    def close(self) -> None:
+        """Wait for what is in flight and let go of the devices' memory. Cannot be used again."""
+        self._watch.disarm()
+        self._in_flight.clear()
+        jax.block_until_ready(self._state)
+        del self._state, self._row_params, self._weights, self._programs
+
+    def _run(self, bucket: Bucket, plan: StepPlan) -> LaunchedStep:
+        layout = self._programs.layout(bucket)
+        step_input = layout.pack(plan.ranks)
+        self._state, output = self._programs.step(bucket)(
+            self._weights, self._state, self._row_params, *step_input
+        )
+        return LaunchedStep(plan, layout, output)
+
+    def _write(self, piece: Int32Array) -> None:
+        tables = self._programs.admit()(RowTables(self._state.token_table, self._row_params), piece)
+        self._state = self._state._replace(token_table=tables.tokens)
+        self._row_params = tables.params
+
+    def _make_state(self) -> tuple[StepState, jax.Array]:
+        tables = make_row_tables(self.sizes, self._mesh)
+        pool = make_kv_pool(self._pool_layout, self.sizes.num_pages, self._mesh)
+        return StepState(tables.tokens, pool), tables.params
+
+
+def _decide_sizes(
+    args: ServerArgs, config: ModelConfig, pool: KVPoolLayout, limits: StepLimits, mesh: Mesh
+) -> EngineSizes:
+    """Everything the scheduler must stay within; the number of pages is what memory allows."""
+    context_len = args.context_length or config.max_position_embeddings
+    if context_len > config.max_position_embeddings:
+        raise ValueError(
+            f"--context-length {context_len} exceeds the model's own limit of "
+            f"{config.max_position_embeddings} positions"
+        )
+    pages_per_row = -(-context_len // args.page_size)
+    return EngineSizes(
+        dp_size=args.dp_size,
+        page_size=args.page_size,
+        num_pages=choose_num_pages(args, pool, mesh, limits.rows, pages_per_row),
+        num_rows=limits.rows + 1,
+        max_context_len=context_len,
+        max_step_tokens=limits.tokens,
+        max_prompt_logprob_tokens=limits.prompt_logprob_tokens,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _resolve_dtype(name: str, platform: str) -> jnp.dtype:
+    """The dtype called `name`; XLA on the CPU is some 30 times slower in bfloat16."""
+    if name == "auto":
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def _idle_rank() -> RankPlan:
+    """A rank with nothing to do."""
+    nothing = np.zeros(0, np.int32)
+    return RankPlan(
+        rows=nothing,
+        epochs=nothing,
+        kv_starts=nothing,
+        q_lens=nothing,
+        samples=np.zeros(0, np.bool_),
+        page_table=np.zeros((0, 1), np.int32),
+        num_decode=0,
+    )

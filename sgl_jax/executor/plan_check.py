@@ -1,0 +1,71 @@
+"""Refusing plans that the compiled programs were not made for, before anything is touched.
+
+The device itself checks nothing: an index out of range would be clamped, or write elsewhere.
+"""
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import RankPlan, StepPlan
+
+
+def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
+    """Raise ValueError, naming rank and limit, if `plan` exceeds `sizes`."""
+    if len(plan.ranks) != sizes.dp_size:
+        raise ValueError(f"the plan has {len(plan.ranks)} ranks, the engine {sizes.dp_size}")
+    max_prefill = sizes.max_prompt_logprob_tokens if reports_prompt_logprobs(plan) else None
+    for index, rank in enumerate(plan.ranks):
+        problem = _problem(rank, sizes, max_prefill)
+        if problem:
+            raise ValueError(f"step {plan.step_id}, rank {index}: {problem}")
+
+
+def reports_prompt_logprobs(plan: StepPlan) -> bool:
+    """Whether any row of any rank has its prompt scored, which takes a program of its own."""
+    return any(
+        rank.prompt_logprobs is not None and bool(rank.prompt_logprobs.any()) for rank in plan.ranks
+    )
+
+
+def _problem(rank: RankPlan, sizes: EngineSizes, max_prefill: int | None) -> str | None:
+    for admission in rank.admissions:
+        if not 0 < admission.row < sizes.num_rows:
+            return f"admits row {admission.row}, allowed are 1 to {sizes.num_rows - 1}"
+        if len(admission.tokens) > sizes.max_context_len:
+            return (
+                f"admits {len(admission.tokens)} tokens to row {admission.row}, at most "
+                f"{sizes.max_context_len} fit"
+            )
+    n = len(rank.rows)
+    if n == 0:
+        return None
+    if n > sizes.num_rows - 1:
+        return f"{n} rows, at most {sizes.num_rows - 1} run"
+    if rank.rows.min() < 1 or rank.rows.max() >= sizes.num_rows:
+        return f"rows {rank.rows} go outside 1 to {sizes.num_rows - 1}"
+    if rank.kv_starts.min() < 0 or rank.q_lens.min() < 1:
+        return f"kv_starts {rank.kv_starts} or q_lens {rank.q_lens} are too small"
+    if rank.num_tokens > sizes.max_step_tokens:
+        return f"{rank.num_tokens} query tokens, at most {sizes.max_step_tokens} fit in a step"
+    if not 0 <= rank.num_decode <= n or (rank.q_lens[: rank.num_decode] != 1).any():
+        return f"num_decode {rank.num_decode} does not match q_lens {rank.q_lens}"
+    if max_prefill is not None and rank.num_tokens - rank.num_decode > max_prefill:
+        return (
+            f"{rank.num_tokens - rank.num_decode} prefill tokens, at most {max_prefill} fit in a "
+            "step that reports prompt log-probabilities"
+        )
+    return _length_problem(rank, sizes)
+
+
+def _length_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
+    ends = rank.kv_starts + rank.q_lens
+    if ends.max() > sizes.max_context_len:
+        return f"a row reaches {ends.max()} tokens, at most {sizes.max_context_len} fit"
+    n, width = rank.page_table.shape
+    needed = -(-int(ends.max()) // sizes.page_size)
+    if n != len(rank.rows) or not needed <= width <= sizes.pages_per_row:
+        return (
+            f"page table {rank.page_table.shape}: {len(rank.rows)} rows of {needed} to "
+            f"{sizes.pages_per_row} pages are wanted"
+        )
+    if rank.page_table.min() < 0 or rank.page_table.max() >= sizes.num_pages:
+        return f"the page table names pages outside 0 to {sizes.num_pages - 1}"
+    return None

@@ -1,0 +1,155 @@
+"""The compiled programs of an engine: one per bucket, and the one that admits rows.
+
+Owns tracing, sharding, donation and compilation. Programs are compiled ahead of their first use
+and called directly, so that calling one can never compile.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.executor.buckets import Bucket
+from sgl_jax.executor.layout import DPLayout
+from sgl_jax.executor.row_tables import PIECE_WORDS, TABLE_SPEC, RowTables, write_piece
+from sgl_jax.executor.step import StepOutput, StepState, run_step
+from sgl_jax.mem_cache.device_pool import KV_POOL_SPEC
+
+# weights, state (donated), row parameters, controls, page table -> state, output
+StepProgram = Callable[
+    [tuple[jax.Array, ...], StepState, jax.Array, Any, Any], tuple[StepState, StepOutput]
+]
+AdmitProgram = Callable[[RowTables, Any], RowTables]  # tables (donated), piece -> tables
+
+_MAX_COMPILE_THREADS = 4
+
+
+class Programs:
+    """Compiles and keeps the programs of one model on one mesh.
+
+    Args:
+        graphdef: `nnx.merge(graphdef, params)` is the model.
+        params: its weights, a tree of arrays that lie on the mesh as the model wants them.
+        state: token table and pool, for their shapes.
+        row_params: the parameter table, for its shape.
+        sizes: of the engine.
+        mesh: ('data', 'tensor').
+    """
+
+    def __init__(
+        self,
+        graphdef: Any,
+        params: Any,
+        state: StepState,
+        row_params: jax.Array,
+        sizes: EngineSizes,
+        mesh: Mesh,
+    ) -> None:
+        leaves, self._params_tree = jax.tree.flatten(params)
+        self._graphdef = graphdef
+        self._sizes = sizes
+        self._mesh = mesh
+        self._weights = tuple(_shape_of(leaf) for leaf in leaves)
+        self._state = jax.tree.map(_shape_of, state)
+        self._row_params: Any = _shape_of(row_params)
+        self._steps: dict[Bucket, StepProgram] = {}
+        self._admit: AdmitProgram | None = None
+
+    def layout(self, bucket: Bucket) -> DPLayout:
+        """How the rows of a step of this shape lie in its arrays."""
+        return DPLayout(self._sizes.dp_size, bucket.rows, self._sizes.pages_per_row)
+
+    def step(self, bucket: Bucket) -> StepProgram:
+        """The program of one bucket, compiled now if it was not."""
+        if bucket not in self._steps:
+            self._steps[bucket] = self._compile_step(bucket)
+        return self._steps[bucket]
+
+    def admit(self) -> AdmitProgram:
+        """The program that writes one piece of admissions, compiled now if it was not."""
+        if self._admit is None:
+            self._admit = self._compile_admit()
+        return self._admit
+
+    def compile_all(self, buckets: tuple[Bucket, ...]) -> None:
+        """Compile everything, with a progress bar on stderr."""
+        # XLA compiles without the interpreter lock; the largest first, to end together.
+        with ThreadPoolExecutor(min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
+            jobs: list[Future[Any]] = [pool.submit(self.step, b) for b in reversed(buckets)]
+            jobs.append(pool.submit(self.admit))
+            with tqdm(total=len(jobs), desc="Compiling", unit="program") as progress:
+                for job in as_completed(jobs):
+                    job.result()
+                    progress.update()
+
+    def _compile_step(self, bucket: Bucket) -> StepProgram:
+        layout = self.layout(bucket)
+
+        def step(
+            weights: tuple[jax.Array, ...],
+            state: StepState,
+            row_params: jax.Array,
+            controls: jax.Array,
+            page_table: jax.Array,
+        ) -> tuple[StepState, StepOutput]:
+            model = nnx.merge(self._graphdef, jax.tree.unflatten(self._params_tree, weights))
+            rank_controls = layout.unpack_controls(controls[0])
+            return run_step(
+                model,
+                state,
+                row_params,
+                rank_controls,
+                page_table,
+                bucket.tokens,
+                bucket.prompt_logprobs,
+            )
+
+        step.__name__ = f"step_{bucket.rows}_rows_{bucket.tokens}_tokens"
+        state_specs: Any = StepState(TABLE_SPEC, KV_POOL_SPEC)  # type: ignore[arg-type]
+        weight_specs = tuple(leaf.sharding.spec for leaf in self._weights)
+        sharded = jax.shard_map(
+            step,
+            mesh=self._mesh,
+            in_specs=(weight_specs, state_specs, TABLE_SPEC, P("data"), P("data")),
+            out_specs=(state_specs, P("data")),
+            check_vma=False,  # all chips of a rank compute the same tokens, unproven
+        )
+        controls = self._input((layout.dp_size, layout.control_words))
+        page_table = self._input((layout.dp_size * layout.rows_per_rank, layout.pages_per_row))
+        program: StepProgram = (
+            jax.jit(sharded, donate_argnums=1)
+            .lower(self._weights, self._state, self._row_params, controls, page_table)
+            .compile()
+        )
+        return program
+
+    def _compile_admit(self) -> AdmitProgram:
+        def admit(tables: RowTables, piece: jax.Array) -> RowTables:
+            return write_piece(tables, piece[0])
+
+        sharded = jax.shard_map(
+            admit,
+            mesh=self._mesh,
+            in_specs=(TABLE_SPEC, P("data")),
+            out_specs=TABLE_SPEC,
+            check_vma=False,
+        )
+        tables: Any = RowTables(self._state.token_table, self._row_params)
+        piece = self._input((self._sizes.dp_size, PIECE_WORDS))
+        program: AdmitProgram = jax.jit(sharded, donate_argnums=0).lower(tables, piece).compile()
+        return program
+
+    def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self._mesh, P("data")))
+
+
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

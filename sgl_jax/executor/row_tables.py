@@ -1,0 +1,98 @@
+"""What the device keeps about each row between steps: its tokens and its sampling parameters.
+
+Owns both tables' shapes and the program that fills a row when a request is admitted. Row 0 is the
+null row: padding writes there, and nothing reads it for a result. Admissions are cut into pieces
+of one fixed size, so the program is compiled once and a long prompt takes several launches of it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import Int32Array, RowAdmission
+from sgl_jax.layers.sampling import PACKED_WIDTH, pack_row_params
+
+TABLE_SPEC = P("data")
+
+_PIECE_TOKENS = 1024
+_PIECE_ROWS = 16
+_TOKEN_WORDS = 3 * _PIECE_TOKENS
+PIECE_WORDS = _TOKEN_WORDS + _PIECE_ROWS * (1 + PACKED_WIDTH)
+
+
+class RowTables(NamedTuple):
+    """Device-resident, one block of rows per rank, sharded over 'data'."""
+
+    tokens: jax.Array  # int32[dp * num_rows, max_context_len]
+    params: jax.Array  # int32[dp * num_rows, PACKED_WIDTH]
+
+
+def make_row_tables(sizes: EngineSizes, mesh: Mesh) -> RowTables:
+    """Empty tables."""
+    num_rows = sizes.dp_size * sizes.num_rows
+
+    def zeros() -> RowTables:
+        return RowTables(
+            jnp.zeros((num_rows, sizes.max_context_len), jnp.int32),
+            jnp.zeros((num_rows, PACKED_WIDTH), jnp.int32),
+        )
+
+    tables: RowTables = jax.jit(zeros, out_shardings=NamedSharding(mesh, TABLE_SPEC))()
+    return tables
+
+
+def cut_admissions(admissions: Sequence[Sequence[RowAdmission]]) -> Iterator[Int32Array]:
+    """Pieces int32[dp, PIECE_WORDS] that together admit all of `admissions[rank]`.
+
+    Each is a fresh array. What a piece does not use writes zeros to the null row.
+    """
+    flat = [_flatten(of_rank) for of_rank in admissions]
+    num_pieces = max(
+        max(-(-entries.shape[1] // _PIECE_TOKENS), -(-len(params) // _PIECE_ROWS))
+        for entries, params in flat
+    )
+    for i in range(num_pieces):
+        piece = empty_piece(len(flat))
+        for words, (entries, params) in zip(piece, flat, strict=True):
+            some = entries[:, i * _PIECE_TOKENS : (i + 1) * _PIECE_TOKENS]
+            words[:_TOKEN_WORDS].reshape(3, _PIECE_TOKENS)[:, : some.shape[1]] = some
+            lines = params[i * _PIECE_ROWS : (i + 1) * _PIECE_ROWS]
+            words[_TOKEN_WORDS:].reshape(_PIECE_ROWS, -1)[: len(lines)] = lines
+        yield piece
+
+
+def empty_piece(dp_size: int) -> Int32Array:
+    """A piece that admits nothing."""
+    return np.zeros((dp_size, PIECE_WORDS), np.int32)
+
+
+def _flatten(admissions: Sequence[RowAdmission]) -> tuple[Int32Array, Int32Array]:
+    """All tokens as [3, n] of row, position, token; all parameters as [m, 1 + PACKED_WIDTH]."""
+    num_tokens = [len(admission.tokens) for admission in admissions]
+    entries = np.empty((3, sum(num_tokens)), np.int32)
+    params = np.empty((len(admissions), 1 + PACKED_WIDTH), np.int32)
+    first = 0
+    for line, admission, n in zip(params, admissions, num_tokens, strict=True):
+        entries[0, first : first + n] = admission.row
+        entries[1, first : first + n] = np.arange(n)
+        entries[2, first : first + n] = admission.tokens
+        first += n
+        line[0] = admission.row
+        line[1:] = pack_row_params(admission)
+    return entries, params
+
+
+def write_piece(tables: RowTables, words: jax.Array) -> RowTables:
+    """One rank's tables with one piece's words int32[PIECE_WORDS] written; traced."""
+    rows, positions, tokens = words[:_TOKEN_WORDS].reshape(3, _PIECE_TOKENS)
+    lines = words[_TOKEN_WORDS:].reshape(_PIECE_ROWS, 1 + PACKED_WIDTH)
+    return RowTables(
+        tables.tokens.at[rows, positions].set(tokens, mode="drop"),
+        tables.params.at[lines[:, 0]].set(lines[:, 1:], mode="drop"),
+    )

@@ -1,0 +1,47 @@
+"""Log-probabilities to report: of the model's own distribution, as the OpenAI API means them.
+
+They are taken from the logits before temperature, penalties, bias and filters, so they say what
+the model believed and do not depend on how a token was then chosen.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at n positions; the alternatives are ordered, most likely first."""
+
+    logprobs: jax.Array  # float32[n] of the given token
+    top_ids: jax.Array  # int32[n, MAX_TOP_LOGPROBS]
+    top_logprobs: jax.Array  # float32[n, MAX_TOP_LOGPROBS]
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array) -> TokenLogprobs:
+    """Log-probability of `tokens` int32[n] under `logits` float32[n, vocab], and the likeliest.
+
+    A vocabulary smaller than MAX_TOP_LOGPROBS fills the rest with id -1 at minus infinity.
+    """
+    normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")
+    num_top = min(MAX_TOP_LOGPROBS, logits.shape[-1])
+    top, top_ids = lax.top_k(logits, num_top)
+    missing = ((0, 0), (0, MAX_TOP_LOGPROBS - num_top))
+    return TokenLogprobs(
+        logprobs=(chosen - normaliser)[:, 0],
+        top_ids=jnp.pad(top_ids.astype(jnp.int32), missing, constant_values=-1),
+        top_logprobs=jnp.pad(top - normaliser, missing, constant_values=-jnp.inf),
+    )
+
+
+def no_logprobs(num_rows: int) -> TokenLogprobs:
+    """What a step that reports none returns in their place: zeros of the same shapes."""
+    return TokenLogprobs(
+        logprobs=jnp.zeros((num_rows,), jnp.float32),
+        top_ids=jnp.zeros((num_rows, MAX_TOP_LOGPROBS), jnp.int32),
+        top_logprobs=jnp.zeros((num_rows, MAX_TOP_LOGPROBS), jnp.float32),
+    )

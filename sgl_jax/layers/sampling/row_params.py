@@ -1,0 +1,103 @@
+"""The sampling parameters of one row as a line of int32 words, packed on the host, read on device.
+
+Owns the layout of that line and nothing else. Floats travel as their bit patterns, so that one
+array of one dtype carries everything and an admission is a single scatter.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from sgl_jax.core.step_plan import Int32Array, RowAdmission
+
+# Fills unused token id slots: outside any vocabulary, so a scatter to it is dropped.
+NO_TOKEN = 2**31 - 1
+
+_INT_FIELDS = ("seed", "prompt_len", "min_new_tokens", "top_k")
+_FLOAT_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+_NUM_SCALARS = len(_INT_FIELDS) + len(_FLOAT_FIELDS)
+_STOP_IDS = slice(_NUM_SCALARS, _NUM_SCALARS + MAX_STOP_TOKEN_IDS)
+_BIAS_IDS = slice(_STOP_IDS.stop, _STOP_IDS.stop + MAX_LOGIT_BIAS)
+_BIAS_VALUES = slice(_BIAS_IDS.stop, _BIAS_IDS.stop + MAX_LOGIT_BIAS)
+PACKED_WIDTH = _BIAS_VALUES.stop
+
+
+class RowParams(NamedTuple):
+    """Sampling parameters of n rows on the device."""
+
+    seed: jax.Array  # int32[n], the bits of a uint32
+    prompt_len: jax.Array  # int32[n], tokens of the original prompt
+    min_new_tokens: jax.Array  # int32[n]
+    top_k: jax.Array  # int32[n], 0 keeps all
+    temperature: jax.Array  # float32[n], 0 is greedy
+    top_p: jax.Array  # float32[n], 1 keeps all
+    min_p: jax.Array  # float32[n], 0 keeps all
+    repetition_penalty: jax.Array  # float32[n], 1 for none
+    frequency_penalty: jax.Array  # float32[n], 0 for none
+    presence_penalty: jax.Array  # float32[n], 0 for none
+    stop_ids: jax.Array  # int32[n, MAX_STOP_TOKEN_IDS], NO_TOKEN where unused
+    bias_ids: jax.Array  # int32[n, MAX_LOGIT_BIAS], NO_TOKEN where unused
+    bias_values: jax.Array  # float32[n, MAX_LOGIT_BIAS]
+
+
+def pack_row_params(admission: RowAdmission) -> Int32Array:
+    """One admission's parameters as int32[PACKED_WIDTH].
+
+    `top_k` 1 is packed as greedy, which it is, so that equal logits resolve as in greedy.
+    Raises ValueError if there are more stop ids or biases than the device keeps slots for.
+    """
+    sampling = admission.sampling
+    bias = sampling.logit_bias or {}
+    for name, count, limit in (
+        ("stop token ids", len(admission.stop_token_ids), MAX_STOP_TOKEN_IDS),
+        ("logit biases", len(bias), MAX_LOGIT_BIAS),
+    ):
+        if count > limit:
+            raise ValueError(f"row {admission.row} has {count} {name}, at most {limit} fit")
+    greedy = sampling.temperature == 0.0 or sampling.top_k == 1
+    packed = np.zeros(PACKED_WIDTH, np.int32)
+    packed[: len(_INT_FIELDS)] = (
+        np.uint32(admission.seed).astype(np.int32),
+        admission.prompt_len,
+        sampling.min_new_tokens,
+        min(max(sampling.top_k, 0), NO_TOKEN),
+    )
+    packed[len(_INT_FIELDS) : _NUM_SCALARS].view(np.float32)[:] = (
+        0.0 if greedy else sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+    )
+    packed[_STOP_IDS.start : _BIAS_IDS.stop] = NO_TOKEN
+    packed[_STOP_IDS][: len(admission.stop_token_ids)] = admission.stop_token_ids
+    packed[_BIAS_IDS][: len(bias)] = list(bias)
+    packed[_BIAS_VALUES].view(np.float32)[: len(bias)] = list(bias.values())
+    return packed
+
+
+def unpack_row_params(packed: jax.Array) -> RowParams:
+    """The lines int32[n, PACKED_WIDTH] as named arrays; traced inside the step."""
+    ints = {name: packed[:, i] for i, name in enumerate(_INT_FIELDS)}
+    floats = {
+        name: lax.bitcast_convert_type(packed[:, len(_INT_FIELDS) + i], np.float32)
+        for i, name in enumerate(_FLOAT_FIELDS)
+    }
+    return RowParams(
+        **ints,
+        **floats,
+        stop_ids=packed[:, _STOP_IDS],
+        bias_ids=packed[:, _BIAS_IDS],
+        bias_values=lax.bitcast_convert_type(packed[:, _BIAS_VALUES], np.float32),
+    )

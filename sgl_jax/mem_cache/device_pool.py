@@ -1,0 +1,49 @@
+"""The KV pool of all ranks as one device array; the only file of this room that imports jax.
+
+Owns the array's shape, sharding and size in bytes. Never decides who owns a page.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# A rank's pages lie together, so that under shard_map page ids are the rank's own.
+KV_POOL_SPEC = P(None, "data", "tensor", None, None)
+
+
+class KVPoolLayout(NamedTuple):
+    """What one page of KV holds, whole (over all the chips of a rank)."""
+
+    num_layers: int
+    num_kv_heads: int  # over all chips of a rank, copies included where chips outnumber heads
+    page_size: int  # tokens
+    head_dim: int
+    dtype: jnp.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, K and V of all layers and heads."""
+        tokens = self.num_layers * 2 * self.num_kv_heads * self.page_size
+        return tokens * self.head_dim * self.dtype.itemsize
+
+
+def make_kv_pool(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Array:
+    """Zeros [layers, dp * num_pages, 2 * kv_heads, page_size, head_dim], a slice on each device.
+
+    Each chip sees [layers, num_pages, 2 * kv_heads / tp, page_size, head_dim]: its K heads, then
+    its V heads; one page of one layer is contiguous. `num_pages` counts one rank's pages, the
+    null page included. Made on the devices, so the host never holds it.
+    """
+    shape = (
+        layout.num_layers,
+        mesh.shape["data"] * num_pages,
+        2 * layout.num_kv_heads,
+        layout.page_size,
+        layout.head_dim,
+    )
+    sharding = NamedSharding(mesh, KV_POOL_SPEC)
+    pool: jax.Array = jax.jit(lambda: jnp.zeros(shape, layout.dtype), out_shardings=sharding)()
+    return pool
