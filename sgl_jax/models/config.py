@@ -110,7 +110,7 @@ class ModelConfig:
             initializer_range=float(raw.get("initializer_range", 0.02)),
             eos_token_ids=_eos_token_ids(raw, generation or {}),
             sliding_window=_sliding_window(raw, num_layers),
-            moe=_moe(raw, num_layers),
+            moe=_moe(raw),
         )
 
 
@@ -204,23 +204,25 @@ def _sliding_window(raw: Mapping[str, Any], num_layers: int) -> int | None:
     )
 
 
-def _moe(raw: Mapping[str, Any], num_layers: int) -> MoeConfig | None:
-    if raw.get("num_experts") is None:
+def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
+    # transformers 5 writes num_local_experts where earlier versions wrote num_experts.
+    count_name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    if raw.get(count_name) is None:
         return None
     if raw.get("mlp_only_layers"):
         raise ModelConfigError(
             f"mlp_only_layers must be empty (every layer has experts), got {raw['mlp_only_layers']}"
         )
-    if raw.get("decoder_sparse_step", 1) != 1 and num_layers > 0:
+    if raw.get("decoder_sparse_step", 1) != 1:
         raise ModelConfigError(
             f"decoder_sparse_step must be 1 (every layer has experts), "
             f"got {raw['decoder_sparse_step']}"
         )
-    num_experts = _positive_int(raw, "num_experts")
+    num_experts = _positive_int(raw, count_name)
     top_k = _positive_int(raw, "num_experts_per_tok")
     if top_k > num_experts:
         raise ModelConfigError(
-            f"num_experts_per_tok ({top_k}) must not exceed num_experts ({num_experts})"
+            f"num_experts_per_tok ({top_k}) must not exceed {count_name} ({num_experts})"
         )
     return MoeConfig(
         num_experts=num_experts,

@@ -63,6 +63,7 @@ def _qwen3(config: ModelConfig, options: BuildOptions) -> DecoderLayer:
 def _qwen3_moe(config: ModelConfig, options: BuildOptions) -> DecoderLayer:
     if config.moe is None:
         raise ModelConfigError("Qwen3MoeForCausalLM needs num_experts in config.json")
+    _require_divisible("moe_intermediate_size", config.moe.intermediate_size, options.tp_size)
     experts = MixtureOfExperts(
         config.hidden_size,
         config.moe.intermediate_size,

@@ -117,7 +117,8 @@ def _attend_block(
     kv_heads, page_size = kv_cache.shape[2] // 2, kv_cache.shape[3]
     block_tokens = block_pages * page_size
     group = q_heads // kv_heads
-    q_positions = q_start + jnp.arange(num_queries, dtype=jnp.int32)
+    # Queries past the row's end see what its last one sees, never an unused slot.
+    q_positions = jnp.minimum(q_start + jnp.arange(num_queries, dtype=jnp.int32), kv_len - 1)
     q_grouped = q.reshape(num_queries, kv_heads, group, head_dim).transpose(1, 2, 0, 3)
     q_grouped = q_grouped.astype(jnp.float32) * variant.scale
 

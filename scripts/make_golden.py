@@ -1,0 +1,119 @@
+"""Make the golden data of tests/golden: tiny random models and what transformers says of them.
+
+Needs torch and transformers (never a dependency of the package):
+
+    python scripts/make_golden.py tests/golden
+
+For each architecture it writes a Hugging Face folder and `golden.npz` with, in float32,
+    prompt [n]            token ids
+    prompt_logits [n, V]  logits of every prompt position
+    greedy [m]            the tokens that greedy decoding appends
+    greedy_logits [m, V]  the logits each of them was chosen from
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+PROMPT_TOKENS = 45
+GREEDY_TOKENS = 16
+
+COMMON = {
+    "vocab_size": 250,  # no multiple of the chips in any test
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "eos_token_id": 249,
+    "bos_token_id": 248,
+}
+
+MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
+    "llama": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            **COMMON,
+            head_dim=16,
+            rms_norm_eps=1e-5,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+    ),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**COMMON, tie_word_embeddings=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False)),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **COMMON,
+            head_dim=32,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+        ),
+    ),
+}
+
+
+def randomise(model: PreTrainedModel) -> None:
+    """Give norms and biases values too, or a test could not tell that they are used."""
+    for name, weight in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            centre = 1.0 if "norm" in name else 0.0
+            weight.data = centre + 0.3 * torch.randn_like(weight)
+
+
+@torch.no_grad()
+def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = kind(config).eval().float()
+    randomise(model)
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+    prompt = torch.randint(0, config.vocab_size, (PROMPT_TOKENS,))
+    tokens, logits = prompt, []
+    for _ in range(GREEDY_TOKENS):
+        all_logits = model(tokens[None]).logits[0]
+        logits.append(all_logits[-1])
+        tokens = torch.cat([tokens, all_logits[-1].argmax()[None]])
+    np.savez_compressed(
+        folder / "golden.npz",
+        prompt=prompt.numpy().astype(np.int32),
+        prompt_logits=model(prompt[None]).logits[0].numpy(),
+        greedy=tokens[PROMPT_TOKENS:].numpy().astype(np.int32),
+        greedy_logits=torch.stack(logits).numpy(),
+    )
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    for seed, (name, (kind, config)) in enumerate(MODELS.items()):
+        make(root / name, kind, config, seed)
+
+
+if __name__ == "__main__":
+    main()

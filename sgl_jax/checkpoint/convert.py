@@ -1,0 +1,61 @@
+"""Turn a Hugging Face folder into an orbax checkpoint that any mesh can read.
+
+    python -m sgl_jax.checkpoint.convert --model-path HF_DIR --output DIR
+
+The whole model passes through the memory of this process. Configs and tokenizer files are copied.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.checkpoint.orbax_format import save_orbax
+from sgl_jax.checkpoint.tensor_files import INDEX_FILE
+from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
+from sgl_jax.models.config import ModelConfig, ModelConfigError
+
+_SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+
+
+def convert(model_path: Path, output: Path, dtype: str) -> None:
+    """Write `output`, which must not exist, from the safetensors in `model_path`.
+
+    Raises:
+        CheckpointError: `output` exists, or `model_path` has no weights that fit its config.
+        ModelConfigError: config.json is not one this package supports.
+    """
+    if output.exists():
+        raise CheckpointError(f"{str(output)!r} exists already")
+    config = ModelConfig.from_path(model_path)
+    devices = np.array(jax.devices("cpu")[:1]).reshape(1, 1)
+    mesh = Mesh(devices, (DATA_AXIS, TENSOR_AXIS))
+    _, params = load_model(model_path, config, mesh, jnp.dtype(dtype), "safetensors")
+    output.mkdir(parents=True)
+    for pattern in _SIDE_FILES:
+        for file in sorted(model_path.glob(pattern)):
+            if file.name != INDEX_FILE:
+                shutil.copyfile(file, output / file.name)
+    save_orbax(output, params)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m sgl_jax.checkpoint.convert")
+    parser.add_argument("--model-path", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--output", type=Path, required=True, help="folder to create")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    args = parser.parse_args()
+    try:
+        convert(args.model_path, args.output, args.dtype)
+    except (CheckpointError, ModelConfigError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

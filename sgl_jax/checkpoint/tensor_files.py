@@ -1,0 +1,96 @@
+"""The safetensors files of a Hugging Face model folder, seen as one set of named tensors.
+
+Slices are read on demand; nothing is kept in memory. Handles stay open until `close`.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from sgl_jax.checkpoint.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+_FLOAT_DTYPES = ("F32", "F16", "BF16")
+
+
+class TensorFiles:
+    """Read-only view of all tensors of a folder; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open every file.
+
+        Raises:
+            CheckpointError: there are no files, one is missing or damaged, or a tensor is not of
+                a 16 or 32 bit float type.
+        """
+        self._stack = ExitStack()
+        self._tensors: dict[str, Any] = {}  # name -> lazy slice
+        try:
+            for path in _files(folder):
+                self._open(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each tensor by name."""
+        return {name: tuple(lazy.get_shape()) for name, lazy in self._tensors.items()}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> NDArray[Any]:
+        """Part of a tensor in the type it is stored in; bfloat16 comes as ml_dtypes.bfloat16."""
+        return np.asarray(self._tensors[name][index])
+
+    def close(self) -> None:
+        """Close all files; idempotent."""
+        self._tensors.clear()
+        self._stack.close()
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="np"))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
+        for name in file.keys():  # noqa: SIM118 (no mapping, only its keys)
+            lazy = file.get_slice(name)
+            if lazy.get_dtype() not in _FLOAT_DTYPES:
+                raise CheckpointError(
+                    f"tensor {name!r} has type {lazy.get_dtype()}; supported: "
+                    f"{', '.join(_FLOAT_DTYPES)}"
+                )
+            self._tensors[name] = lazy
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{str(index)!r} has no valid weight_map") from error
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            raise CheckpointError(f"{str(index)!r} names files that are missing: {absent}")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"no safetensors files in {str(folder)!r}")
+    return files

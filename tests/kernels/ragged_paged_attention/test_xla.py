@@ -1,0 +1,180 @@
+"""The XLA attention against float64, on ragged batches drawn at random."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_jax.kernels.ragged_paged_attention import reference
+from sgl_jax.kernels.ragged_paged_attention.interface import (
+    AttentionBatch,
+    attention_implementation,
+)
+
+LAYERS, PAGES, HEAD_DIM, KV_HEADS = 2, 2048, 8, 2
+ROWS, TOKENS = 6, 160  # buckets, so that few programs are compiled
+MAX_LEN = 400  # tokens of a row: more than one block of keys
+
+
+class Case(NamedTuple):
+    page_size: int
+    group: int
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: bool
+    decode_starts: list[int]
+    prefills: list[tuple[int, int]]  # kv_start, q_len; empty rows among them
+    shared_prefix: int  # pages that the first two rows have in common
+    seed: int
+
+
+@st.composite
+def cases(draw):
+    page_size = draw(st.sampled_from([1, 4, 16]))
+    border = st.integers(0, 12).map(lambda n: n * page_size)
+    starts = st.one_of(st.integers(0, MAX_LEN - 70), border)
+    lengths = st.one_of(st.integers(1, 70), st.just(64), st.just(page_size))
+    decode_starts = draw(st.lists(starts, max_size=3))
+    return Case(
+        page_size,
+        draw(st.sampled_from([1, 3])),
+        draw(st.sampled_from([None, 5, 100])),
+        draw(st.sampled_from([None, 2.0])),
+        draw(st.booleans()),
+        decode_starts,
+        draw(st.lists(st.tuples(starts, lengths), max_size=2)),
+        draw(st.integers(0, 8)),
+        draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+class Problem(NamedTuple):
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    cache: np.ndarray
+    page_table: np.ndarray
+    kv_starts: np.ndarray
+    q_lens: np.ndarray
+    num_decode: int
+    sinks: np.ndarray | None
+
+
+def build(case: Case) -> Problem:
+    rng = np.random.default_rng(case.seed)
+    rows = [(start, 1) for start in case.decode_starts] + case.prefills
+    kv_starts, q_lens = np.zeros((2, ROWS), np.int32)
+    for i, (start, length) in enumerate(rows):
+        kv_starts[i], q_lens[i] = start, length
+    width = -(-MAX_LEN // case.page_size)
+    # The shuffled table wastes no page on padding rows, which stay at the null page.
+    table = np.zeros((ROWS, width), np.int32)
+    pages = 1 + rng.permutation(PAGES - 1).astype(np.int32)
+    used = -(-(kv_starts + q_lens) // case.page_size)
+    taken = 0
+    for i in range(len(rows)):
+        table[i, : used[i]] = pages[taken : taken + used[i]]
+        taken += used[i]
+    if len(rows) > 1:  # pages full of earlier tokens in both rows may be shared
+        shared = min(case.shared_prefix, *(kv_starts[:2] // case.page_size))
+        table[1, :shared] = table[0, :shared]
+    cache = np.full((LAYERS, PAGES, 2 * KV_HEADS, case.page_size, HEAD_DIM), np.nan, np.float32)
+    for i in range(len(rows)):
+        for position in range(kv_starts[i]):
+            slot = (1, table[i, position // case.page_size], slice(None), position % case.page_size)
+            if np.isnan(cache[slot]).any():
+                cache[slot] = rng.normal(size=(2 * KV_HEADS, HEAD_DIM))
+    q_heads = KV_HEADS * case.group
+    q = rng.normal(size=(TOKENS, q_heads, HEAD_DIM)).astype(np.float32)
+    k, v = rng.normal(size=(2, TOKENS, KV_HEADS, HEAD_DIM)).astype(np.float32)
+    sinks = rng.normal(size=q_heads).astype(np.float32) if case.sinks else None
+    return Problem(q, k, v, cache, table, kv_starts, q_lens, len(case.decode_starts), sinks)
+
+
+@jax.jit(static_argnames=("sliding_window", "soft_cap"))
+def attend(problem, sliding_window, soft_cap):
+    batch = AttentionBatch.build(
+        problem.page_table, problem.kv_starts, problem.q_lens, problem.num_decode, TOKENS
+    )
+    return attention_implementation("xla")(
+        problem.q,
+        problem.k,
+        problem.v,
+        problem.cache,
+        jnp.int32(1),
+        batch,
+        scale=0.3,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=problem.sinks,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_agrees_with_float64_on_any_ragged_batch(case):
+    """Unused slots and the null page hold NaN, so any read of them would show."""
+    problem = build(case)
+    out, cache = attend(problem, case.sliding_window, case.soft_cap)
+    expected_out, expected_cache = reference.ragged_paged_attention(
+        problem.q,
+        problem.k,
+        problem.v,
+        problem.cache,
+        1,
+        problem.page_table,
+        problem.kv_starts,
+        problem.q_lens,
+        scale=0.3,
+        sliding_window=case.sliding_window,
+        soft_cap=case.soft_cap,
+        sinks=problem.sinks,
+    )
+    num_tokens = problem.q_lens.sum()
+    np.testing.assert_allclose(out[:num_tokens], expected_out[:num_tokens], rtol=0, atol=2e-5)
+    assert np.isfinite(out).all()
+    # All pages but the null page, which padding may fill with anything.
+    np.testing.assert_allclose(cache[:, 1:], expected_cache[:, 1:], rtol=0, atol=1e-6)
+
+
+def test_bfloat16_accumulates_in_float32():
+    case = Case(16, 3, None, None, False, [300, 17], [(100, 60)], 0, seed=3)
+    problem = build(case)
+    halves = jax.tree.map(
+        lambda a: jnp.asarray(a, jnp.bfloat16) if a.dtype == np.float32 else a,
+        problem._replace(num_decode=np.int32(2), sinks=None),
+    )
+    out, cache = attend(halves, None, None)
+    assert out.dtype == cache.dtype == jnp.bfloat16
+    arrays = [np.asarray(x, np.float32) for x in halves[:4]]
+    expected, _ = reference.ragged_paged_attention(*arrays, 1, *problem[4:7], scale=0.3)
+    np.testing.assert_allclose(np.asarray(out[:62], np.float32), expected[:62], atol=0.02)
+
+
+def test_the_cache_is_updated_in_place():
+    """A donated cache is not copied: temporary memory stays far below its size."""
+    problem = build(Case(16, 3, None, None, False, [30], [(10, 20)], 0, seed=0))
+    arrays = jax.tree.map(jnp.asarray, problem._replace(num_decode=np.int32(1), sinks=None))
+
+    def layers(cache, rest):
+        def body(carry, _):
+            out, cache = attend(rest._replace(cache=carry[1]), None, None)
+            return (carry[0] + out, cache), None
+
+        start = (jnp.zeros_like(rest.q), cache)
+        return jax.lax.scan(body, start, None, length=4)[0]
+
+    rest = arrays._replace(cache=jnp.zeros(0))
+    compiled = jax.jit(layers, donate_argnums=0).lower(arrays.cache, rest).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == arrays.cache.nbytes
+    assert memory.temp_size_in_bytes < arrays.cache.nbytes / 2
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"auto, xla, got 'cuda'"):
+        attention_implementation("cuda")

@@ -1,0 +1,161 @@
+"""The engine's models say what transformers says, in float32, however the work is cut up.
+
+Golden data: tests/golden, made by scripts/make_golden.py.
+"""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
+from sgl_jax.layers.attention import replicated_kv_heads
+from sgl_jax.models.config import ModelConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+CACHE_SPEC = P(None, "data", "tensor", None, None)
+TOLERANCE = 1e-4
+
+
+class Chunk(NamedTuple):
+    """One row of a step: which request, and which of its tokens."""
+
+    request: int
+    start: int
+    tokens: np.ndarray
+
+
+class Server:
+    """A model on a mesh, its cache, and pages dealt out in random order; one request per row."""
+
+    def __init__(self, folder, *, dp=1, tp=1, page_size=16, weight_sharding="replicated"):
+        devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
+        self.mesh = Mesh(devices, ("data", "tensor"))
+        config = ModelConfig.from_path(folder)
+        self.graphdef, self.params = load_model(
+            folder, config, self.mesh, jnp.float32, weight_sharding=weight_sharding
+        )
+        self.dp, self.page_size, self.pages_per_row = dp, page_size, 80 // page_size
+        kv_heads = replicated_kv_heads(config.num_heads, config.num_kv_heads, tp)
+        num_pages = 1 + 3 * self.pages_per_row
+        shape = (config.num_layers, dp * num_pages, 2 * kv_heads, page_size, config.head_dim)
+        # NaN in every slot that was never written: reading one would show.
+        self.cache = jax.device_put(jnp.full(shape, jnp.nan), NamedSharding(self.mesh, CACHE_SPEC))
+        pages = 1 + np.random.default_rng(0).permutation(num_pages - 1)
+        self.pages = pages.reshape(3, self.pages_per_row).astype(np.int32)
+
+    def step(self, ranks, num_decode, num_tokens=64):
+        """Run one step; ranks[r] lists rank r's chunks. Returns logits per rank, [tokens, V]."""
+        rows = 4
+        tokens = np.zeros((self.dp, num_tokens), np.int32)
+        table = np.zeros((self.dp, rows, self.pages_per_row), np.int32)
+        starts, lens = np.zeros((2, self.dp, rows), np.int32)
+        for rank, chunks in enumerate(ranks):
+            flat = np.concatenate([chunk.tokens for chunk in chunks])
+            tokens[rank, : len(flat)] = flat
+            for row, chunk in enumerate(chunks):
+                table[rank, row] = self.pages[chunk.request]
+                starts[rank, row], lens[rank, row] = chunk.start, len(chunk.tokens)
+        decode = np.full(self.dp, num_decode, np.int32)
+        logits, self.cache = self._run()(
+            self.params, self.cache, tokens, table, starts, lens, decode
+        )
+        counts = [sum(len(chunk.tokens) for chunk in chunks) for chunks in ranks]
+        return [np.asarray(logits)[rank, :count] for rank, count in enumerate(counts)]
+
+    def _run(self):
+        if not hasattr(self, "_compiled"):
+            specs = jax.tree.map(lambda array: array.sharding.spec, self.params)
+            arrays = (P("data"),) * 5
+            self._compiled = jax.jit(
+                jax.shard_map(
+                    self._step,
+                    mesh=self.mesh,
+                    in_specs=(specs, CACHE_SPEC, *arrays),
+                    out_specs=(P("data"), CACHE_SPEC),
+                    check_vma=False,
+                ),
+                donate_argnums=1,
+            )
+        return self._compiled
+
+    def _step(self, params, cache, tokens, table, starts, lens, num_decode):
+        model = nnx.merge(self.graphdef, params)
+        batch = AttentionBatch.build(table[0], starts[0], lens[0], num_decode[0], tokens.shape[1])
+        hidden, cache = model(tokens[0], batch, cache)
+        return model.logits(hidden)[None], cache
+
+
+def golden(family):
+    return np.load(GOLDEN / family / "golden.npz")
+
+
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("dp", "tp", "page_size", "weight_sharding"),
+    [
+        pytest.param(1, 1, 1, "replicated", id="page-1"),
+        pytest.param(1, 2, 16, "replicated", id="tp-2"),
+        pytest.param(1, 4, 16, "replicated", id="more-chips-than-kv-heads"),
+        pytest.param(2, 1, 16, "replicated", id="dp-2"),
+        pytest.param(2, 2, 16, "data", id="weights-over-data"),
+    ],
+)
+def test_chunked_prefill_and_decode_match_transformers(family, dp, tp, page_size, weight_sharding):
+    data = golden(family)
+    prompt, greedy = data["prompt"], data["greedy"]
+    server = Server(
+        GOLDEN / family, dp=dp, tp=tp, page_size=page_size, weight_sharding=weight_sharding
+    )
+    # Request 0 prefills in three chunks. Beside it, request 1 prefills in one, then decodes.
+    bounds = (0, 7, 23, len(prompt))
+    positions = len(prompt)
+    for step, (start, stop) in enumerate(pairwise(bounds)):
+        chunk = Chunk(0, start, prompt[start:stop])
+        if step == 0:
+            other = Chunk(1, 0, prompt[:17])
+            first, second = (chunk, other)
+            expected = np.concatenate([data["prompt_logits"][:7], data["prompt_logits"][:17]])
+        else:
+            other = Chunk(1, 16 + step, prompt[16 + step : 17 + step])
+            first, second = (other, chunk)
+            expected = data["prompt_logits"][[16 + step, *range(start, stop)]]
+        for logits in server.step([[first, second]] * dp, num_decode=int(step > 0)):
+            assert_close(logits, expected)
+    for step, token in enumerate(greedy[:-1]):
+        decode = Chunk(0, positions + step, np.array([token]))
+        for logits in server.step([[decode]] * dp, num_decode=1):
+            assert_close(logits[0], data["greedy_logits"][step + 1])
+            assert logits[0].argmax() == greedy[step + 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_in_one_chunk_matches_transformers(family):
+    data = golden(family)
+    (logits,) = Server(GOLDEN / family).step([[Chunk(0, 0, data["prompt"])]], num_decode=0)
+    assert_close(logits, data["prompt_logits"])
+    assert logits[-1].argmax() == data["greedy"][0]
+
+
+def test_ranks_do_not_disturb_each_other():
+    """Two ranks use the same page ids for different texts."""
+    data = golden("qwen3")
+    server = Server(GOLDEN / "qwen3", dp=2)
+    whole, half = Chunk(0, 0, data["prompt"]), Chunk(0, 0, data["prompt"][20:])
+    first, second = server.step([[whole], [half]], num_decode=0)
+    assert_close(first, data["prompt_logits"])
+    (alone,) = Server(GOLDEN / "qwen3").step([[half]], num_decode=0)
+    assert_close(second, alone)
