@@ -1,0 +1,365 @@
+"""What stands between clients and the engine: limits, tokenising, and the streams of answers.
+
+Owns every request in flight as the clients see it. Shared by the HTTP server and the offline
+`Engine`; synchronous and callback-based, so both asyncio and threads can sit on top. Must never
+import jax or wait for anything.
+"""
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.messages import (
+    AbortRequest,
+    EngineFailed,
+    EngineMessage,
+    FrontMessage,
+    GenerateRequest,
+    OutputBatch,
+    Reply,
+    StopRequest,
+)
+from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from sgl_jax.engine.channel import EngineClient
+from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.metrics.request_metrics import RequestMetrics
+from sgl_jax.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_RID_CHARS = 256
+# A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
+_MAX_NORMALIZER_SHRINK = 4
+
+
+class EngineFacts(NamedTuple):
+    """What the front must know of the engine to refuse what can never be served."""
+
+    vocab_size: int
+    max_context_len: int  # tokens of one request, prompt and output together
+    max_request_tokens: int  # the same, and it fits a rank's KV memory
+    dp_size: int
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
+        """Read the `info` of `EngineReady`."""
+        return cls(*(int(info[name]) for name in cls._fields))
+
+
+class Frontend:
+    """Checks requests, sends them to the engine, and hands out their streams.
+
+    Thread-safe: one lock guards the streams, and callbacks run outside it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        facts: EngineFacts,
+        client: EngineClient,
+        *,
+        metrics: RequestMetrics | None = None,
+        log_requests: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.facts = facts
+        self.metrics = metrics or RequestMetrics()
+        self._client = client
+        self._log_requests = log_requests
+        self._lock = threading.Lock()
+        self._streams: dict[str, RequestStream] = {}
+        self._on_reply: dict[str, Callable[[Reply], None]] = {}
+        self._sequence = itertools.count()
+        self._death: str | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Requests in flight."""
+        return len(self._streams)
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine ended, or None while it lives."""
+        return self._death
+
+    # Requests
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt; refuses at once what is too long whatever its tokens are."""
+        if not text:
+            raise InvalidRequestError("the prompt is empty", "text")
+        most = (
+            self.facts.max_request_tokens
+            * self.tokenizer.longest_token_chars
+            * _MAX_NORMALIZER_SHRINK
+        )
+        if len(text) > most:
+            raise InvalidRequestError(
+                f"the prompt has {len(text)} characters; this server holds "
+                f"{self.facts.max_request_tokens} tokens per request",
+                "text",
+            )
+        return self.tokenizer.encode(text)
+
+    def prepare(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        rid: str | None = None,
+        default_max_new_tokens: int | None = None,
+        return_logprob: bool = False,
+        top_logprobs_num: int = 0,
+        logprob_start_len: int = -1,
+        dp_rank: int | None = None,
+    ) -> GenerateRequest:
+        """Check everything that can be checked before the engine sees it.
+
+        Args:
+            default_max_new_tokens: if `sampling` sets no limit; None means what the context
+                leaves. A default never makes a request too long.
+
+        Raises:
+            InvalidRequestError: names the field and what is allowed.
+        """
+        self._check_prompt(prompt_ids)
+        room = self.facts.max_request_tokens - len(prompt_ids)
+        if sampling.max_new_tokens is None:
+            wanted = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
+            wanted = max(wanted, min(sampling.min_new_tokens, room))
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=wanted)
+        sampling.validate(self.facts.vocab_size)
+        assert sampling.max_new_tokens is not None
+        if sampling.max_new_tokens > room:
+            raise InvalidRequestError(
+                f"the prompt ({len(prompt_ids)} tokens) and max_new_tokens "
+                f"({sampling.max_new_tokens}) exceed the {self.facts.max_request_tokens} tokens "
+                "that this server holds per request",
+                "max_new_tokens",
+            )
+        _check_between("top_logprobs_num", top_logprobs_num, 0, MAX_TOP_LOGPROBS)
+        _check_between("logprob_start_len", logprob_start_len, -1, len(prompt_ids))
+        if dp_rank is not None:
+            _check_between("dp_rank", dp_rank, 0, self.facts.dp_size - 1)
+        if rid is not None and not 1 <= len(rid) <= MAX_RID_CHARS:
+            raise InvalidRequestError(
+                f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(rid)}", "rid"
+            )
+        return GenerateRequest(
+            rid=uuid.uuid4().hex if rid is None else rid,
+            input_ids=prompt_ids,
+            sampling=sampling,
+            return_logprob=return_logprob,
+            top_logprobs_num=top_logprobs_num,
+            logprob_start_len=logprob_start_len,
+            dp_rank=dp_rank,
+        )
+
+    def start(
+        self,
+        request: GenerateRequest,
+        on_ready: Callable[[], None],
+        *,
+        streaming: bool = True,
+    ) -> RequestStream:
+        """Send a prepared request.
+
+        The engine knows it by a name of its own, never used twice: outputs that were under way
+        when a request ended cannot reach a later one of the same name.
+
+        Args:
+            on_ready: called (on the engine's side) when `take` has something to give.
+            streaming: False calls it only at the end.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        unique = msgspec.structs.replace(request, rid=f"{request.rid}#{next(self._sequence)}")
+        stream = RequestStream(
+            unique,
+            self.tokenizer,
+            self._lock,
+            on_ready,
+            client_rid=request.rid,
+            streaming=streaming,
+        )
+        with self._lock:
+            if self._death is not None:
+                raise EngineDeadError(self._death)
+            self._streams[unique.rid] = stream
+        try:
+            self._client.send(unique)
+        except BaseException:
+            with self._lock:
+                self._streams.pop(unique.rid, None)
+            raise
+        self.metrics.count_arrival(stream.num_prompt_tokens)
+        if self._log_requests:
+            logger.info("request %s: %d prompt tokens", unique.rid, stream.num_prompt_tokens)
+        return stream
+
+    def abandon(self, stream: RequestStream, message: str = "the client went away") -> None:
+        """Nobody reads `stream` any more: end it in the engine, if it has not ended. Once only."""
+        with self._lock:
+            is_open = self._streams.pop(stream.request.rid, None) is not None
+        if is_open:
+            self._log_end(stream, message)
+            self.metrics.count_abort()
+            with contextlib.suppress(EngineDeadError):  # then it has ended there, too
+                self._client.send(AbortRequest(rid=stream.request.rid, message=message))
+
+    def abort(self, client_rid: str) -> int:
+        """Abort the requests a client named so; their streams end with an abort. Returns how many.
+
+        "" aborts every request.
+        """
+        with self._lock:
+            rids = [r for r, s in self._streams.items() if client_rid in ("", s.client_rid)]
+        if client_rid == "":
+            self._client.send(AbortRequest(abort_all=True))
+        else:
+            for rid in rids:
+                self._client.send(AbortRequest(rid=rid))
+        return len(rids)
+
+    def ask(
+        self, make_message: Callable[[str], FrontMessage], on_reply: Callable[[Reply], None]
+    ) -> None:
+        """Send a message that the engine answers; `make_message` gets the rid to put in it."""
+        rid = f"ask#{next(self._sequence)}"
+        with self._lock:
+            if self._death is not None:
+                raise EngineDeadError(self._death)
+            self._on_reply[rid] = on_reply
+        self._client.send(make_message(rid))
+
+    # The engine's side
+
+    def handle(self, message: EngineMessage) -> None:
+        """Take in one message of the engine."""
+        if isinstance(message, OutputBatch):
+            self._deliver(message)
+        elif isinstance(message, Reply):
+            with self._lock:
+                on_reply = self._on_reply.pop(message.rid, None)
+            if on_reply is not None:
+                on_reply(message)
+        elif isinstance(message, EngineFailed):
+            self.fail(message.message)
+
+    def fail(self, reason: str) -> None:
+        """The engine has ended: so does everything that waits for it. The first reason stands."""
+        with self._lock:
+            if self._death is not None:
+                return
+            self._death = reason
+            streams, self._streams = list(self._streams.values()), {}
+            waiting, self._on_reply = self._on_reply, {}
+            for stream in streams:
+                stream.fail(EngineDeadError(reason))
+        for stream in streams:
+            stream.on_ready()
+        for rid, on_reply in waiting.items():
+            on_reply(Reply(rid=rid, ok=False, message=reason))
+
+    def _deliver(self, batch: OutputBatch) -> None:
+        """Feed the streams. Runs once per step, so what it does per token is kept to a minimum."""
+        now = time.perf_counter()
+        ready: list[RequestStream] = []
+        num_tokens = 0
+        with self._lock:
+            streams = self._streams
+            for rid, token in zip(batch.rids, batch.tokens, strict=True):
+                stream = streams.get(rid)
+                if stream is None:  # ended here already: overshoot
+                    continue
+                stream.accept_token(token)
+                num_tokens += 1
+                self._note_tokens(stream, 1, now)
+                if stream.finish is not None:
+                    self._end(stream, now, stopped_here=True)
+                    ready.append(stream)
+                elif stream.streaming:
+                    ready.append(stream)
+            for output in batch.outputs:
+                stream = streams.get(output.rid)
+                if stream is None:
+                    continue
+                before = stream.num_output_tokens
+                stream.accept(output)
+                gained = stream.num_output_tokens - before
+                num_tokens += gained
+                if gained:
+                    self._note_tokens(stream, gained, now)
+                if stream.finish is not None:
+                    self._end(stream, now, stopped_here=output.finish is None)
+                if stream.streaming or stream.finish is not None:
+                    ready.append(stream)
+        self.metrics.count_generated(num_tokens)
+        for stream in ready:
+            stream.on_ready()
+
+    def _note_tokens(self, stream: RequestStream, count: int, now: float) -> None:
+        if stream.last_token_at is None:
+            self.metrics.observe_first_token(now - stream.created_at)
+        else:
+            self.metrics.observe_next_tokens(now - stream.last_token_at, count)
+        stream.last_token_at = now
+
+    def _end(self, stream: RequestStream, now: float, *, stopped_here: bool) -> None:
+        """`stopped_here`: a stop string ended it, which the engine has to be told."""
+        del self._streams[stream.request.rid]
+        stream.finished_at = now
+        assert stream.finish is not None
+        if stopped_here:
+            with contextlib.suppress(EngineDeadError):
+                self._client.send(
+                    StopRequest(rid=stream.request.rid, num_output_tokens=stream.num_output_tokens)
+                )
+        if stream.finish.type == "abort":
+            self.metrics.count_abort()
+        else:
+            self.metrics.count_finish(
+                stream.num_prompt_tokens, stream.cached_tokens, now - stream.created_at
+            )
+        self._log_end(stream, stream.finish.type)
+
+    def _log_end(self, stream: RequestStream, how: str) -> None:
+        if self._log_requests:
+            logger.info(
+                "request %s: %s after %d tokens and %.3f s",
+                stream.request.rid,
+                how,
+                stream.num_output_tokens,
+                stream.e2e_latency_s,
+            )
+
+    def _check_prompt(self, prompt_ids: list[int]) -> None:
+        if not prompt_ids:
+            raise InvalidRequestError("the prompt is empty", "input_ids")
+        if len(prompt_ids) >= self.facts.max_request_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt_ids)} tokens; this server holds "
+                f"{self.facts.max_request_tokens} per request, prompt and output together",
+                "input_ids",
+            )
+        for token in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token < self.facts.vocab_size:
+                raise InvalidRequestError(
+                    f"the prompt holds token id {token}, outside the vocabulary "
+                    f"[0, {self.facts.vocab_size})",
+                    "input_ids",
+                )
+
+
+def _check_between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)

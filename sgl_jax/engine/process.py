@@ -1,0 +1,158 @@
+"""The engine in a process of its own: starting it, watching it, and its main function.
+
+    python -m sgl_jax.engine.process     (started by `EngineProcess`, not by hand)
+
+The child reads one line of JSON from its standard input, `{"args": {...}, "folder": "..."}`, and
+takes the end of that pipe as the end of its parent: no orphan keeps the device. What it prints
+passes through to the parent's terminal, and the last of it is kept for the obituary.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from sgl_jax.core.messages import EngineFailed, EngineReady
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.channel import Channel
+from sgl_jax.engine.zmq_channel import ZmqChannel
+
+logger = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-m", "sgl_jax.engine.process")
+_LAST_WORDS_BYTES = 4096
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class Core(Protocol):
+    """What runs in the process: `EngineCore`, or a scripted one in tests."""
+
+    info: dict[str, Any]
+
+    def run(self, channel: Channel) -> None:
+        """Serve until `Shutdown`."""
+        ...
+
+
+class EngineProcess:
+    """The parent's handle on the engine process."""
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        folder: str,
+        on_exit: Callable[[str], None],
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        """Start it.
+
+        Args:
+            folder: of the sockets, `ZmqEngineClient.folder`.
+            on_exit: called once, on a thread of this object, when the process has ended for
+                whatever reason; gets the exit code and last words as a sentence.
+            command: what to run; tests put a scripted engine here.
+        """
+        self._on_exit = on_exit
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the parent: it shuts the child down in order
+        )
+        assert self._process.stdin is not None
+        # If the child is dead already, its obituary tells more than this broken pipe.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(_encode_start(args, folder))
+            self._process.stdin.flush()
+        self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait `timeout_s` for the process to end by itself (after `Shutdown`), then kill it."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            logger.warning("the engine did not end within %.0f s; killing it", timeout_s)
+            self.kill()
+        self._watcher.join(timeout=5.0)
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
+        self._process.wait()
+
+    def _watch(self) -> None:
+        """Pass the child's output on until it ends, then report its death."""
+        assert self._process.stdout is not None
+        tail = b""
+        while data := os.read(self._process.stdout.fileno(), 65536):
+            tail = (tail + data)[-_LAST_WORDS_BYTES:]
+            # A terminal that went away is no reason to stop reading: the child would block.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.buffer.write(data)
+                sys.stderr.buffer.flush()
+        code = self._process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        words = tail.decode(errors="replace").strip().splitlines()
+        last_words = f"; its last words: {words[-1].strip()}" if words else ""
+        self._on_exit(f"the engine process {how}{last_words}")
+
+
+def run_engine(build: Callable[[ServerArgs], Core]) -> int:
+    """Main function of the child: build the engine, say it is ready, run. Returns the exit code."""
+    start = json.loads(sys.stdin.buffer.readline())
+    args = ServerArgs(**start["args"])
+    logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)
+    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+    channel = ZmqChannel(start["folder"])
+    try:
+        core = build(args)
+        channel.send(EngineReady(info=core.info))
+        core.run(channel)
+    except Exception as error:
+        traceback.print_exc()
+        # Last on the terminal, and the first thing clients and the operator read.
+        message = f"{type(error).__name__}: {error}"
+        print(message, file=sys.stderr, flush=True)
+        channel.send(EngineFailed(message=message))
+        return 1
+    finally:
+        channel.close()
+    return 0
+
+
+def _encode_start(args: ServerArgs, folder: str) -> bytes:
+    return json.dumps({"args": dataclasses.asdict(args), "folder": folder}).encode() + b"\n"
+
+
+def _die_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+def main() -> int:
+    """Run the real engine."""
+    from sgl_jax.engine.core import EngineCore  # jax: in this process only
+
+    return run_engine(EngineCore)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The output of one request on its way from the engine to whoever asked for it.
+
+Owns the text of the request: detokenising, stop strings, what was taken and what waits. The
+engine's side calls `accept*`, the consumer calls `take`; both may run on different threads under
+the lock of the `Frontend`. Must never touch the network or asyncio.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sgl_jax.core.messages import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+from sgl_jax.text.detokenizer import make_detokenizer
+from sgl_jax.text.stop_strings import StopStringChecker
+from sgl_jax.text.tokenizer import Tokenizer
+
+
+class Chunk(NamedTuple):
+    """What a request gained since its consumer looked last: everything, not one token."""
+
+    text: str
+    token_ids: list[int]
+    num_output_tokens: int  # so far, these included
+    logprobs: list[TokenLogprobs]  # one per token of this chunk, if asked for
+    prompt_logprobs: list[TokenLogprobs]
+    finish: FinishReason | None
+
+
+class RequestStream:
+    """One request in flight, from `Frontend.start` to its last chunk.
+
+    Without stop strings nobody needs the text before the consumer comes, so tokens only queue up
+    here and are decoded in one go by `take`: under load many tokens cost as much as one.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        lock: threading.Lock,
+        on_ready: Callable[[], None],
+        *,
+        client_rid: str,
+        streaming: bool,
+    ) -> None:
+        self.request = request
+        self.client_rid = client_rid  # the name the client gave; request.rid is never used twice
+        self.on_ready = on_ready
+        self.streaming = streaming
+        self.num_output_tokens = 0
+        self.cached_tokens = 0
+        self.dp_rank = 0
+        self.finish: FinishReason | None = None
+        self.error: Exception | None = None
+        self.created_at = time.perf_counter()
+        self.last_token_at: float | None = None
+        self.finished_at: float | None = None
+
+        sampling = request.sampling
+        self._lock = lock
+        self._detokenizer = make_detokenizer(
+            tokenizer, request.input_ids, skip_special_tokens=sampling.skip_special_tokens
+        )
+        self._stop_checker = (
+            StopStringChecker(sampling.stop, keep_stop=sampling.no_stop_trim)
+            if sampling.stop
+            else None
+        )
+        self._text = ""  # decoded and not yet taken; only used with stop strings
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._last_chunk_taken = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.input_ids)
+
+    @property
+    def e2e_latency_s(self) -> float:
+        """Seconds from arrival to the end, or to now."""
+        end = time.perf_counter() if self.finished_at is None else self.finished_at
+        return end - self.created_at
+
+    def accept_token(self, token: int) -> None:
+        """One plain token. Sets `finish` if it completed a stop string."""
+        if self._stop_checker is not None:
+            self._scan([token], [token])
+            return
+        self._ids.append(token)
+        self.num_output_tokens += 1
+
+    def accept(self, output: RequestOutput) -> None:
+        """An output with more to say. Sets `finish` at the end, or if a stop string is complete."""
+        self.cached_tokens = output.cached_tokens
+        self.dp_rank = output.dp_rank
+        self._logprobs += output.logprobs or ()
+        self._prompt_logprobs += output.prompt_logprobs or ()
+        ids = output.token_ids
+        if self._stop_checker is None:
+            self._ids += ids
+            self.num_output_tokens += len(ids)
+            self.finish = output.finish
+            return
+        self._scan(ids, self._with_text(ids, output.finish))
+        if self.finish is None and output.finish is not None:
+            self.finish = output.finish
+            rest = self._stop_checker.feed(self._detokenizer.flush())
+            self._text += rest.text + self._stop_checker.flush()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error instead of a finish reason."""
+        self.error = error
+
+    def take(self) -> Chunk | None:
+        """Everything gained since the last call; None if nothing.
+
+        Raises:
+            EngineDeadError: the engine ended before the request did.
+        """
+        with self._lock:
+            finish = None if self._last_chunk_taken else self.finish
+            if not self._ids and not self._prompt_logprobs and finish is None:
+                if self.error is not None and self.finish is None:
+                    raise self.error
+                return None
+            ids, self._ids = self._ids, []
+            text, self._text = self._text, ""
+            logprobs, self._logprobs = self._logprobs, []
+            prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
+            num_output_tokens = self.num_output_tokens
+            self._last_chunk_taken = finish is not None
+        if self._stop_checker is None:
+            text = self._detokenizer.push(self._with_text(ids, finish))
+            if finish is not None:
+                text += self._detokenizer.flush()
+        return Chunk(text, ids, num_output_tokens, logprobs, prompt_logprobs, finish)
+
+    def _scan(self, ids: Sequence[int], with_text: Sequence[int]) -> None:
+        """Decode token by token, to know at which of them a stop string was complete."""
+        assert self._stop_checker is not None
+        min_new_tokens = self.request.sampling.min_new_tokens
+        for index, token in enumerate(ids):
+            self._ids.append(token)
+            self.num_output_tokens += 1
+            if index >= len(with_text):
+                break
+            piece = self._detokenizer.push((token,))
+            if self.num_output_tokens < min_new_tokens:
+                self._text += piece
+                continue
+            check = self._stop_checker.feed(piece)
+            self._text += check.text
+            if check.matched is not None:
+                self.finish = FinishReason(type="stop", matched=check.matched)
+                overshoot = len(ids) - index - 1
+                if overshoot:
+                    del self._logprobs[-overshoot:]
+                return
+
+    def _with_text(self, ids: list[int], finish: FinishReason | None) -> list[int]:
+        """Without the stop token that ended the output, unless the client wants to see it."""
+        ended_by_token = finish is not None and finish.type == "stop" and bool(ids)
+        if ended_by_token and not self.request.sampling.no_stop_trim and finish is not None:
+            return ids[:-1] if finish.matched == ids[-1] else ids
+        return ids

@@ -1,0 +1,151 @@
+"""Front and engine talk over two local ZeroMQ sockets, in msgpack.
+
+    front  PUSH --- to_engine.sock ---> PULL  engine
+    front  PULL <-- to_front.sock ----- PUSH  engine
+
+The sockets lie in a folder that only this user can enter. Must never unpickle anything, and
+never block on a send: queues are unbounded here because both ends bound what they admit.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from sgl_jax.core.errors import EngineDeadError
+from sgl_jax.core.messages import EngineMessage, FrontMessage
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+_MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 107, terminator included
+_TO_ENGINE = "to_engine.sock"
+_TO_FRONT = "to_front.sock"
+
+
+class ChannelError(RuntimeError):
+    """A message that is too large to send, or that makes no sense."""
+
+
+class ZmqChannel:
+    """The engine's end. Not thread-safe: the thread of the engine loop owns it."""
+
+    def __init__(self, folder: str) -> None:
+        """`folder`: where the front bound its sockets (`ZmqEngineClient.folder`)."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pull = _socket(self._context, zmq.PULL)
+        self._push = _socket(self._context, zmq.PUSH)
+        self._pull.connect(f"ipc://{folder}/{_TO_ENGINE}")
+        self._push.connect(f"ipc://{folder}/{_TO_FRONT}")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FrontMessage)
+
+    def poll(self, timeout_s: float) -> list[FrontMessage]:
+        """Messages that have arrived, in order; waits up to `timeout_s` (0: not at all)."""
+        if timeout_s > 0 and not self._pull.poll(int(timeout_s * 1000) + 1):
+            return []
+        return _drain(self._pull, self._decoder)
+
+    def send(self, message: EngineMessage) -> None:
+        """Queue a message for the front; never blocks."""
+        self._push.send(_encode(self._encoder, message))
+
+    def close(self) -> None:
+        """Close after what was sent has had a second to leave."""
+        self._context.destroy(linger=1000)
+
+
+class ZmqEngineClient:
+    """The front's end, on an asyncio loop. Make, `listen` and `send` on the loop's thread."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="sgl_jax-")  # mode 0700
+        if len(self.folder.encode()) + 1 + len(_TO_ENGINE) > _MAX_SOCKET_PATH_BYTES:
+            Path(self.folder).rmdir()
+            raise ChannelError(
+                f"the path of the temporary folder is too long for a socket: {self.folder}; "
+                "set TMPDIR to a shorter one"
+            )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._push = _socket(self._context, zmq.PUSH)
+        self._pull = _socket(self._context, zmq.PULL)
+        self._push.bind(f"ipc://{self.folder}/{_TO_ENGINE}")
+        self._pull.bind(f"ipc://{self.folder}/{_TO_FRONT}")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    def send(self, message: FrontMessage) -> None:
+        """Queue a message for the engine; never blocks. Raises `EngineDeadError` once closed."""
+        if self._closed:
+            raise EngineDeadError("the connection to the engine is closed")
+        self._push.send(_encode(self._encoder, message))
+
+    def listen(
+        self,
+        on_message: Callable[[EngineMessage], None],
+        on_error: Callable[[ChannelError], None],
+    ) -> None:
+        """Call `on_message` on the running loop for whatever the engine sends, in order.
+
+        ZeroMQ signals its file descriptor once per change, not while there is something to read:
+        so every wake-up drains the socket, and the first look needs no wake-up.
+        """
+        self._loop = asyncio.get_running_loop()
+
+        def on_readable() -> None:
+            try:
+                messages = _drain(self._pull, self._decoder)
+            except ChannelError as error:
+                on_error(error)
+                return
+            for message in messages:
+                on_message(message)
+
+        self._loop.add_reader(self._pull.fileno(), on_readable)
+        self._loop.call_soon(on_readable)
+
+    def close(self) -> None:
+        """Stop listening, drop what was not sent within a second, and remove the folder."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._pull.fileno())
+        self._context.destroy(linger=1000)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    return socket
+
+
+def _encode(encoder: msgspec.msgpack.Encoder, message: Any) -> bytes:
+    data = encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ChannelError(
+            f"a {type(message).__name__} of {len(data)} bytes exceeds the "
+            f"{MAX_MESSAGE_BYTES} that one message may have"
+        )
+    return data
+
+
+def _drain(socket: "zmq.Socket[bytes]", decoder: msgspec.msgpack.Decoder[Any]) -> list[Any]:
+    messages: list[Any] = []
+    while True:
+        try:
+            data = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return messages
+        try:
+            messages.append(decoder.decode(data))
+        except msgspec.MsgspecError as error:
+            raise ChannelError(
+                f"undecodable message of {len(data)} bytes ({data[:40]!r}): {error}"
+            ) from error

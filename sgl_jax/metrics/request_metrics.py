@@ -1,0 +1,92 @@
+"""Counters and histograms of requests, as the clients' side sees them.
+
+Owns its Prometheus registry: nothing is registered globally, so two engines in one process
+(or two tests) do not meet. Names and buckets follow SGLang's dashboards.
+"""
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120)
+_E2E_BUCKETS_S = (0.1, 0.2, 0.4, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 100, 200, 400, 600, 1200)
+_ITL_BUCKETS_S = (
+    *(0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 2, 4, 8),
+)
+_MIN_RATE_WINDOW_S = 1.0
+
+
+class RequestMetrics:
+    """What requests asked for, got, and how long it took. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = self._counter("num_requests", "requests accepted")
+        self._aborted = self._counter("num_aborted_requests", "requests that ended early")
+        self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of those requests")
+        self._cached_tokens = self._counter("cached_tokens", "of these, found in the prefix cache")
+        self._generated_tokens = self._counter("generation_tokens", "tokens generated")
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "arrival to first token", _TTFT_BUCKETS_S
+        )
+        self._itl = self._histogram(
+            "inter_token_latency_seconds", "time per token after the first", _ITL_BUCKETS_S
+        )
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "arrival to last token", _E2E_BUCKETS_S
+        )
+        self._num_generated = 0
+        self._num_finished_prompt = 0
+        self._num_cached = 0
+        self._rate_from = (time.perf_counter(), 0)
+        self._rate = 0.0
+
+    def count_arrival(self, num_prompt_tokens: int) -> None:
+        self._requests.inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+
+    def count_generated(self, num_tokens: int) -> None:
+        self._num_generated += num_tokens
+        self._generated_tokens.inc(num_tokens)
+
+    def observe_first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def observe_next_tokens(self, seconds: float, count: int) -> None:
+        """`count` tokens came together, `seconds` after the one before."""
+        for _ in range(count):
+            self._itl.observe(seconds / count)
+
+    def count_finish(self, num_prompt_tokens: int, cached_tokens: int, seconds: float) -> None:
+        self._num_finished_prompt += num_prompt_tokens
+        self._num_cached += cached_tokens
+        self._cached_tokens.inc(cached_tokens)
+        self._e2e.observe(seconds)
+
+    def count_abort(self) -> None:
+        self._aborted.inc()
+
+    def cache_hit_rate(self) -> float:
+        """Share of the prompt tokens of finished requests that the prefix cache held."""
+        return self._num_cached / max(self._num_finished_prompt, 1)
+
+    def generation_rate(self) -> float:
+        """Generated tokens per second since the last call at least a second ago."""
+        now = time.perf_counter()
+        since, before = self._rate_from
+        if now - since >= _MIN_RATE_WINDOW_S:
+            self._rate = (self._num_generated - before) / (now - since)
+            self._rate_from = (now, self._num_generated)
+        return self._rate
+
+    def exposition(self) -> bytes:
+        """All of it, and what else was registered, in Prometheus' text format."""
+        text: bytes = generate_latest(self.registry)
+        return text
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(f"sglang:{name}", help_text, registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"sglang:{name}", help_text, buckets=buckets, registry=self.registry)

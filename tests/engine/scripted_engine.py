@@ -1,0 +1,210 @@
+"""An engine that follows a script instead of a model: each output repeats the prompt.
+
+It keeps the real one's promises to the front (one finish per request, overshoot after a stop
+string, replies), so everything above the engine can be tested without a device. Run as a program
+it takes the place of `python -m sgl_jax.engine.process`.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgl_jax.core.messages import (
+    AbortRequest,
+    EngineMessage,
+    FinishReason,
+    FlushCache,
+    FrontMessage,
+    GenerateRequest,
+    GetState,
+    OutputBatch,
+    Profile,
+    Reply,
+    RequestOutput,
+    Shutdown,
+    StopRequest,
+    TokenLogprobs,
+)
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.channel import Channel
+from sgl_jax.engine.process import run_engine
+
+CRASH_SEED = 666  # a request with this seed is a defect of the engine
+FULL_SEED = 503  # and with this one, the queue is full
+HIDDEN_SEED = 404  # its output never comes
+DP_SIZE = 2
+LOGPROB = -0.5
+EOS = 1
+
+
+@dataclass
+class Running:
+    request: GenerateRequest
+    num_output_tokens: int = 0
+
+
+@dataclass
+class ScriptedEngine:
+    """Set `step_s` to make steps take time; look at `seen` for what the front sent."""
+
+    step_s: float = 0.0
+    max_request_tokens: int = 256
+    vocab_size: int = 512
+    seen: list[FrontMessage] = field(default_factory=list)
+    running: dict[str, Running] = field(default_factory=dict)
+    draining: bool = False
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self.vocab_size,
+            "max_context_len": 1024,
+            "max_request_tokens": self.max_request_tokens,
+            "dp_size": DP_SIZE,
+            "eos_token_ids": [EOS],
+        }
+
+    def run(self, channel: Channel) -> None:
+        while True:
+            for message in channel.poll(0 if self.running else 0.05):
+                self.seen.append(message)
+                if isinstance(message, Shutdown):
+                    self.draining = True
+                    if not message.drain:
+                        return
+                    continue
+                answer = self.answer(message)
+                if answer is not None:
+                    channel.send(answer)
+            if self.draining and not self.running:
+                return
+            if self.running:
+                channel.send(self.step())
+                time.sleep(self.step_s)
+
+    def answer(self, message: FrontMessage) -> EngineMessage | None:
+        match message:
+            case GenerateRequest():
+                return self.admit(message)
+            case AbortRequest():
+                rids = list(self.running) if message.abort_all else [message.rid]
+                ended = [self.running.pop(rid) for rid in rids if rid in self.running]
+                finish = FinishReason(type="abort", message=message.message, status_code=499)
+                return OutputBatch(
+                    outputs=[RequestOutput(r.request.rid, [], 0, 0, finish) for r in ended]
+                )
+            case StopRequest():
+                self.running.pop(message.rid, None)
+                return None
+            case FlushCache():
+                busy = bool(self.running)
+                return Reply(rid=message.rid, ok=not busy, message="busy" if busy else "")
+            case GetState():
+                return Reply(rid=message.rid, ok=True, data=self.state())
+            case Profile():
+                return Reply(rid=message.rid, ok=True, data={"output_dir": message.output_dir})
+        return None
+
+    def admit(self, request: GenerateRequest) -> EngineMessage | None:
+        seed = request.sampling.seed
+        if seed == CRASH_SEED:
+            raise RuntimeError("the script says to crash")
+        if seed == FULL_SEED:
+            finish = FinishReason(type="abort", message="the queue is full", status_code=503)
+            return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
+        self.running[request.rid] = Running(request)
+        return None
+
+    def step(self) -> OutputBatch:
+        batch = OutputBatch([], [], [])
+        for rid, running in list(self.running.items()):
+            request = running.request
+            if request.sampling.seed == HIDDEN_SEED:
+                continue
+            token = request.input_ids[running.num_output_tokens % len(request.input_ids)]
+            running.num_output_tokens += 1
+            finish = self.finish(running, token)
+            if finish is not None:
+                del self.running[rid]
+            if finish is None and running.num_output_tokens > 1 and not request.return_logprob:
+                batch.rids.append(rid)
+                batch.tokens.append(token)
+                continue
+            first = running.num_output_tokens == 1
+            batch.outputs.append(
+                RequestOutput(
+                    rid,
+                    [token],
+                    cached_tokens=len(request.input_ids) // 2,
+                    dp_rank=request.dp_rank or 0,
+                    finish=finish,
+                    logprobs=[self.logprobs(request, token)] if request.return_logprob else None,
+                    prompt_logprobs=self.prompt_logprobs(request) if first else None,
+                )
+            )
+        return batch
+
+    def finish(self, running: Running, token: int) -> FinishReason | None:
+        sampling = running.request.sampling
+        ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,)))
+        if token in ends and running.num_output_tokens >= sampling.min_new_tokens:
+            return FinishReason(type="stop", matched=token)
+        if running.num_output_tokens == sampling.max_new_tokens:
+            return FinishReason(type="length")
+        return None
+
+    def logprobs(self, request: GenerateRequest, token: int) -> TokenLogprobs:
+        others = [(token + i) % self.vocab_size for i in range(request.top_logprobs_num)]
+        return TokenLogprobs(token, LOGPROB, others, [LOGPROB - i for i in range(len(others))])
+
+    def prompt_logprobs(self, request: GenerateRequest) -> list[TokenLogprobs] | None:
+        if request.logprob_start_len < 0:
+            return None
+        wanted = request.input_ids[request.logprob_start_len :]
+        entries = [self.logprobs(request, token) for token in wanted]
+        if request.logprob_start_len == 0:
+            entries[0] = TokenLogprobs(wanted[0], None, [], [])
+        return entries
+
+    def state(self) -> dict[str, Any]:
+        pages = {"total_pages": 10, "free_pages": 6, "leased_pages": 2, "cached_pages": 1}
+        rank = pages | {"reserved_pages": 1, "session_held_pages": 0}
+        rank |= {"free_rows": 7, "total_rows": 8, "num_waiting": 0}
+        ranks = [{"dp_rank": r, "num_running": len(self.running), **rank} for r in range(DP_SIZE)]
+        return {"ranks": ranks, "counters": {"steps": 1, "retracted": 0}}
+
+
+def build(args: ServerArgs) -> ScriptedEngine:
+    """Settings that mean something else here: the seed is the step time in milliseconds."""
+    if args.random_seed == CRASH_SEED:
+        raise RuntimeError("the script says not to start")
+    print("scripted engine: warming up", file=sys.stderr, flush=True)
+    return ScriptedEngine(step_s=args.random_seed / 1000)
+
+
+class DirectClient:
+    """An `EngineClient` without a process: messages collect until `pump` runs the engine."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self.sent: list[FrontMessage] = []
+        self.unread: list[FrontMessage] = []
+
+    def send(self, message: FrontMessage) -> None:
+        self.sent.append(message)
+        self.unread.append(message)
+
+    def pump(self, handle: Callable[[EngineMessage], None], steps: int = 1) -> None:
+        for _ in range(steps):
+            unread, self.unread = self.unread, []
+            for message in unread:
+                answer = self.engine.answer(message)
+                if answer is not None:
+                    handle(answer)
+            handle(self.engine.step())
+
+
+if __name__ == "__main__":
+    sys.exit(run_engine(build))

@@ -1,0 +1,307 @@
+"""What clients may ask for, and what reaches them."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.messages import (
+    AbortRequest,
+    FinishReason,
+    GetState,
+    OutputBatch,
+    Reply,
+    RequestOutput,
+    StopRequest,
+)
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.engine.scripted_engine import EOS, DirectClient, ScriptedEngine
+from tests.tokenizers import byte_level, load
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load(byte_level(), tmp_path_factory.mktemp("tokenizer"))
+
+
+class Rig:
+    """A frontend on a scripted engine, stepped by hand."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.client = DirectClient(ScriptedEngine())
+        facts = EngineFacts.from_info(self.client.engine.info)
+        self.front = Frontend(tokenizer, facts, self.client)
+        self.wakes = 0
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def start(self, prompt: str, *, streaming: bool = True, **sampling: object) -> RequestStream:
+        params = msgspec.convert(sampling, SamplingParams)
+        request = self.front.prepare(self.front.encode(prompt), params)
+        return self.front.start(request, self.wake, streaming=streaming)
+
+    def step(self, steps: int = 1) -> None:
+        self.client.pump(self.front.handle, steps)
+
+    def sent(self, kind: type) -> list[object]:
+        return [message for message in self.client.sent if isinstance(message, kind)]
+
+
+@pytest.fixture
+def rig(tokenizer: Tokenizer) -> Rig:
+    return Rig(tokenizer)
+
+
+def take(stream: RequestStream) -> Chunk:
+    chunk = stream.take()
+    assert chunk is not None
+    return chunk
+
+
+def test_a_request_streams_to_its_end(rig: Rig) -> None:
+    stream = rig.start("hello", max_new_tokens=50)
+    text, ids = "", []
+    for _ in range(50):
+        rig.step()
+        chunk = take(stream)
+        text += chunk.text
+        ids += chunk.token_ids
+    assert chunk.finish == FinishReason(type="length")
+    assert chunk.num_output_tokens == len(ids) == 50
+    assert text == rig.front.tokenizer.decode(ids)
+    assert stream.take() is None
+    assert rig.front.num_open == 0
+
+
+def test_outputs_that_wait_together_come_as_one_chunk(rig: Rig) -> None:
+    stream = rig.start("hello", max_new_tokens=50)
+    rig.step(7)
+    assert len(take(stream).token_ids) == 7
+    assert stream.take() is None
+
+
+def test_a_request_that_does_not_stream_wakes_its_consumer_once(rig: Rig) -> None:
+    rig.start("hello", streaming=False, max_new_tokens=20)
+    rig.step(19)
+    assert rig.wakes == 0
+    rig.step()
+    assert rig.wakes == 1
+
+
+def test_a_stop_string_ends_the_request_here_and_in_the_engine(rig: Rig) -> None:
+    stream = rig.start("one two three ", stop=["thr"], max_new_tokens=50)
+    rig.step(50)
+    chunk = take(stream)
+    assert chunk.text == "one two "
+    assert chunk.finish == FinishReason(type="stop", matched="thr")
+    (told,) = rig.sent(StopRequest)
+    assert isinstance(told, StopRequest)
+    assert told.num_output_tokens == chunk.num_output_tokens == len(chunk.token_ids)
+    decode = rig.front.tokenizer.decode
+    assert "thr" in decode(chunk.token_ids)
+    assert "thr" not in decode(chunk.token_ids[:-1])
+
+
+def test_a_stop_string_may_be_kept(rig: Rig) -> None:
+    stream = rig.start("one two three ", stop=["thr"], no_stop_trim=True, max_new_tokens=50)
+    rig.step(50)
+    assert take(stream).text == "one two thr"
+
+
+def test_a_stop_string_before_min_new_tokens_is_passed_over(rig: Rig) -> None:
+    per_round = len(rig.front.encode("one two three "))
+    stream = rig.start("one two three ", stop=["two"], min_new_tokens=per_round, max_new_tokens=90)
+    rig.step(90)
+    assert take(stream).text == "one two three one "
+
+
+def test_tokens_after_a_stop_string_in_the_same_output_are_dropped(rig: Rig) -> None:
+    stream = rig.start("x", stop=["ab"], max_new_tokens=50)
+    ids = rig.front.encode("c ab")
+    overshoot = rig.front.encode("zz")
+    rig.front.handle(OutputBatch([RequestOutput(stream.request.rid, ids + overshoot, 0, 0)]))
+    chunk = take(stream)
+    assert (chunk.text, chunk.token_ids) == ("c ", ids)
+
+
+def test_held_text_appears_when_the_output_ends(rig: Rig) -> None:
+    stream = rig.start("abc", stop=["abcX"], max_new_tokens=len(rig.front.encode("abc")))
+    rig.step(10)
+    assert take(stream).text == "abc"
+
+
+def test_the_stop_token_is_counted_but_has_no_text(rig: Rig) -> None:
+    comma = rig.front.encode(",")
+    stream = rig.start("a,b", stop_token_ids=comma, max_new_tokens=50)
+    rig.step(10)
+    chunk = take(stream)
+    assert chunk.text == "a"
+    assert chunk.token_ids[-1] == comma[0]
+    kept = rig.start("a,b", stop_token_ids=comma, no_stop_trim=True, max_new_tokens=50)
+    rig.step(10)
+    assert take(kept).text == "a,"
+
+
+def test_special_tokens_are_text_only_on_request(rig: Rig) -> None:
+    shown = rig.start("a</s>", ignore_eos=True, skip_special_tokens=False, max_new_tokens=2)
+    hidden = rig.start("a</s>", ignore_eos=True, max_new_tokens=2)
+    rig.step(2)
+    assert take(shown).text == "a</s>"
+    assert take(hidden).text == "a"
+    assert EOS in shown.request.input_ids
+
+
+def test_late_outputs_cannot_reach_a_new_request_of_the_same_name(rig: Rig) -> None:
+    prompt = rig.front.encode("a")
+    old = rig.front.start(rig.front.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
+    rig.front.abandon(old)
+    new = rig.front.start(rig.front.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
+    rig.front.handle(OutputBatch([], [old.request.rid], [5]))
+    assert new.take() is None
+
+
+def test_an_abandoned_stream_is_aborted_once(rig: Rig) -> None:
+    stream = rig.start("hello")
+    rig.step()
+    rig.front.abandon(stream)
+    rig.front.abandon(stream)
+    rig.step(3)
+    assert [m.rid for m in rig.sent(AbortRequest)] == [stream.request.rid]  # type: ignore[attr-defined]
+    assert rig.client.engine.running == {}
+
+
+def test_a_finished_stream_is_not_aborted(rig: Rig) -> None:
+    stream = rig.start("hello", max_new_tokens=1)
+    rig.step()
+    rig.front.abandon(stream)
+    assert rig.sent(AbortRequest) == []
+
+
+def test_aborting_by_name_ends_the_stream_with_an_abort(rig: Rig) -> None:
+    prompt = rig.front.encode("a")
+    stream = rig.front.start(rig.front.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
+    other = rig.start("other")
+    rig.step()
+    assert rig.front.abort("me") == 1
+    rig.step()
+    finish = take(stream).finish
+    assert finish is not None
+    assert finish.type == "abort"
+    assert other.finish is None
+    assert rig.front.abort("nobody") == 0
+    assert rig.front.abort("") == 1
+
+
+def test_when_the_engine_dies_everyone_is_told(rig: Rig) -> None:
+    stream = rig.start("hello")
+    rig.step()
+    replies: list[Reply] = []
+    rig.front.ask(lambda rid: GetState(rid=rid), replies.append)
+    rig.front.fail("it fell over")
+    assert take(stream).token_ids != []  # what had arrived still counts
+    with pytest.raises(EngineDeadError, match="it fell over"):
+        stream.take()
+    with pytest.raises(EngineDeadError, match="it fell over"):
+        rig.start("hello")
+    assert [reply.ok for reply in replies] == [False]
+
+
+def test_questions_get_their_answers(rig: Rig) -> None:
+    replies: list[Reply] = []
+    rig.front.ask(lambda rid: GetState(rid=rid), replies.append)
+    rig.step()
+    assert replies[0].ok
+    assert len(replies[0].data["ranks"]) == 2
+
+
+def test_logprobs_line_up_with_the_tokens(rig: Rig) -> None:
+    ids = rig.front.encode("hello")
+    request = rig.front.prepare(
+        ids,
+        SamplingParams(max_new_tokens=4),
+        return_logprob=True,
+        top_logprobs_num=2,
+        logprob_start_len=0,
+    )
+    stream = rig.front.start(request, rig.wake)
+    rig.step(4)
+    chunk = take(stream)
+    assert [entry.token_id for entry in chunk.logprobs] == chunk.token_ids
+    assert [entry.token_id for entry in chunk.prompt_logprobs] == ids
+    assert chunk.prompt_logprobs[0].logprob is None
+
+
+def test_a_prompt_and_output_too_long_together_name_both_numbers(rig: Rig) -> None:
+    with pytest.raises(InvalidRequestError, match=r"\(3 tokens\).*\(254\).*256") as caught:
+        rig.front.prepare([5, 6, 7], SamplingParams(max_new_tokens=254))
+    assert caught.value.param == "max_new_tokens"
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [([], "empty"), ([5] * 256, "256 tokens"), ([5, 512], "512"), ([-1], "-1")],
+)
+def test_a_bad_prompt_is_refused(rig: Rig, ids: list[int], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        rig.front.prepare(ids, SamplingParams())
+    assert caught.value.param == "input_ids"
+
+
+def test_an_enormous_text_is_refused_without_tokenising_it(rig: Rig) -> None:
+    with pytest.raises(InvalidRequestError, match="characters"):
+        rig.front.encode("x" * 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("top_logprobs_num", 21), ("logprob_start_len", 2), ("dp_rank", 2), ("rid", "")],
+)
+def test_an_option_out_of_range_is_named(rig: Rig, option: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        rig.front.prepare([5], SamplingParams(), **{option: value})  # type: ignore[arg-type]
+    assert caught.value.param == option
+
+
+@given(
+    prompt_len=st.integers(1, 255),
+    default=st.none() | st.integers(1, 400),
+    min_new=st.integers(0, 300),
+)
+@settings(deadline=None)
+def test_a_default_length_never_makes_a_request_too_long(
+    tokenizer: Tokenizer, prompt_len: int, default: int | None, min_new: int
+) -> None:
+    front = Rig(tokenizer).front
+    sampling = SamplingParams(min_new_tokens=min_new)
+    room = 256 - prompt_len
+    if min_new > room:
+        with pytest.raises(InvalidRequestError) as caught:
+            front.prepare([5] * prompt_len, sampling, default_max_new_tokens=default)
+        assert caught.value.param == "min_new_tokens"
+        return
+    request = front.prepare([5] * prompt_len, sampling, default_max_new_tokens=default)
+    wanted = room if default is None else default
+    assert request.sampling.max_new_tokens == min(room, max(min_new, wanted))
+
+
+@given(stop_at=st.integers(0, 30), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=40))
+@settings(deadline=None, max_examples=50)
+def test_the_text_does_not_depend_on_when_it_is_taken(
+    tokenizer: Tokenizer, stop_at: int, sizes: list[int]
+) -> None:
+    rig = Rig(tokenizer)
+    prompt = "naïve 東京 😀 text, again "
+    stop = [prompt[stop_at : stop_at + 3]] if stop_at < len(prompt) - 3 else []
+    stream = rig.start(prompt, max_new_tokens=40, stop=stop)
+    text = ""
+    for size in [*sizes, 40]:
+        rig.step(size)
+        chunk = stream.take()
+        text += chunk.text if chunk else ""
+    whole = rig.front.tokenizer.decode((stream.request.input_ids * 40)[:40])
+    assert text == (whole.split(stop[0])[0] if stop else whole)

@@ -1,0 +1,96 @@
+"""The engine process starts, speaks, and never dies unnoticed or lives on alone."""
+
+import asyncio
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Shutdown
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.process import EngineProcess
+from sgl_jax.engine.zmq_channel import ZmqEngineClient
+from tests.engine.scripted_engine import CRASH_SEED
+
+SCRIPTED = (sys.executable, "-m", "tests.engine.scripted_engine")
+
+
+@contextmanager
+def running(seed: int = 0) -> Iterator[tuple[EngineProcess, ZmqEngineClient, "queue.Queue[str]"]]:
+    client = ZmqEngineClient()
+    obituary: queue.Queue[str] = queue.Queue()
+    process = EngineProcess(
+        ServerArgs(model_path="none", random_seed=seed), client.folder, obituary.put, SCRIPTED
+    )
+    try:
+        yield process, client, obituary
+    finally:
+        process.kill()
+        client.close()
+
+
+async def first_message(client: ZmqEngineClient) -> EngineMessage:
+    arrived: asyncio.Queue[EngineMessage] = asyncio.Queue()
+    client.listen(arrived.put_nowait, lambda error: pytest.fail(str(error)))
+    return await asyncio.wait_for(arrived.get(), 30)
+
+
+def test_it_says_it_is_ready_and_ends_when_told() -> None:
+    with running() as (process, client, obituary):
+        ready = asyncio.run(first_message(client))
+        assert isinstance(ready, EngineReady)
+        assert ready.info["vocab_size"] == 512
+        client.send(Shutdown())
+        process.stop(timeout_s=20)
+        assert "exit code 0" in obituary.get(timeout=5)
+        assert not process.is_alive
+
+
+def test_a_failure_to_start_names_its_reason() -> None:
+    with running(CRASH_SEED) as (_, client, obituary):
+        failed = asyncio.run(first_message(client))
+        assert failed == EngineFailed(message="RuntimeError: the script says not to start")
+        assert "exit code 1; its last words: RuntimeError" in obituary.get(timeout=20)
+
+
+def test_a_kill_is_noticed_at_once() -> None:
+    with running() as (process, client, obituary):
+        asyncio.run(first_message(client))
+        os.kill(process.pid, signal.SIGKILL)
+        assert "killed by signal 9" in obituary.get(timeout=5)
+
+
+def test_one_that_does_not_end_is_killed() -> None:
+    with running() as (process, client, obituary):
+        asyncio.run(first_message(client))
+        process.stop(timeout_s=0.1)
+        assert "killed" in obituary.get(timeout=5)
+
+
+def test_it_does_not_outlive_its_parent() -> None:
+    parent = textwrap.dedent(
+        f"""
+        import time
+        from sgl_jax.core.server_args import ServerArgs
+        from sgl_jax.engine.process import EngineProcess
+        from sgl_jax.engine.zmq_channel import ZmqEngineClient
+        args = ServerArgs(model_path="none")
+        process = EngineProcess(args, ZmqEngineClient().folder, print, {SCRIPTED!r})
+        print(process.pid, flush=True)
+        time.sleep(60)
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as p:
+        assert p.stdout is not None
+        child = psutil.Process(int(p.stdout.readline()))
+        time.sleep(1.0)
+        p.kill()
+        child.wait(timeout=10)
