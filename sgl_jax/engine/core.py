@@ -48,13 +48,17 @@ class EngineCore:
         self._executor = ModelExecutor(args)
         if not args.skip_warmup:
             self._executor.warm_up()
-        self.info: dict[str, Any] = dict(self._executor.info)
+        sizes = self._executor.sizes
+        self.info: dict[str, Any] = {
+            **self._executor.info,
+            "max_request_tokens": sizes.max_request_tokens,
+        }
         config = SchedulerConfig.from_args(
             args,
             eos_token_ids=tuple(self.info["eos_token_ids"]),
-            chunk=self._executor.chunked_prefill_size,
+            chunk=args.chunked_prefill_size or sizes.max_step_tokens,
         )
-        self.scheduler = Scheduler(self._executor.sizes, config)
+        self.scheduler = Scheduler(sizes, config)
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._log = StepLog(args.decode_log_interval)

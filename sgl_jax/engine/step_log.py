@@ -15,7 +15,6 @@ class StepLog:
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._steps = 0
-        self._generated = 0
         self._prefilled = 0
         self._line_at = time.monotonic()
         self._line_generated = 0
@@ -25,7 +24,6 @@ class StepLog:
         """A step's result was committed."""
         self._steps += 1
         for rank in plan.ranks:
-            self._generated += int(rank.samples.sum())
             self._prefilled += int(rank.q_lens[rank.num_decode :].sum())
         if self._interval and self._steps % self._interval == 0:
             self._write_line(scheduler)
@@ -34,15 +32,16 @@ class StepLog:
         """Totals since the start, and output tokens per second between the last two lines."""
         return {
             "steps": self._steps,
-            "generated_tokens": self._generated,
             "prefilled_tokens": self._prefilled,
             "gen_throughput": self._throughput,
         }
 
     def _write_line(self, scheduler: Scheduler) -> None:
         now = time.monotonic()
-        self._throughput = (self._generated - self._line_generated) / max(now - self._line_at, 1e-9)
-        self._line_at, self._line_generated = now, self._generated
+        generated = scheduler.counters()["generated_tokens"]
+        elapsed_s = max(now - self._line_at, 1e-9)
+        self._throughput = (generated - self._line_generated) / elapsed_s
+        self._line_at, self._line_generated = now, generated
         views = scheduler.memory_views()
         total = sum(view.total_pages for view in views)
         logger.info(

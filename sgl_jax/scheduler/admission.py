@@ -38,7 +38,8 @@ class AdmissionReserve:
 
     def after_step(self) -> None:
         """A step was planned without a retract."""
-        self._share = max(self._share - _DECAY_PER_STEP, _MIN_SHARE * self._conservativeness)
+        floor = min(_MIN_SHARE * self._conservativeness, 1.0)
+        self._share = max(self._share - _DECAY_PER_STEP, floor)
 
     def after_retract(self) -> None:
         """A request had to be retracted."""

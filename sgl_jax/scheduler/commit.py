@@ -28,6 +28,7 @@ def commit_rank(
 
     index = np.flatnonzero(current & plan.samples)
     rows, tokens = plan.rows[index], result.tokens[index]
+    rank.num_generated_tokens += len(rows)
     running.tokens[rows, running.known_len[rows]] = tokens
     running.known_len[rows] += 1
     known = running.known_len[rows]

@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import Int32Array, RankPlan, RankResult, StepHandle, StepPlan
+from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
+from sgl_jax.core.step_plan import (
+    Float32Array,
+    Int32Array,
+    PromptLogprobs,
+    RankPlan,
+    RankResult,
+    StepHandle,
+    StepPlan,
+)
 
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator
 _MASK = (1 << 64) - 1
@@ -106,7 +115,30 @@ class OracleExecutor:
                 if end < tokens.shape[1]:
                     tokens[row, end] = sampled[i]
                     _hash_span(tokens[row], hashes[row], end, end + 1)
-        return RankResult(sampled)
+        if plan.prompt_logprobs is None:
+            return RankResult(sampled)
+        scored = np.flatnonzero(plan.prompt_logprobs).tolist()
+        return RankResult(
+            sampled, prompt_logprobs={i: self._score(plan, i, hashes) for i in scored}
+        )
+
+    def _score(self, plan: RankPlan, i: int, hashes: NDArray[np.uint64]) -> PromptLogprobs:
+        """Made-up log-probabilities of the tokens after each of row i's chunk."""
+        count = int(plan.q_lens[i])
+        first = int(plan.kv_starts[i]) + 1
+        logprobs = made_up_logprobs(hashes[int(plan.rows[i]), first : first + count])
+        return PromptLogprobs(
+            logprobs=np.pad(logprobs, (0, count - len(logprobs))),
+            top_ids=np.zeros((count, MAX_TOP_LOGPROBS), np.int32),
+            top_logprobs=np.zeros((count, MAX_TOP_LOGPROBS), np.float32),
+        )
+
+    def expected_logprobs(self, prompt: list[int]) -> list[float]:
+        """What any schedule must report for each token of `prompt` but the first."""
+        hashes = np.zeros(len(prompt), np.uint64)
+        _hash_span(np.array(prompt, np.int32), hashes, 0, len(prompt))
+        logprobs: list[float] = made_up_logprobs(hashes).tolist()
+        return logprobs
 
     def _check_decode_rows_distinct(self, rank: int, plan: RankPlan) -> None:
         if len(np.unique(plan.rows)) != len(plan.rows) or (plan.rows <= 0).any():
@@ -122,6 +154,11 @@ class OracleExecutor:
 
     def _sample(self, state: int) -> int:
         return (state >> 33) % self.sizes.vocab_size
+
+
+def made_up_logprobs(hashes: NDArray[np.uint64]) -> Float32Array:
+    """A log-probability in (-16, 0] that only the prefix up to the token determines."""
+    return -(hashes >> np.uint64(44)).astype(np.float32) / np.float32(1 << 16)
 
 
 def _extend(state: int, token: int) -> int:

@@ -28,7 +28,10 @@ class RankScheduler:
         self.num_retracted = 0
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
         self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
         self._config = config
+        # What the device has not been told yet, by row: a step that runs nothing is not launched.
+        self._unsent_admissions: dict[int, RowAdmission] = {}
         # Admission failed for want of pages, and nothing was given back since.
         self._is_short = False
 
@@ -41,10 +44,10 @@ class RankScheduler:
         """Tokens of `request` this rank has cached."""
         return self.memory.cache.peek(request.matchable()).length
 
-    def try_admit(self, request: Request) -> RowAdmission | None:
+    def try_admit(self, request: Request) -> int | None:
         """Give a waiting request a row, if its known tokens and the rank's reserve fit.
 
-        Answers what the device must know of it; None, changing nothing, if memory is short.
+        Answers the row; None, changing nothing, if memory is short.
         """
         memory = self.memory
         peek = memory.cache.peek(request.matchable())
@@ -63,7 +66,7 @@ class RankScheduler:
         request.state = RequestState.RUNNING
         stop_ids = self._stop_ids(request)
         self.running.add(lease.row, request, stop_ids)
-        return RowAdmission(
+        self._unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
             tokens=request.tokens,
             prompt_len=request.prompt_len,
@@ -71,6 +74,13 @@ class RankScheduler:
             seed=self._seed(request),
             stop_token_ids=stop_ids,
         )
+        return lease.row
+
+    def take_admissions(self) -> tuple[RowAdmission, ...]:
+        """What the next launched step must tell the device; the caller sends it, once."""
+        admissions = tuple(self._unsent_admissions.values())
+        self._unsent_admissions.clear()
+        return admissions
 
     def finish(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         """End the request in `row` for good; its first `num_tokens` tokens (all) are kept."""
@@ -92,6 +102,7 @@ class RankScheduler:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
         request.tokens = tokens
+        self._unsent_admissions.pop(row, None)
         assert request.lease is not None, "a running request holds a lease"
         release_kv_cache(self.memory, request.lease, tokens, insert=insert)
         request.lease = None

@@ -34,11 +34,17 @@ class Scheduler:
     """All requests of an engine of the given sizes, over all its data-parallel ranks."""
 
     def __init__(self, sizes: EngineSizes, config: SchedulerConfig) -> None:
-        if sizes.max_prompt_logprob_tokens < sizes.num_rows:
+        if sizes.max_step_tokens < sizes.num_rows - 1:
             raise ValueError(
-                f"a step that reports prompt log-probabilities holds "
-                f"{sizes.max_prompt_logprob_tokens} tokens, fewer than {sizes.num_rows} rows"
+                f"a step holds {sizes.max_step_tokens} tokens, fewer than the "
+                f"{sizes.num_rows - 1} requests that may run on a rank"
             )
+        for name, value in (
+            ("chunked_prefill_size", config.chunked_prefill_size),
+            ("max_prompt_logprob_tokens", sizes.max_prompt_logprob_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         self.sizes = sizes
         self.config = config
         self.ranks = [RankScheduler(r, sizes, config) for r in range(sizes.dp_size)]
@@ -140,28 +146,10 @@ class Scheduler:
         """
         if not self._requests:
             return None
-        reports_prompt_logprobs = any(
-            rank.running.wants_prompt_logprobs[rank.running.active].any() for rank in self.ranks
-        )
-        drafts = [
-            StepDraft(
-                rank,
-                self.sizes,
-                self.config.chunked_prefill_size,
-                reports_prompt_logprobs=reports_prompt_logprobs,
-            )
-            for rank in self.ranks
-        ]
-        for draft in drafts:
-            for request in draft.retracted:
-                self._waiting.add(request)
-            for row in draft.unservable:
-                self._end_unservable(draft.rank, row)
-        self._admit(drafts)
-        if all(draft.is_empty for draft in drafts):
-            return None
-        plan = StepPlan(self._steps, tuple(draft.build() for draft in drafts))
-        self._steps += 1
+        plan = self._try_plan(self._owes_prompt_logprobs())
+        if plan is None and self._owes_prompt_logprobs():
+            # Who is owed them was admitted just now, to a draft that could not report them.
+            plan = self._try_plan(reports_prompt_logprobs=True)
         return plan
 
     def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
@@ -204,16 +192,41 @@ class Scheduler:
             "requests_retracted": sum(rank.num_retracted for rank in self.ranks),
             "prompt_tokens": sum(rank.num_prompt_tokens for rank in self.ranks),
             "cached_tokens": sum(rank.num_cached_tokens for rank in self.ranks),
+            "generated_tokens": sum(rank.num_generated_tokens for rank in self.ranks),
             "steps_planned": self._steps,
         }
 
     # -- inside -----------------------------------------------------------------------------
 
+    def _owes_prompt_logprobs(self) -> bool:
+        return any(
+            rank.running.wants_prompt_logprobs[rank.running.active].any() for rank in self.ranks
+        )
+
+    def _try_plan(self, reports_prompt_logprobs: bool) -> StepPlan | None:
+        chunk_size = self.config.chunked_prefill_size
+        drafts = [
+            StepDraft(rank, self.sizes, chunk_size, reports_prompt_logprobs=reports_prompt_logprobs)
+            for rank in self.ranks
+        ]
+        for draft in drafts:
+            for request in draft.retracted:
+                self._waiting.add(request)
+            for row in draft.unservable:
+                self._end_unservable(draft.rank, row)
+        self._admit(drafts)
+        if all(draft.is_empty for draft in drafts):
+            return None
+        plan = StepPlan(self._steps, tuple(draft.build() for draft in drafts))
+        self._steps += 1
+        return plan
+
     def _admit(self, drafts: list[StepDraft]) -> None:
         """Start waiting requests on ranks with room, in the queue's order, until none can."""
-        if not len(self._waiting) or not any(draft.can_admit for draft in drafts):
+        open_ranks = [draft.rank.dp_rank for draft in drafts if draft.can_admit]
+        if not len(self._waiting) or not open_ranks:
             return
-        for request in self._waiting.ordered():
+        for request in self._waiting.ordered(open_ranks):
             while True:
                 candidates = [
                     Candidate(rank.dp_rank, len(rank.running), rank.cached_len(request))

@@ -10,7 +10,7 @@ Short of pages is ordinary: evict, then retract on this rank, fewest output toke
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import Int32Array, RankPlan, RowAdmission
+from sgl_jax.core.step_plan import Int32Array, RankPlan
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 
@@ -39,16 +39,14 @@ class StepDraft:
         self._reports_prompt_logprobs = reports_prompt_logprobs
         self._chunk_rows: list[int] = []
         self._chunk_lens: list[int] = []
-        self._admissions: list[RowAdmission] = []
 
         rows = rank.running.runnable()
         wanted = self._wanted(rows)
         decodes = (wanted == 1) & ~rank.running.wants_prompt_logprobs[rows]
         self._decode_rows = self._grow_or_retract(rows[decodes])
-        limit = sizes.max_step_tokens
+        self._budget = min(chunk_size, sizes.max_step_tokens - len(self._decode_rows))
         if reports_prompt_logprobs:
-            limit = min(limit, sizes.max_prompt_logprob_tokens)
-        self._budget = min(chunk_size, limit - len(self._decode_rows))
+            self._budget = min(self._budget, sizes.max_prompt_logprob_tokens)
         self._continue_prefills(rows[~decodes])
 
     @property
@@ -64,11 +62,10 @@ class StepDraft:
 
     def admit(self, request: Request) -> bool:
         """Start a waiting request with a first chunk; False if its rank is short of memory."""
-        admission = self.rank.try_admit(request)
-        if admission is None:
+        row = self.rank.try_admit(request)
+        if row is None:
             return False
-        self._admissions.append(admission)
-        self._add_chunk(admission.row)
+        self._add_chunk(row)
         return True
 
     def build(self) -> RankPlan:
@@ -91,7 +88,7 @@ class StepDraft:
             samples=samples,
             page_table=memory.rows.pages[rows, :num_pages],
             num_decode=len(self._decode_rows),
-            admissions=tuple(self._admissions),
+            admissions=rank.take_admissions(),
             prompt_logprobs=wants if self._reports_prompt_logprobs and wants.any() else None,
             return_logprob=len(logprob_rows) > 0,
             top_logprobs_num=int(running.top_logprobs_num[logprob_rows].max(initial=0)),
@@ -144,7 +141,7 @@ class StepDraft:
             if running.requests[row] is not None:
                 self._add_chunk(row)
         # Prefills that block each other would wait forever: retract until one can go on.
-        while self.is_empty and self._budget > 0 and len(running.runnable()):
+        while self.is_empty and not self.unservable and len(running.runnable()):
             if len(running.runnable()) < len(running):
                 return  # a finished request will give back its pages when its result is read
             oldest = int(running.runnable()[0])

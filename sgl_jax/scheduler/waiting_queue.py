@@ -1,10 +1,10 @@
 """Requests that hold no memory, and the order in which they get some.
 
 Retracted requests come first, oldest first: they have output to lose. Then `fcfs` is order of
-arrival, `lpm` the longest cached prefix (ties by arrival).
+arrival, `lpm` the longest cached prefix (ties by arrival), though nobody is passed over forever.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 
 from sgl_jax.scheduler.request import Request
@@ -12,6 +12,8 @@ from sgl_jax.scheduler.request import Request
 # Beyond this many waiting requests `lpm` ranks only the oldest: looking up all would cost more
 # host time than a better order saves.
 MAX_RANKED = 128
+# After this many younger requests were served before the oldest, it is the oldest's turn.
+MAX_PASSED_OVER = 128
 
 
 class WaitingQueue:
@@ -22,6 +24,7 @@ class WaitingQueue:
         self._cached_len = cached_len
         self._requests: dict[str, Request] = {}  # by rid, in order of arrival
         self._retracted: dict[str, Request] = {}
+        self._times_passed_over = 0  # the oldest of `_requests`
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._retracted)
@@ -37,13 +40,24 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out; it must be waiting."""
-        queue = self._retracted if request.num_retractions else self._requests
-        del queue[request.rid]
+        if request.num_retractions:
+            del self._retracted[request.rid]
+            return
+        is_oldest = request is next(iter(self._requests.values()))
+        self._times_passed_over = 0 if is_oldest else self._times_passed_over + 1
+        del self._requests[request.rid]
 
-    def ordered(self) -> list[Request]:
-        """The requests to try next, first to last: at most `MAX_RANKED` of the new ones."""
+    def ordered(self, open_ranks: Collection[int]) -> list[Request]:
+        """The requests to try next, first to last: at most `MAX_RANKED` of the new ones.
+
+        Only those that some rank of `open_ranks` may serve: requests pinned to a rank that is
+        full do not hold up the rest.
+        """
         retracted = sorted(self._retracted.values(), key=lambda request: request.arrival)
-        fresh = list(islice(self._requests.values(), MAX_RANKED))
+        allowed = {None, *open_ranks}
+        eligible = (request for request in self._requests.values() if request.dp_rank in allowed)
+        fresh = list(islice(eligible, MAX_RANKED))
         if self._policy == "lpm" and len(fresh) > 1:
-            fresh.sort(key=lambda request: (-self._cached_len(request), request.arrival))
+            due = 1 if self._times_passed_over >= MAX_PASSED_OVER else 0
+            fresh[due:] = sorted(fresh[due:], key=lambda r: (-self._cached_len(r), r.arrival))
         return retracted + fresh

@@ -1,0 +1,322 @@
+"""The offline API: the engine loop in a thread of this process, no server.
+
+with Engine(model_path="models/demo") as engine:
+    print(engine.generate("The code of Anna is", {"max_new_tokens": 8}).text)
+"""
+
+import asyncio
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, overload
+
+import msgspec
+from tqdm import tqdm
+
+from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.messages import (
+    FinishReason,
+    FlushCache,
+    FrontMessage,
+    GetState,
+    Reply,
+    Shutdown,
+    TokenLogprobs,
+)
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.in_process import InProcessChannel, InProcessClient
+from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+Sampling = SamplingParams | Mapping[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What was generated for one prompt (so far, while streaming).
+
+    `logprobs` has one entry per output token, `prompt_logprobs` one per prompt token from
+    `logprob_start_len` on; both are empty unless asked for.
+    """
+
+    text: str
+    output_ids: list[int]
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    cached_tokens: int
+    dp_rank: int
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+
+
+class Engine:
+    """A model ready to generate. Keyword arguments are the fields of `ServerArgs`.
+
+    A prompt is a string or a list of token ids; `sampling_params` is a `SamplingParams` or a
+    mapping of its fields, one for all prompts or a list with one for each.
+    """
+
+    def __init__(self, model_path: str = "", **settings: Any) -> None:
+        args = ServerArgs(model_path=model_path, **settings)
+        tokenizer = Tokenizer.load(args.tokenizer_path or args.model_path, args.chat_template)
+        self._core = EngineCore(args)
+        self._channel = InProcessChannel(self._handle)
+        self._client = InProcessClient(self._channel)
+        facts = EngineFacts.from_info(self._core.info)
+        self._frontend = Frontend(tokenizer, facts, self._client, log_requests=args.log_requests)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What was loaded and the sizes that were decided."""
+        return self._core.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._frontend.tokenizer
+
+    @overload
+    def generate(
+        self, prompts: str, sampling_params: Sampling = None, **options: Any
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt] | None = None,
+        sampling_params: Sampling | Sequence[Sampling] = None,
+        **options: Any,
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt] | None = None,
+        sampling_params: Sampling | Sequence[Sampling] = None,
+        *,
+        input_ids: Sequence[Sequence[int]] | None = None,
+        progress: bool = False,
+        **options: Any,
+    ) -> Generation | list[Generation]:
+        """Generate for one prompt or many, and wait for all.
+
+        Args:
+            prompts: a string, or a list of strings or token id lists.
+            sampling_params: for all, or one for each.
+            input_ids: token id lists, instead of `prompts`.
+            progress: show a progress bar.
+            options: `return_logprob`, `top_logprobs_num`, `logprob_start_len`, `dp_rank`.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter cannot be served; nothing was started.
+            EngineDeadError: the engine ended.
+        """
+        batch, params = _as_batch(prompts, sampling_params, input_ids)
+        finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+        streams = self._start(
+            batch, params, options, lambda i: lambda: finished.put(i), streaming=False
+        )
+        results: dict[int, Generation] = {}
+        try:
+            with tqdm(total=len(streams), disable=not progress, unit="prompt") as bar:
+                while len(results) < len(streams):
+                    index = finished.get()
+                    chunk = streams[index].take()
+                    if chunk is None or chunk.finish is None:
+                        continue
+                    results[index] = _extend(None, chunk, streams[index])
+                    bar.update()
+        except BaseException:
+            self._abandon(streams)
+            raise
+        ordered = [results[i] for i in range(len(streams))]
+        return ordered[0] if isinstance(prompts, str) else ordered
+
+    def stream(
+        self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
+    ) -> Iterator[Generation]:
+        """Generate for one prompt; yields all there is each time something was added.
+
+        Leaving the loop early ends the request in the engine.
+        """
+        ready: queue.SimpleQueue[None] = queue.SimpleQueue()
+        streams = self._start(
+            [prompt], [sampling_params], options, lambda _: lambda: ready.put(None), streaming=True
+        )
+        so_far = None
+        try:
+            while so_far is None or so_far.finish_reason is None:
+                ready.get()
+                chunk = streams[0].take()
+                if chunk is not None:
+                    so_far = _extend(so_far, chunk, streams[0])
+                    yield so_far
+        finally:
+            self._abandon(streams)
+
+    async def async_generate(
+        self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
+    ) -> Generation:
+        """`generate` for one prompt, without blocking the event loop."""
+        latest = None
+        async for so_far in self.async_stream(prompt, sampling_params, **options):
+            latest = so_far
+        assert latest is not None, "a stream ends with a finish reason"
+        return latest
+
+    async def async_stream(
+        self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
+    ) -> AsyncIterator[Generation]:
+        """`stream`, without blocking the event loop."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        streams = self._start(
+            [prompt],
+            [sampling_params],
+            options,
+            lambda _: lambda: loop.call_soon_threadsafe(ready.set),  # type: ignore[arg-type, return-value]
+            streaming=True,
+        )
+        so_far = None
+        try:
+            while so_far is None or so_far.finish_reason is None:
+                await ready.wait()
+                ready.clear()
+                chunk = streams[0].take()
+                if chunk is not None:
+                    so_far = _extend(so_far, chunk, streams[0])
+                    yield so_far
+        finally:
+            self._abandon(streams)
+
+    def server_info(self) -> dict[str, Any]:
+        """The memory view of each rank, and counters."""
+        return self._ask(lambda rid: GetState(rid=rid)).data
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix caches; False while requests are running or waiting."""
+        return self._ask(lambda rid: FlushCache(rid=rid)).ok
+
+    def shutdown(self) -> None:
+        """End the engine and free its memory; requests in flight end with an error."""
+        if self._frontend.death is None:
+            self._client.send(Shutdown(drain=False))
+        self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _handle(self, message: Any) -> None:
+        self._frontend.handle(message)
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        reason = "the engine was shut down"
+        try:
+            self._core.run(self._channel, on_stall=lambda: self._end("a step never ended"))
+        except Exception as error:  # the thread's last words: whoever waits must hear them
+            logger.exception("the engine ended")
+            reason = f"the engine ended: {error}"
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        self._client.close(reason)
+        self._frontend.fail(reason)
+
+    def _start(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[Sampling],
+        options: Mapping[str, Any],
+        on_ready: Callable[[int], Callable[[], None]],
+        *,
+        streaming: bool,
+    ) -> list[RequestStream]:
+        """Check everything first, then start everything."""
+        requests = [
+            self._frontend.prepare(
+                self._frontend.encode(prompt) if isinstance(prompt, str) else list(prompt),
+                _as_sampling(sampling),
+                default_max_new_tokens=128,
+                **options,
+            )
+            for prompt, sampling in zip(prompts, params, strict=True)
+        ]
+        return [
+            self._frontend.start(request, on_ready(i), streaming=streaming)
+            for i, request in enumerate(requests)
+        ]
+
+    def _abandon(self, streams: Sequence[RequestStream]) -> None:
+        for stream in streams:
+            self._frontend.abandon(stream)
+
+    def _ask(self, make_message: Callable[[str], FrontMessage]) -> Reply:
+        answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._frontend.ask(make_message, answer.put)
+        reply = answer.get()
+        if self._frontend.death is not None:
+            raise EngineDeadError(self._frontend.death)
+        return reply
+
+
+def _as_batch(
+    prompts: str | Sequence[Prompt] | None,
+    sampling_params: Sampling | Sequence[Sampling],
+    input_ids: Sequence[Sequence[int]] | None,
+) -> tuple[list[Prompt], list[Sampling]]:
+    if (prompts is None) == (input_ids is None):
+        raise InvalidRequestError("give either prompts or input_ids", "prompts")
+    batch: list[Prompt] = (
+        [prompts] if isinstance(prompts, str) else list(prompts or input_ids or ())
+    )
+    if isinstance(sampling_params, SamplingParams | Mapping) or sampling_params is None:
+        return batch, [sampling_params] * len(batch)
+    if len(sampling_params) != len(batch):
+        raise InvalidRequestError(
+            f"{len(sampling_params)} sampling_params for {len(batch)} prompts", "sampling_params"
+        )
+    return batch, list(sampling_params)
+
+
+def _as_sampling(sampling: Sampling) -> SamplingParams:
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    try:
+        return msgspec.convert(dict(sampling or {}), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(str(error), "sampling_params") from error
+
+
+def _extend(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> Generation:
+    """`so_far` with what `chunk` adds."""
+    before = so_far or Generation("", [], None, stream.num_prompt_tokens, 0, 0, [], [])
+    return dataclasses.replace(
+        before,
+        text=before.text + chunk.text,
+        output_ids=before.output_ids + chunk.token_ids,
+        finish_reason=chunk.finish,
+        cached_tokens=stream.cached_tokens,
+        dp_rank=stream.dp_rank,
+        logprobs=before.logprobs + chunk.logprobs,
+        prompt_logprobs=before.prompt_logprobs + chunk.prompt_logprobs,
+    )
