@@ -136,7 +136,7 @@ class FullComponent:
             while step is not None and step.parent is not None:
                 expected_locks[step.node_id] += 1
                 step = step.parent
-        evictable = protected = 0
+        evictable = protected = num_members = 0
         for node in nodes:
             pages, locks = node.values[self.index], node.locks[self.index]
             if locks != expected_locks[node.node_id]:
@@ -148,6 +148,7 @@ class FullComponent:
                 raise LedgerError(f"{node!r} has {len(pages)} pages for {len(node.key)} tokens")
             if (node in self._evictable_leaves) != self._is_evictable(node):
                 raise LedgerError(f"{node!r}: membership of the eviction set is wrong")
+            num_members += node in self._evictable_leaves
             if locks:
                 protected += len(pages)
             else:
@@ -157,7 +158,7 @@ class FullComponent:
                 f"tree counts (evictable, protected) {self._num_evictable, self._num_protected}, "
                 f"a walk finds {evictable, protected}"
             )
-        if len(self._evictable_leaves) > len(nodes):
+        if len(self._evictable_leaves) != num_members:
             raise LedgerError("the eviction set holds nodes that are not in the tree")
 
     def _is_evictable(self, node: TreeNode) -> bool:

@@ -51,6 +51,7 @@ def audit(memory: RankMemory) -> None:
     except LedgerError as error:
         raise _error(memory, str(error)) from error
 
+    _require_each_row_once(memory)
     page_size = memory.page_size
     claims = [(RESERVED, np.array([NULL_PAGE], np.int32)), (TREE, tree_pages)]
     for lease in leases:
@@ -65,6 +66,16 @@ def audit(memory: RankMemory) -> None:
     _compare_owners(memory, claims)
 
 
+def _require_each_row_once(memory: RankMemory) -> None:
+    rows = memory.rows
+    free, held = rows.free_rows(), rows.held_rows()
+    listed = np.sort(np.concatenate([free, held]))
+    if not np.array_equal(listed, np.arange(1, rows.num_rows)):
+        raise _error(memory, f"rows are not free or held once each: free {free}, held {held}")
+    if sorted(memory.leases) != held.tolist():
+        raise _error(memory, f"rows held {held}, rows of leases {sorted(memory.leases)}")
+
+
 def _compare_owners(memory: RankMemory, claims: list[tuple[int, Int32Array]]) -> None:
     expected = np.full(memory.allocator.num_pages, FREE, np.int32)
     num_claims = np.zeros(memory.allocator.num_pages, np.int32)
@@ -77,6 +88,10 @@ def _compare_owners(memory: RankMemory, claims: list[tuple[int, Int32Array]]) ->
     wrong = np.flatnonzero(memory.allocator.owners() != expected).astype(np.int32)
     if len(wrong):
         raise _error(memory, f"owners that no holder claims: {memory.allocator.describe(wrong)}")
+    free = np.sort(memory.allocator.free_pages())
+    if not np.array_equal(free, np.flatnonzero(expected == FREE)):
+        unlisted = np.setxor1d(free, np.flatnonzero(expected == FREE)).astype(np.int32)
+        raise _error(memory, f"the free list is wrong about {memory.allocator.describe(unlisted)}")
 
 
 def _error(memory: RankMemory, what: str) -> LedgerError:

@@ -85,6 +85,8 @@ class PageAllocator:
         Raises `OutOfPagesError`, changing nothing, if fewer are free.
         """
         count = len(owners)
+        if count and int(owners.min()) < 1:
+            raise OwnershipError(f"{self.name}: only rows take pages, not owner {owners.min()}")
         if count > self._num_free:
             raise OutOfPagesError(f"{self.name}: {count} pages asked, {self._num_free} free")
         top = self._num_free
@@ -114,6 +116,10 @@ class PageAllocator:
     def owners(self) -> Int32Array:
         """A copy of the owner of every page, int32[num_pages]."""
         return self._owner.copy()
+
+    def free_pages(self) -> Int32Array:
+        """A copy of the free list, in no particular order."""
+        return self._free_stack[: self._num_free].copy()
 
     def describe(self, pages: Int32Array, limit: int = 8) -> str:
         """Owner and previous owner of the first few of `pages`, for messages."""

@@ -85,7 +85,8 @@ class RankMemory:
         """Pages each row lacks to hold `allocated_lens` tokens; int32[len(rows)]."""
         held = -(-self.rows.kv_allocated_len[rows] // self.page_size)
         lacking = -(-allocated_lens // self.page_size) - held
-        return np.maximum(lacking, 0).astype(np.int32)
+        wanted: Int32Array = np.maximum(lacking, 0).astype(np.int32)
+        return wanted
 
     def grow_rows(self, rows: Int32Array, allocated_lens: Int32Array) -> bool:
         """Reserve slots so that row i holds `allocated_lens[i]` tokens, evicting as needed.

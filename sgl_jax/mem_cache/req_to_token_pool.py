@@ -50,6 +50,10 @@ class ReqToTokenPool:
         """The rows in use, ascending."""
         return np.flatnonzero(self._held).astype(np.int32)
 
+    def free_rows(self) -> Int32Array:
+        """A copy of the free list, in no particular order."""
+        return np.array(self._free, np.int32)
+
     def alloc(self) -> int:
         """Take a free row. Raises `LeaseError` if there is none: check `num_free` first."""
         if not self._free:
