@@ -1,0 +1,157 @@
+"""The offline Engine on the demonstration model: results, streams, and what it survives."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.messages import Shutdown
+from sgl_jax.engine.offline import Engine
+
+DEMO = str(Path(__file__).parents[2] / "models" / "demo")
+GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    settings = {"device": "cpu", "context_length": 256, "max_running_requests": 4}
+    with Engine(DEMO, skip_warmup=True, check_memory="busy", **settings) as engine:
+        yield engine
+
+
+def assert_at_rest(engine: Engine) -> None:
+    (rank,) = engine.server_info()["ranks"]
+    assert rank["leased_pages"] == 0
+    assert rank["free_pages"] + rank["cached_pages"] + rank["reserved_pages"] == rank["total_pages"]
+
+
+def test_one_prompt_gives_one_generation_and_a_list_gives_a_list(engine: Engine) -> None:
+    alone = engine.generate("Hello", GREEDY)
+    listed = engine.generate(["Hello", "Good day"], [GREEDY, {**GREEDY, "max_new_tokens": 3}])
+    assert alone.output_ids == listed[0].output_ids
+    assert len(listed[1].output_ids) == 3
+    assert alone.finish_reason is not None
+    assert alone.finish_reason.type == "length"
+
+
+def test_text_and_its_token_ids_are_the_same_prompt(engine: Engine) -> None:
+    ids = engine.tokenizer.encode("Tell me more")
+    by_ids = engine.generate(input_ids=[ids], sampling_params=GREEDY)
+    assert by_ids[0].text == engine.generate("Tell me more", GREEDY).text
+
+
+def test_a_stream_ends_with_what_generate_returns(engine: Engine) -> None:
+    steps = list(engine.stream("Hello", GREEDY))
+    assert steps[-1].output_ids == engine.generate("Hello", GREEDY).output_ids
+    assert [s.finish_reason is None for s in steps] == [True] * (len(steps) - 1) + [False]
+
+
+def test_async_streams_run_side_by_side(engine: Engine) -> None:
+    async def both() -> list[list[int]]:
+        results = await asyncio.gather(
+            engine.async_generate("Hello", GREEDY), engine.async_generate("Good day", GREEDY)
+        )
+        return [result.output_ids for result in results]
+
+    expected = [g.output_ids for g in engine.generate(["Hello", "Good day"], GREEDY)]
+    assert asyncio.run(both()) == expected
+
+
+def test_leaving_a_stream_early_gives_its_memory_back(engine: Engine) -> None:
+    for _ in engine.stream("Hello", {**GREEDY, "max_new_tokens": 200}):
+        break
+    engine.generate("Hello", GREEDY)
+    assert_at_rest(engine)
+
+
+def test_log_probabilities_come_for_output_and_prompt(engine: Engine) -> None:
+    ids = engine.tokenizer.encode("The code of Anna is 4 7 1.")
+    (result,) = engine.generate(
+        input_ids=[ids],
+        sampling_params=GREEDY,
+        return_logprob=True,
+        top_logprobs_num=3,
+        logprob_start_len=0,
+    )
+    assert [entry.token_id for entry in result.logprobs] == result.output_ids
+    assert [entry.token_id for entry in result.prompt_logprobs] == ids
+    assert result.prompt_logprobs[0].logprob is None
+    for entry in result.logprobs:  # greedy: the token chosen is the most likely one
+        assert entry.top_ids[0] == entry.token_id
+        assert entry.top_logprobs[0] == pytest.approx(entry.logprob)
+    # The prompt is scored as its own continuation would be.
+    (check,) = engine.generate(
+        input_ids=[ids[:-1]],
+        sampling_params={**GREEDY, "max_new_tokens": 1},
+        return_logprob=True,
+        top_logprobs_num=1,
+    )
+    assert check.logprobs[0].top_ids == result.prompt_logprobs[-1].top_ids[:1]
+    assert check.logprobs[0].top_logprobs[0] == pytest.approx(
+        result.prompt_logprobs[-1].top_logprobs[0], abs=1e-4
+    )
+
+
+def test_same_seed_same_answer_whatever_else_runs(engine: Engine) -> None:
+    sampling = {"temperature": 1.0, "seed": 5, "max_new_tokens": 12, "ignore_eos": True}
+    alone = engine.generate("Hello", sampling).output_ids
+    crowd = engine.generate(["Hello", "a", "b", "c"], [sampling] + [{"seed": 1}] * 3)
+    assert crowd[0].output_ids == alone
+    assert engine.generate("Hello", {**sampling, "seed": 6}).output_ids != alone
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "match"),
+    [
+        ("", {}, "empty"),
+        ("hi", {"temperature": -1}, "temperature"),
+        ("hi", {"max_new_tokens": 400}, "exceed the 256 tokens"),
+        ("hi", {"nonsense": 1}, "nonsense"),
+        ([99999], {}, "outside the vocabulary"),
+    ],
+)
+def test_a_bad_request_is_refused_and_named(
+    engine: Engine, prompt: str, sampling: dict[str, object], match: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        engine.generate([prompt], sampling)
+    assert_at_rest(engine)
+
+
+def test_a_failed_step_ends_its_requests_and_the_engine_lives_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = engine.generate("Hello", GREEDY).output_ids
+    executor = engine._core._executor
+    launch, calls = executor.launch, []
+
+    def fail_third(plan: object) -> object:
+        calls.append(plan)
+        if len(calls) == 3:
+            raise RuntimeError("injected")
+        return launch(plan)
+
+    monkeypatch.setattr(executor, "launch", fail_third)
+    failed = engine.generate("Hello", GREEDY)
+    assert failed.finish_reason is not None
+    assert failed.finish_reason.status_code == 500
+    assert "injected" in (failed.finish_reason.message or "")
+    assert engine.generate("Hello", GREEDY).output_ids == expected
+    assert_at_rest(engine)
+
+
+def test_flush_empties_the_prefix_cache(engine: Engine) -> None:
+    engine.generate("A prompt that is long enough to fill a page of sixteen tokens", GREEDY)
+    assert engine.server_info()["ranks"][0]["cached_pages"] > 0
+    assert engine.flush_cache()
+    assert engine.server_info()["ranks"][0]["cached_pages"] == 0
+
+
+def test_after_the_engine_ended_requests_fail_at_once() -> None:
+    engine = Engine(DEMO, device="cpu", context_length=64, skip_warmup=True)
+    engine._client.send(Shutdown(drain=False))
+    engine._thread.join(timeout=60)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        engine.generate("Hello", GREEDY)
