@@ -1,0 +1,1 @@
+"""Benchmarks and evaluations that talk to a running server."""
