@@ -30,9 +30,10 @@ class CompileWatch:
         """From here on a compilation is a defect."""
         self._armed = True
 
-    def disarm(self) -> None:
-        """Compilations are in order again, or somebody else's."""
-        self._armed = False
+    def disarm(self) -> bool:
+        """Compilations are in order again, or somebody else's. Returns whether it was armed."""
+        was_armed, self._armed = self._armed, False
+        return was_armed
 
     def _count(self, duration_s: float) -> None:
         if self._armed:

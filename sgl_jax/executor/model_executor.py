@@ -140,12 +140,12 @@ class ModelExecutor:
     def reset(self) -> None:
         """Start over after a failed step: empty pool and tables, nothing in flight."""
         self._in_flight.clear()
-        self._watch.disarm()
+        was_ready = self._watch.disarm()
         # The old pool must be gone before there is room for the new one.
         del self._state, self._row_params
         self._state, self._row_params = self._make_state()
         jax.block_until_ready(self._state)
-        if not self._skip_warmup:
+        if was_ready:
             self._watch.arm()
 
     def start_profile(self, output_dir: str) -> None:

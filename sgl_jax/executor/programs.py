@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.executor.buckets import Bucket
+from sgl_jax.executor.devices import platform_of
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.row_tables import PIECE_WORDS, TABLE_SPEC, RowTables, write_piece
 from sgl_jax.executor.step import StepOutput, StepState, run_step
@@ -127,7 +128,7 @@ class Programs:
         program: StepProgram = (
             jax.jit(sharded, donate_argnums=1)
             .lower(self._weights, self._state, self._row_params, controls, page_table)
-            .compile()
+            .compile(compiler_options=self._compiler_options(bucket))
         )
         return program
 
@@ -146,6 +147,14 @@ class Programs:
         piece = self._input((self._sizes.dp_size, PIECE_WORDS))
         program: AdmitProgram = jax.jit(sharded, donate_argnums=0).lower(tables, piece).compile()
         return program
+
+    def _compiler_options(self, bucket: Bucket) -> dict[str, bool | str]:
+        """XLA's newer code generator for CPUs makes decode 20% faster and prefill 3%, and takes
+        3 seconds a program instead of 2: it is left to the shapes that hold decode alone."""
+        on_cpu = platform_of(self._mesh) == "cpu"
+        if on_cpu and bucket.tokens > bucket.rows:
+            return {"xla_cpu_use_fusion_emitters": False}
+        return {}
 
     def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self._mesh, P("data")))

@@ -28,12 +28,10 @@ def keep_threshold(
     """
     largest = jnp.max(probs, axis=-1)
     searched = (top_k > 0) | (top_p < 1.0)
-    from_rank = lax.cond(
-        jnp.any(searched),
-        lambda: jnp.where(searched, _search(probs, largest, top_k, top_p), 0.0),
-        lambda: jnp.zeros_like(largest),
-    )
-    return jnp.maximum(from_rank, min_p * largest)[:, None]
+    return jnp.maximum(_search(probs, searched, top_k, top_p), min_p * largest)[:, None]
+
+
+_BITS_ABOVE_ONE = 0x3F800001  # the float32 after 1.0, above any probability
 
 
 class _Bounds(NamedTuple):
@@ -45,8 +43,10 @@ class _Bounds(NamedTuple):
     count_high: jax.Array  # int32[n]
 
 
-def _search(probs: jax.Array, largest: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def _search(probs: jax.Array, searched: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """The largest t at which {p >= t} counts `top_k` tokens or holds `top_p`: float32[n].
+
+    0 for rows that are not `searched`; if there are none, this costs nothing.
 
     Both conditions can only become true as t falls, so the largest t that meets either is the
     higher of the two thresholds, found by bisection over the bit patterns of the floats (ordered
@@ -79,7 +79,7 @@ def _search(probs: jax.Array, largest: jax.Array, top_k: jax.Array, top_p: jax.A
     everything = jnp.zeros_like(wanted_count)  # the bits of 0.0, which keeps every token
     bounds = _Bounds(
         low=everything,
-        high=lax.bitcast_convert_type(largest, jnp.int32) + 1,  # above the maximum: keeps none
+        high=jnp.where(searched, _BITS_ABOVE_ONE, 1),  # keeps none; settled at once
         count_low=jnp.full_like(everything, vocab),
         count_high=everything,
     )

@@ -41,11 +41,7 @@ def adjust_logits(
         active: bool[n]; the others come back as they were.
     """
     penalised = active & _has_penalty(params)
-    logits = lax.cond(
-        jnp.any(penalised),
-        lambda: _penalise(logits, params, token_table, rows, num_tokens, penalised),
-        lambda: logits,
-    )
+    logits = _penalise(logits, params, token_table, rows, num_tokens, penalised)
     line = jnp.arange(logits.shape[0])[:, None]
     bias_ids = jnp.where(active[:, None], params.bias_ids, NO_TOKEN)
     logits = logits.at[line, bias_ids].add(params.bias_values, mode="drop")

@@ -45,13 +45,19 @@ def sample_tokens(
     adjusted = where.samples & needs_adjusting(params, where.num_tokens)
 
     def elaborate() -> jax.Array:
-        changed = adjust_logits(logits, params, token_table, where.rows, where.num_tokens, adjusted)
-        drawn: jax.Array = lax.cond(
-            jnp.any(random),
-            lambda: _draw(changed, params, where.num_tokens, random),
-            lambda: first_argmax(changed),
+        changed = lax.cond(
+            jnp.any(adjusted),
+            lambda: adjust_logits(
+                logits, params, token_table, where.rows, where.num_tokens, adjusted
+            ),
+            lambda: logits,
         )
-        return drawn
+        scores = lax.cond(
+            jnp.any(random),
+            lambda: _scores(changed, params, where.num_tokens, random),
+            lambda: changed,
+        )
+        return first_argmax(scores)
 
     tokens: jax.Array = lax.cond(
         jnp.any(random | adjusted), elaborate, lambda: first_argmax(logits)
@@ -71,10 +77,10 @@ def first_argmax(values: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(values == largest, index, size - 1), axis=-1)
 
 
-def _draw(
+def _scores(
     logits: jax.Array, params: RowParams, positions: jax.Array, random: jax.Array
 ) -> jax.Array:
-    """Draw the rows marked `random`, take the argmax of the others."""
+    """float32[n, vocab] whose argmax is a draw in the rows marked `random`, greedy in others."""
     scaled = logits / jnp.where(random, params.temperature, 1.0)[:, None]
     top_k = jnp.where(random, params.top_k, 0)
     top_p = jnp.where(random, params.top_p, 1.0)
@@ -85,7 +91,7 @@ def _draw(
         lambda: scaled,
     )
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(params.seed, positions, logits.shape[-1])
-    return first_argmax(jnp.where(random[:, None], filtered + noise, logits))
+    return jnp.where(random[:, None], filtered + noise, logits)
 
 
 def _filter(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
