@@ -114,6 +114,10 @@ class FullComponent:
         if keep == 0:
             self._evictable_leaves.discard(node)
 
+    def tombstone(self, node: TreeNode) -> None:
+        """Never asked for: a page goes with its tokens."""
+        raise AssertionError(f"{node!r} cannot keep tokens without their pages")
+
     def flush_dropped(self) -> None:
         """Free the pages set aside."""
         if self._dropped:

@@ -50,10 +50,10 @@ class RadixTree:
     # -- matching ---------------------------------------------------------------------------
 
     def peek(self, tokens: Int32Array) -> tuple[list[PathStep], int]:
-        """The path that matches `tokens` and the length all components can serve. Read-only."""
+        """The path of the longest prefix all components can serve, and its length. Read-only."""
         path = self._walk(tokens)
-        length = sum(step.num_matched for step in path)
-        return path, self._usable_len(path, length)
+        length = self._usable_len(path, sum(step.num_matched for step in path))
+        return _cut_path(path, length), length
 
     def match(self, tokens: Int32Array) -> TreeNode | None:
         """Lock the longest usable prefix of `tokens` and return the node where it ends.
@@ -99,8 +99,8 @@ class RadixTree:
     def evict(self, component: TreeComponent, num_units: int) -> int:
         """Free `num_units` of one component, or all it can; least recently used first.
 
-        Never more than asked: the last victim's edge is shortened, not dropped whole. Returns
-        the units freed.
+        Never more than asked: the last victim's edge is shortened, not dropped whole. A victim
+        that keeps its whole edge loses only the component's own value. Returns the units freed.
         """
         before = component.num_evictable
         target = max(before - num_units, 0)
@@ -108,7 +108,11 @@ class RadixTree:
             victim = component.next_victim(component.num_evictable - target)
             if victim is None:
                 break
-            self._trim(*victim)
+            node, keep_tokens = victim
+            if keep_tokens == len(node.key):
+                component.tombstone(node)
+            else:
+                self._trim(node, keep_tokens)
         for each in self.components:
             each.flush_dropped()
         return before - component.num_evictable
@@ -222,6 +226,17 @@ class RadixTree:
         if node is not self.root:
             for component in self.components:
                 component.refresh(node)
+
+
+def _cut_path(path: Sequence[PathStep], length: int) -> list[PathStep]:
+    """The part of `path` that lies in the first `length` tokens."""
+    cut = []
+    for node, num_matched in path:
+        if length <= 0:
+            break
+        cut.append(PathStep(node, min(num_matched, length)))
+        length -= num_matched
+    return cut
 
 
 def _common_prefix_len(a: Int32Array, b: Int32Array) -> int:

@@ -75,12 +75,19 @@ class TreeComponent(Protocol):
         """Let go of what lies past `keep_tokens` of the edge; freed by `flush_dropped`."""
         ...
 
+    def tombstone(self, node: "TreeNode") -> None:
+        """Let go of this component's value at `node` while the edge stays; for `flush_dropped`."""
+        ...
+
     def flush_dropped(self) -> None:
         """Free all that was dropped, in one call to the allocator."""
         ...
 
     def next_victim(self, num_units: int) -> "tuple[TreeNode, int] | None":
-        """The node to trim next to free `num_units`, and the tokens of its edge to keep."""
+        """The node to take from next to free `num_units`, and the tokens of its edge to keep.
+
+        Only a leaf may keep less than its whole edge; to keep all of it asks for `tombstone`.
+        """
         ...
 
     def audit(self, nodes: "Sequence[TreeNode]", leaves_of_leases: "Sequence[TreeNode]") -> None:

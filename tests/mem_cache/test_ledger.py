@@ -1,0 +1,203 @@
+"""Every way the books can be wrong is found, and the message says where."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.mem_cache.radix_cache import RadixCache
+from sgl_jax.mem_cache.radix_tree import TreeNode
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
+
+SIZES = EngineSizes(
+    dp_size=8,
+    page_size=4,
+    num_pages=32,
+    num_rows=6,
+    max_context_len=64,
+    max_step_tokens=64,
+    max_prompt_logprob_tokens=64,
+    vocab_size=100,
+)
+
+
+def busy_memory() -> RankMemory:
+    """Rank 7: row 1 has published 2 of its 4 pages, row 2 holds 2 of its own, 3 lie in the tree."""
+    memory = RankMemory(7, SIZES)
+    first, second, third = (
+        memory.open_lease(np.full(20, token, np.int32)) for token in (11, 12, 13)
+    )
+    rows = np.array([first.row, second.row, third.row], np.int32)
+    assert memory.grow_rows(rows, np.array([15, 8, 12], np.int32))
+    memory.commit_rows(rows, np.array([10, 8, 12], np.int32))
+    publish_prefix(memory, first, np.full(20, 11, np.int32))
+    release_kv_cache(memory, third, np.full(20, 13, np.int32), insert=True)
+    assert (first.row, second.row) == (1, 2)
+    check_balance(memory)
+    audit(memory)
+    return memory
+
+
+def tree_nodes(memory: RankMemory) -> list[TreeNode]:
+    assert isinstance(memory.cache, RadixCache)
+    return list(memory.cache.tree.nodes())
+
+
+def locked_node(memory: RankMemory) -> TreeNode:
+    node = memory.leases[1].node
+    assert node is not None
+    return node
+
+
+def leak_a_page(memory: RankMemory) -> None:
+    memory.allocator.alloc(1, owner=2)
+
+
+def free_a_page_in_use(memory: RankMemory) -> None:
+    memory.allocator.free(memory.rows.pages[2, :1].copy(), owner=2)
+
+
+def list_a_page_of_another_row(memory: RankMemory) -> None:
+    memory.rows.pages[2, 0] = memory.rows.pages[1, 3]
+
+
+def list_a_tree_page_as_own(memory: RankMemory) -> None:
+    memory.rows.pages[2, 0] = memory.rows.pages[1, 0]
+
+
+def read_a_prefix_page_of_its_own(memory: RankMemory) -> None:
+    memory.rows.pages[1, 0] = memory.rows.pages[1, 3]
+
+
+def leak_a_lock(memory: RankMemory) -> None:
+    memory.cache.match_prefix(np.full(12, 13, np.int32))
+
+
+def drop_a_lock(memory: RankMemory) -> None:
+    memory.cache.unlock(locked_node(memory))
+
+
+def forget_the_locked_node(memory: RankMemory) -> None:
+    memory.cache.unlock(locked_node(memory))
+    memory.leases[1].node = None
+
+
+def lose_a_row(memory: RankMemory) -> None:
+    memory.rows.alloc()
+
+
+def lose_a_lease(memory: RankMemory) -> None:
+    del memory.leases[2]
+
+
+def free_a_row_twice(memory: RankMemory) -> None:
+    memory.rows._free[-1] = memory.rows._free[0]
+
+
+def commit_past_the_allocated(memory: RankMemory) -> None:
+    memory.rows.kv_committed_len[2] = 9
+
+
+def protect_past_the_committed(memory: RankMemory) -> None:
+    memory.rows.cache_protected_len[1] = 12
+
+
+def protect_less_than_is_locked(memory: RankMemory) -> None:
+    memory.rows.cache_protected_len[1] = 4
+
+
+def shrink_the_allocated(memory: RankMemory) -> None:
+    memory.rows.kv_allocated_len[1] = 12
+
+
+def count_a_page_too_many(memory: RankMemory) -> None:
+    memory.cache._full._num_evictable += 1  # type: ignore[attr-defined]
+
+
+def call_locked_pages_evictable(memory: RankMemory) -> None:
+    memory.cache._full._num_evictable += 2  # type: ignore[attr-defined]
+    memory.cache._full._num_protected -= 2  # type: ignore[attr-defined]
+
+
+def forget_a_leaf_that_may_go(memory: RankMemory) -> None:
+    leaf = next(node for node in tree_nodes(memory) if node is not locked_node(memory))
+    memory.cache._full._evictable_leaves.discard(leaf)  # type: ignore[attr-defined]
+
+
+def offer_a_locked_leaf(memory: RankMemory) -> None:
+    memory.cache._full._evictable_leaves.add(locked_node(memory))  # type: ignore[attr-defined]
+
+
+def offer_the_root(memory: RankMemory) -> None:
+    assert isinstance(memory.cache, RadixCache)
+    memory.cache._full._evictable_leaves.add(memory.cache.tree.root)
+
+
+def keep_a_page_of_the_tree_in_the_row(memory: RankMemory) -> None:
+    memory.allocator._owner[locked_node(memory).values[0][0]] = 1
+
+
+def forget_that_a_page_is_free(memory: RankMemory) -> None:
+    memory.allocator._free_stack[0] = memory.allocator._free_stack[1]
+
+
+def lose_a_tree_page(memory: RankMemory) -> None:
+    node = next(node for node in tree_nodes(memory) if node is not locked_node(memory))
+    node.values[0] = node.values[0][:-1]
+
+
+def misplace_a_node(memory: RankMemory) -> None:
+    node = next(node for node in tree_nodes(memory) if node is not locked_node(memory))
+    node.end += 4
+
+
+CORRUPTIONS: list[tuple[Callable[[RankMemory], None], str]] = [
+    (leak_a_page, "rows hold 4 pages, 5 are leased"),
+    (free_a_page_in_use, "rows hold 4 pages, 3 are leased"),
+    (list_a_page_of_another_row, r"two owners: page \d+: row 1"),
+    (list_a_tree_page_as_own, r"two owners: page \d+: tree \(before: row 1\)"),
+    (read_a_prefix_page_of_its_own, r"row 1, .* reads a prefix page that the tree does not own"),
+    (leak_a_lock, r"TreeNode.* has 1 locks, live leases account for 0"),
+    (drop_a_lock, r"TreeNode.* has 0 locks, live leases account for 1"),
+    (forget_the_locked_node, r"row 1, protected 8, .* has locked 0 tokens"),
+    (lose_a_row, "3 rows are held by 2 leases, 2 are free, of 5"),
+    (lose_a_lease, "2 rows are held by 1 leases"),
+    (free_a_row_twice, "not free or held once each"),
+    (commit_past_the_allocated, r"out of order: .*row 2, .*committed 9, allocated 8"),
+    (protect_past_the_committed, r"out of order: .*row 1, protected 12, committed 10"),
+    (protect_less_than_is_locked, "rows hold 5 pages, 4 are leased"),
+    (shrink_the_allocated, "rows hold 3 pages, 4 are leased"),
+    (count_a_page_too_many, "the tree counts 6 pages, it owns 5"),
+    (call_locked_pages_evictable, r"tree counts .*\(5, 0\), a walk finds \(3, 2\)"),
+    (forget_a_leaf_that_may_go, "membership of the eviction set is wrong"),
+    (offer_a_locked_leaf, "membership of the eviction set is wrong"),
+    (offer_the_root, "eviction set holds nodes that are not in the tree"),
+    (keep_a_page_of_the_tree_in_the_row, r"no holder claims: page \d+: row 1"),
+    (forget_that_a_page_is_free, r"free list is wrong about page \d+: free"),
+    (lose_a_tree_page, r"TreeNode.* has 2 pages for 12 tokens"),
+    (misplace_a_node, r"TreeNode.* does not continue its parent"),
+]
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "words"), CORRUPTIONS, ids=[corrupt.__name__ for corrupt, _ in CORRUPTIONS]
+)
+def test_a_corruption_is_found_and_named(corrupt: Callable[[RankMemory], None], words: str) -> None:
+    memory = busy_memory()
+    corrupt(memory)
+    with pytest.raises(LedgerError, match=f"(?s)^rank 7: .*{words}"):
+        audit(memory)
+
+
+@pytest.mark.parametrize("corrupt", [leak_a_page, lose_a_row, commit_past_the_allocated])
+def test_counts_that_are_off_are_found_without_a_walk(
+    corrupt: Callable[[RankMemory], None],
+) -> None:
+    memory = busy_memory()
+    corrupt(memory)
+    with pytest.raises(LedgerError, match=r"^rank 7: "):
+        check_balance(memory)

@@ -1,0 +1,216 @@
+"""The radix cache against a brute-force model, through everything that can happen to it."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.page_allocator import PageAllocator
+from sgl_jax.mem_cache.radix_cache import RadixCache
+from sgl_jax.mem_cache.radix_tree import TreeNode
+from sgl_jax.mem_cache.tree_component import LeaseOffer
+from tests.mem_cache.tree_model import (
+    PrefixModel,
+    Tokens,
+    cached_pages,
+    check_shape,
+    shape_of,
+    token_lists,
+)
+
+ROW = 1
+
+
+def array(tokens: Tokens) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+class RadixCacheMachine(RuleBasedStateMachine):
+    """Rules are what leases and evictions do; `locks` are the nodes that leases would hold."""
+
+    page_size = 1
+
+    @initialize()
+    def start(self) -> None:
+        self.allocator = PageAllocator(400)
+        self.cache = RadixCache(self.allocator, self.page_size)
+        self.model = PrefixModel(self.page_size)
+        self.locks: list[TreeNode] = []
+
+    def accept(self, tokens: Tokens, owned_from: int) -> None:
+        """Offer pages of a row for `tokens`; before `owned_from` they are the tree's already."""
+        num_fresh = (len(tokens) - owned_from) // self.page_size
+        own = self.allocator.alloc(num_fresh, ROW)
+        shared = array(tuple(self.model.pages_of(tokens[:owned_from])))
+        offered = np.concatenate([shared, own])
+        kept = self.cache.accept(array(tokens), LeaseOffer(ROW, owned_from, offered))
+        for prefix, page in zip(self.model.prefixes(tokens), offered.tolist(), strict=True):
+            self.model.pages.setdefault(prefix, page)
+        self.model.touch(tokens)
+        assert kept.length == len(tokens)
+        assert kept.pages.tolist() == self.model.pages_of(tokens)
+        assert kept.node is not None
+        self.allocator.free(offered[offered != kept.pages], ROW)
+        self.locks.append(kept.node)
+        self.model.locked.append(tokens)
+
+    @rule(data=st.data())
+    def accept_new(self, data: st.DataObject) -> None:
+        self.accept(data.draw(token_lists(self.page_size)), owned_from=0)
+
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def extend_what_is_locked(self, data: st.DataObject) -> None:
+        i = data.draw(st.integers(0, len(self.locks) - 1))
+        prefix = self.model.locked[i]
+        self.accept(prefix + data.draw(token_lists(self.page_size)), owned_from=len(prefix))
+        self.unlock(i)
+
+    @rule(data=st.data())
+    def match(self, data: st.DataObject) -> None:
+        tokens = data.draw(token_lists(self.page_size, ragged=True))
+        expected = self.model.longest_match(tokens)
+        match = self.cache.match_prefix(array(tokens))
+        assert match.length == len(expected)
+        assert match.pages.tolist() == self.model.pages_of(expected)
+        assert (match.node is None) == (not expected)
+        if match.node is not None:
+            self.model.touch(expected)
+            self.model.locked.append(expected)
+            self.locks.append(match.node)
+
+    @rule(data=st.data())
+    def peek_changes_nothing(self, data: st.DataObject) -> None:
+        tokens = data.draw(token_lists(self.page_size, ragged=True))
+        expected = self.model.longest_match(tokens)
+        before = shape_of(self.cache.tree)
+        peek = self.cache.peek(array(tokens))
+        assert peek.length == len(expected)
+        unlocked = self.model.evictable().intersection(self.model.prefixes(expected))
+        assert peek.num_evictable_pages == len(unlocked)
+        assert shape_of(self.cache.tree) == before
+
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def unlock_one(self, data: st.DataObject) -> None:
+        self.unlock(data.draw(st.integers(0, len(self.locks) - 1)))
+
+    def unlock(self, i: int) -> None:
+        self.cache.unlock(self.locks.pop(i))
+        self.model.locked.pop(i)
+
+    @rule(num_pages=st.integers(0, 12))
+    def evict(self, num_pages: int) -> None:
+        expected = min(num_pages, len(self.model.evictable()))
+        num_free = self.allocator.num_free
+        assert self.cache.evict(num_pages) == expected
+        assert self.allocator.num_free == num_free + expected
+        gone = self.model.remove_evicted(cached_pages(self.cache.tree))
+        assert len(gone) == expected
+
+    @rule()
+    def reset(self) -> None:
+        if self.model.locked:
+            with pytest.raises(LedgerError, match="pages are locked"):
+                self.cache.reset()
+            return
+        self.cache.reset()
+        self.model.pages.clear()
+        assert not self.cache.tree.root.children
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        held = self.cache.audit(self.locks)
+        assert sorted(held.tolist()) == sorted(self.model.pages.values())
+        assert cached_pages(self.cache.tree) == self.model.pages
+        num_evictable = len(self.model.evictable())
+        assert self.cache.num_evictable == num_evictable
+        assert self.cache.num_protected == len(self.model.pages) - num_evictable
+        assert self.allocator.num_tree == len(self.model.pages)
+        assert self.allocator.num_leased == 0
+        check_shape(self.cache.tree)
+
+    def teardown(self) -> None:
+        """Drained and evicted, the pool is full and the tree is its root."""
+        if not hasattr(self, "cache"):
+            return
+        while self.locks:
+            self.unlock(0)
+        self.cache.evict(self.cache.num_evictable)
+        assert not self.cache.tree.root.children
+        assert self.allocator.num_free == self.allocator.num_pages - 1
+
+
+class PagedRadixCacheMachine(RadixCacheMachine):
+    page_size = 4
+
+
+TestPageOfOneToken = RadixCacheMachine.TestCase
+TestPageOfOneToken.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestPageOfFourTokens = PagedRadixCacheMachine.TestCase
+TestPageOfFourTokens.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def cache_with(*sequences: Tokens) -> RadixCache:
+    """Pages of one token; nothing is locked."""
+    allocator = PageAllocator(100)
+    cache = RadixCache(allocator, 1)
+    for tokens in sequences:
+        offered = allocator.alloc(len(tokens), ROW)
+        kept = cache.accept(array(tokens), LeaseOffer(ROW, 0, offered))
+        assert kept.node is not None
+        allocator.free(offered[offered != kept.pages], ROW)
+        cache.unlock(kept.node)
+    return cache
+
+
+def test_a_match_that_finds_nothing_locks_nothing() -> None:
+    cache = cache_with((1, 2, 3))
+    match = cache.match_prefix(array((9, 9)))
+    assert match.node is None
+    assert match.length == 0
+    assert cache.num_protected == 0
+    cache.audit([])
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = cache_with((1, 1), (2, 2), (3, 3))
+    node = cache.match_prefix(array((1, 1))).node
+    assert node is not None
+    cache.unlock(node)
+    cache.evict(4)
+    assert set(cached_pages(cache.tree)) == {(1,), (1, 1)}
+
+
+def test_eviction_shortens_the_last_edge_to_the_deficit() -> None:
+    cache = cache_with((1, 2, 3, 4, 5))
+    assert cache.evict(2) == 2
+    assert set(cached_pages(cache.tree)) == {(1,), (1, 2), (1, 2, 3)}
+
+
+def test_an_emptied_tree_can_be_evicted_again_and_used_again() -> None:
+    cache = cache_with((1, 2))
+    assert cache.evict(9) == 2
+    assert cache.evict(9) == 0
+    cache.audit([])
+    assert cache.match_prefix(array((1, 2))).node is None
+
+
+def test_unlocking_more_often_than_locked_raises() -> None:
+    cache = cache_with((1, 2))
+    node = cache.match_prefix(array((1, 2))).node
+    assert node is not None
+    cache.unlock(node)
+    with pytest.raises(LedgerError, match="unlocked more often"):
+        cache.unlock(node)
+
+
+def test_eviction_never_reaches_what_a_lock_deeper_down_needs() -> None:
+    cache = cache_with((1, 2, 3), (1, 2, 4))
+    match = cache.match_prefix(array((1, 2, 3)))
+    assert cache.evict(99) == 1
+    assert set(cached_pages(cache.tree)) == {(1,), (1, 2), (1, 2, 3)}
+    assert match.node is not None
+    cache.audit([match.node])

@@ -1,0 +1,101 @@
+"""The shape of the tree: splits, siblings, ages. Content and eviction: see test_radix_cache."""
+
+import numpy as np
+
+from sgl_jax.mem_cache.full_component import FullComponent
+from sgl_jax.mem_cache.page_allocator import PageAllocator
+from sgl_jax.mem_cache.radix_tree import RadixTree, TreeNode
+from sgl_jax.mem_cache.tree_component import LeaseOffer
+from tests.mem_cache.tree_model import check_shape, shape_of, tokens_to
+
+
+class Tree:
+    """A tree of FULL attention with pages of two tokens."""
+
+    def __init__(self) -> None:
+        self.allocator = PageAllocator(100)
+        self.full = FullComponent(0, self.allocator, 2)
+        self.tree = RadixTree(2, [self.full])
+
+    def insert(self, *tokens: int) -> TreeNode:
+        array = np.array(tokens, np.int32)
+        offered = self.allocator.alloc(len(tokens) // 2, 1)
+        node = self.tree.insert(array, LeaseOffer(1, 0, offered))
+        kept = self.full.pages_of(self.tree.path_to(node))
+        self.allocator.free(offered[offered != kept], 1)
+        check_shape(self.tree)
+        return node
+
+    def match(self, *tokens: int) -> TreeNode | None:
+        return self.tree.match(np.array(tokens, np.int32))
+
+
+def test_a_sequence_becomes_one_edge() -> None:
+    tree = Tree()
+    node = tree.insert(1, 2, 3, 4, 5, 6)
+    assert list(tree.tree.nodes()) == [node]
+    assert node.end == 6
+
+
+def test_siblings_differ_in_their_first_page_even_if_they_share_a_token() -> None:
+    tree = Tree()
+    first, second = tree.insert(1, 2, 3, 4), tree.insert(1, 2, 3, 5)
+    assert first.parent is second.parent
+    assert first.parent is not tree.tree.root
+    assert tokens_to(first.parent) == (1, 2)
+
+
+def test_a_split_leaves_the_lower_node_its_identity_and_gives_the_upper_one_its_locks() -> None:
+    tree = Tree()
+    lower = tree.match(1, 2) or tree.insert(1, 2, 3, 4, 5, 6)
+    tree.tree.lock(lower)
+    upper = tree.match(1, 2, 3, 4, 9, 9)
+    assert upper is lower.parent
+    assert lower.end == 6
+    assert lower.locks == [1]
+    assert upper.locks == [2]
+    assert len(lower.values[0]) == 1
+    assert len(upper.values[0]) == 2
+    tree.full.audit(list(tree.tree.nodes()), [lower, upper])
+
+
+def test_a_match_covers_whole_pages_only() -> None:
+    tree = Tree()
+    tree.insert(1, 2, 3, 4)
+    node = tree.match(1, 2, 3)
+    assert node is not None
+    assert node.end == 2
+
+
+def test_a_match_renews_the_path_and_a_peek_does_not() -> None:
+    tree = Tree()
+    old, young = tree.insert(1, 2, 3, 4), tree.insert(7, 8)
+    assert old.last_access < young.last_access
+    before = shape_of(tree.tree)
+    path, length = tree.tree.peek(np.array([1, 2, 3, 4], np.int32))
+    assert ([step.node for step in path], length) == ([old], 4)
+    assert shape_of(tree.tree) == before
+    tree.match(1, 2, 3, 4)
+    assert old.last_access > young.last_access
+
+
+def test_tokens_of_any_value_are_compared_not_hashed() -> None:
+    tree = Tree()
+    tree.insert(0, 2**31 - 1)
+    assert tree.match(0, 2**31 - 1) is not None
+    assert tree.match(2**31 - 1, 0) is None
+
+
+def test_prefixes_longer_than_the_recursion_limit_are_no_problem() -> None:
+    tree = Tree()
+    tree.allocator = tree.full._allocator = PageAllocator(3000)
+    for length in range(2, 2022, 2):
+        array = np.zeros(length, np.int32)
+        pages = np.zeros(length // 2, np.int32)
+        pages[-1:] = tree.allocator.alloc(1, 1)
+        tree.tree.insert(array, LeaseOffer(1, length - 2, pages))
+    node = tree.match(*[0] * 2020)
+    assert node is not None
+    assert len(tree.tree.path_to(node)) == 1010
+    tree.tree.unlock(node)
+    assert tree.tree.evict(tree.full, 5000) == 1010

@@ -1,0 +1,274 @@
+"""A lease from opening to release, over all that may happen between, audited after each rule."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.mem_cache.errors import LeaseError
+from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
+
+MAX_LEN = 48
+
+
+def make_memory(
+    page_size: int, *, num_pages: int = 24, num_rows: int = 6, use_radix_cache: bool = True
+) -> RankMemory:
+    sizes = EngineSizes(
+        dp_size=1,
+        page_size=page_size,
+        num_pages=num_pages,
+        num_rows=num_rows,
+        max_context_len=MAX_LEN,
+        max_step_tokens=64,
+        max_prompt_logprob_tokens=64,
+        vocab_size=100,
+    )
+    return RankMemory(3, sizes, use_radix_cache=use_radix_cache)
+
+
+def array(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+class Holder:
+    """A request as the memory sees it: its tokens and its lease."""
+
+    def __init__(self, tokens: np.ndarray, lease: KVLease) -> None:
+        self.tokens = tokens
+        self.lease = lease
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Open, grow, commit, publish, release and evict in any order, in a pool that is short."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]), num_pages=st.integers(4, 40), radix=st.booleans()
+    )
+    def start(self, page_size: int, num_pages: int, radix: bool) -> None:
+        self.memory = make_memory(page_size, num_pages=num_pages, use_radix_cache=radix)
+        self.page_size = page_size
+        self.holders: list[Holder] = []
+        # What was written to each page, as the prefix that ends with the page's last token.
+        self.written: dict[int, list[bytes]] = {}
+
+    @precondition(lambda self: self.memory.rows.num_free)
+    @rule(stem=st.integers(0, 2), cut=st.integers(0, MAX_LEN), tail=st.integers(0, 2))
+    def open_lease(self, stem: int, cut: int, tail: int) -> None:
+        tokens = np.full(MAX_LEN, stem, np.int32)
+        tokens[cut:] = 10 + tail
+        lease = self.memory.open_lease(tokens[:-1])
+        assert lease.cache_protected_len == lease.kv_committed_len == lease.kv_allocated_len
+        assert lease.kv_committed_len % self.page_size == 0
+        self.holders.append(Holder(tokens, lease))
+        self.check_content(self.holders[-1])
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def grow_many(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.holders), unique=True, min_size=1))
+        lens = [data.draw(st.integers(0, MAX_LEN)) for _ in chosen]
+        memory = self.memory
+        rows = array(*(holder.lease.row for holder in chosen))
+        held = [memory.pages_for(holder.lease.kv_allocated_len) for holder in chosen]
+        lacking = [max(memory.pages_for(n) - pages, 0) for n, pages in zip(lens, held, strict=True)]
+        assert memory.pages_to_grow(rows, array(*lens)).tolist() == lacking
+        before = [holder.lease.kv_allocated_len for holder in chosen]
+        view = memory.view()
+        fits = sum(lacking) <= memory.num_available_pages
+        assert memory.grow_rows(rows, array(*lens)) == fits
+        after = [holder.lease.kv_allocated_len for holder in chosen]
+        if fits:
+            assert after == [max(old, new) for old, new in zip(before, lens, strict=True)]
+            assert memory.view().free_pages == max(view.free_pages - sum(lacking), 0)
+        else:
+            assert after == before
+            assert memory.view() == view
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        lease = holder.lease
+        end = data.draw(st.integers(lease.kv_committed_len, lease.kv_allocated_len))
+        pages = lease.pages(self.page_size).tolist()
+        for position in range(lease.kv_committed_len, end):
+            slots = self.written.setdefault(pages[position // self.page_size], [])
+            del slots[position % self.page_size :]
+            slots.append(holder.tokens[: position + 1].tobytes())
+        self.memory.commit_rows(array(lease.row), array(end))
+        assert lease.kv_committed_len == end
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        num_known = data.draw(st.integers(0, MAX_LEN))
+        before = holder.lease.cache_protected_len
+        publish_prefix(self.memory, holder.lease, holder.tokens[:num_known])
+        offered = min(holder.lease.kv_committed_len, num_known) // self.page_size * self.page_size
+        keeps = self.memory.cache.num_protected + self.memory.cache.num_evictable > 0
+        expected = max(before, offered) if keeps else before
+        assert holder.lease.cache_protected_len == expected
+        self.check_content(holder)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), insert=st.booleans())
+    def release(self, data: st.DataObject, insert: bool) -> None:
+        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        num_known = data.draw(st.integers(0, MAX_LEN))
+        row, epoch = holder.lease.row, int(self.memory.rows.epoch[holder.lease.row])
+        release_kv_cache(self.memory, holder.lease, holder.tokens[:num_known], insert=insert)
+        assert holder.lease.released
+        assert self.memory.rows.epoch[row] == epoch + 1
+        assert row not in self.memory.allocator.owners()
+        with pytest.raises(LeaseError, match="after its release"):
+            release_kv_cache(self.memory, holder.lease, holder.tokens, insert=insert)
+
+    @rule(num_pages=st.integers(0, 10))
+    def make_room(self, num_pages: int) -> None:
+        view = self.memory.view()
+        can = num_pages <= self.memory.num_available_pages
+        assert self.memory.make_room(num_pages) == can
+        expected = max(view.free_pages, num_pages) if can else view.free_pages
+        assert self.memory.view().free_pages == expected
+
+    def check_content(self, holder: Holder) -> None:
+        """Each page below the committed length holds the KV of this very prefix."""
+        pages = holder.lease.pages(self.page_size).tolist()
+        for position in range(holder.lease.kv_committed_len):
+            slots = self.written[pages[position // self.page_size]]
+            assert slots[position % self.page_size] == holder.tokens[: position + 1].tobytes()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if not hasattr(self, "memory"):
+            return
+        check_balance(self.memory)
+        audit(self.memory)
+        for holder in self.holders:
+            lease = holder.lease
+            assert 0 <= lease.cache_protected_len <= lease.kv_committed_len
+            assert lease.kv_committed_len <= lease.kv_allocated_len
+            assert lease.cache_protected_len % self.page_size == 0
+            num_pages = self.memory.pages_for(lease.kv_allocated_len)
+            listed = self.memory.rows.pages[lease.row]
+            assert (listed[:num_pages] > 0).all()
+            assert (listed[num_pages:] == 0).all()
+            self.check_content(holder)
+
+    def teardown(self) -> None:
+        """Drained and evicted, everything is free."""
+        if not hasattr(self, "memory"):
+            return
+        for holder in self.holders:
+            release_kv_cache(self.memory, holder.lease, holder.tokens, insert=True)
+        audit(self.memory)
+        self.memory.cache.reset()
+        view = self.memory.view()
+        assert view.free_pages == view.total_pages - 1
+        assert view.free_rows == view.total_rows
+
+
+TestLeases = LeaseMachine.TestCase
+TestLeases.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+
+
+def write(memory: RankMemory, lease: KVLease, num_tokens: int) -> None:
+    assert memory.grow_rows(array(lease.row), array(num_tokens))
+    memory.commit_rows(array(lease.row), array(num_tokens))
+
+
+def test_whole_committed_pages_enter_the_cache_and_the_rest_is_freed() -> None:
+    memory = make_memory(4)
+    lease = memory.open_lease(array(*range(20)))
+    write(memory, lease, 10)
+    assert memory.grow_rows(array(lease.row), array(17))
+    release_kv_cache(memory, lease, np.arange(20, dtype=np.int32), insert=True)
+    assert memory.view().cached_pages == 2
+    assert memory.view().free_pages == 23 - 2
+    assert memory.cache.peek(np.arange(20, dtype=np.int32)).length == 8
+
+
+def test_tokens_the_host_does_not_know_yet_never_enter_the_cache() -> None:
+    memory = make_memory(4)
+    lease = memory.open_lease(array(*range(20)))
+    write(memory, lease, 12)
+    release_kv_cache(memory, lease, np.arange(9, dtype=np.int32), insert=True)
+    assert memory.view().cached_pages == 2
+
+
+def test_without_insert_only_what_the_cache_had_stays() -> None:
+    memory = make_memory(4)
+    tokens = np.arange(30, dtype=np.int32)
+    first = memory.open_lease(tokens[:8])
+    write(memory, first, 8)
+    release_kv_cache(memory, first, tokens[:8], insert=True)
+    second = memory.open_lease(tokens)
+    assert second.cache_protected_len == 8
+    write(memory, second, 21)
+    release_kv_cache(memory, second, tokens, insert=False)
+    assert memory.view().cached_pages == 2
+    assert memory.view().protected_pages == 0
+    audit(memory)
+
+
+def test_publishing_a_prefix_another_lease_published_frees_the_duplicates() -> None:
+    memory = make_memory(4)
+    tokens = np.arange(16, dtype=np.int32)
+    leases = [memory.open_lease(tokens), memory.open_lease(tokens)]
+    for lease in leases:
+        write(memory, lease, 14)
+    assert memory.view().leased_pages == 8
+    for lease in leases:
+        publish_prefix(memory, lease, tokens)
+    assert memory.view().cached_pages == 3
+    assert memory.view().leased_pages == 2
+    assert leases[0].pages(4, 0, 12).tolist() == leases[1].pages(4, 0, 12).tolist()
+    assert leases[0].pages(4, 12).tolist() != leases[1].pages(4, 12).tolist()
+
+
+def test_committing_more_than_is_allocated_raises() -> None:
+    memory = make_memory(4)
+    lease = memory.open_lease(array(1, 2))
+    assert memory.grow_rows(array(lease.row), array(3))
+    with pytest.raises(LeaseError, match="would commit"):
+        memory.commit_rows(array(lease.row), array(4))
+    assert lease.kv_committed_len == 0
+
+
+@pytest.mark.parametrize("lengths", [(0, 3, 2), (4, 3, 5), (-4, 0, 0)])
+def test_lengths_out_of_order_are_refused(lengths: tuple[int, int, int]) -> None:
+    memory = make_memory(4)
+    lease = memory.open_lease(array(1, 2))
+    protected, committed, allocated = lengths
+    with pytest.raises(LeaseError, match="0 <= protected <= committed <= allocated"):
+        lease.set_lengths(protected=protected, committed=committed, allocated=allocated)
+    assert lease.kv_allocated_len == 0
+
+
+def test_a_released_lease_is_of_no_use() -> None:
+    memory = make_memory(4)
+    lease = memory.open_lease(array(1, 2))
+    release_kv_cache(memory, lease, array(1, 2), insert=True)
+    for use in (
+        lambda: lease.pages(4),
+        lambda: lease.set_lengths(protected=0, committed=0, allocated=0),
+        lambda: publish_prefix(memory, lease, array(1, 2)),
+    ):
+        with pytest.raises(LeaseError, match=r"rank 3.*released"):
+            use()
+
+
+def test_opening_a_lease_without_a_free_row_changes_nothing() -> None:
+    memory = make_memory(4, num_rows=2)
+    memory.open_lease(array(1, 2))
+    view = memory.view()
+    with pytest.raises(LeaseError, match="all 1 rows are held"):
+        memory.open_lease(array(3))
+    assert memory.view() == view

@@ -1,0 +1,111 @@
+"""A prefix tree without a tree: the set of all cached page-aligned prefixes, searched by force."""
+
+from hypothesis import strategies as st
+
+from sgl_jax.mem_cache.radix_tree import RadixTree, TreeNode
+
+Tokens = tuple[int, ...]
+
+
+class PrefixModel:
+    """Each cached prefix (its length a multiple of the page size) with the page at its end."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages: dict[Tokens, int] = {}
+        self.ages: dict[Tokens, int] = {}
+        self.locked: list[Tokens] = []
+        self._clock = 0
+
+    def prefixes(self, tokens: Tokens) -> list[Tokens]:
+        ends = range(self.page_size, len(tokens) + 1, self.page_size)
+        return [tokens[:end] for end in ends]
+
+    def longest_match(self, tokens: Tokens) -> Tokens:
+        return max((p for p in self.prefixes(tokens) if p in self.pages), key=len, default=())
+
+    def pages_of(self, tokens: Tokens) -> list[int]:
+        return [self.pages[prefix] for prefix in self.prefixes(tokens)]
+
+    def touch(self, tokens: Tokens) -> None:
+        self._clock += 1
+        self.ages.update(dict.fromkeys(self.prefixes(tokens), self._clock))
+
+    def is_locked(self, prefix: Tokens) -> bool:
+        return any(locked[: len(prefix)] == prefix for locked in self.locked)
+
+    def evictable(self) -> set[Tokens]:
+        return {prefix for prefix in self.pages if not self.is_locked(prefix)}
+
+    def leaves(self) -> set[Tokens]:
+        parents = {prefix[: -self.page_size] for prefix in self.pages}
+        return self.evictable() - parents
+
+    def remove_evicted(self, remaining: dict[Tokens, int]) -> set[Tokens]:
+        """Accept an eviction: what is gone was unlocked, and older than any leaf still there."""
+        gone = self.pages.keys() - remaining.keys()
+        assert gone <= self.evictable(), "eviction took what is locked"
+        for prefix in gone:
+            del self.pages[prefix]
+        assert remaining == self.pages, "eviction changed what it kept"
+        if gone and self.leaves():
+            youngest_gone = max(self.ages[prefix] for prefix in gone)
+            assert youngest_gone <= min(self.ages[leaf] for leaf in self.leaves())
+        return gone
+
+
+def tokens_to(node: TreeNode) -> Tokens:
+    """All tokens from the root to the end of `node`."""
+    parts = []
+    step: TreeNode | None = node
+    while step is not None:
+        parts.append(tuple(step.key.tolist()))
+        step = step.parent
+    return tuple(token for part in reversed(parts) for token in part)
+
+
+def cached_pages(tree: RadixTree) -> dict[Tokens, int]:
+    """What `PrefixModel.pages` should be, read off the tree (its component 0 is FULL)."""
+    found = {}
+    for node in tree.nodes():
+        tokens, start = tokens_to(node), node.end - len(node.key)
+        for i, page in enumerate(node.values[0].tolist()):
+            found[tokens[: start + (i + 1) * tree.page_size]] = page
+    return found
+
+
+def shape_of(tree: RadixTree) -> list[tuple[object, ...]]:
+    """Everything a read-only call must leave alone."""
+    return [
+        (node.node_id, tokens_to(node), node.last_access, tuple(node.locks))
+        for node in tree.nodes()
+    ]
+
+
+def check_shape(tree: RadixTree) -> None:
+    """The invariants of a compressed, page-aligned tree."""
+    root = tree.root
+    assert root.end == len(root.key) == 0
+    assert not any(root.locks)
+    assert all(value is None for value in root.values)
+    for node in [root, *tree.nodes()]:
+        for first_page, child in node.children.items():
+            assert child.parent is node
+            assert len(child.key) > 0
+            assert len(child.key) % tree.page_size == 0
+            assert child.key[: tree.page_size].tobytes() == first_page
+            assert child.end == node.end + len(child.key)
+            assert node is root or child.last_access <= node.last_access
+            assert node is root or child.locks[0] <= node.locks[0]
+
+
+def token_lists(page_size: int, *, ragged: bool = False) -> st.SearchStrategy[Tokens]:
+    """Sequences that often share prefixes; pages differ in their last token only, or in all."""
+    pages = [(1,) * page_size, (1,) * (page_size - 1) + (2,), (3,) * page_size]
+    whole = st.lists(st.sampled_from(pages), max_size=6).map(
+        lambda chosen: tuple(token for page in chosen for token in page)
+    )
+    if not ragged:
+        return whole.filter(bool)
+    tail = st.lists(st.sampled_from([1, 2]), max_size=page_size - 1).map(tuple)
+    return st.tuples(whole, tail).map(lambda parts: parts[0] + parts[1])
