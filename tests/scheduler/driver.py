@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import AbortRequest, FinishReason, GenerateRequest
+from sgl_jax.core.messages import AbortRequest, FinishReason, GenerateRequest, TokenLogprobs
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
 from sgl_jax.scheduler.config import SchedulerConfig
@@ -20,6 +20,7 @@ def make_sizes(
     max_context_len: int = 256,
     max_step_tokens: int = 16,
     vocab_size: int = 50,
+    max_prompt_logprob_tokens: int | None = None,
 ) -> EngineSizes:
     """Small sizes, as tests like them."""
     return EngineSizes(
@@ -29,7 +30,7 @@ def make_sizes(
         num_rows=num_rows,
         max_context_len=max_context_len,
         max_step_tokens=max_step_tokens,
-        max_prompt_logprob_tokens=max(max_step_tokens, num_rows),
+        max_prompt_logprob_tokens=max_prompt_logprob_tokens or max_step_tokens,
         vocab_size=vocab_size,
     )
 
@@ -69,10 +70,13 @@ class Driver:
         self.cached: dict[str, int] = {}
         self.dp_rank: dict[str, int] = {}
         self.prompts: dict[str, list[int]] = {}
+        self.logprob_start: dict[str, int] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.plans: list[StepPlan] = []
 
     def submit(self, message: GenerateRequest) -> None:
         self.prompts[message.rid] = message.input_ids
+        self.logprob_start[message.rid] = message.logprob_start_len
         self.scheduler.submit(message)
         self.collect()
 
@@ -112,6 +116,7 @@ class Driver:
         for output in batch.outputs:
             assert output.rid not in self.finish, f"{output.rid} got an output after its end"
             self.tokens[output.rid].extend(output.token_ids)
+            self.prompt_logprobs[output.rid].extend(output.prompt_logprobs or [])
             self.cached[output.rid] = output.cached_tokens
             self.dp_rank[output.rid] = output.dp_rank
             if output.finish is not None:
@@ -128,3 +133,15 @@ class Driver:
         """Every token of a request must be what its prefix alone determines."""
         got = self.tokens[rid]
         assert got == self.oracle.expected_output(self.prompts[rid], len(got)), rid
+
+    def check_prompt_logprobs(self, rid: str, prompt: list[int]) -> None:
+        """Each prompt position asked for was reported once, in order, with its own value."""
+        got = self.prompt_logprobs[rid]
+        start = self.logprob_start[rid]
+        if start < 0:
+            assert got == []
+            return
+        expected: list[float | None] = [*self.oracle.expected_logprobs(prompt)]
+        expected[0] = None
+        assert [entry.logprob for entry in got] == expected[start:], rid
+        assert [entry.token_id for entry in got] == prompt[start:], rid
