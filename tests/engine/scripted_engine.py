@@ -33,7 +33,6 @@ from sgl_jax.engine.process import run_engine
 
 CRASH_SEED = 666  # a request with this seed is a defect of the engine
 FULL_SEED = 503  # and with this one, the queue is full
-HIDDEN_SEED = 404  # its output never comes
 DP_SIZE = 2
 LOGPROB = -0.5
 EOS = 1
@@ -55,6 +54,7 @@ class ScriptedEngine:
     seen: list[FrontMessage] = field(default_factory=list)
     running: dict[str, Running] = field(default_factory=dict)
     draining: bool = False
+    stopped: bool = False  # set from outside
 
     @property
     def info(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class ScriptedEngine:
         }
 
     def run(self, channel: Channel) -> None:
-        while True:
+        while not self.stopped:
             for message in channel.poll(0 if self.running else 0.05):
                 self.seen.append(message)
                 if isinstance(message, Shutdown):
@@ -121,8 +121,6 @@ class ScriptedEngine:
         batch = OutputBatch([], [], [])
         for rid, running in list(self.running.items()):
             request = running.request
-            if request.sampling.seed == HIDDEN_SEED:
-                continue
             token = request.input_ids[running.num_output_tokens % len(request.input_ids)]
             running.num_output_tokens += 1
             finish = self.finish(running, token)

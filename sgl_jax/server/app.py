@@ -1,0 +1,32 @@
+"""Puts the HTTP application together. No sockets, no processes: those are `lifecycle`'s."""
+
+from fastapi import FastAPI
+
+from sgl_jax import __version__
+from sgl_jax.server import management_routes, native_routes, openai_routes
+from sgl_jax.server.context import ServerContext
+from sgl_jax.server.errors import install_error_handlers
+from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from sgl_jax.server.native_protocol import Generated
+from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
+from sgl_jax.server.openapi import install_openapi
+
+
+def build_app(context: ServerContext) -> FastAPI:
+    """The application over `context`; nothing is started."""
+    app = FastAPI(
+        title="sgl_jax",
+        version=__version__,
+        description="Serves one language model: the OpenAI API, and SGLang's own.",
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    for routes in (openai_routes, native_routes, management_routes):
+        app.include_router(routes.router)
+    install_error_handlers(app)
+    app.add_middleware(BodyLimitMiddleware)
+    if context.args.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=context.args.api_key)
+    structs: list[type] = [ChatCompletion, Completion, ModelCard, ModelList, Generated]
+    install_openapi(app, structs, needs_key=context.args.api_key is not None)
+    return app

@@ -1,0 +1,90 @@
+"""What the routes share: the front, the model's name, and whether the server still takes work."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+
+from sgl_jax.core.messages import FrontMessage, Reply
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.frontend import Frontend
+from sgl_jax.metrics.engine_metrics import EngineMetrics
+from sgl_jax.server.errors import ApiError
+
+# Longer texts are tokenised on another thread, so that streams go on meanwhile.
+_LONG_TEXT_CHARS = 16_384
+_DEFAULT_MODEL = "default"  # what clients send who know of only one model
+
+
+@dataclasses.dataclass
+class ServerContext:
+    """One per server; `draining` is the only thing that changes."""
+
+    args: ServerArgs
+    frontend: Frontend
+    engine_info: dict[str, Any]
+    engine_metrics: EngineMetrics
+    draining: bool = False
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the OpenAI API."""
+        return self.args.served_model_name or Path(self.args.model_path).resolve().name
+
+    def check_model(self, name: str) -> None:
+        """Raise 404 unless `name` is the model served here."""
+        if name not in (self.model_name, self.args.model_path, _DEFAULT_MODEL):
+            raise ApiError(
+                404,
+                f"no model {name!r} here; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_open(self) -> None:
+        """Raise 503 if new work is not taken any more."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if self.frontend.death is not None:
+            raise ApiError(503, self.frontend.death, code="engine_dead")
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without holding up the event loop for long."""
+        return await self.off_loop_if_long(len(text), lambda: self.frontend.encode(text))
+
+    async def off_loop_if_long(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+        """Run `encode` here for a short text, on a thread for a long one."""
+        return encode() if num_chars < _LONG_TEXT_CHARS else await asyncio.to_thread(encode)
+
+    async def ask(
+        self, make_message: Callable[[str], FrontMessage], timeout_s: float = 30.0
+    ) -> Reply:
+        """Ask the engine and wait for its answer.
+
+        Raises:
+            ApiError: 503, no answer within `timeout_s` (the engine may be in a long step).
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Reply] = loop.create_future()
+
+        def on_reply(reply: Reply) -> None:
+            if not answer.done():  # else whoever asked has given up
+                answer.set_result(reply)
+
+        self.frontend.ask(make_message, on_reply)
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError as error:
+            raise ApiError(503, f"the engine gave no answer within {timeout_s:g} s") from error
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the app that serves `request`."""
+    context = request.app.state.context
+    assert isinstance(context, ServerContext)
+    return context

@@ -1,0 +1,153 @@
+"""Every refusal and failure leaves as `{"error": {"message", "type", "param", "code"}}`.
+
+Owns the mapping from exceptions to HTTP answers. Must never show a traceback or the client's own
+data back to it.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from sgl_jax.core.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from sgl_jax.core.messages import FinishReason
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+# Pydantic puts the branch of a union into the path of an error; clients know no branches.
+_UNION_BRANCH = re.compile(r"^(str|int|float|bool|constrained-.*|list\[.*|dict\[.*|[A-Z]\w*)$")
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """What was wrong; `param` is the field at fault, `code` a name that programs can test."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct, frozen=True):
+    """The envelope of every 4xx and 5xx answer, and of an error event within a stream."""
+
+    error: ErrorBody
+
+
+class ApiError(HTTPException):
+    """An answer other than 200, with all that the envelope holds."""
+
+    def __init__(
+        self,
+        status_code: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if status_code == 503 and headers is None:
+            headers = {"retry-after": str(RETRY_AFTER_S)}
+        super().__init__(status_code, message, headers)
+        self.param = param
+        self.code = code
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The answer that `error` deserves; whatever is not known is a defect of ours, a 500."""
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case RequestValidationError():
+            return _from_validation(error.errors())
+        case InvalidRequestError():
+            return ApiError(400, str(error), param=error.param, code="invalid_value")
+        case QueueFullError():
+            return ApiError(503, str(error), code="queue_full")
+        case EngineDeadError():
+            return ApiError(503, str(error), code="engine_dead")
+    return ApiError(500, "the server failed on this request; its log says why")
+
+
+def abort_error(finish: FinishReason) -> ApiError | None:
+    """The error behind an abort that carries an HTTP status, else None: then it is an ending."""
+    if finish.type != "abort" or finish.status_code is None:
+        return None
+    code = {400: "invalid_value", 503: "queue_full"}.get(finish.status_code)
+    return ApiError(finish.status_code, finish.message or "the request was aborted", code=code)
+
+
+def envelope(error: ApiError) -> bytes:
+    """The JSON of an error."""
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    body = ErrorBody(str(error.detail), kind, error.param, error.code)
+    return msgspec.json.encode(ErrorResponse(body))
+
+
+def error_response(error: ApiError) -> Response:
+    """An error as a whole HTTP answer."""
+    headers = dict(error.headers or {})
+    return Response(envelope(error), error.status_code, headers, "application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every way out of `app` use the envelope."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        answer = to_api_error(error)
+        if answer.status_code == 500:
+            logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(answer)
+
+    kinds = (HTTPException, RequestValidationError, InvalidRequestError)
+    for kind in (*kinds, EngineDeadError, QueueFullError, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+@contextmanager
+def client_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Within, errors name fields as this route's clients spell them."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        ours = error.param
+        if ours is None or ours not in names:
+            raise
+        theirs = names[ours]
+        raise InvalidRequestError(
+            str(error).replace(ours, theirs.rpartition(".")[2]), theirs
+        ) from error
+
+
+def _from_validation(errors: Sequence[Any]) -> ApiError:
+    """One clear sentence from pydantic's list: the error that got deepest into the body."""
+    worst = max(errors, key=lambda error: len(error["loc"]))
+    cause = worst.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidRequestError):  # raised by a check across fields
+        return to_api_error(cause)
+    path = field_path(worst["loc"])
+    reason = str(worst["msg"]).removeprefix("Value error, ")
+    if worst["type"] == "extra_forbidden":
+        reason = "this field is unknown or not supported"
+    if worst["loc"] == ("body",):
+        reason = f"the body must be a JSON object with content type application/json: {reason}"
+    return ApiError(400, f"{path}: {reason}" if path else reason, param=path, code="invalid_value")
+
+
+def field_path(location: Sequence[str | int]) -> str | None:
+    """("body", "messages", 0, "content") -> "messages[0].content"; None for the whole body."""
+    path = ""
+    for step in location[1:]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not _UNION_BRANCH.match(step):
+            path += f".{step}" if path else step
+    return path or None

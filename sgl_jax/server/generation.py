@@ -1,0 +1,227 @@
+"""From prepared requests to an HTTP answer, streamed or whole.
+
+One HTTP request may need several engine requests (`n`, lists of prompts). They live and die
+together: when the client goes away or one of them fails, the others are aborted.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from sgl_jax.core.messages import FinishReason, GenerateRequest, TokenLogprobs
+from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.errors import abort_error, envelope, to_api_error
+
+T = TypeVar("T")
+_CLIENT_GONE = 499  # nginx's number for a client that closed the connection; nobody reads it
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass
+class Answer:
+    """All that one engine request gave."""
+
+    stream: RequestStream
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.prompt_logprobs += chunk.prompt_logprobs
+        self.finish = chunk.finish
+
+
+class AnswerFormat(Protocol):
+    """How one API family writes its answers."""
+
+    def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
+        """The event lines (`data: ...`) for one chunk of choice `index`."""
+        ...
+
+    def closing(self, streams: Sequence[RequestStream]) -> bytes:
+        """Event lines after the last chunk, before `[DONE]`."""
+        ...
+
+    def whole(self, answers: Sequence[Answer]) -> Any:
+        """The answer that is not streamed, to be written as JSON."""
+        ...
+
+
+class StreamGroup:
+    """The engine requests behind one HTTP request. Leaving the block aborts what still runs."""
+
+    def __init__(
+        self, frontend: Frontend, requests: Sequence[GenerateRequest], *, streaming: bool
+    ) -> None:
+        self._frontend = frontend
+        self._requests = requests
+        self._streaming = streaming
+        self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
+        self._wake = asyncio.Event()
+        self.streams: list[RequestStream] = []
+        self.num_open = len(requests)
+
+    async def __aenter__(self) -> Self:
+        try:
+            for index, request in enumerate(self._requests):
+                self.streams.append(self._start(index, request))
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._abandon()
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
+        """Chunks with the index of their request, several at a time when they wait.
+
+        Raises:
+            ApiError: a request was aborted with an HTTP status, such as 503 for a full queue.
+            EngineDeadError: the engine has ended.
+        """
+        while self.num_open:
+            await self._wake.wait()
+            self._wake.clear()
+            ready, self._ready = self._ready, {}
+            batch = []
+            for index in ready:
+                chunk = self.streams[index].take()
+                if chunk is None:
+                    continue
+                if chunk.finish is not None:
+                    failure = abort_error(chunk.finish)
+                    if failure is not None:
+                        raise failure
+                    self.num_open -= 1
+                elif self.streams[index].error is not None:
+                    self._signal(index)  # the error comes with the next `take`
+                batch.append((index, chunk))
+            if batch:
+                yield batch
+
+    def _start(self, index: int, request: GenerateRequest) -> RequestStream:
+        return self._frontend.start(request, lambda: self._signal(index), streaming=self._streaming)
+
+    def _signal(self, index: int) -> None:
+        self._ready[index] = None
+        self._wake.set()
+
+    def _abandon(self) -> None:
+        for stream in self.streams:
+            self._frontend.abandon(stream)
+
+
+async def respond(
+    request: Request,
+    frontend: Frontend,
+    requests: Sequence[GenerateRequest],
+    answer_format: AnswerFormat,
+    *,
+    streaming: bool,
+) -> Response:
+    """Run `requests` and answer in `answer_format`; stops as soon as the client goes away."""
+    group = StreamGroup(frontend, requests, streaming=streaming)
+    if streaming:
+        return EventStream(group, answer_format)
+    answers = await while_connected(request.receive, _gather(group))
+    if answers is None:
+        return Response(status_code=_CLIENT_GONE)
+    return json_response(answer_format.whole(answers))
+
+
+def json_response(value: Any) -> Response:
+    """`value` (structs, dictionaries) as JSON."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event with `value` as JSON."""
+    return b"data: %b\n\n" % msgspec.json.encode(value)
+
+
+class EventStream(Response):
+    """A streamed answer. Headers wait for the first chunk, so that a refusal is a plain error.
+
+    Talks ASGI itself: chunks are bytes already, and a layer less per event is most of its cost.
+    """
+
+    def __init__(self, group: StreamGroup, answer_format: AnswerFormat) -> None:
+        super().__init__()
+        self._group = group
+        self._format = answer_format
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._pump(send))
+
+    async def _pump(self, send: Send) -> None:
+        started = False
+        async with self._group as group:
+            try:
+                async for batch in group.batches():
+                    body = b"".join(
+                        self._format.event(index, chunk, group.streams[index])
+                        for index, chunk in batch
+                    )
+                    if not group.num_open:
+                        body += self._format.closing(group.streams) + b"data: [DONE]\n\n"
+                    if not started:
+                        await send(
+                            {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+                        )
+                        started = True
+                    await send(_body(body, more=bool(group.num_open)))
+            except Exception as error:
+                if not started:
+                    raise
+                await send(_body(b"data: %b\n\n" % envelope(to_api_error(error)), more=False))
+                if to_api_error(error).status_code == 500:
+                    raise
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T | None:
+    """Await `work`, or cancel it and return None when the client goes away first."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _gather(group: StreamGroup) -> list[Answer]:
+    async with group:
+        answers = [Answer(stream) for stream in group.streams]
+        async for batch in group.batches():
+            for index, chunk in batch:
+                answers[index].add(chunk)
+        return answers
+
+
+def _body(data: bytes, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}

@@ -1,0 +1,131 @@
+"""Health, facts, metrics, and the few things an operator may ask the engine to do."""
+
+import asyncio
+import contextlib
+import dataclasses
+import tempfile
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from sgl_jax import __version__
+from sgl_jax.core.messages import FlushCache, GetState, Profile
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.server.context import ServerContext, context_of
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.generation import StreamGroup, json_response
+from sgl_jax.server.json_route import JsonRoute
+from sgl_jax.server.native_protocol import ProfileBody
+from sgl_jax.server.openapi import answers, text_answer
+
+_HEALTH_TIMEOUT_S = 20.0
+_SCRAPE_TIMEOUT_S = 2.0
+
+router = APIRouter(tags=["management"], route_class=JsonRoute)
+
+
+@router.get("/health", responses=answers())
+async def health(request: Request) -> Response:
+    """200 while the server takes requests. Asks nothing of the engine, needs no key."""
+    context_of(request).check_open()
+    return json_response({"status": "ok"})
+
+
+@router.get("/health_generate", responses=answers())
+async def health_generate(request: Request) -> Response:
+    """200 if the engine generates a token within 20 s."""
+    context = context_of(request)
+    context.check_open()
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    probe = context.frontend.prepare([0], sampling)
+    try:
+        async with (
+            asyncio.timeout(_HEALTH_TIMEOUT_S),
+            StreamGroup(context.frontend, [probe], streaming=False) as group,
+        ):
+            async for _ in group.batches():
+                pass
+    except TimeoutError as error:
+        raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s") from error
+    return json_response({"status": "ok"})
+
+
+@router.get("/get_model_info", responses=answers())
+async def get_model_info(request: Request) -> Response:
+    """What is served."""
+    context = context_of(request)
+    facts = context.frontend.facts
+    return json_response(
+        {
+            "model_path": context.args.model_path,
+            "tokenizer_path": context.args.tokenizer_path or context.args.model_path,
+            "served_model_name": context.model_name,
+            "is_generation": True,
+            **facts._asdict(),
+        }
+    )
+
+
+@router.get("/get_server_info", responses=answers())
+async def get_server_info(request: Request) -> Response:
+    """Settings, the engine's facts, and the memory and load of every rank."""
+    context = context_of(request)
+    settings = dataclasses.asdict(context.args)
+    settings["api_key"] = None if context.args.api_key is None else "***"
+    state = (await context.ask(lambda rid: GetState(rid=rid))).data
+    return json_response(
+        {**settings, "version": __version__, "engine": context.engine_info, "state": state}
+    )
+
+
+@router.get("/metrics", responses=text_answer("counters in Prometheus' text format"))
+async def metrics(request: Request) -> Response:
+    """Requests and latencies; memory and load of every rank, as of the engine's last word."""
+    context = context_of(request)
+    # A busy or dead engine is no reason to hide the other figures.
+    with contextlib.suppress(ApiError):
+        await _refresh(context)
+    text = context.frontend.metrics.exposition()
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+@router.post("/flush_cache", responses=answers())
+@router.get("/flush_cache", responses=answers())
+async def flush_cache(request: Request) -> Response:
+    """Empty the prefix caches; refused while requests run or wait."""
+    reply = await context_of(request).ask(lambda rid: FlushCache(rid=rid))
+    if not reply.ok:
+        raise ApiError(400, reply.message or "the cache is in use", code="busy")
+    return json_response({"flushed": True})
+
+
+@router.post("/start_profile", responses=answers())
+async def start_profile(request: Request, body: ProfileBody | None = None) -> Response:
+    """Start a device trace, to be read with TensorBoard or xprof."""
+    chosen = None if body is None else body.output_dir
+    if chosen is not None and "\0" in chosen:
+        raise ApiError(400, "output_dir must not hold a null character", param="output_dir")
+    folder = chosen or tempfile.mkdtemp(prefix="sgl_jax-profile-")
+    return await _profile(request, folder)
+
+
+@router.post("/stop_profile", responses=answers())
+async def stop_profile(request: Request) -> Response:
+    """End the trace and write it."""
+    return await _profile(request, None)
+
+
+async def _profile(request: Request, folder: str | None) -> Response:
+    reply = await context_of(request).ask(
+        lambda rid: Profile(rid=rid, output_dir=folder), timeout_s=120.0
+    )
+    if not reply.ok:
+        raise ApiError(400, reply.message or "the engine refused", code="profile_refused")
+    return json_response({"output_dir": folder, **reply.data})
+
+
+async def _refresh(context: ServerContext) -> None:
+    if context.frontend.death is None:
+        reply = await context.ask(lambda rid: GetState(rid=rid), _SCRAPE_TIMEOUT_S)
+        if reply.ok:
+            context.engine_metrics.update(reply.data)

@@ -1,0 +1,224 @@
+"""Bodies of the OpenAI routes: what clients may send, with SGLang's additions.
+
+Every field is known: one that is not, or that asks for something this server cannot do, is
+refused by name rather than ignored. A null counts as not given.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.sampling_params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
+
+MAX_CHOICES = 1024  # engine requests behind one HTTP request
+_MAX_MESSAGES = 16_384
+_INT64 = 2**63
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Nothing = Annotated[Any, Field(json_schema_extra={"type": "null"})]
+
+
+class StrictModel(BaseModel):
+    """No coercion, no unknown fields, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {k: v for k, v in body.items() if v is not None or k in cls.model_fields}
+
+
+class StreamOptions(StrictModel):
+    """`include_usage`: a last event with the usage; `continuous_usage_stats`: in every event."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """Only free text for now."""
+
+    type: Literal["text"]
+
+
+class GenerationFields(StrictModel):
+    """What chat and completions have in common."""
+
+    model: str = "default"
+    n: int | None = Field(default=None, ge=1, le=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    temperature: float | None = Field(default=None, ge=0, le=1e4)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, description="-1 or 0: all")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=1e4)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
+    stop: (
+        str
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)]
+        | None
+    ) = None
+    stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    min_new_tokens: int | None = Field(default=None, ge=0)
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    rid: str | None = Field(default=None, min_length=1, max_length=200)
+    dp_rank: int | None = Field(default=None, ge=0)
+
+    response_format: ResponseFormat | None = None
+
+    # Accepted and without effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    def sampling(self, max_new_tokens: int | None, choice: int) -> SamplingParams:
+        """Sampling parameters of one choice; a given seed differs from choice to choice."""
+        names = set(SamplingParams.__struct_fields__) & set(GenerationFields.model_fields)
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,) if self.stop else ()
+        elif self.stop is not None:
+            given["stop"] = tuple(self.stop)
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.min_tokens is not None:
+            given["min_new_tokens"] = self.min_tokens
+        if self.logit_bias is not None:
+            given["logit_bias"] = token_bias(self.logit_bias)
+        if self.seed is not None:
+            given["seed"] = (self.seed + choice + _INT64) % (2 * _INT64) - _INT64
+        return SamplingParams(max_new_tokens=max_new_tokens, **given)
+
+
+class TextPart(StrictModel):
+    """A piece of a message; images and audio are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(StrictModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    reasoning_content: str | None = None
+    # Part of what OpenAI's answers hold, so clients send them back. Refused if they say something.
+    refusal: str | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates expect it: one string, and no developers."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        message = {"role": role, "content": content}
+        for extra in ("name", "reasoning_content"):
+            if getattr(self, extra) is not None:
+                message[extra] = getattr(self, extra)
+        return message
+
+
+class ChatRequest(GenerationFields):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    parallel_tool_calls: bool | None = None  # without effect: there are no tools
+    tools: Annotated[list[Any], Field(json_schema_extra={"maxItems": 0})] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _no_tools(cls, tools: list[Any] | None) -> list[Any] | None:
+        if tools:
+            raise ValueError("tools are not supported")
+        return tools
+
+    @model_validator(mode="after")
+    def _logprobs_for_top_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        return self
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Variables for the chat template."""
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return effort | (self.chat_template_kwargs or {})
+
+
+class CompletionRequest(GenerationFields):
+    """Body of `/v1/completions`."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_CHOICES)]
+    )
+    max_tokens: int | None = Field(default=None, ge=0, description="0 only with echo")
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+    best_of: int | None = Field(default=None, ge=1, le=128, description="must equal n")
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _supported_combination(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise InvalidRequestError(
+                f"best_of must equal n ({self.num_choices}), got {self.best_of}", "best_of"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("max_tokens 0 is allowed only with echo", "max_tokens")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        return [prompt] if is_one else prompt
+
+
+def token_bias(bias: dict[str, float]) -> dict[int, float]:
+    """JSON has only string keys: `{"17": -1.0}` -> `{17: -1.0}`."""
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError as error:
+        raise InvalidRequestError(
+            "the keys of logit_bias must be token ids, as decimal numbers", "logit_bias"
+        ) from error

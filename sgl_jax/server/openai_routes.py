@@ -1,0 +1,152 @@
+"""The OpenAI API: models, chat completions, completions."""
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.server.context import ServerContext, context_of
+from sgl_jax.server.errors import client_names
+from sgl_jax.server.generation import json_response, respond
+from sgl_jax.server.json_route import JsonRoute
+from sgl_jax.server.openai_formats import ChatFormat, CompletionFormat
+from sgl_jax.server.openai_protocol import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+)
+from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
+from sgl_jax.server.openapi import answers, streamed_answers
+
+_DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's legacy API
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+
+
+@router.get("/models", responses=answers(ModelList))
+async def list_models(request: Request) -> Response:
+    """The one model that is served."""
+    return json_response(ModelList([_card(context_of(request))]))
+
+
+@router.get("/models/{model:path}", responses=answers(ModelCard))
+async def get_model(model: str, request: Request) -> Response:
+    """The model of this name, if it is the one."""
+    context = context_of(request)
+    context.check_model(model)
+    return json_response(_card(context))
+
+
+@router.post("/chat/completions", responses=streamed_answers(ChatCompletion))
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    context.check_open()
+    context.check_model(body.model)
+    messages = [message.for_template() for message in body.messages]
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    with client_names(_names(body, limit, "messages")):
+        prompt = await context.off_loop_if_long(
+            sum(len(message["content"]) for message in messages),
+            lambda: context.frontend.tokenizer.apply_chat_template(
+                messages,
+                continue_final_message=bool(body.continue_final_message),
+                template_args=body.template_args,
+            ),
+        )
+        requests = [
+            context.frontend.prepare(
+                prompt,
+                body.sampling(body.max_completion_tokens or body.max_tokens, choice),
+                rid=body.rid,
+                return_logprob=bool(body.logprobs),
+                top_logprobs_num=body.top_logprobs or 0,
+                dp_rank=body.dp_rank,
+            )
+            for choice in range(body.num_choices)
+        ]
+    return await respond(
+        request,
+        context.frontend,
+        requests,
+        ChatFormat(context, body),
+        streaming=bool(body.stream),
+    )
+
+
+@router.post("/completions", responses=streamed_answers(Completion))
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue one or several prompts."""
+    context = context_of(request)
+    context.check_open()
+    context.check_model(body.model)
+    if not 1 <= len(body.prompts) * body.num_choices <= MAX_CHOICES:
+        raise InvalidRequestError(
+            f"prompts times n must be 1 to {MAX_CHOICES}, "
+            f"got {len(body.prompts)} x {body.num_choices}",
+            "prompt",
+        )
+    echoes: list[str] = []
+    requests: list[GenerateRequest] = []
+    with client_names(_names(body, "max_tokens", "prompt")):
+        for prompt in body.prompts:
+            ids = await context.encode(prompt) if isinstance(prompt, str) else prompt
+            requests += _completion_choices(context, body, ids)
+            if body.echo:
+                text = prompt if isinstance(prompt, str) else _decode(context, body, ids)
+                echoes += [text] * body.num_choices
+    return await respond(
+        request,
+        context.frontend,
+        requests,
+        CompletionFormat(context, body, echoes),
+        streaming=bool(body.stream),
+    )
+
+
+def _completion_choices(
+    context: ServerContext, body: CompletionRequest, ids: list[int]
+) -> Sequence[GenerateRequest]:
+    # A request has at least one token to generate; the format leaves it out for max_tokens 0.
+    max_new_tokens = 1 if body.max_tokens == 0 else body.max_tokens
+    wants_prompt_logprobs = bool(body.echo) and body.logprobs is not None
+    return [
+        context.frontend.prepare(
+            ids,
+            body.sampling(max_new_tokens, choice),
+            rid=body.rid,
+            default_max_new_tokens=_DEFAULT_COMPLETION_TOKENS,
+            return_logprob=body.logprobs is not None,
+            top_logprobs_num=body.logprobs or 0,
+            logprob_start_len=0 if wants_prompt_logprobs else -1,
+            dp_rank=body.dp_rank,
+        )
+        for choice in range(body.num_choices)
+    ]
+
+
+def _decode(context: ServerContext, body: CompletionRequest, ids: list[int]) -> str:
+    skip = True if body.skip_special_tokens is None else body.skip_special_tokens
+    return context.frontend.tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def _names(body: GenerationFields, limit: str, prompt: str) -> dict[str, str]:
+    """Our names of fields -> this client's."""
+    return {
+        "max_new_tokens": limit,
+        "min_new_tokens": "min_new_tokens" if body.min_tokens is None else "min_tokens",
+        "text": prompt,
+        "input_ids": prompt,
+        "top_logprobs_num": "logprobs",
+    }
+
+
+def _card(context: ServerContext) -> ModelCard:
+    return ModelCard(
+        context.model_name,
+        context.created,
+        context.args.model_path,
+        context.frontend.facts.max_context_len,
+    )

@@ -1,0 +1,91 @@
+"""The real application on a scripted engine, in one process."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sgl_jax.core.messages import EngineFailed
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.zmq_channel import ZmqChannel, ZmqEngineClient
+from sgl_jax.metrics.engine_metrics import EngineMetrics
+from sgl_jax.metrics.request_metrics import RequestMetrics
+from sgl_jax.server.app import build_app
+from sgl_jax.server.context import ServerContext
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.engine.scripted_engine import ScriptedEngine
+from tests.tokenizers import byte_level, save
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(byte_level(), tmp_path_factory.mktemp("model") / "scripted")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer.load(str(model_folder))
+
+
+@dataclass
+class Rig:
+    http: httpx.AsyncClient
+    engine: ScriptedEngine
+    context: ServerContext
+
+    @property
+    def front(self) -> Frontend:
+        return self.context.frontend
+
+    async def until_idle(self) -> None:
+        """Wait until the engine runs nothing any more."""
+        for _ in range(200):
+            if not self.engine.running and not self.front.num_open:
+                return
+            await asyncio.sleep(0.02)
+        pytest.fail(f"the engine still runs {list(self.engine.running)}")
+
+
+@asynccontextmanager
+async def serving(
+    model_folder: Path, tokenizer: Tokenizer, *, step_s: float = 0.0, api_key: str | None = None
+) -> AsyncIterator[Rig]:
+    """An application whose engine runs in a thread behind real sockets."""
+    engine = ScriptedEngine(step_s=step_s)
+    client = ZmqEngineClient()
+    channel = ZmqChannel(client.folder)
+    thread = threading.Thread(target=run_quietly, args=(engine, channel), daemon=True)
+    metrics = RequestMetrics()
+    front = Frontend(tokenizer, EngineFacts.from_info(engine.info), client, metrics=metrics)
+    args = ServerArgs(model_path=str(model_folder), api_key=api_key)
+    context = ServerContext(args, front, engine.info, EngineMetrics(metrics))
+    transport = httpx.ASGITransport(build_app(context), raise_app_exceptions=False)
+    client.listen(front.handle, lambda error: front.fail(str(error)))
+    thread.start()
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            yield Rig(http, engine, context)
+    finally:
+        engine.stopped = True
+        await asyncio.to_thread(thread.join, 5.0)
+        channel.close()
+        client.close()
+
+
+def run_quietly(engine: ScriptedEngine, channel: ZmqChannel) -> None:
+    """The engine thread; a scripted crash is reported as the real process would."""
+    try:
+        engine.run(channel)
+    except RuntimeError as error:
+        channel.send(EngineFailed(message=str(error)))
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"

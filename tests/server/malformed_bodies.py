@@ -1,0 +1,211 @@
+"""Bodies that no client should send, with the answer each of them deserves.
+
+Data only: run in-process by `test_malformed_bodies.py`, and against live servers elsewhere.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+GENERATE = "/generate"
+JSON = "application/json"
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+class Malformed(NamedTuple):
+    """One request, the status of its answer, and the field that the answer names."""
+
+    name: str
+    path: str
+    body: bytes
+    param: str | None
+    status: int = 400
+    content_type: str | None = JSON
+
+
+def chat(name: str, param: str | None, status: int = 400, **fields: Any) -> Malformed:
+    body = {"model": "default", "messages": HI} | fields
+    return Malformed(f"chat: {name}", CHAT, json.dumps(body).encode(), param, status)
+
+
+def complete(name: str, param: str | None, status: int = 400, **fields: Any) -> Malformed:
+    body = {"model": "default", "prompt": "hi"} | fields
+    return Malformed(f"completions: {name}", COMPLETIONS, json.dumps(body).encode(), param, status)
+
+
+def generate(name: str, param: str | None, **fields: Any) -> Malformed:
+    return Malformed(f"generate: {name}", GENERATE, json.dumps(fields).encode(), param)
+
+
+def sample(name: str, param: str, **sampling: Any) -> Malformed:
+    return generate(name, f"sampling_params.{param}", text="hi", sampling_params=sampling)
+
+
+def raw(name: str, body: bytes, content_type: str | None = JSON) -> Malformed:
+    return Malformed(f"raw: {name}", COMPLETIONS, body, None, 400, content_type)
+
+
+def message(**fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "hi"} | fields]
+
+
+MALFORMED = [
+    # Not JSON, or not the JSON that was asked for
+    raw("empty body", b""),
+    raw("half an object", b'{"prompt": "hi"'),
+    raw("trailing comma", b'{"prompt": "hi",}'),
+    raw("two objects", b'{"prompt": "hi"}{"prompt": "hi"}'),
+    raw("null", b"null"),
+    raw("a number", b"17"),
+    raw("a string", b'"hi"'),
+    raw("a list", b'[{"prompt": "hi"}]'),
+    raw("NaN", b'{"prompt": "hi", "temperature": NaN}'),
+    raw("NaN in a field without effect", b'{"prompt": "hi", "metadata": {"a": NaN}}'),
+    raw("Infinity", b'{"prompt": "hi", "temperature": Infinity}'),
+    raw("minus Infinity", b'{"prompt": "hi", "logit_bias": {"1": -Infinity}}'),
+    raw("a number beyond doubles", b'{"prompt": "hi", "temperature": 1e999}'),
+    raw("an integer of 5,000 digits", b'{"prompt": "hi", "seed": ' + b"1" * 5000 + b"}"),
+    raw("a lone surrogate", rb'{"prompt": "hi \ud800"}'),
+    raw("a lone low surrogate", rb'{"prompt": "\udc00 hi"}'),
+    raw("not UTF-8", b'{"prompt": "\xff\xfe"}'),
+    raw("Latin-1", b'{"prompt": "caf\xe9"}'),
+    raw("UTF-16", '{"prompt": "hi"}'.encode("utf-16")),
+    raw("a raw null byte", b'{"prompt": "h\x00i"}'),
+    raw("a raw newline in a string", b'{"prompt": "h\ni"}'),
+    raw("100,000 open brackets", b"[" * 100_000),
+    raw("nested too deeply", b'{"prompt":' * 5000),
+    raw("single quotes", b"{'prompt': 'hi'}"),
+    raw("a comment", b'{"prompt": "hi"} // please'),
+    raw("a form", b"prompt=hi", "application/x-www-form-urlencoded"),
+    raw("JSON called text", b'{"prompt": "hi"}', "text/plain"),
+    raw("JSON called nothing", b'{"prompt": "hi"}', None),
+    # Chat
+    chat("no messages", "messages", messages=None),
+    chat("an empty list of messages", "messages", messages=[]),
+    chat("messages as a string", "messages", messages="hi"),
+    chat("a message as a string", "messages[0]", messages=["hi"]),
+    chat("a message without a role", "messages[0].role", messages=[{"content": "hi"}]),
+    chat("a message without content", "messages[0].content", messages=[{"role": "user"}]),
+    chat("content null", "messages[0].content", messages=message(content=None)),
+    chat("content a number", "messages[0].content", messages=message(content=3)),
+    chat("an unknown role", "messages[0].role", messages=message(role="wizard")),
+    chat("a role in the wrong case", "messages[0].role", messages=message(role="User")),
+    chat("an unknown field in a message", "messages[0].mood", messages=message(mood="glad")),
+    chat(
+        "an image",
+        "messages[0].content[0].type",
+        messages=message(content=[{"type": "image_url", "image_url": {"url": "x"}}]),
+    ),
+    chat(
+        "audio",
+        "messages[0].content[1].type",
+        messages=message(content=[{"type": "text", "text": "hi"}, {"type": "input_audio"}]),
+    ),
+    chat(
+        "a text part without text",
+        "messages[0].content[0].text",
+        messages=message(content=[{"type": "text"}]),
+    ),
+    chat("tools", "tools", tools=[{"type": "function", "function": {"name": "f"}}]),
+    chat("a forced tool", "tool_choice", tool_choice="required"),
+    chat("functions", "functions", functions=[{"name": "f"}]),
+    chat("a JSON schema", "response_format.type", response_format={"type": "json_object"}),
+    chat("audio output", "modalities[0]", modalities=["audio"]),
+    chat("max_tokens 0", "max_tokens", max_tokens=0),
+    chat("max_tokens as a string", "max_tokens", max_tokens="5"),
+    chat("max_tokens as a fraction", "max_tokens", max_tokens=1.5),
+    chat("max_tokens true", "max_tokens", max_tokens=True),
+    chat("max_completion_tokens 0", "max_completion_tokens", max_completion_tokens=0),
+    chat("more tokens than fit", "max_tokens", max_tokens=1_000_000),
+    chat(
+        "more completion tokens than fit",
+        "max_completion_tokens",
+        max_completion_tokens=1_000_000,
+    ),
+    chat("n 0", "n", n=0),
+    chat("n 1,000", "n", n=1000),
+    chat("stream as a string", "stream", stream="true"),
+    chat("stream_options as a list", "stream_options", stream_options=[]),
+    chat("an unknown stream option", "stream_options.fast", stream_options={"fast": True}),
+    chat("top_logprobs without logprobs", "top_logprobs", top_logprobs=2),
+    chat("21 top_logprobs", "top_logprobs", logprobs=True, top_logprobs=21),
+    chat("logprobs as a number", "logprobs", logprobs=3),
+    chat("an unknown field", "temprature", temprature=0.5),
+    chat("another model", "model", 404, model="gpt-17"),
+    chat("model as a number", "model", model=4),
+    # Sampling
+    chat("temperature below 0", "temperature", temperature=-0.1),
+    chat("temperature as a string", "temperature", temperature="hot"),
+    chat("temperature as a list", "temperature", temperature=[1]),
+    chat("top_p 0", "top_p", top_p=0),
+    chat("top_p above 1", "top_p", top_p=1.1),
+    chat("top_k -2", "top_k", top_k=-2),
+    chat("min_p above 1", "min_p", min_p=2),
+    chat("frequency_penalty 3", "frequency_penalty", frequency_penalty=3),
+    chat("presence_penalty -3", "presence_penalty", presence_penalty=-3),
+    chat("repetition_penalty 0", "repetition_penalty", repetition_penalty=0),
+    chat("a seed of 70 bits", "seed", seed=2**70),
+    chat("an empty stop string in a list", "stop[0]", stop=[""]),
+    chat("17 stop strings", "stop", stop=["x"] * 17),
+    chat("stop as a number", "stop", stop=3),
+    chat("stop_token_ids below 0", "stop_token_ids[0]", stop_token_ids=[-1]),
+    chat("stop_token_ids beyond the vocabulary", "stop_token_ids", stop_token_ids=[10**9]),
+    chat("logit_bias for a word", "logit_bias", logit_bias={"hello": 1}),
+    chat("logit_bias beyond the vocabulary", "logit_bias", logit_bias={"999999999": 1}),
+    chat("logit_bias of 101", "logit_bias.5", logit_bias={"5": 101}),
+    chat("logit_bias as a list", "logit_bias", logit_bias=[1]),
+    chat("min_tokens above max_tokens", "min_tokens", max_tokens=2, min_tokens=3),
+    chat("dp_rank 9,999", "dp_rank", dp_rank=9999),
+    # Completions
+    complete("no prompt", "prompt", prompt=None),
+    complete("an empty prompt", "prompt", prompt=""),
+    complete("an empty list", "prompt", prompt=[]),
+    complete("a list with an empty prompt", "prompt", prompt=["hi", ""]),
+    complete("an empty list of ids in a list", "prompt", prompt=[[5], []]),
+    complete("prompt as a number", "prompt", prompt=5),
+    complete("prompt as an object", "prompt", prompt={"text": "hi"}),
+    complete("a negative token id", "prompt[0]", prompt=[-1]),
+    complete("a token id beyond the vocabulary", "prompt", prompt=[10**9]),
+    complete("a token id of 100 digits", "prompt", prompt=[10**99]),
+    complete("a prompt that is too long", "prompt", prompt=[5] * 300_000),
+    complete("a text that is too long", "prompt", prompt="word " * 400_000),
+    complete("best_of above n", "best_of", best_of=2),
+    complete("a suffix", "suffix", suffix="end"),
+    complete("logprobs true", "logprobs", logprobs=True),
+    complete("21 logprobs", "logprobs", logprobs=21),
+    complete("max_tokens 0 without echo", "max_tokens", max_tokens=0),
+    complete("max_tokens below 0", "max_tokens", max_tokens=-1),
+    complete("n times prompts beyond the limit", "prompt", prompt=["a"] * 100, n=100),
+    # /generate
+    generate("neither text nor ids", "text"),
+    generate("both text and ids", "text", text="hi", input_ids=[5]),
+    generate("an empty text", "text", text=""),
+    generate("an empty list of texts", "text", text=[]),
+    generate("empty ids", "input_ids", input_ids=[]),
+    generate("text as a number", "text", text=5),
+    generate("a session", "session_params", text="hi", session_params={"id": "s"}),
+    generate("an empty rid", "rid", text="hi", rid=""),
+    generate("two names for one prompt", "rid", text="hi", rid=["a", "b"]),
+    generate("an unknown field", "lora_path", text="hi", lora_path="x"),
+    generate("images", "image_data", text="hi", image_data="x"),
+    generate("21 top_logprobs", "top_logprobs_num", text="hi", top_logprobs_num=21),
+    generate(
+        "logprob_start_len beyond the prompt",
+        "logprob_start_len",
+        input_ids=[5],
+        return_logprob=True,
+        logprob_start_len=2,
+    ),
+    generate("sampling_params as a string", "sampling_params", text="hi", sampling_params="hot"),
+    generate("two samplings for one prompt", "sampling_params", text="a", sampling_params=[{}, {}]),
+    sample("an unknown sampling parameter", "temprature", temprature=1),
+    sample("a grammar", "json_schema", json_schema="{}"),
+    sample("max_new_tokens 0", "max_new_tokens", max_new_tokens=0),
+    sample("more tokens than fit", "max_new_tokens", max_new_tokens=10**6),
+    sample("an integer of 80 bits", "max_new_tokens", max_new_tokens=2**80),
+    sample("temperature below 0", "temperature", temperature=-1),
+    sample("top_p as a string", "top_p", top_p="0.5"),
+    sample("several answers", "n", n=2),
+]

@@ -1,0 +1,147 @@
+"""Health, facts, metrics, keys, limits, and the shape of every refusal."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sgl_jax.core.messages import Profile
+from sgl_jax.server import middleware
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.server.conftest import Rig, serving
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
+    async with serving(model_folder, tokenizer) as rig:
+        yield rig
+
+
+async def test_it_is_healthy_and_generates(rig: Rig) -> None:
+    assert (await rig.http.get("/health")).status_code == 200
+    assert rig.engine.seen == []
+    assert (await rig.http.get("/health_generate")).status_code == 200
+    assert len(rig.engine.seen) == 1
+
+
+async def test_a_draining_server_refuses_new_work(rig: Rig) -> None:
+    rig.context.draining = True
+    for answer in (
+        await rig.http.get("/health"),
+        await rig.http.post("/v1/completions", json={"prompt": "hi"}),
+        await rig.http.post("/generate", json={"text": "hi"}),
+    ):
+        assert answer.status_code == 503
+        assert "retry-after" in answer.headers
+        assert answer.json()["error"]["code"] == "shutting_down"
+
+
+async def test_facts_are_told_but_not_the_key(model_folder: Path, tokenizer: Tokenizer) -> None:
+    async with serving(model_folder, tokenizer, api_key="hush") as rig:
+        rig.http.headers["authorization"] = "Bearer hush"
+        info = (await rig.http.get("/get_server_info")).text
+        assert '"free_pages"' in info
+        assert "hush" not in info
+        model = (await rig.http.get("/get_model_info")).json()
+        assert model["is_generation"]
+        assert model["max_request_tokens"] == 256
+
+
+async def test_without_the_key_only_health_is_open(
+    model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    async with serving(model_folder, tokenizer, api_key="sésame") as rig:
+        assert (await rig.http.get("/health")).status_code == 200
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic x"}):
+            answer = await rig.http.get("/v1/models", headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        key = {"authorization": b"Bearer " + "sésame".encode()}
+        assert (await rig.http.get("/v1/models", headers=key)).status_code == 200
+
+
+async def test_unknown_routes_and_methods_answer_in_the_envelope(rig: Rig) -> None:
+    for method, path, status in (("GET", "/nope", 404), ("GET", "/generate", 405)):
+        answer = await rig.http.request(method, path)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert (await rig.http.get("/generate")).headers["allow"] == "POST"
+
+
+async def test_a_body_beyond_the_limit_is_a_413(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "MAX_BODY_BYTES", 100)
+    body = b'{"prompt": "' + b"x" * 200 + b'"}'
+    json_type = {"content-type": "application/json"}
+
+    async def unannounced() -> AsyncIterator[bytes]:
+        yield body
+
+    for content in (body, unannounced()):
+        answer = await rig.http.post("/v1/completions", content=content, headers=json_type)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+
+
+async def test_metrics_show_requests_and_ranks(rig: Rig) -> None:
+    await rig.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5})
+    text = (await rig.http.get("/metrics")).text
+    samples = {
+        (sample.name, sample.labels.get("dp_rank"), sample.labels.get("state")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["sglang:generation_tokens_total", None, None] == 5
+    assert samples["sglang:time_to_first_token_seconds_count", None, None] == 1
+    assert samples["sglang:inter_token_latency_seconds_count", None, None] == 4
+    assert samples["sglang:e2e_request_latency_seconds_count", None, None] == 1
+    for rank in "01":
+        assert samples["sglang:num_running_reqs", rank, None] == 0
+        assert samples["sglang:num_queue_reqs", rank, None] == 0
+        assert samples["sglang:token_usage", rank, None] == pytest.approx(2 / 9)
+        assert samples["sglang:kv_pages", rank, "free"] == 6
+    assert samples["sglang:engine_steps_total", None, None] == 1
+    assert {"sglang:gen_throughput", "sglang:cache_hit_rate"} <= {name for name, _, _ in samples}
+
+
+async def test_metrics_outlive_the_engine(rig: Rig) -> None:
+    rig.front.fail("gone")
+    assert "sglang:num_requests_total" in (await rig.http.get("/metrics")).text
+
+
+async def test_the_cache_is_flushed_only_when_idle(rig: Rig) -> None:
+    assert (await rig.http.post("/flush_cache")).json() == {"flushed": True}
+    rig.engine.step_s = 0.01
+    running = asyncio.create_task(rig.http.post("/generate", json={"text": "a"}))
+    while not rig.engine.running:
+        await asyncio.sleep(0.01)
+    busy = await rig.http.get("/flush_cache")
+    assert (busy.status_code, busy.json()["error"]["code"]) == (400, "busy")
+    running.cancel()
+    await rig.until_idle()
+
+
+async def test_traces_go_where_the_operator_says(rig: Rig, tmp_path: Path) -> None:
+    started = await rig.http.post("/start_profile", json={"output_dir": str(tmp_path)})
+    assert started.json()["output_dir"] == str(tmp_path)
+    assert (await rig.http.post("/start_profile")).status_code == 200
+    assert (await rig.http.post("/stop_profile")).status_code == 200
+    folders = [m.output_dir for m in rig.engine.seen if isinstance(m, Profile)]
+    assert folders[0] == str(tmp_path)
+    assert folders[1] is not None
+    assert folders[2] is None
+    bad = await rig.http.post("/start_profile", json={"output_dir": "a\0b"})
+    assert bad.json()["error"]["param"] == "output_dir"
+
+
+async def test_the_description_holds_every_body_answer_and_error(rig: Rig) -> None:
+    described = (await rig.http.get("/openapi.json")).json()
+    schemas = described["components"]["schemas"]
+    assert {"ChatRequest", "CompletionRequest", "GenerateBody", "ErrorResponse"} <= set(schemas)
+    for path, methods in described["paths"].items():
+        for operation in methods.values():
+            assert {"200", "400", "401", "404", "413", "500", "503"} <= set(operation["responses"])
+            assert "422" not in operation["responses"], path

@@ -1,0 +1,129 @@
+"""SGLang's own API."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.engine.scripted_engine import LOGPROB
+from tests.server.conftest import Rig, serving
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
+    async with serving(model_folder, tokenizer) as rig:
+        yield rig
+
+
+async def generate(rig: Rig, **fields: Any) -> Any:
+    answer = await rig.http.post("/generate", json=fields)
+    assert answer.status_code == 200, answer.text
+    if not fields.get("stream"):
+        return answer.json()
+    *lines, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_a_text_is_continued(rig: Rig) -> None:
+    answer = await generate(rig, text="hello", sampling_params={"max_new_tokens": 3}, rid="me")
+    meta = answer["meta_info"]
+    assert answer["text"] == rig.front.tokenizer.decode(answer["output_ids"])
+    assert meta["id"] == "me"
+    assert meta["completion_tokens"] == len(answer["output_ids"]) == 3
+    assert meta["finish_reason"] == {"type": "length", "length": 3}
+    assert meta["e2e_latency"] > 0
+    assert {"prompt_tokens", "cached_tokens", "dp_rank"} <= set(meta)
+
+
+async def test_a_stream_repeats_all_so_far(rig: Rig) -> None:
+    rig.engine.step_s = 0.005
+    answers = await generate(
+        rig, input_ids=[70, 71, 72], sampling_params={"max_new_tokens": 20}, stream=True
+    )
+    assert len(answers) > 5
+    for before, after in pairwise(answers):
+        assert after["text"].startswith(before["text"])
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        assert before["meta_info"]["finish_reason"] is None
+    last = answers[-1]
+    assert last["output_ids"] == ([70, 71, 72] * 7)[:20]
+    assert last["text"] == rig.front.tokenizer.decode(last["output_ids"])
+    assert last["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def test_a_list_gets_a_list(rig: Rig) -> None:
+    answers = await generate(
+        rig,
+        text=["a", "b"],
+        rid=["first", "second"],
+        sampling_params=[{"max_new_tokens": 1}, {"max_new_tokens": 2, "sampling_seed": 9}],
+    )
+    assert [a["meta_info"]["completion_tokens"] for a in answers] == [1, 2]
+    assert [a["meta_info"]["id"] for a in answers] == ["first", "second"]
+    assert [m.sampling.seed for m in rig.engine.seen if isinstance(m, GenerateRequest)] == [None, 9]
+    only = await generate(rig, input_ids=[[70]], sampling_params={"max_new_tokens": 1})
+    assert len(only) == 1
+
+
+async def test_a_streamed_list_says_whose_event_it_is(rig: Rig) -> None:
+    answers = await generate(
+        rig, text=["a", "b"], sampling_params={"max_new_tokens": 4}, stream=True
+    )
+    assert {a["index"] for a in answers} == {0, 1}
+
+
+async def test_logprobs_are_triples(rig: Rig) -> None:
+    answer = await generate(
+        rig,
+        input_ids=[70, 71],
+        sampling_params={"max_new_tokens": 2},
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=1,
+        return_text_in_logprobs=True,
+    )
+    meta = answer["meta_info"]
+    text = rig.front.tokenizer.decode([70])
+    assert meta["output_token_logprobs"][0] == [LOGPROB, 70, text]
+    assert meta["output_top_logprobs"][0] == [[LOGPROB, 70, text]]
+    assert meta["input_token_logprobs"][0] == [None, 70, text]
+    assert meta["input_top_logprobs"][0] is None
+    plain = await generate(rig, input_ids=[70], sampling_params={"max_new_tokens": 1})
+    assert "output_token_logprobs" not in plain["meta_info"]
+    short = await generate(
+        rig, input_ids=[70], sampling_params={"max_new_tokens": 1}, return_logprob=True
+    )
+    assert short["meta_info"]["output_token_logprobs"] == [[LOGPROB, 70, None]]
+    assert "input_token_logprobs" not in short["meta_info"]
+
+
+async def test_an_abort_by_name_ends_the_request(rig: Rig) -> None:
+    rig.engine.step_s = 0.01
+    running = asyncio.create_task(
+        rig.http.post("/generate", json={"text": "a", "rid": "me", "stream": True})
+    )
+    while not rig.engine.running:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    aborted = await rig.http.post("/abort_request", json={"rid": "me"})
+    assert aborted.json() == {"aborted": 1}
+    answer = await running
+    assert "aborted by the client" in answer.text
+    await rig.until_idle()
+    unknown = await rig.http.post("/abort_request", json={"rid": "nobody"})
+    assert unknown.json() == {"aborted": 0}
+    assert (await rig.http.post("/abort_request", json={})).status_code == 400
+
+
+async def test_nulls_count_as_not_given(rig: Rig) -> None:
+    nulls = {"lora_path": None, "image_data": None, "input_ids": None, "rid": None}
+    await generate(rig, text="a", sampling_params={"max_new_tokens": 1, "regex": None}, **nulls)
