@@ -1,10 +1,9 @@
-"""The engine in a process of its own: starting it, watching it, and its main function.
+"""The engine in a process of its own: starting it, watching it, and the frame it runs in.
 
-    python -m sgl_jax.engine.process     (started by `EngineProcess`, not by hand)
-
-The child reads one line of JSON from its standard input, `{"args": {...}, "folder": "..."}`, and
-takes the end of that pipe as the end of its parent: no orphan keeps the device. What it prints
-passes through to the parent's terminal, and the last of it is kept for the obituary.
+The child is `python -m sgl_jax.engine` (`__main__.py`, which alone ties this to jax). It reads one
+line of JSON from its standard input, `{"args": {...}, "folder": "..."}`, and takes the end of that
+pipe as the end of its parent: no orphan keeps the device. What it prints passes through to the
+parent's terminal, and the last of it is kept for the obituary.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from sgl_jax.engine.zmq_channel import ZmqChannel
 
 logger = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-m", "sgl_jax.engine.process")
+ENGINE_COMMAND = (sys.executable, "-m", "sgl_jax.engine")
 _LAST_WORDS_BYTES = 4096
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -145,14 +144,3 @@ def _die_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
-
-
-def main() -> int:
-    """Run the real engine."""
-    from sgl_jax.engine.core import EngineCore  # jax: in this process only
-
-    return run_engine(EngineCore)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,9 @@
 """Puts the HTTP application together. No sockets, no processes: those are `lifecycle`'s."""
 
+from importlib import metadata
+
 from fastapi import FastAPI
 
-from sgl_jax import __version__
 from sgl_jax.server import management_routes, native_routes, openai_routes
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import install_error_handlers
@@ -16,7 +17,7 @@ def build_app(context: ServerContext) -> FastAPI:
     """The application over `context`; nothing is started."""
     app = FastAPI(
         title="sgl_jax",
-        version=__version__,
+        version=metadata.version("sgl-jax"),
         description="Serves one language model: the OpenAI API, and SGLang's own.",
         redirect_slashes=False,
     )

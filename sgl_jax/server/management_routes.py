@@ -8,7 +8,6 @@ import tempfile
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from sgl_jax import __version__
 from sgl_jax.core.messages import FlushCache, GetState, Profile
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.server.context import ServerContext, context_of
@@ -74,7 +73,7 @@ async def get_server_info(request: Request) -> Response:
     settings["api_key"] = None if context.args.api_key is None else "***"
     state = (await context.ask(lambda rid: GetState(rid=rid))).data
     return json_response(
-        {**settings, "version": __version__, "engine": context.engine_info, "state": state}
+        {**settings, "version": request.app.version, "engine": context.engine_info, "state": state}
     )
 
 

@@ -2,7 +2,7 @@
 
 It keeps the real one's promises to the front (one finish per request, overshoot after a stop
 string, replies), so everything above the engine can be tested without a device. Run as a program
-it takes the place of `python -m sgl_jax.engine.process`.
+it takes the place of `python -m sgl_jax.engine`.
 """
 
 import sys
