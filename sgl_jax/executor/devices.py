@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from sgl_jax.core.server_args import ServerArgs
@@ -64,8 +65,10 @@ def set_compilation_cache(directory: str | None) -> Path | None:
     The folder holds machine code that later starts load, so it must belong to this user and be
     closed to others; raises PermissionError if it is not.
     """
+    # jax looks at these settings once, at its first compilation, unless it is told to look again.
+    compilation_cache.reset_cache()
     if directory == "none":
-        jax.config.update("jax_enable_compilation_cache", False)
+        jax.config.update("jax_compilation_cache_dir", None)
         return None
     path = Path(directory) if directory else _default_cache_folder()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -75,11 +78,10 @@ def set_compilation_cache(directory: str | None) -> Path | None:
             f"the compilation cache {path} must belong to this user and be writable by nobody "
             "else; name another with --compilation-cache-dir, or 'none'"
         )
-    jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(path))
     # Every program counts towards a fast restart, however small.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
 
 

@@ -95,13 +95,14 @@ def run_step(
         lambda: token_logprobs(logits, tokens),
         lambda: no_logprobs(num_rows),
     )
-    scored = None
-    if prompt_logprobs:
-        successors = state.token_table.at[token_rows, batch.positions + 1].get(mode="clip")
-        scored = _score(model, hidden, successors)
     token_table = state.token_table.at[
         jnp.where(where.samples, where.rows, 0), jnp.where(where.samples, where.num_tokens, 0)
     ].set(tokens, mode="drop")
+    scored = None
+    if prompt_logprobs:
+        # From the written table: reading the old one here would keep a copy of it alive.
+        successors = token_table.at[token_rows, batch.positions + 1].get(mode="clip")
+        scored = _score(model, hidden, successors)
     output = StepOutput(jnp.where(where.samples, tokens, -1), wanted, scored)
     return StepState(token_table, kv_pool), output
 

@@ -1,0 +1,63 @@
+"""A tiny model and executors over it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.model_executor import ModelExecutor
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.4,
+    "eos_token_id": 95,
+}
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_executor(model_folder: Path, pytestconfig: pytest.Config) -> Callable[..., ModelExecutor]:
+    """Executors by their arguments, made once for all tests of a run; reset before each use.
+
+    Their programs are kept between runs, in pytest's own cache.
+    """
+    made: dict[str, ModelExecutor] = {}
+
+    def make(**overrides: object) -> ModelExecutor:
+        key = repr(sorted(overrides.items()))
+        if key not in made:
+            settings = {
+                "model_path": str(model_folder),
+                "load_format": "dummy",
+                "device": "cpu",
+                "page_size": 4,
+                "max_total_tokens": 400,
+                "max_running_requests": 4,
+                "chunked_prefill_size": 8,
+                "skip_warmup": True,
+                "compilation_cache_dir": str(pytestconfig.cache.mkdir("xla")),
+            }
+            made[key] = ModelExecutor(ServerArgs(**(settings | overrides)))
+        made[key].reset()
+        return made[key]
+
+    return make

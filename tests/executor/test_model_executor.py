@@ -1,0 +1,233 @@
+"""Steps on the device: the tokens a plain recomputation gives, however steps are cut and spread."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
+from sgl_jax.models.config import ModelConfig
+from tests.executor.step_driver import Driver, Row
+
+CONTEXT = 64
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, 90, n).tolist() for n in (3, 21, 1, 10)]
+STEPS = 12
+
+
+@pytest.fixture(scope="session")
+def reference_logits(model_folder):
+    """tokens -> logits [len(tokens), vocab], computing everything anew each time."""
+    config = ModelConfig.from_path(model_folder)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    graphdef, params = load_model(model_folder, config, mesh, jnp.float32, "dummy")
+
+    def forward(params, tokens, length):
+        model = nnx.merge(graphdef, params)
+        pages = jnp.arange(1, 17, dtype=jnp.int32)[None]
+        zero = jnp.zeros(1, jnp.int32)
+        batch = AttentionBatch.build(pages, zero, length[None], jnp.int32(0), CONTEXT)
+        hidden, _ = model(tokens, batch, jnp.zeros((2, 17, 4, 4, 16)))
+        return model.logits(hidden)
+
+    run = jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+
+    def logits(tokens):
+        padded = np.zeros(CONTEXT, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(run(params, padded, np.int32(len(tokens))))[: len(tokens)]
+
+    return logits
+
+
+@pytest.fixture(scope="session")
+def greedy(reference_logits):
+    """(prompt, n) -> the n tokens that greedy decoding by recomputation gives."""
+
+    def generate(prompt, n):
+        tokens = list(prompt)
+        for _ in range(n):
+            tokens.append(int(reference_logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+    return generate
+
+
+def rows(dp_size=1, sampling=None, prompts=PROMPTS):
+    """A row per prompt, dealt over the ranks."""
+    settings = {} if sampling is None else {"sampling": sampling}
+    return [
+        Row(i % dp_size, 1 + i // dp_size, list(p), seed=i + 7, **settings)
+        for i, p in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize(("chunk", "prompts"), [(3, PROMPTS[:2]), (8, PROMPTS[1:2])])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_chunked_prefill_and_decode_give_the_tokens_of_recomputation(
+    make_executor, greedy, chunk, prompts, overlap
+):
+    outputs = Driver(make_executor(), rows(prompts=prompts)).run(STEPS, chunk, overlap)
+    assert min(map(len, outputs)) > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output == greedy(prompt, len(output))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp_size": 2}, {"tp_size": 2}, {"dp_size": 2, "tp_size": 2, "weight_sharding": "data"}],
+    ids=str,
+)
+def test_every_mesh_gives_the_tokens_of_one_device(make_executor, greedy, layout):
+    executor = make_executor(**layout)
+    outputs = Driver(executor, rows(executor.sizes.dp_size)).run(STEPS, chunk=2)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output == greedy(prompt, len(output))
+    assert min(map(len, outputs)) > 0
+
+
+def test_sampled_tokens_do_not_depend_on_rank_neighbours_or_overlap(make_executor):
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
+    together = Driver(make_executor(), rows(sampling=sampling)).run(STEPS, chunk=2)
+    alone = rows(sampling=sampling)[1]
+    alone.row = 4
+    assert Driver(make_executor(), [alone]).run(STEPS, 2, overlap=False) == [together[1]]
+    spread = Driver(make_executor(dp_size=2), rows(2, sampling)).run(STEPS, chunk=2)
+    assert spread == together
+
+
+def test_a_row_admitted_again_with_its_output_goes_on_as_if_never_interrupted(make_executor):
+    sampling = SamplingParams(temperature=1.0, frequency_penalty=0.5)
+    prompt = PROMPTS[3]
+    straight = Driver(make_executor(), [Row(0, 1, prompt, sampling)]).run(STEPS)[0]
+    resumed = Row(0, 3, prompt + straight[:4], sampling, prompt_len=len(prompt))
+    assert Driver(make_executor(), [resumed]).run(6)[0] == straight[4 : 4 + len(resumed.output)]
+    assert len(resumed.output) > 3
+
+
+def test_log_probabilities_are_those_of_the_model(make_executor, reference_logits):
+    executor = make_executor()
+    (row,) = rows(prompts=[PROMPTS[0]], sampling=SamplingParams(temperature=0.5))
+    driver = Driver(executor, [row])
+    for _ in range(2):
+        plan, _ = driver.plan(chunk=8, return_logprob=True, top_logprobs_num=3)
+        (result,) = executor.result(executor.launch(plan))
+        want = log_softmax(reference_logits(row.prompt + row.output)[-1])
+        row.output.append(int(result.tokens[0]))
+        np.testing.assert_allclose(result.logprobs[0], want[result.tokens[0]], atol=1e-4)
+        np.testing.assert_allclose(result.top_logprobs[0], np.sort(want)[::-1][:20], atol=1e-4)
+        np.testing.assert_allclose(result.top_logprobs[0], want[result.top_ids[0]], atol=1e-4)
+
+
+def test_a_prompt_is_scored_chunk_by_chunk_beside_a_decoding_row(make_executor, reference_logits):
+    executor = make_executor()
+    first, scored = rows(prompts=PROMPTS[:2])
+    driver = Driver(executor, [first])
+    executor.result(executor.launch(driver.plan(8)[0]))
+    driver.rows.append(scored)
+    scored.length = len(scored.prompt)
+    got = []
+    while scored.committed < len(scored.prompt):
+        plan, order = driver.plan(chunk=7)
+        (rank,) = plan.ranks
+        wanted = np.array([row is scored for row in order[0]])
+        plan = plan.__class__(plan.step_id, (rank._replace(prompt_logprobs=wanted),))
+        (result,) = executor.result(executor.launch(plan))
+        assert list(result.prompt_logprobs) == [1]
+        got.append(result.prompt_logprobs[1])
+    want = log_softmax(reference_logits(scored.prompt))
+    logprobs = np.concatenate([chunk.logprobs for chunk in got])
+    successors = np.array(scored.prompt[1:])
+    np.testing.assert_allclose(
+        logprobs[:-1], want[np.arange(len(successors)), successors], atol=1e-4
+    )
+    top = np.concatenate([chunk.top_logprobs for chunk in got])
+    np.testing.assert_allclose(top, -np.sort(-want, axis=-1)[:, :20], atol=1e-4)
+
+
+def test_results_out_of_order_or_twice_are_refused(make_executor):
+    executor = make_executor()
+    driver = Driver(executor, rows(prompts=PROMPTS[:1]))
+    first, second = (executor.launch(driver.plan(8)[0]) for _ in range(2))
+    with pytest.raises(RuntimeError, match="in launch order"):
+        executor.result(second)
+    executor.result(first)
+    with pytest.raises(RuntimeError, match="once each"):
+        executor.result(first)
+    executor.result(second)
+
+
+def test_after_a_failed_step_reset_gives_a_working_executor(make_executor, greedy):
+    executor = make_executor()
+    Driver(executor, rows()).run(3, chunk=2)
+    executor._state.kv_pool.delete()  # what an error inside a donated step leaves behind
+    with pytest.raises(RuntimeError, match=r"[Dd]eleted"):
+        Driver(executor, rows()).run(1, chunk=2)
+    executor.reset()
+    outputs = Driver(executor, rows()).run(STEPS, chunk=2)
+    assert outputs[0] == greedy(PROMPTS[0], len(outputs[0]))
+
+
+def test_a_step_with_nothing_to_do_is_a_step(make_executor):
+    executor = make_executor(dp_size=2)
+    one_sided = Driver(executor, [Row(1, 1, PROMPTS[0])])
+    plan, _ = one_sided.plan(8)
+    idle, busy = executor.result(executor.launch(plan))
+    assert len(idle.tokens) == 0
+    assert len(busy.tokens) == 1
+
+
+def test_pool_and_token_table_are_updated_in_place(make_executor):
+    """No program of a step holds a second pool or table, in its outputs or in between."""
+    executor = make_executor()
+    Driver(executor, rows()).run(4, chunk=2)
+    pool, table = executor._state.kv_pool, executor._state.token_table
+    state_bytes = pool.nbytes + table.nbytes
+    for bucket, program in executor._programs._steps.items():
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= state_bytes, bucket
+        copies = [
+            line
+            for line in program.as_text().splitlines()
+            if " copy(" in line
+            and any(f"[{','.join(map(str, x.shape))}]" in line for x in (pool, table))
+        ]
+        assert not copies, (bucket, copies)
+
+
+def test_warm_up_compiles_everything_that_is_ever_launched(model_folder):
+    args = ServerArgs(
+        model_path=str(model_folder),
+        load_format="dummy",
+        page_size=4,
+        max_total_tokens=100,
+        max_running_requests=1,
+        chunked_prefill_size=4,
+        compilation_cache_dir="none",
+    )
+    executor = ModelExecutor(args)
+    executor.warm_up()
+    pool = np.asarray(executor._state.kv_pool)
+    assert not pool[:, 1:].any()  # warm-up writes to the null page alone
+    (row,) = rows(prompts=PROMPTS[:1], sampling=SamplingParams(temperature=1.0, min_p=0.1))
+    driver = Driver(executor, [row])
+    for _ in range(4):
+        plan, _ = driver.plan(4, return_logprob=True)
+        executor.result(executor.launch(plan))
+    assert executor.num_compiles_after_ready == 0
+    jax.jit(lambda x: x * 3 + 1)(np.ones(3))  # somebody compiles
+    assert executor.num_compiles_after_ready == 1
+    executor.close()
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
