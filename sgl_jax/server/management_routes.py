@@ -88,8 +88,8 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
+@router.get("/flush_cache", include_in_schema=False)  # as older clients of SGLang ask
 @router.post("/flush_cache", responses=answers())
-@router.get("/flush_cache", responses=answers())
 async def flush_cache(request: Request) -> Response:
     """Empty the prefix caches; refused while requests run or wait."""
     reply = await context_of(request).ask(lambda rid: FlushCache(rid=rid))

@@ -1,0 +1,37 @@
+"""Figures that dashboards rely on."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from sgl_jax.metrics.engine_metrics import EngineMetrics
+from sgl_jax.metrics.request_metrics import RequestMetrics
+
+
+def samples(metrics: RequestMetrics) -> dict[str, float]:
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    return {s.name: s.value for family in families for s in family.samples if not s.labels}
+
+
+def test_tokens_that_came_together_share_their_time() -> None:
+    metrics = RequestMetrics()
+    metrics.observe_next_tokens(0.3, 3)
+    told = samples(metrics)
+    assert told["sglang:inter_token_latency_seconds_count"] == 3
+    assert abs(told["sglang:inter_token_latency_seconds_sum"] - 0.3) < 1e-9
+
+
+def test_the_hit_rate_counts_finished_requests_only() -> None:
+    metrics = RequestMetrics()
+    metrics.count_arrival(1000)
+    assert metrics.cache_hit_rate() == 0
+    metrics.count_finish(num_prompt_tokens=100, cached_tokens=25, seconds=1.0)
+    assert metrics.cache_hit_rate() == 0.25
+
+
+def test_two_engines_in_one_process_do_not_meet() -> None:
+    first, second = RequestMetrics(), RequestMetrics()
+    EngineMetrics(first)
+    EngineMetrics(second)
+    first.count_generated(5)
+    assert samples(first)["sglang:generation_tokens_total"] == 5
+    assert samples(second)["sglang:generation_tokens_total"] == 0
+    assert "sglang:gen_throughput" in samples(second)
