@@ -1,0 +1,93 @@
+"""A real server process for tests, on a free loopback port, ended by its pid."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 60.0
+
+
+@dataclass
+class LiveServer:
+    """A running server; `log` is the file with its output."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def get(self, path: str) -> Any:
+        response = httpx.get(self.url + path, timeout=60)
+        response.raise_for_status()
+        return response.json()
+
+    def until_at_rest(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Wait until nothing runs or waits; returns the server's info then."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            info: dict[str, Any] = self.get("/get_server_info")
+            if not any(rank["num_running"] or rank["num_waiting"] for rank in info["ranks"]):
+                return info
+            time.sleep(0.1)
+        raise AssertionError(f"still busy after {timeout_s} s: {info['ranks']}")
+
+    def assert_nothing_leaked(self) -> None:
+        """At rest every page is free, cached or reserved, on every rank."""
+        for rank in self.until_at_rest()["ranks"]:
+            assert rank["leased_pages"] == 0, rank
+            assert rank["protected_pages"] == 0, rank
+            assert rank["free_rows"] == rank["total_rows"], rank
+            held = rank["free_pages"] + rank["cached_pages"] + rank["reserved_pages"]
+            assert held == rank["total_pages"], rank
+        assert "LedgerError" not in self.log.read_text()
+
+
+@contextmanager
+def live_server(folder: Path, *flags: str, model: Path = DEMO) -> Iterator[LiveServer]:
+    """`python -m sgl_jax.launch_server` on `model`, healthy; ended with SIGTERM, exit code 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / "server.log"
+    command = [
+        *(sys.executable, "-m", "sgl_jax.launch_server", "--model-path", str(model)),
+        *("--device", "cpu", "--port", str(port), *flags),
+    ]
+    # The test process asks for several CPU devices; the server decides for itself.
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    server = LiveServer(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait_until_healthy(server)
+        yield server
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()[-2000:]
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(STOP_TIMEOUT_S)
+
+
+def _wait_until_healthy(server: LiveServer) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise AssertionError(f"the server ended: {server.log.read_text()[-2000:]}")
+        try:
+            if httpx.get(server.url + "/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)  # not listening yet
+    raise AssertionError(f"not healthy in time: {server.log.read_text()[-2000:]}")

@@ -1,0 +1,65 @@
+"""A conversation through the official OpenAI client, as in the README."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.live.live_server import LiveServer, live_server
+
+CONVERSATION = [
+    {"role": "user", "content": "The code of Anna is 4 7 1."},
+    {"role": "assistant", "content": "Noted."},
+    {"role": "user", "content": "What is the code of Anna?"},
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(tmp_path_factory.mktemp("live"), "--check-memory", "busy") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def test_a_fact_given_earlier_is_recalled(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)
+    assert "471" in answer.choices[0].message.content.replace(" ", "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == (
+        answer.usage.prompt_tokens + answer.usage.completion_tokens
+    )
+
+
+def test_a_stream_says_the_same_and_ends_with_its_usage(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)
+    events = list(
+        client.chat.completions.create(
+            model="demo",
+            messages=CONVERSATION,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    assert text == whole.choices[0].message.content
+    assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_second_time_the_prompt_comes_from_the_cache(
+    server: LiveServer, client: openai.OpenAI
+) -> None:
+    page_size = server.get("/get_server_info")["ranks"][0]["page_size"]
+    for _ in range(2):
+        answer = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert cached == (answer.usage.prompt_tokens - 1) // page_size * page_size
+
+
+def test_after_all_this_nothing_was_compiled_and_nothing_leaked(server: LiveServer) -> None:
+    server.assert_nothing_leaked()
+    assert server.get("/get_server_info")["counters"]["compiles_after_ready"] == 0

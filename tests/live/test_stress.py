@@ -1,0 +1,127 @@
+"""A thousand requests with aborts and vanishing clients: survivors are right, nothing leaks."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live.live_server import LiveServer, live_server
+
+NUM_REQUESTS = 1000
+CONCURRENCY = 64
+NUM_PROMPTS = 40
+NEAR_TIE = 1e-4
+FLAGS = (
+    *("--dp-size", "2", "--max-running-requests", "16", "--context-length", "512"),
+    # A pool that holds about a third of what wants to run: evictions and retracts all the time.
+    *("--max-total-tokens", "768", "--schedule-conservativeness", "0.2"),
+    *("--check-memory", "busy", "--decode-log-interval", "0"),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(tmp_path_factory.mktemp("live"), *FLAGS) as server:
+        yield server
+
+
+def make_bodies(seed: int) -> list[dict[str, Any]]:
+    """Distinct greedy requests, many with a common beginning."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(300, 700) for _ in range(100)] for _ in range(4)]
+    bodies = []
+    for i in range(NUM_PROMPTS):
+        stem = rng.choice(stems)[: rng.randrange(100)]
+        prompt = stem + [rng.randrange(300, 700) for _ in range(rng.randrange(2, 60))]
+        sampling = {"temperature": 0, "max_new_tokens": 8 + i, "ignore_eos": True}
+        bodies.append({"input_ids": prompt, "sampling_params": sampling})
+    return bodies
+
+
+async def expected_outputs(url: str, bodies: list[dict[str, Any]]) -> list[list[int]]:
+    """Each request alone."""
+    async with httpx.AsyncClient(timeout=120) as client:
+        answers = [(await client.post(url + "/generate", json=body)).json() for body in bodies]
+    return [answer["output_ids"] for answer in answers]
+
+
+async def one(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], fate: str, rid: str
+) -> list[int] | None:
+    """Send one request and let its fate befall it; its tokens if it survived."""
+    if fate == "whole":
+        answer = await client.post(url + "/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["output_ids"])
+    ids: list[int] = []
+    lines = random.Random(rid).randrange(1, 12)
+    request = {**body, "stream": True, "rid": rid}
+    async with client.stream("POST", url + "/generate", json=request) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = httpx.Response(200, content=line[6:]).json()
+            ids = event.get("output_ids", ids)
+            lines -= 1
+            if lines <= 0 and fate == "disconnect":
+                return None  # leaving the block closes the connection
+            if lines == 0 and fate == "abort":
+                await client.post(url + "/abort_request", json={"rid": rid})
+    return ids if fate == "stream" else None
+
+
+async def flood(url: str, bodies: list[dict[str, Any]]) -> list[tuple[int, str, list[int] | None]]:
+    """All requests, at most `CONCURRENCY` at once; (prompt index, fate, tokens) of each."""
+    slots = asyncio.Semaphore(CONCURRENCY)
+    rng = random.Random(3)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+
+        async def run(number: int) -> tuple[int, str, list[int] | None]:
+            index = rng.randrange(len(bodies))
+            fate = rng.choice(["whole", "stream", "stream", "abort", "disconnect"])
+            async with slots:
+                tokens = await one(client, url, bodies[index], fate, f"stress-{number}")
+            return index, fate, tokens
+
+        return await asyncio.gather(*(run(i) for i in range(NUM_REQUESTS)))
+
+
+def margin_at(url: str, body: dict[str, Any], output: list[int]) -> float:
+    """How much more likely the best token is than the second, after `output`."""
+    request = {
+        "input_ids": body["input_ids"] + output,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+    }
+    answer = httpx.post(url + "/generate", json=request, timeout=60).json()
+    best, second = answer["meta_info"]["output_top_logprobs"][0][:2]
+    return float(best[0] - second[0])
+
+
+def test_survivors_are_right_and_nothing_leaks(server: LiveServer) -> None:
+    bodies = make_bodies(seed=1)
+    expected = asyncio.run(expected_outputs(server.url, bodies))
+    outcomes = asyncio.run(flood(server.url, bodies))
+    fates = Counter(fate for _, fate, _ in outcomes)
+    assert min(fates.values()) > NUM_REQUESTS // 10, fates
+    for index, _, tokens in outcomes:
+        if tokens is None or tokens == expected[index]:
+            continue
+        assert len(tokens) == len(expected[index])
+        first = next(
+            i for i, (a, b) in enumerate(zip(tokens, expected[index], strict=True)) if a != b
+        )
+        margin = margin_at(server.url, bodies[index], expected[index][:first])
+        print(f"prompt {index} differs at output token {first}: margin {margin:.2e}")
+        assert margin < NEAR_TIE
+    server.assert_nothing_leaked()
+    counters = server.get("/get_server_info")["counters"]
+    assert counters["requests_retracted"] > 0
+    assert counters["compiles_after_ready"] == 0
