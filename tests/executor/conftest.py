@@ -35,28 +35,31 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_executor(model_folder: Path, pytestconfig: pytest.Config) -> Callable[..., ModelExecutor]:
-    """Executors by their arguments, made once for all tests of a run; reset before each use.
+def make_args(model_folder: Path, pytestconfig: pytest.Config) -> Callable[..., ServerArgs]:
+    """Arguments for a tiny engine; its programs are kept between runs, in pytest's own cache."""
+    settings = {
+        "model_path": str(model_folder),
+        "load_format": "dummy",
+        "device": "cpu",
+        "page_size": 4,
+        "max_total_tokens": 400,
+        "max_running_requests": 4,
+        "chunked_prefill_size": 8,
+        "skip_warmup": True,
+        "compilation_cache_dir": str(pytestconfig.cache.mkdir("xla")),
+    }
+    return lambda **overrides: ServerArgs(**(settings | overrides))
 
-    Their programs are kept between runs, in pytest's own cache.
-    """
+
+@pytest.fixture(scope="session")
+def make_executor(make_args: Callable[..., ServerArgs]) -> Callable[..., ModelExecutor]:
+    """Executors by their arguments, made once for all tests of a run; reset before each use."""
     made: dict[str, ModelExecutor] = {}
 
     def make(**overrides: object) -> ModelExecutor:
         key = repr(sorted(overrides.items()))
         if key not in made:
-            settings = {
-                "model_path": str(model_folder),
-                "load_format": "dummy",
-                "device": "cpu",
-                "page_size": 4,
-                "max_total_tokens": 400,
-                "max_running_requests": 4,
-                "chunked_prefill_size": 8,
-                "skip_warmup": True,
-                "compilation_cache_dir": str(pytestconfig.cache.mkdir("xla")),
-            }
-            made[key] = ModelExecutor(ServerArgs(**(settings | overrides)))
+            made[key] = ModelExecutor(make_args(**overrides))
         made[key].reset()
         return made[key]
 

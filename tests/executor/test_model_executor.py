@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.checkpoint.loading import load_model
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
 from sgl_jax.models.config import ModelConfig
@@ -202,17 +201,9 @@ def test_pool_and_token_table_are_updated_in_place(make_executor):
         assert not copies, (bucket, copies)
 
 
-def test_warm_up_compiles_everything_that_is_ever_launched(model_folder):
-    args = ServerArgs(
-        model_path=str(model_folder),
-        load_format="dummy",
-        page_size=4,
-        max_total_tokens=100,
-        max_running_requests=1,
-        chunked_prefill_size=4,
-        compilation_cache_dir="none",
-    )
-    executor = ModelExecutor(args)
+def test_warm_up_compiles_everything_that_is_ever_launched(make_args):
+    limits = {"max_running_requests": 1, "chunked_prefill_size": 4}
+    executor = ModelExecutor(make_args(skip_warmup=False, **limits))
     executor.warm_up()
     pool = np.asarray(executor._state.kv_pool)
     assert not pool[:, 1:].any()  # warm-up writes to the null page alone

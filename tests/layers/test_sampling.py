@@ -16,7 +16,7 @@ from sgl_jax.layers.sampling import (
     unpack_row_params,
 )
 
-CONTEXT = 40
+CONTEXT = 600
 VOCAB = 64
 NUM_DRAWS = 2048
 _sample = jax.jit(sample_tokens)
@@ -146,10 +146,11 @@ def test_a_draw_depends_on_seed_and_position_alone():
 
 def test_seeds_and_positions_give_independent_draws():
     flat = np.zeros(VOCAB)
-    by_seed = sample(np.tile(flat, (64, 1)), [admission(seed=s) for s in range(64)])
-    by_position = sample(
-        np.tile(flat, (30, 1)), [admission(row=n, tokens=[0] * n) for n in range(1, 31)]
+    by_seed = sample(
+        np.tile(flat, (64, 1)), [admission(seed=s) for s in range(64)], batch=NUM_DRAWS
     )
+    by_length = [admission(row=n, tokens=[0] * n) for n in range(1, 31)]
+    by_position = sample(np.tile(flat, (30, 1)), by_length, batch=NUM_DRAWS)
     assert len(set(by_seed.tolist())) > 30
     assert len(set(by_position.tolist())) > 15
 
@@ -196,14 +197,11 @@ def test_penalties_of_one_row_leave_its_neighbours_alone():
     np.testing.assert_array_equal(sample(logits, rows), [1, 0])
 
 
-def test_penalties_count_contexts_longer_than_one_block(monkeypatch):
-    monkeypatch.setattr("sgl_jax.layers.sampling.penalties._COUNT_BLOCK", 7)
-    jax.clear_caches()
-    tokens = [1] * 20 + [2] * 19
-    row = admission(tokens=tokens, prompt_len=20, temperature=0.0, frequency_penalty=0.1)
-    assert sample([[0.0, 0.5, 2.4, 0.6]], [row]) == [3]
-    assert sample([[0.0, 0.5, 2.6, 0.6]], [row]) == [2]
-    jax.clear_caches()
+def test_penalties_count_contexts_longer_than_one_block():
+    tokens = [1] * 100 + [2] * 490
+    row = admission(tokens=tokens, prompt_len=100, temperature=0.0, frequency_penalty=0.1)
+    assert sample([[0.0, 0.5, 49.5, 0.6]], [row]) == [3]
+    assert sample([[0.0, 0.5, 49.7, 0.6]], [row]) == [2]
 
 
 def test_logit_bias_adds_to_the_named_tokens_only():

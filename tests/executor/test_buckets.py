@@ -1,0 +1,44 @@
+"""Step shapes: few, within the limits, and close enough to waste little."""
+
+import pytest
+
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.buckets import Bucket, StepLimits, choose_buckets, step_limits
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("limits", [(1, 4, 4), (5, 100, 100), (32, 512, 128), (256, 2048, 128)])
+def test_every_step_within_the_limits_has_a_shape(platform, limits):
+    limits = StepLimits(*limits)
+    buckets = choose_buckets(limits, platform)
+    for tokens in range(limits.tokens + 1):
+        bucket = buckets.smallest(tokens)
+        assert bucket.tokens >= tokens
+        assert bucket.rows >= min(tokens, limits.rows)
+    assert max(b.tokens for b in buckets.plain) == limits.tokens
+    assert max(b.rows for b in buckets.all) == limits.rows
+    assert len(set(buckets.all)) == len(buckets.all) <= 14
+
+
+def test_a_full_batch_of_decode_is_not_padded():
+    buckets = choose_buckets(StepLimits(20, 512, 128), "cpu")
+    assert buckets.smallest(20) == Bucket(rows=20, tokens=20)
+
+
+def test_padding_never_more_than_quadruples_a_steps_tokens():
+    for platform, least in (("cpu", 1), ("tpu", 8)):
+        buckets = choose_buckets(StepLimits(32, 4096, 128), platform)
+        for tokens in range(least, 4097):
+            assert buckets.smallest(tokens).tokens < 4 * tokens
+
+
+def test_scoring_a_prompt_leaves_room_for_a_full_batch_of_decode():
+    scored = choose_buckets(StepLimits(32, 512, 128), "cpu").prompt_logprobs
+    assert scored == Bucket(rows=32, tokens=160, prompt_logprobs=True)
+
+
+def test_limits_come_from_the_arguments_and_else_from_the_platform():
+    assert step_limits(ServerArgs(), "cpu") == (32, 512, 128)
+    assert step_limits(ServerArgs(), "tpu") == (256, 2048, 128)
+    args = ServerArgs(max_running_requests=100, dp_size=3, chunked_prefill_size=16)
+    assert step_limits(args, "tpu") == (34, 34, 34)

@@ -1,0 +1,54 @@
+"""The mesh that is asked for, or a clear refusal; a compilation cache nobody else can write."""
+
+import jax
+import pytest
+
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
+
+
+def test_the_mesh_holds_tp_chips_for_each_rank():
+    mesh = make_mesh(ServerArgs(device="cpu", dp_size=2, tp_size=2))
+    assert dict(mesh.shape) == {"data": 2, "tensor": 2}
+    assert platform_of(mesh) == "cpu"
+
+
+def test_too_few_devices_are_named():
+    needed = 2 * len(jax.devices())
+    with pytest.raises(RuntimeError, match=rf"needs {needed} devices, found {needed // 2}"):
+        make_mesh(ServerArgs(device="cpu", dp_size=needed))
+
+
+def test_a_platform_that_is_not_there_is_named():
+    with pytest.raises(RuntimeError, match="--device tpu"):
+        make_mesh(ServerArgs(device="tpu"))
+
+
+@pytest.fixture
+def restore_cache():
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    set_compilation_cache(before or "none")
+
+
+@pytest.mark.usefixtures("restore_cache")
+def test_the_cache_folder_is_made_private_and_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = set_compilation_cache(None)
+    assert folder == tmp_path / "sgl_jax" / "xla"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    jax.jit(lambda x: x * 5 + 3)(2.0)
+    assert any(folder.iterdir())
+
+
+@pytest.mark.usefixtures("restore_cache")
+def test_a_cache_folder_that_others_can_write_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match="--compilation-cache-dir"):
+        set_compilation_cache(str(tmp_path))
+
+
+@pytest.mark.usefixtures("restore_cache")
+def test_the_cache_can_be_switched_off():
+    assert set_compilation_cache("none") is None
+    assert jax.config.jax_compilation_cache_dir is None

@@ -1,0 +1,54 @@
+"""Every rank's rows arrive at their own place, padding is harmless, and nothing is reused."""
+
+import numpy as np
+
+from sgl_jax.core.step_plan import RankPlan
+from sgl_jax.executor.layout import DPLayout
+
+
+def rank_plan(num_rows, first=1, pages=3, **wants):
+    ids = np.arange(first, first + num_rows, dtype=np.int32)
+    return RankPlan(
+        rows=ids,
+        epochs=ids,
+        kv_starts=ids * 10,
+        q_lens=ids + 1,
+        samples=ids % 2 == 0,
+        page_table=np.outer(ids, np.ones(pages, np.int32)) * 100,
+        num_decode=num_rows - 1,
+        **wants,
+    )
+
+
+def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
+    layout = DPLayout(dp_size=3, rows_per_rank=4, pages_per_row=5)
+    plans = [rank_plan(2), rank_plan(0), rank_plan(4, first=7, return_logprob=True)]
+    step_input = layout.pack(plans)
+    for rank, plan in enumerate(plans):
+        n = len(plan.rows)
+        seen = layout.unpack_controls(step_input.controls[rank])
+        for name in ("rows", "kv_starts", "q_lens", "samples"):
+            np.testing.assert_array_equal(getattr(seen, name)[:n], getattr(plan, name))
+            assert not getattr(seen, name)[n:].any()
+        assert seen.num_decode == plan.num_decode or n == 0
+        assert bool(seen.wants_logprobs) == plan.return_logprob
+        table = step_input.page_table.reshape(3, 4, 5)[rank]
+        np.testing.assert_array_equal(table[:n, :3], plan.page_table)
+        assert not table[n:].any()
+        assert not table[:, 3:].any()
+
+
+def test_results_come_back_to_their_rank_without_padding():
+    layout = DPLayout(dp_size=2, rows_per_rank=3, pages_per_row=1)
+    assert [x.tolist() for x in layout.split(np.arange(6), [2, 1])] == [[0, 1], [3]]
+    per_row = np.arange(12).reshape(6, 2)
+    assert [x.tolist() for x in layout.split(per_row, [0, 2])] == [[], [[6, 7], [8, 9]]]
+
+
+def test_every_step_gets_arrays_of_its_own():
+    layout = DPLayout(dp_size=1, rows_per_rank=2, pages_per_row=4)
+    plan = rank_plan(2)
+    first, second = layout.pack([plan]), layout.pack([plan])
+    for a, b in zip(first, second, strict=True):
+        assert not np.shares_memory(a, b)
+        assert not any(np.shares_memory(a, part) for part in plan if isinstance(part, np.ndarray))

@@ -1,0 +1,88 @@
+"""Plans beyond the engine's sizes are refused with the limit that they break."""
+
+import numpy as np
+import pytest
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.step_plan import RankPlan, RowAdmission, StepPlan
+from sgl_jax.executor.plan_check import check_plan
+
+SIZES = EngineSizes(
+    dp_size=1,
+    page_size=4,
+    num_pages=10,
+    num_rows=4,
+    max_context_len=32,
+    max_step_tokens=16,
+    max_prompt_logprob_tokens=6,
+    vocab_size=50,
+)
+
+
+def plan(**changes):
+    """A decode row, then a prefill chunk of 8 tokens, with `changes`."""
+    rank = RankPlan(
+        rows=np.array([1, 3], np.int32),
+        epochs=np.zeros(2, np.int32),
+        kv_starts=np.array([5, 0], np.int32),
+        q_lens=np.array([1, 8], np.int32),
+        samples=np.array([True, False]),
+        page_table=np.array([[1, 2], [3, 4]], np.int32),
+        num_decode=1,
+    )
+    return StepPlan(7, (rank._replace(**changes),))
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def admission(row, length):
+    return RowAdmission(row, np.zeros(length, np.int32), length, SamplingParams(), 0, ())
+
+
+BROKEN = {
+    "rows .* outside 1 to 3": {"rows": ints(0, 3)},
+    "go outside 1 to 3": {"rows": ints(1, 4)},
+    "too small": {"q_lens": ints(1, 0)},
+    "too small$": {"kv_starts": ints(-1, 0)},
+    "17 query tokens, at most 16": {"q_lens": ints(1, 16)},
+    "num_decode 2 does not match": {"num_decode": 2},
+    "reaches 33 tokens, at most 32": {"kv_starts": ints(32, 0)},
+    r"page table \(2, 2\): 2 rows of 3 to 8 pages": {"kv_starts": ints(8, 0)},
+    "pages outside 0 to 9": {"page_table": ints(1, 2, 3, 10).reshape(2, 2)},
+    "8 prefill tokens, at most 6": {"prompt_logprobs": np.array([False, True])},
+    "admits row 4": {"admissions": (admission(4, 3),)},
+    "admits 33 tokens to row 2, at most 32": {"admissions": (admission(2, 33),)},
+}
+
+
+def test_a_plan_within_the_sizes_passes():
+    check_plan(plan(), SIZES)
+    check_plan(plan(admissions=(admission(3, 32),)), SIZES)
+    check_plan(plan(prompt_logprobs=np.array([False, False])), SIZES)
+
+
+@pytest.mark.parametrize(("message", "changes"), BROKEN.items(), ids=BROKEN)
+def test_a_plan_beyond_the_sizes_is_refused(message, changes):
+    with pytest.raises(ValueError, match=message) as caught:
+        check_plan(plan(**changes), SIZES)
+    assert "step 7, rank 0" in str(caught.value)
+
+
+def test_the_plan_must_have_the_engines_ranks():
+    with pytest.raises(ValueError, match="1 ranks, the engine 2"):
+        check_plan(plan(), SIZES._replace(dp_size=2))
+
+
+def test_more_rows_than_the_engine_runs_are_refused():
+    n = 4
+    rank = plan(
+        rows=ints(1, 2, 3, 1),
+        kv_starts=np.zeros(n, np.int32),
+        q_lens=np.ones(n, np.int32),
+        page_table=np.zeros((n, 2), np.int32),
+    )
+    with pytest.raises(ValueError, match="4 rows, at most 3 run"):
+        check_plan(rank, SIZES)

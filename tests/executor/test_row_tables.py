@@ -1,0 +1,81 @@
+"""Admissions of any length reach their rows, in pieces of one size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.step_plan import RowAdmission
+from sgl_jax.executor.row_tables import (
+    PIECE_WORDS,
+    RowTables,
+    cut_admissions,
+    empty_piece,
+    write_piece,
+)
+from sgl_jax.layers.sampling import PACKED_WIDTH, pack_row_params, unpack_row_params
+
+_write = jax.jit(write_piece)
+
+
+def admission(row, length, **sampling):
+    tokens = np.arange(row * 10_000, row * 10_000 + length, dtype=np.int32)
+    return RowAdmission(row, tokens, length, SamplingParams(**sampling), 2**32 - row, (7, row))
+
+
+def admitted(pieces, rank, num_rows=30, context=3000):
+    tables = RowTables(
+        jnp.full((num_rows, context), -1, jnp.int32), jnp.zeros((num_rows, PACKED_WIDTH), jnp.int32)
+    )
+    for piece in pieces:
+        tables = _write(tables, piece[rank])
+    return jax.tree.map(np.asarray, tables)
+
+
+def test_long_prompts_and_many_rows_arrive_whole_on_every_rank():
+    ranks = [
+        [admission(3, 2500), admission(1, 1), admission(2, 700)],
+        [],
+        [admission(row, 4, temperature=row / 10) for row in range(1, 21)],
+    ]
+    pieces = list(cut_admissions(ranks))
+    assert all(piece.shape == (3, PIECE_WORDS) for piece in pieces)
+    assert not np.shares_memory(pieces[0], pieces[1])
+    for rank, admissions in enumerate(ranks):
+        tables = admitted(pieces, rank)
+        for a in admissions:
+            np.testing.assert_array_equal(tables.tokens[a.row, : len(a.tokens)], a.tokens)
+            assert (tables.tokens[a.row, len(a.tokens) :] == -1).all()
+            np.testing.assert_array_equal(tables.params[a.row], pack_row_params(a))
+        others = [row for row in range(1, 30) if row not in {a.row for a in admissions}]
+        assert (tables.tokens[others] == -1).all()
+        assert not tables.params[others].any()
+
+
+def test_an_empty_piece_changes_the_null_row_only():
+    tables = admitted([empty_piece(1)], 0)
+    assert (tables.tokens[1:] == -1).all()
+
+
+def test_parameters_survive_packing():
+    sampling = SamplingParams(
+        temperature=0.7,
+        top_k=40,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.3,
+        frequency_penalty=-0.5,
+        presence_penalty=1.5,
+        logit_bias={5: -2.5, 9: 100.0},
+        min_new_tokens=3,
+    )
+    packed = pack_row_params(RowAdmission(1, np.zeros(4, np.int32), 4, sampling, 2**32 - 1, (7, 8)))
+    params = jax.tree.map(lambda x: np.asarray(x)[0], unpack_row_params(jnp.asarray(packed)[None]))
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        assert getattr(params, name) == np.float32(getattr(sampling, name))
+    assert (params.frequency_penalty, params.presence_penalty) == (-0.5, 1.5)
+    assert (params.top_k, params.min_new_tokens, params.prompt_len) == (40, 3, 4)
+    assert params.seed.view(np.uint32) == 2**32 - 1
+    assert params.stop_ids[:2].tolist() == [7, 8]
+    assert params.bias_ids[:2].tolist() == [5, 9]
+    assert params.bias_values[:3].tolist() == [-2.5, 100.0, 0.0]
