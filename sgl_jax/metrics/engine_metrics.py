@@ -48,8 +48,9 @@ class EngineMetrics:
         yield _gauge("gen_throughput", "tokens generated per second", self._requests)
         yield _gauge("cache_hit_rate", "share of prompt tokens found cached", self._requests)
         for name, value in self._state.get("counters", {}).items():
-            if isinstance(value, int | float):
-                yield CounterMetricFamily(f"sglang:engine_{name}", name, value=value)
+            # The engine counts in whole numbers; a fraction is a rate or a share.
+            kind = CounterMetricFamily if isinstance(value, int) else GaugeMetricFamily
+            yield kind(f"sglang:engine_{name}", name.replace("_", " "), value=value)
 
 
 def _usage(rank: Mapping[str, Any]) -> float:
