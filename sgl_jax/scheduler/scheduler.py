@@ -48,7 +48,7 @@ class Scheduler:
         self.sizes = sizes
         self.config = config
         self.ranks = [RankScheduler(r, sizes, config) for r in range(sizes.dp_size)]
-        self._waiting = WaitingQueue(config.schedule_policy, self._best_cached_len)
+        self._waiting = WaitingQueue(config.schedule_policy, sizes.dp_size, self._best_cached_len)
         self._balancer = Balancer(config.load_balance_method, sizes.dp_size)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
         self._arrivals = 0
@@ -88,7 +88,7 @@ class Scheduler:
         for rid in rids:
             request = self._requests.get(rid)
             if request is not None:
-                self._end(request, FinishReason("abort", message=message.message, status_code=499))
+                self._end(request, FinishReason("abort", message=message.message))
 
     def stop(self, message: StopRequest) -> None:
         """The front found a stop string: keep that many output tokens, forget the rest."""
