@@ -52,8 +52,9 @@ class RadixTree:
     def peek(self, tokens: Int32Array) -> tuple[list[PathStep], int]:
         """The path of the longest prefix all components can serve, and its length. Read-only."""
         path = self._walk(tokens)
-        length = self._usable_len(path, sum(step.num_matched for step in path))
-        return _cut_path(path, length), length
+        matched = _matched_len(path)
+        length = self._usable_len(path, matched) if path else 0
+        return path if length == matched else _cut_path(path, length), length
 
     def match(self, tokens: Int32Array) -> TreeNode | None:
         """Lock the longest usable prefix of `tokens` and return the node where it ends.
@@ -86,7 +87,7 @@ class RadixTree:
         Returns the node that ends exactly at len(tokens), not locked.
         """
         path = self._walk(tokens)
-        length = sum(step.num_matched for step in path)
+        length = _matched_len(path)
         node = self._node_at(path, length) if length else self.root
         if length < len(tokens):
             node = self._add_child(node, tokens[length:].copy())
@@ -226,6 +227,14 @@ class RadixTree:
         if node is not self.root:
             for component in self.components:
                 component.refresh(node)
+
+
+def _matched_len(path: Sequence[PathStep]) -> int:
+    """Tokens matched along `path`; only its last edge may be matched in part."""
+    if not path:
+        return 0
+    node, num_matched = path[-1]
+    return node.end - len(node.key) + num_matched
 
 
 def _cut_path(path: Sequence[PathStep], length: int) -> list[PathStep]:

@@ -9,9 +9,9 @@ from itertools import islice
 
 from sgl_jax.scheduler.request import Request
 
-# Beyond this many waiting requests `lpm` ranks only the oldest: looking up all would cost more
-# host time than a better order saves.
-MAX_RANKED = 128
+# `lpm` ranks only so many of the oldest as this many lookups allow, one for each request and
+# rank: looking up all would cost more host time than a better order saves.
+MAX_LOOKUPS = 256
 # After this many younger requests were served before the oldest, it is the oldest's turn.
 MAX_PASSED_OVER = 128
 
@@ -19,8 +19,9 @@ MAX_PASSED_OVER = 128
 class WaitingQueue:
     """The queue; `cached_len(request)` says how much of a request some rank has cached."""
 
-    def __init__(self, policy: str, cached_len: Callable[[Request], int]) -> None:
+    def __init__(self, policy: str, dp_size: int, cached_len: Callable[[Request], int]) -> None:
         self._policy = policy
+        self._max_ranked = max(MAX_LOOKUPS // dp_size, 1)
         self._cached_len = cached_len
         self._requests: dict[str, Request] = {}  # by rid, in order of arrival
         self._retracted: dict[str, Request] = {}
@@ -48,7 +49,7 @@ class WaitingQueue:
         del self._requests[request.rid]
 
     def ordered(self, open_ranks: Collection[int]) -> list[Request]:
-        """The requests to try next, first to last: at most `MAX_RANKED` of the new ones.
+        """The requests to try next, first to last: a limited number of the new ones.
 
         Only those that some rank of `open_ranks` may serve: requests pinned to a rank that is
         full do not hold up the rest.
@@ -56,7 +57,7 @@ class WaitingQueue:
         retracted = sorted(self._retracted.values(), key=lambda request: request.arrival)
         allowed = {None, *open_ranks}
         eligible = (request for request in self._requests.values() if request.dp_rank in allowed)
-        fresh = list(islice(eligible, MAX_RANKED))
+        fresh = list(islice(eligible, self._max_ranked))
         if self._policy == "lpm" and len(fresh) > 1:
             due = 1 if self._times_passed_over >= MAX_PASSED_OVER else 0
             fresh[due:] = sorted(fresh[due:], key=lambda r: (-self._cached_len(r), r.arrival))

@@ -1,0 +1,84 @@
+"""Server arguments: one dataclass makes the command line, and refuses what cannot work."""
+
+import argparse
+import dataclasses
+
+import pytest
+
+from sgl_jax.core.server_args import ServerArgs, add_arguments, parse_server_args
+
+
+def test_every_field_is_a_flag_with_a_help_text() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    text = parser.format_help()
+    for setting in dataclasses.fields(ServerArgs):
+        assert "--" + setting.name.replace("_", "-") in text
+        assert setting.metadata["help"]
+
+
+def test_the_command_line_without_options_is_the_defaults() -> None:
+    assert parse_server_args(["--model-path", "m"]) == ServerArgs(model_path="m")
+
+
+def test_flags_have_the_types_of_their_fields() -> None:
+    args = parse_server_args(
+        "--model-path m --page-size 32 --mem-fraction-static 0.5 --max-total-tokens 640 "
+        "--context-length 128 --disable-radix-cache --schedule-policy fcfs --tp-size 2 "
+        "--dp-size 3 --served-model-name name --schedule-conservativeness 1.5".split()
+    )
+    assert args.page_size == 32
+    assert args.mem_fraction_static == 0.5
+    assert args.max_total_tokens == 640
+    assert args.context_length == 128
+    assert args.disable_radix_cache is True
+    assert args.disable_overlap_schedule is False
+    assert args.schedule_policy == "fcfs"
+    assert args.served_model_name == "name"
+    assert args.schedule_conservativeness == 1.5
+    assert args.num_devices == 6
+
+
+REFUSED = [
+    ({"page_size": 0}, "--page-size must be at least 1, got 0"),
+    ({"page_size": 12}, "--page-size must be a power of two, got 12"),
+    ({"tp_size": 0}, "--tp-size must be at least 1, got 0"),
+    ({"dp_size": -1}, "--dp-size must be at least 1, got -1"),
+    ({"max_queued_requests": 0}, "--max-queued-requests must be at least 1, got 0"),
+    ({"max_running_requests": -1}, "--max-running-requests must be at least 0, got -1"),
+    ({"chunked_prefill_size": -1}, "--chunked-prefill-size must be at least 0, got -1"),
+    ({"mem_fraction_static": 0.0}, r"--mem-fraction-static must be in \[0.05, 0.98\], got 0.0"),
+    ({"mem_fraction_static": 1.0}, r"--mem-fraction-static must be in \[0.05, 0.98\], got 1.0"),
+    ({"max_total_tokens": 8}, "--max-total-tokens must be at least one page, got 8"),
+    ({"context_length": 8}, "--context-length must be at least one page, got 8"),
+    ({"schedule_policy": "sjf"}, "--schedule-policy must be one of fcfs, lpm, got 'sjf'"),
+    ({"check_memory": "maybe"}, "--check-memory must be one of off, idle, busy, got 'maybe'"),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), REFUSED, ids=lambda part: str(part)[:40])
+def test_values_that_cannot_work_are_refused_by_their_flag(
+    values: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        ServerArgs(model_path="m", **values)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "--model-path"),
+        (["--model-path", "m", "--page-size", "3"], "must be a power of two"),
+        (["--model-path", "m", "--page-size", "big"], "invalid int value"),
+        (["--model-path", "m", "--schedule-policy", "sjf"], "invalid choice"),
+        (["--model-path", "m", "--no-such-flag"], "unrecognized arguments"),
+    ],
+    ids=lambda part: str(part)[:40],
+)
+def test_a_bad_command_line_ends_with_usage(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_server_args(argv)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err

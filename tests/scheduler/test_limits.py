@@ -1,0 +1,80 @@
+"""What the scheduler refuses to start with, and what it does when a rank has nothing to give."""
+
+import numpy as np
+import pytest
+
+from sgl_jax.scheduler.admission import AdmissionReserve
+from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.scheduler import Scheduler
+from tests.scheduler.driver import Driver, generate, make_sizes
+
+
+def test_a_step_must_hold_a_token_of_every_request_that_may_run() -> None:
+    with pytest.raises(ValueError, match="holds 7 tokens, fewer than the 8 requests"):
+        Scheduler(make_sizes(max_step_tokens=7, num_rows=9), SchedulerConfig())
+    Scheduler(make_sizes(max_step_tokens=8, num_rows=9), SchedulerConfig())
+
+
+def test_a_chunk_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="chunked_prefill_size must be at least 1, got 0"):
+        Scheduler(make_sizes(), SchedulerConfig(chunked_prefill_size=0))
+
+
+def test_with_every_row_decoding_a_step_of_just_enough_tokens_goes_on() -> None:
+    driver = Driver(make_sizes(max_step_tokens=8, num_rows=9, num_pages=100))
+    for i in range(12):
+        driver.submit(generate(f"r{i}", [i] * 5, 12))
+    driver.run()
+    for rid in driver.prompts:
+        driver.check_tokens(rid)
+        assert len(driver.tokens[rid]) == 12
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_alone_on_a_rank_without_pages_ends_once_with_an_error(overlap: bool) -> None:
+    """Pages are gone that no request holds; the lone request cannot wait for anybody."""
+    driver = Driver(make_sizes(num_pages=12, page_size=4), overlap=overlap)
+    driver.submit(generate("a", [1, 2, 3], 30))
+    while len(driver.tokens["a"]) < 3:
+        driver.step()
+    memory = driver.scheduler.ranks[0].memory
+    lost = memory.allocator.alloc(memory.allocator.num_free, owner=8)
+    for _ in range(20):
+        plan = driver.scheduler.plan()
+        if plan is not None:
+            driver.in_flight.append((plan, driver.executor.launch(plan)))
+        if driver.in_flight:
+            done, handle = driver.in_flight.popleft()
+            driver.scheduler.commit(done, driver.executor.result(handle))
+        driver.collect()
+    assert driver.finish["a"].status_code == 500
+    assert "needs more KV memory than rank 0 can free" in driver.finish["a"].message
+    memory.allocator.free(lost, owner=8)
+    driver.check_idle()
+
+
+def test_the_reserve_never_exceeds_what_running_requests_may_still_use() -> None:
+    driver = Driver(make_sizes(num_pages=60), SchedulerConfig(schedule_conservativeness=50.0))
+    driver.submit(generate("a", [1] * 8, 20))
+    rank = driver.scheduler.ranks[0]
+    for _ in range(6):
+        driver.step()
+        most = int(rank.memory.pages_to_grow(rank.running.active, np.array([28], np.int32)).sum())
+        assert rank.reserve.pages(rank.memory, rank.running) <= most
+    driver.run()
+
+
+def test_retracts_raise_the_reserve_and_quiet_steps_lower_it() -> None:
+    driver = Driver(make_sizes(num_pages=60))
+    driver.submit(generate("a", [1] * 8, 100))
+    driver.step()
+    rank = driver.scheduler.ranks[0]
+    reserve = AdmissionReserve(1.0)
+    initial = reserve.pages(rank.memory, rank.running)
+    for _ in range(3):
+        reserve.after_retract()
+    assert reserve.pages(rank.memory, rank.running) > initial
+    for _ in range(2000):
+        reserve.after_step()
+    assert 0 < reserve.pages(rank.memory, rank.running) < initial
+    driver.abort("a")
