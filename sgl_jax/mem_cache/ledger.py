@@ -53,6 +53,8 @@ def audit(memory: RankMemory) -> None:
 
     _require_each_row_once(memory)
     page_size = memory.page_size
+    is_tree_page = np.zeros(memory.allocator.num_pages, np.bool_)
+    is_tree_page[tree_pages] = True
     claims = [(RESERVED, np.array([NULL_PAGE], np.int32)), (TREE, tree_pages)]
     for lease in leases:
         protected = lease.cache_protected_len
@@ -61,7 +63,7 @@ def audit(memory: RankMemory) -> None:
             raise _error(memory, f"{lease!r} has locked {node_end} tokens")
         claims.append((lease.row, lease.pages(page_size, protected)))
         prefix = lease.pages(page_size, 0, protected)
-        if not np.isin(prefix, tree_pages).all():
+        if not is_tree_page[prefix].all():
             raise _error(memory, f"{lease!r} reads a prefix page that the tree does not own")
     _compare_owners(memory, claims)
 

@@ -53,6 +53,25 @@ def test_a_request_alone_on_a_rank_without_pages_ends_once_with_an_error(overlap
     driver.check_idle()
 
 
+def test_a_cached_prefix_is_not_counted_as_room_for_the_rest() -> None:
+    """Six pages of the prefix can be evicted, but not by the request that is to read them."""
+    driver = Driver(make_sizes(num_pages=13), SchedulerConfig(schedule_conservativeness=0.0))
+    driver.submit(generate("seed", [1] * 25, 2))
+    driver.run()
+    driver.submit(generate("other", [2] * 12, 8))
+    while not driver.tokens["other"]:
+        driver.step()
+    rank = driver.scheduler.ranks[0]
+    assert rank.memory.cache.num_evictable == 6
+    driver.submit(generate("long", [1] * 38, 2))
+    driver.step()
+    assert driver.scheduler.num_waiting == 1
+    driver.run()
+    assert driver.scheduler.counters()["requests_retracted"] == 0
+    for rid in driver.prompts:
+        driver.check_tokens(rid)
+
+
 def test_the_reserve_never_exceeds_what_running_requests_may_still_use() -> None:
     driver = Driver(make_sizes(num_pages=60), SchedulerConfig(schedule_conservativeness=50.0))
     driver.submit(generate("a", [1] * 8, 20))

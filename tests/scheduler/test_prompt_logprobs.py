@@ -30,12 +30,12 @@ def test_a_lone_request_is_planned_at_once() -> None:
 def test_what_the_cache_has_is_computed_again_where_it_must_be_reported() -> None:
     driver = Driver(make_sizes(num_pages=60))
     prompt = list(range(20))
-    for rid, start in (("a", -1), ("b", 10), ("c", 0)):
+    for rid, start in (("a", -1), ("b", 9), ("c", 8), ("d", 0)):
         driver.submit(generate(rid, prompt, 2, logprob_start_len=start))
         driver.run()
         driver.check_tokens(rid)
         driver.check_prompt_logprobs(rid, prompt)
-    assert driver.cached == {"a": 0, "b": 8, "c": 0}
+    assert driver.cached == {"a": 0, "b": 8, "c": 4, "d": 0}
 
 
 def test_a_step_that_reports_them_stays_within_its_narrow_program() -> None:
