@@ -19,6 +19,9 @@ class EngineSizes(NamedTuple):
     # Prefill tokens per rank in a step that reports prompt log-probabilities (a narrower program).
     max_prompt_logprob_tokens: int
     vocab_size: int
+    # Query tokens per rank that steps are padded to, ascending, so that a step may be planned to
+    # fill one; empty if the executor does not pad.
+    step_token_shapes: tuple[int, ...] = ()
 
     @property
     def pages_per_row(self) -> int:

@@ -37,6 +37,7 @@ class StepDraft:
         self.retracted: list[Request] = []
         self.unservable: list[int] = []  # rows that do not fit the rank even alone
         self._reports_prompt_logprobs = reports_prompt_logprobs
+        self._shapes = sizes.step_token_shapes
         self._chunk_rows: list[int] = []
         self._chunk_lens: list[int] = []
 
@@ -70,6 +71,8 @@ class StepDraft:
 
     def build(self) -> RankPlan:
         """The finished plan. From here on the step counts as launched: lengths are committed."""
+        if not self._reports_prompt_logprobs:
+            self._trim_to_shape()
         rank, running, memory = self.rank, self.rank.running, self.rank.memory
         rows = np.concatenate([self._decode_rows, np.array(self._chunk_rows, np.int32)])
         q_lens = np.ones(len(rows), np.int32)
@@ -100,6 +103,28 @@ class StepDraft:
         if not self.retracted:
             rank.reserve.after_step()
         return plan
+
+    def _trim_to_shape(self) -> None:
+        """Leave a few prefill tokens to the next step if that fills this one's shape exactly.
+
+        A step is padded to the next larger shape. With shapes of 128 and 512, a step of 135
+        tokens would compute 377 for nothing; instead it takes 128, and the next step the rest.
+        Not if it would put off more than it takes, or more than the padding it saves.
+        """
+        num_decode, num_prefill = len(self._decode_rows), sum(self._chunk_lens)
+        total = num_decode + num_prefill
+        larger = next((shape for shape in self._shapes if shape >= total), total)
+        smaller = max((shape for shape in self._shapes if shape <= total), default=0)
+        excess = total - smaller
+        if 2 * excess > num_prefill or excess >= larger - total:
+            return
+        while excess:
+            cut = min(excess, self._chunk_lens[-1])
+            self._chunk_lens[-1] -= cut
+            excess -= cut
+            if self._chunk_lens[-1] == 0:
+                self._chunk_lens.pop()
+                self._chunk_rows.pop()
 
     # -- choosing rows ----------------------------------------------------------------------
 

@@ -72,6 +72,25 @@ def test_a_step_never_exceeds_its_token_limit() -> None:
     assert max(plan.ranks[0].num_tokens for plan in driver.plans) == 10
 
 
+def test_a_step_leaves_a_few_tokens_for_later_rather_than_pad_by_many() -> None:
+    sizes = make_sizes(max_step_tokens=64)._replace(step_token_shapes=(8, 16, 64))
+    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=64))
+    driver.submit(generate("a", list(range(18)), 3))  # 16, then 2
+    driver.submit(generate("b", list(range(20, 30)), 3))  # together 28: padded to 64, put off 12
+    driver.run()
+    assert [plan.ranks[0].num_tokens for plan in driver.plans[:2]] == [16, 12]
+    for rid in ("a", "b"):
+        driver.check_tokens(rid)
+
+
+def test_a_step_is_not_trimmed_below_half_of_what_it_would_prefill() -> None:
+    sizes = make_sizes(max_step_tokens=64)._replace(step_token_shapes=(8, 64))
+    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=64))
+    driver.submit(generate("a", list(range(30)), 3))
+    driver.run()
+    assert driver.plans[0].ranks[0].num_tokens == 30
+
+
 def test_a_second_request_reuses_the_first_ones_prefix() -> None:
     driver = Driver(make_sizes())
     prompt = list(range(20))
