@@ -5,8 +5,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
-from jax.typing import DTypeLike
 
 from sgl_jax.checkpoint.paths import Path, flatten, unflatten
 from sgl_jax.layers.parameter import ParamTree
@@ -23,11 +23,12 @@ def dummy_params(
     placed = flatten(shardings)
     params = {}
     for path, declared in flatten(shapes).items():
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32("/".join(path).encode()))
-        scale = 0.0 if _is_norm(path) else initializer_range
-        offset = 1.0 if _is_norm(path) else 0.0
-        make = _maker(declared.shape, declared.dtype, placed[path])
-        params[path] = make(key, jnp.float32(scale), jnp.float32(offset))
+        if _is_norm(path):
+            params[path] = _ones(declared, placed[path])
+        else:
+            name = zlib.crc32("/".join(path).encode())
+            key = jax.random.fold_in(jax.random.key(seed), name)
+            params[path] = _normal(declared, placed[path])(key, jnp.float32(initializer_range))
     return unflatten(params)
 
 
@@ -35,9 +36,15 @@ def _is_norm(path: Path) -> bool:
     return len(path) > 1 and path[-2].endswith("norm")
 
 
-def _maker(shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding) -> "jax.stages.Wrapped":
+def _ones(declared: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    whole = np.ones(declared.shape, declared.dtype)
+    return jax.make_array_from_callback(declared.shape, sharding, lambda index: whole[index])
+
+
+def _normal(declared: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.stages.Wrapped:
     @partial(jax.jit, out_shardings=sharding)
-    def make(key: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
-        return (offset + scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    def make(key: jax.Array, scale: jax.Array) -> jax.Array:
+        values = jax.random.normal(key, declared.shape, jnp.float32)
+        return (scale * values).astype(declared.dtype)
 
     return make

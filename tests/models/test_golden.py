@@ -103,23 +103,36 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+class Setup(NamedTuple):
+    dp: int = 1
+    tp: int = 1
+    page_size: int = 16
+    weight_sharding: str = "replicated"
+
+
+ONE_TOKEN_PAGES = Setup(page_size=1)
+TWO_CHIPS = Setup(tp=2)
+MORE_CHIPS_THAN_KV_HEADS = Setup(tp=4)
+TWO_RANKS = Setup(dp=2)
+SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
+
+
 @pytest.mark.parametrize(
-    ("dp", "tp", "page_size", "weight_sharding"),
+    ("family", "setup"),
     [
-        pytest.param(1, 1, 1, "replicated", id="page-1"),
-        pytest.param(1, 2, 16, "replicated", id="tp-2"),
-        pytest.param(1, 4, 16, "replicated", id="more-chips-than-kv-heads"),
-        pytest.param(2, 1, 16, "replicated", id="dp-2"),
-        pytest.param(2, 2, 16, "data", id="weights-over-data"),
+        *[(family, ONE_TOKEN_PAGES) for family in FAMILIES],
+        *[(family, SPLIT_WEIGHTS) for family in FAMILIES],
+        ("llama", TWO_CHIPS),
+        ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
+        ("qwen3", TWO_RANKS),
+        ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
     ],
+    ids=str,
 )
-def test_chunked_prefill_and_decode_match_transformers(family, dp, tp, page_size, weight_sharding):
+def test_chunked_prefill_and_decode_match_transformers(family, setup):
     data = golden(family)
     prompt, greedy = data["prompt"], data["greedy"]
-    server = Server(
-        GOLDEN / family, dp=dp, tp=tp, page_size=page_size, weight_sharding=weight_sharding
-    )
+    server = Server(GOLDEN / family, **setup._asdict())
     # Request 0 prefills in three chunks. Beside it, request 1 prefills in one, then decodes.
     bounds = (0, 7, 23, len(prompt))
     positions = len(prompt)
@@ -133,11 +146,11 @@ def test_chunked_prefill_and_decode_match_transformers(family, dp, tp, page_size
             other = Chunk(1, 16 + step, prompt[16 + step : 17 + step])
             first, second = (other, chunk)
             expected = data["prompt_logits"][[16 + step, *range(start, stop)]]
-        for logits in server.step([[first, second]] * dp, num_decode=int(step > 0)):
+        for logits in server.step([[first, second]] * setup.dp, num_decode=int(step > 0)):
             assert_close(logits, expected)
     for step, token in enumerate(greedy[:-1]):
         decode = Chunk(0, positions + step, np.array([token]))
-        for logits in server.step([[decode]] * dp, num_decode=1):
+        for logits in server.step([[decode]] * setup.dp, num_decode=1):
             assert_close(logits[0], data["greedy_logits"][step + 1])
             assert logits[0].argmax() == greedy[step + 1]
 

@@ -1,10 +1,8 @@
 """Ragged paged attention in plain XLA: for CPUs, and for any platform without a kernel.
 
 Cost follows the tokens in use, not the context limit and not the padding: every loop has a
-dynamic trip count. Softmax is online, one block of KV at a time (arXiv 2205.14135).
-
-Blocks overrun the end of their row. That is harmless: rows are processed in ascending order, so
-what a block wrote past its row's end is overwritten by the rows that follow.
+dynamic trip count. Softmax is online (arXiv 2205.14135): keys are met a block at a time, and the
+partial results of blocks are merged.
 """
 
 from typing import NamedTuple
@@ -15,19 +13,60 @@ from jax import lax
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
 
-PREFILL_QUERIES = 64  # queries of one block
-KV_TOKENS = 256  # keys of one block
+# Decode meets DECODE_BLOCKS blocks of keys at once, of whatever rows: one operation each would
+# be too small to be worth its launch.
+DECODE_BLOCKS = 8
+DECODE_KEYS = 64
+PREFILL_QUERIES = 128
+PREFILL_KEYS = 128
 
 # Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
 # by exp(_MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
 _MASKED = -1e30
 
 
-class _Variant(NamedTuple):
+class _Options(NamedTuple):
     scale: float
     sliding_window: int | None
     soft_cap: float | None
     sinks: jax.Array | None
+
+
+class _Layer(NamedTuple):
+    """One layer of the cache, read by blocks of pages."""
+
+    kv_cache: jax.Array  # [layers, pages, 2 * kv_heads, page_size, head_dim]
+    layer: jax.Array  # int32 []
+
+    @property
+    def kv_heads(self) -> int:
+        return self.kv_cache.shape[2] // 2
+
+    @property
+    def page_size(self) -> int:
+        return self.kv_cache.shape[3]
+
+    def keys(self, pages: jax.Array) -> jax.Array:
+        """float32 [..., kv_heads, n * page_size, head_dim] of pages, int32 [..., n]."""
+        return self._heads(pages, 0)
+
+    def values(self, pages: jax.Array) -> jax.Array:
+        """As `keys`."""
+        return self._heads(pages, self.kv_heads)
+
+    def _heads(self, pages: jax.Array, first: int) -> jax.Array:
+        heads = slice(first, first + self.kv_heads)
+        blocks = self.kv_cache.at[self.layer, pages, heads].get(mode="promise_in_bounds")
+        tokens = jnp.moveaxis(blocks, -4, -3).astype(jnp.float32)
+        return tokens.reshape(*pages.shape[:-1], self.kv_heads, -1, blocks.shape[-1])
+
+
+class _Partial(NamedTuple):
+    """Attention over some of the keys: the softmax's numerator and denominator, times exp(-top)."""
+
+    top: jax.Array  # [..., kv_heads, queries] greatest score
+    total: jax.Array  # [..., kv_heads, queries]
+    weighted: jax.Array  # [..., kv_heads, queries, head_dim]
 
 
 def ragged_paged_attention(
@@ -44,46 +83,17 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `interface.RaggedPagedAttention`."""
-    variant = _Variant(scale, sliding_window, soft_cap, sinks)
+    options = _Options(scale, sliding_window, soft_cap, sinks)
     kv_cache = write_kv(k, v, kv_cache, layer, batch)
-    page_size = kv_cache.shape[3]
-    block_pages = max(1, KV_TOKENS // page_size)
-    # Whole blocks of page ids, so that a slice of the last block is not shifted to fit.
-    padding = -batch.page_table.shape[1] % block_pages
-    page_table = jnp.pad(batch.page_table, ((0, 0), (0, padding)))
-
-    def attend(row: jax.Array, first: jax.Array, num_queries: int, out: jax.Array) -> jax.Array:
-        """Attention of `num_queries` queries from the row's query `first` on, put into out."""
-        start = batch.q_offsets[row] + first
-        block_out = _attend_block(
-            lax.dynamic_slice_in_dim(q_padded, start, num_queries),
-            batch.kv_starts[row] + first,
-            batch.kv_starts[row] + batch.q_lens[row],
-            kv_cache,
-            layer,
-            page_table[row],
-            block_pages,
-            variant,
-        )
-        return lax.dynamic_update_slice_in_dim(out, block_out, start, axis=0)
-
-    def prefill_row(row: jax.Array, out: jax.Array) -> jax.Array:
-        num_blocks = -(-batch.q_lens[row] // PREFILL_QUERIES)
-        return lax.fori_loop(
-            0,
-            num_blocks,
-            lambda i, out: attend(row, i * PREFILL_QUERIES, PREFILL_QUERIES, out),
-            out,
-        )
-
-    num_tokens = q.shape[0]
-    q_padded = jnp.pad(q, ((0, PREFILL_QUERIES), (0, 0), (0, 0)))
-    out = jnp.zeros_like(q_padded)
-    out = lax.fori_loop(
-        0, batch.num_decode, lambda row, out: attend(row, jnp.int32(0), 1, out), out
+    cached = _Layer(kv_cache, layer)
+    # Blocks of queries overrun the end of their row. That is harmless: rows are processed in
+    # ascending order, so what a block wrote past its row's end is overwritten by later rows.
+    padded = jnp.pad(q, ((0, PREFILL_QUERIES), (0, 0), (0, 0)))
+    out = lax.dynamic_update_slice_in_dim(
+        jnp.zeros_like(padded), _decode(q, cached, batch, options), 0, axis=0
     )
-    out = lax.fori_loop(batch.num_decode, batch.num_rows, prefill_row, out)
-    return out[:num_tokens], kv_cache
+    out = _prefill(padded, out, cached, batch, options)
+    return out[: q.shape[0]], kv_cache
 
 
 def write_kv(
@@ -94,67 +104,193 @@ def write_kv(
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
     pages = jnp.where(batch.valid, pages, NULL_PAGE)
     kv = jnp.concatenate([k, v], axis=1).astype(kv_cache.dtype)
-    return kv_cache.at[layer, pages, :, batch.positions % page_size].set(
-        kv, mode="promise_in_bounds"
+    slots = kv_cache.at[layer, pages, :, batch.positions % page_size]
+    return slots.set(kv, mode="promise_in_bounds")
+
+
+def _decode(q: jax.Array, cached: _Layer, batch: AttentionBatch, options: _Options) -> jax.Array:
+    """Attention of the decode rows, whose token index is their row index; [rows, q_heads, D].
+
+    The blocks of keys of all rows form one list, row after row. Each turn of the loop takes the
+    next DECODE_BLOCKS of it and merges what they give into the rows they belong to, which are
+    neighbours. Rows past `num_decode` are finite and mean nothing.
+    """
+    num_rows = min(q.shape[0], batch.q_lens.shape[0])
+    table = _BlockTable.of(batch.page_table, cached.page_size, DECODE_KEYS)
+    block_keys = table.pages_per_block * cached.page_size
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    kv_lens = jnp.where(rows < batch.num_decode, batch.kv_starts[:num_rows] + 1, 0)
+    first_blocks = _first_visible(kv_lens - 1, options) // block_keys
+    ends = jnp.cumsum(-(-kv_lens // block_keys) - first_blocks, dtype=jnp.int32)
+    # Block number n of the list, of row r, is the row's block n - base[r].
+    base = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]) - first_blocks
+    queries = _scaled_queries(q[:num_rows], cached.kv_heads, options)
+    window = jnp.arange(DECODE_BLOCKS, dtype=jnp.int32)
+
+    def turn(index: jax.Array, state: _Partial) -> _Partial:
+        numbers = index * DECODE_BLOCKS + window
+        row = jnp.sum(numbers[:, None] >= ends, axis=1, dtype=jnp.int32)
+        row = jnp.minimum(row, num_rows - 1)
+        block, kv_len = numbers - base[row], kv_lens[row][:, None]
+        positions = block[:, None] * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
+        used = positions < kv_len
+        seen = used & (positions >= _first_visible(kv_len - 1, options))
+        pages = table.pages(row, block)
+        found = _attend(queries[row], cached, pages, seen[:, None, None], used, options)
+        # owner[i, j]: block i belongs to the j-th row of those that this turn may touch.
+        owner = (row[:, None] == row[0] + window) & (numbers < ends[-1])[:, None]
+        touched = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row[0], DECODE_BLOCKS), state)
+        merged = _merge_into_rows(touched, found, owner)
+        return jax.tree.map(
+            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row[0], axis=0), state, merged
+        )
+
+    sinks = None if options.sinks is None else options.sinks.reshape(queries.shape[1:3])
+    nothing = _nothing((num_rows + DECODE_BLOCKS, *queries.shape[1:]), sinks)
+    state = lax.fori_loop(0, -(-ends[-1] // DECODE_BLOCKS), turn, nothing)
+    total = jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)
+    out = state.weighted / total[..., None]
+    return out[:num_rows].reshape(num_rows, *q.shape[1:]).astype(q.dtype)
+
+
+def _prefill(
+    q: jax.Array, out: jax.Array, cached: _Layer, batch: AttentionBatch, options: _Options
+) -> jax.Array:
+    """Put the attention of the rows from `num_decode` on into out; q and out [T + padding, ...]."""
+    _, q_heads, head_dim = q.shape
+    group = q_heads // cached.kv_heads
+    sinks = options.sinks
+    if sinks is not None:
+        sinks = jnp.repeat(sinks, PREFILL_QUERIES).reshape(cached.kv_heads, -1)
+    table = _BlockTable.of(batch.page_table, cached.page_size, PREFILL_KEYS)
+    block_keys = table.pages_per_block * cached.page_size
+
+    def query_block(row: jax.Array, first: jax.Array, out: jax.Array) -> jax.Array:
+        """Queries `first`, `first` + 1, ... of a row."""
+        start = batch.q_offsets[row] + first
+        block = lax.dynamic_slice_in_dim(q, start, PREFILL_QUERIES)
+        queries = _scaled_queries(block, cached.kv_heads, options)
+        queries = queries.transpose(1, 2, 0, 3).reshape(cached.kv_heads, -1, head_dim)
+        q_start, kv_len = batch.kv_starts[row] + first, batch.kv_starts[row] + batch.q_lens[row]
+        # Queries past the row's end see what its last one sees, never an unused slot.
+        ahead = jnp.arange(PREFILL_QUERIES, dtype=jnp.int32)
+        q_positions = jnp.minimum(q_start + ahead, kv_len - 1)[:, None]
+
+        def key_block(index: jax.Array, state: _Partial) -> _Partial:
+            positions = index * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
+            seen = (positions <= q_positions) & (positions >= _first_visible(q_positions, options))
+            seen = jnp.broadcast_to(seen, (group, *seen.shape)).reshape(-1, block_keys)
+            used = positions < kv_len
+            pages = table.pages(row, index)
+            return _merge(state, _attend(queries, cached, pages, seen, used, options))
+
+        first_block = _first_visible(q_start, options) // block_keys
+        stop_block = -(-jnp.minimum(q_start + PREFILL_QUERIES, kv_len) // block_keys)
+        nothing = _nothing(queries.shape, sinks)
+        state = lax.fori_loop(first_block, stop_block, key_block, nothing)
+        result = (state.weighted / state.total[..., None]).reshape(-1, PREFILL_QUERIES, head_dim)
+        result = result.transpose(1, 0, 2).astype(q.dtype)
+        return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+
+    def row_blocks(row: jax.Array, out: jax.Array) -> jax.Array:
+        num_blocks = -(-batch.q_lens[row] // PREFILL_QUERIES)
+        return lax.fori_loop(
+            0, num_blocks, lambda i, out: query_block(row, i * PREFILL_QUERIES, out), out
+        )
+
+    return lax.fori_loop(batch.num_decode, batch.num_rows, row_blocks, out)
+
+
+class _BlockTable(NamedTuple):
+    """Page ids of each row, cut into blocks: int32 [rows, blocks, pages_per_block]."""
+
+    ids: jax.Array
+
+    @classmethod
+    def of(cls, page_table: jax.Array, page_size: int, num_keys: int) -> "_BlockTable":
+        """Blocks of `num_keys` keys, or of one page if that holds more."""
+        block_pages = max(1, num_keys // page_size)
+        padding = -page_table.shape[1] % block_pages
+        ids = jnp.pad(page_table, ((0, 0), (0, padding)), constant_values=NULL_PAGE)
+        return cls(ids.reshape(page_table.shape[0], -1, block_pages))
+
+    @property
+    def pages_per_block(self) -> int:
+        return self.ids.shape[2]
+
+    def pages(self, row: jax.Array, block: jax.Array) -> jax.Array:
+        """int32 [..., pages_per_block] of row and block, int32 [...]."""
+        return self.ids.at[row, block].get(mode="clip")
+
+
+def _scaled_queries(q: jax.Array, kv_heads: int, options: _Options) -> jax.Array:
+    """q [n, q_heads, D] as float32 [n, kv_heads, group, D], times the scale."""
+    grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
+    return grouped.astype(jnp.float32) * options.scale
+
+
+def _first_visible(position: jax.Array, options: _Options) -> jax.Array:
+    """The first key position that a query at `position` sees."""
+    if options.sliding_window is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position - options.sliding_window + 1, 0)
+
+
+def _nothing(shape: tuple[int, ...], sinks: jax.Array | None) -> _Partial:
+    """Attention over no keys yet, for queries of `shape`; sinks broadcast over all but the last.
+
+    A sink is one more key, always visible, whose value is zero.
+    """
+    weighted = jnp.zeros(shape, jnp.float32)
+    if sinks is None:
+        return _Partial(jnp.full(shape[:-1], _MASKED), jnp.zeros(shape[:-1]), weighted)
+    top = jnp.broadcast_to(sinks.astype(jnp.float32), shape[:-1])
+    return _Partial(top, jnp.ones_like(top), weighted)
+
+
+def _attend(
+    queries: jax.Array,
+    cached: _Layer,
+    pages: jax.Array,
+    seen: jax.Array,
+    used: jax.Array,
+    options: _Options,
+) -> _Partial:
+    """Attention of queries [..., kv_heads, n, D] over the keys in pages [..., p].
+
+    `seen` bool [..., kv_heads or 1, n or 1, keys]: which keys each query sees. `used` bool
+    [..., keys]: which slots hold a token; others may hold anything, NaN included.
+    """
+    scores = jnp.einsum("...hqd,...hkd->...hqk", queries, cached.keys(pages))
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    scores = jnp.where(seen, scores, _MASKED)
+    top = scores.max(axis=-1)
+    weights = jnp.exp(scores - top[..., None])
+    values = jnp.where(used[..., None, :, None], cached.values(pages), 0)
+    weighted = jnp.einsum("...hqk,...hkd->...hqd", weights, values)
+    return _Partial(top, weights.sum(axis=-1), weighted)
+
+
+def _merge(a: _Partial, b: _Partial) -> _Partial:
+    """Attention over the keys of both."""
+    top = jnp.maximum(a.top, b.top)
+    scale_a, scale_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
+    return _Partial(
+        top,
+        a.total * scale_a + b.total * scale_b,
+        a.weighted * scale_a[..., None] + b.weighted * scale_b[..., None],
     )
 
 
-def _attend_block(
-    q: jax.Array,
-    q_start: jax.Array,
-    kv_len: jax.Array,
-    kv_cache: jax.Array,
-    layer: jax.Array,
-    pages: jax.Array,
-    block_pages: int,
-    variant: _Variant,
-) -> jax.Array:
-    """Attend with queries q [Q, q_heads, D] at positions q_start, q_start + 1, ... of one row.
-
-    `kv_len` is the number of tokens the row has in the cache, `pages` its page ids.
-    """
-    num_queries, q_heads, head_dim = q.shape
-    kv_heads, page_size = kv_cache.shape[2] // 2, kv_cache.shape[3]
-    block_tokens = block_pages * page_size
-    group = q_heads // kv_heads
-    # Queries past the row's end see what its last one sees, never an unused slot.
-    q_positions = jnp.minimum(q_start + jnp.arange(num_queries, dtype=jnp.int32), kv_len - 1)
-    q_grouped = q.reshape(num_queries, kv_heads, group, head_dim).transpose(1, 2, 0, 3)
-    q_grouped = q_grouped.astype(jnp.float32) * variant.scale
-
-    def kv_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, total, acc = carry
-        ids = lax.dynamic_slice_in_dim(pages, index * block_pages, block_pages)
-        block = kv_cache.at[layer, ids].get(mode="promise_in_bounds").astype(jnp.float32)
-        block = block.transpose(1, 0, 2, 3).reshape(2 * kv_heads, block_tokens, head_dim)
-        kv_positions = index * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
-        scores = jnp.einsum("hgqd,hkd->hgqk", q_grouped, block[:kv_heads])
-        if variant.soft_cap is not None:
-            scores = variant.soft_cap * jnp.tanh(scores / variant.soft_cap)
-        visible = kv_positions <= q_positions[:, None]
-        if variant.sliding_window is not None:
-            visible &= kv_positions > q_positions[:, None] - variant.sliding_window
-        scores = jnp.where(visible, scores, _MASKED)
-        top_new = jnp.maximum(top, scores.max(axis=-1))
-        weights = jnp.exp(scores - top_new[..., None])
-        # Unused slots may hold anything, NaN included, and 0 * NaN is NaN.
-        values = jnp.where((kv_positions < kv_len)[:, None], block[kv_heads:], 0)
-        keep = jnp.exp(top - top_new)
-        total = total * keep + weights.sum(axis=-1)
-        acc = acc * keep[..., None] + jnp.einsum("hgqk,hkd->hgqd", weights, values)
-        return top_new, total, acc
-
-    shape = (kv_heads, group, num_queries)
-    if variant.sinks is None:
-        top, total = jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
-    else:  # a sink is one more key, always visible, whose value is zero
-        sinks = variant.sinks.astype(jnp.float32).reshape(kv_heads, group, 1)
-        top, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
-    first = jnp.int32(0)
-    if variant.sliding_window is not None:
-        first = jnp.maximum(q_start - variant.sliding_window + 1, 0) // block_tokens
-    stop = -(-jnp.minimum(q_start + num_queries, kv_len) // block_tokens)
-    acc = jnp.zeros((*shape, head_dim), jnp.float32)
-    top, total, acc = lax.fori_loop(first, stop, kv_block, (top, total, acc))
-    out = (acc / total[..., None]).transpose(2, 0, 1, 3)
-    return out.reshape(num_queries, q_heads, head_dim).astype(q.dtype)
+def _merge_into_rows(rows: _Partial, blocks: _Partial, owner: jax.Array) -> _Partial:
+    """Merge blocks [blocks, ...] into rows [rows, ...]; owner[i, j]: block i is of row j."""
+    owner = owner[:, :, None, None]
+    top = jnp.maximum(rows.top, jnp.where(owner, blocks.top[:, None], _MASKED).max(axis=0))
+    kept = jnp.exp(rows.top - top)
+    scale = jnp.where(owner, jnp.exp(blocks.top[:, None] - top), 0)
+    return _Partial(
+        top,
+        rows.total * kept + (scale * blocks.total[:, None]).sum(axis=0),
+        rows.weighted * kept[..., None] + jnp.einsum("brhq,bhqd->rhqd", scale, blocks.weighted),
+    )

@@ -1,0 +1,188 @@
+"""Checkpoints arrive whole, in their sharding, or every problem is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from safetensors.numpy import load_file, save_file
+
+from sgl_jax.checkpoint.convert import convert
+from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.checkpoint.paths import flatten
+from sgl_jax.models.config import ModelConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def load(folder, dp=1, tp=1, dtype=jnp.float32, **options):
+    mesh = Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("data", "tensor"))
+    config = ModelConfig.from_path(folder)
+    return flatten(load_model(folder, config, mesh, dtype, **options)[1])
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(np.asarray(actual[path]), np.asarray(array), str(path))
+
+
+@pytest.fixture
+def qwen3(tmp_path):
+    """A writable copy of a small model, and its tensors."""
+    folder = tmp_path / "qwen3"
+    shutil.copytree(GOLDEN / "qwen3", folder)
+    return folder, load_file(folder / "model.safetensors")
+
+
+def test_q_k_and_v_lie_side_by_side_for_each_kv_head(qwen3):
+    folder, tensors = qwen3
+    qkv = np.asarray(load(folder)["layers", "attention", "qkv"])
+    assert qkv.shape == (2, 64, 2, 4, 32)
+    prefix = "model.layers.1.self_attn"
+    q, k, v = (tensors[f"{prefix}.{name}_proj.weight"] for name in "qkv")
+    np.testing.assert_array_equal(qkv[1, :, 1, 1], q[3 * 32 : 4 * 32].T)  # second head's second
+    np.testing.assert_array_equal(qkv[1, :, 1, 2], k[32:].T)
+    np.testing.assert_array_equal(qkv[1, :, 0, 3], v[:32].T)
+
+
+def test_each_chip_holds_its_part_only(qwen3):
+    folder, _ = qwen3
+    params = load(folder, dp=2, tp=2, weight_sharding="data")
+    down = params["layers", "mlp", "down"]
+    assert {shard.data.shape for shard in down.addressable_shards} == {(2, 48, 32)}
+    embedding = params["embedding", "weight"]
+    assert {shard.data.shape for shard in embedding.addressable_shards} == {(125, 64)}
+
+
+def test_kv_heads_are_copied_to_the_chips_that_need_them(qwen3):
+    folder, _ = qwen3
+    one, four = load(folder), load(folder, tp=4)
+    qkv, copied = (np.asarray(p["layers", "attention", "qkv"]) for p in (one, four))
+    assert copied.shape == (2, 64, 4, 3, 32)
+    for head in range(4):
+        np.testing.assert_array_equal(copied[:, :, head, 0], qkv[:, :, head // 2, head % 2])
+        np.testing.assert_array_equal(copied[:, :, head, 1:], qkv[:, :, head // 2, 2:])
+
+
+def test_the_vocabulary_is_padded_with_zeros(qwen3):
+    folder, tensors = qwen3
+    embedding = np.asarray(load(folder, tp=4)["embedding", "weight"])
+    np.testing.assert_array_equal(embedding[:250], tensors["model.embed_tokens.weight"])
+    assert embedding.shape == (252, 64)
+    assert not embedding[250:].any()
+
+
+@pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, np.float16])
+def test_half_precision_is_cast_to_the_wanted_type(qwen3, stored):
+    folder, tensors = qwen3
+    halves = {name: tensor.astype(stored) for name, tensor in tensors.items()}
+    save_file(halves, folder / "model.safetensors")
+    down = load(folder)["layers", "mlp", "down"]
+    assert down.dtype == jnp.float32
+    expected = halves["model.layers.0.mlp.down_proj.weight"].astype(np.float32).T
+    np.testing.assert_array_equal(np.asarray(down)[0], expected)
+
+
+def test_several_files_are_read_as_one(qwen3):
+    folder, tensors = qwen3
+    whole = load(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same(load(folder), whole)
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"missing: \['b.safetensors'\]"):
+        load(folder)
+
+
+def test_every_wrong_tensor_is_named(qwen3):
+    folder, tensors = qwen3
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.surprise"] = np.zeros(3, np.float32)
+    tensors["lm_head.weight"] = np.zeros((7, 64), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert str(caught.value).splitlines()[1:] == [
+        "  lm_head.weight has shape [7, 64], config.json asks for [250, 64]",
+        "  model.layers.0.mlp.surprise is not part of Qwen3ForCausalLM",
+        "  model.layers.1.mlp.up_proj.weight is missing",
+        "  model.norm.weight is missing",
+    ]
+
+
+def test_harmless_extras_are_tolerated(tmp_path):
+    folder = tmp_path / "tied"
+    shutil.copytree(GOLDEN / "qwen2", folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    assert_same(load(folder), load(GOLDEN / "qwen2"))
+
+
+def test_a_damaged_file_is_named(qwen3):
+    folder, _ = qwen3
+    (folder / "model.safetensors").write_bytes(b"not a tensor in sight")
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
+        load(folder)
+
+
+def test_a_folder_without_weights_is_refused(qwen3):
+    folder, _ = qwen3
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="neither"):
+        load(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_an_orbax_checkpoint_holds_the_same_for_any_mesh(tmp_path, family):
+    output = tmp_path / "converted"
+    convert(GOLDEN / family, output, "float32")
+    assert (output / "config.json").is_file()
+    assert not list(output.glob("*.safetensors"))
+    for dp, tp, sharding in ((1, 1, "replicated"), (2, 2, "data"), (1, 4, "replicated")):
+        expected = load(GOLDEN / family, dp, tp, weight_sharding=sharding)
+        actual = load(output, dp, tp, weight_sharding=sharding)
+        assert_same(actual, expected)
+        for path, array in expected.items():
+            assert actual[path].sharding == array.sharding
+
+
+def test_an_orbax_checkpoint_of_another_config_is_refused(tmp_path):
+    output = tmp_path / "converted"
+    convert(GOLDEN / "qwen3", output, "float32")
+    shutil.copyfile(GOLDEN / "llama" / "config.json", output / "config.json")
+    with pytest.raises(CheckpointError, match=r"layers/attention/q_norm/weight is unexpected"):
+        load(output)
+
+
+def test_converting_onto_an_existing_folder_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(GOLDEN / "qwen3", tmp_path, "float32")
+
+
+def test_dummy_weights_are_random_and_do_not_depend_on_the_mesh():
+    one = load(GOLDEN / "llama", load_format="dummy", seed=5)
+    two = load(GOLDEN / "llama", tp=2, load_format="dummy", seed=5)
+    assert_same(two, one)
+    down = np.asarray(one["layers", "mlp", "down"])
+    assert 0.1 < down.std() < 0.2  # the config's initializer_range is 0.15
+    assert np.all(np.asarray(one["norm", "weight"]) == 1)
+
+
+@pytest.mark.parametrize("option", ["load_format", "weight_sharding"])
+def test_unknown_options_are_refused(option):
+    with pytest.raises(ValueError, match=f"{option} must be one of"):
+        load(GOLDEN / "qwen3", **{option: "torch"})

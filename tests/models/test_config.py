@@ -1,0 +1,130 @@
+"""Model configs are read in both spellings, and what cannot be honoured is refused by name."""
+
+import json
+
+import pytest
+
+from sgl_jax.models.config import ModelConfig, ModelConfigError, RopeConfig
+from sgl_jax.models.registry import BuildOptions, build_model
+
+PLAIN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def read(**changes):
+    return ModelConfig.from_dict(PLAIN | changes)
+
+
+def test_defaults_follow_hugging_face():
+    config = read()
+    assert config.head_dim == 8
+    assert config.rope == RopeConfig(10000.0)
+    assert not config.tie_word_embeddings
+    assert config.sliding_window is None
+    assert config.moe is None
+    assert config.eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
+    ],
+)
+def test_rope_is_read_in_every_spelling(spelling):
+    assert read(**spelling).rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
+
+
+def test_end_tokens_of_both_files_are_joined(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN | {"eos_token_id": 3}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3]}))
+    assert ModelConfig.from_path(tmp_path).eos_token_ids == (7, 3)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_experts_are_counted_in_either_spelling(name):
+    moe = read(**{name: 6}, num_experts_per_tok=2, moe_intermediate_size=16).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.top_k, moe.intermediate_size) == (6, 2, 16)
+
+
+def test_a_window_on_every_layer_is_honoured():
+    assert read(use_sliding_window=True, sliding_window=9, max_window_layers=0).sliding_window == 9
+    assert read(use_sliding_window=False, sliding_window=9).sliding_window is None
+    assert (
+        read(use_sliding_window=True, sliding_window=9, max_window_layers=5).sliding_window is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": None}, "lacks 'vocab_size'"),
+        ({"hidden_size": "big"}, "hidden_size must be a positive integer"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "default, linear, llama3, got 'yarn'"),
+        ({"architectures": []}, "list of one name"),
+        (
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+            "use_sliding_window",
+        ),
+        ({"num_experts": 4, "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"num_experts": 4, "decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "must not exceed"),
+    ],
+)
+def test_what_is_wrong_is_named(changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read(**changes)
+
+
+def test_a_folder_without_config_is_named(tmp_path):
+    with pytest.raises(ModelConfigError, match=r"no config\.json in model folder"):
+        ModelConfig.from_path(tmp_path)
+
+
+def test_damaged_json_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelConfigError, match="not valid JSON"):
+        ModelConfig.from_path(tmp_path)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones():
+    config = read(architectures=["MambaForCausalLM"])
+    with pytest.raises(ModelConfigError, match=r"MambaForCausalLM.*LlamaForCausalLM, Qwen2"):
+        build_model(config, BuildOptions("float32"))
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "message"),
+    [(3, "must divide the number of attention heads"), (32, "attention heads")],
+)
+def test_heads_that_cannot_be_dealt_out_are_refused(tp_size, message):
+    with pytest.raises(ValueError, match=message):
+        build_model(read(), BuildOptions("float32", tp_size=tp_size))
+
+
+def test_kv_heads_that_cannot_be_dealt_out_are_refused():
+    config = read(num_attention_heads=12, num_key_value_heads=6, head_dim=8)
+    with pytest.raises(ValueError, match="KV heads"):
+        build_model(config, BuildOptions("float32", tp_size=4))
