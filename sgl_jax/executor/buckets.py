@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sgl_jax.core.server_args import ServerArgs
 
 # Padding costs compute in proportion on a CPU, and every shape two seconds of compilation.
-_CPU_TOKENS = (1, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
+_CPU_TOKENS = (1, 4, 8, 16, 32, 64, 128, 192, 256, 512)
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32

@@ -17,7 +17,7 @@ from sgl_jax.checkpoint.loading import load_model
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Int32Array, RankPlan, RankResult, StepPlan
-from sgl_jax.executor.buckets import Bucket, StepLimits, choose_buckets, step_limits
+from sgl_jax.executor.buckets import Bucket, Buckets, StepLimits, choose_buckets, step_limits
 from sgl_jax.executor.compile_watch import CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
 from sgl_jax.executor.plan_check import check_plan, reports_prompt_logprobs
@@ -66,8 +66,10 @@ class ModelExecutor:
             head_dim=config.head_dim,
             dtype=dtype if args.kv_cache_dtype == "auto" else jnp.dtype(args.kv_cache_dtype),
         )
-        self.sizes = _decide_sizes(args, config, self._pool_layout, limits, self._mesh)
         self._buckets = choose_buckets(limits, platform)
+        self.sizes = _decide_sizes(
+            args, config, self._pool_layout, limits, self._buckets, self._mesh
+        )
         self._state, self._row_params = self._make_state()
         self._programs = Programs(
             graphdef, params, self._state, self._row_params, self.sizes, self._mesh
@@ -85,7 +87,6 @@ class ModelExecutor:
             "eos_token_ids": list(config.eos_token_ids),
             "weight_bytes": sum(leaf.nbytes for leaf in self._weights),
             "kv_pool_bytes": self._state.kv_pool.nbytes,
-            "step_tokens": [bucket.tokens for bucket in self._buckets.plain],
             **self.sizes._asdict(),
         }
 
@@ -183,7 +184,12 @@ class ModelExecutor:
 
 
 def _decide_sizes(
-    args: ServerArgs, config: ModelConfig, pool: KVPoolLayout, limits: StepLimits, mesh: Mesh
+    args: ServerArgs,
+    config: ModelConfig,
+    pool: KVPoolLayout,
+    limits: StepLimits,
+    buckets: Buckets,
+    mesh: Mesh,
 ) -> EngineSizes:
     """Everything the scheduler must stay within; the number of pages is what memory allows."""
     context_len = args.context_length or config.max_position_embeddings
@@ -202,6 +208,7 @@ def _decide_sizes(
         max_step_tokens=limits.tokens,
         max_prompt_logprob_tokens=limits.prompt_logprob_tokens,
         vocab_size=config.vocab_size,
+        step_token_shapes=tuple(bucket.tokens for bucket in buckets.plain),
     )
 
 
