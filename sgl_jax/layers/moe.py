@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
 
@@ -46,11 +47,11 @@ class MixtureOfExperts(nnx.Module):
         order = jnp.argsort(experts.reshape(-1))
         group_sizes = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.int32)
         lines = x[order // self.top_k]
-        gate_up = lax.ragged_dot(
+        gate_up = grouped_matmul(
             lines, self.gate_up[...].reshape(num_experts, hidden_size, 2 * width), group_sizes
         )
         inner = jax.nn.silu(gate_up[:, :width]) * gate_up[:, width:]
-        out = lax.ragged_dot(inner, self.down[...], group_sizes)
+        out = grouped_matmul(inner, self.down[...], group_sizes)
         out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
         out = out.reshape(num_tokens, self.top_k, hidden_size)
         partial_sum = jnp.einsum("tkh,tk->th", out, weights.astype(x.dtype))

@@ -1,0 +1,130 @@
+"""The building blocks of models against float64 numpy, alone and split over two chips."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from sgl_jax.layers.embedding import Embedding, LMHead
+from sgl_jax.layers.mlp import GatedMLP
+from sgl_jax.layers.moe import MixtureOfExperts
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.parameter import parameter_shapes, partition_specs, stack_layers
+from sgl_jax.layers.rotary import RopeScaling, inverse_frequencies, rotate, rotation
+
+TOLERANCE = 1e-5
+
+
+def run(module, method, *inputs, tp=1):
+    """Fill a module with random numbers and call it on `tp` chips; returns (result, params)."""
+    rng = np.random.default_rng(0)
+    shapes = parameter_shapes(module)
+    params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
+    mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
+    graphdef = nnx.graphdef(module)
+    call = jax.shard_map(
+        lambda params, *inputs: getattr(nnx.merge(graphdef, params), method)(*inputs),
+        mesh=mesh,
+        in_specs=(partition_specs(module), *[P()] * len(inputs)),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return np.asarray(jax.jit(call)(params, *inputs)), jax.tree.map(np.float64, params)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def test_rms_norm():
+    x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
+    actual, params = run(RMSNorm(16, 1e-3, jnp.float32), "__call__", x)
+    scale = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-3)
+    np.testing.assert_allclose(actual, x * scale * params["weight"], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gated_mlp(tp):
+    x = np.random.default_rng(1).normal(size=(5, 8)).astype(np.float32) / 4
+    actual, params = run(GatedMLP(8, 12, jnp.float32), "__call__", x, tp=tp)
+    gate, up = np.moveaxis(np.einsum("th,hgi->tgi", x, params["gate_up"]), 1, 0)
+    np.testing.assert_allclose(actual, silu(gate) * up @ params["down"], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_mixture_of_experts(tp, norm_topk_prob):
+    x = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32) / 4
+    module = MixtureOfExperts(8, 12, 5, 2, norm_topk_prob=norm_topk_prob, dtype=jnp.float32)
+    actual, params = run(module, "__call__", x, tp=tp)
+    expected = np.zeros_like(x, np.float64)
+    for token, vector in enumerate(x.astype(np.float64)):
+        logits = vector @ params["router"]
+        weights = np.exp(logits) / np.exp(logits).sum()
+        chosen = np.argsort(-weights)[:2]
+        total = weights[chosen].sum() if norm_topk_prob else 1.0
+        for expert in chosen:
+            gate, up = np.einsum("h,hgi->gi", vector, params["gate_up"][expert])
+            out = silu(gate) * up @ params["down"][expert]
+            expected[token] += out * weights[expert] / total
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_embedding_and_tied_logits_with_a_vocabulary_that_does_not_divide(tp):
+    module = Embedding(7, 4, tp, jnp.float32)
+    tokens = np.array([6, 0, 3, 3], np.int32)
+    vectors, params = run(module, "__call__", tokens, tp=tp)
+    np.testing.assert_allclose(vectors, params["weight"][tokens], atol=TOLERANCE)
+    hidden = np.ones((2, 4), np.float32)
+    logits, _ = run(module, "logits", hidden, tp=tp)
+    np.testing.assert_allclose(logits, hidden @ params["weight"][:7].T, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_head_with_a_vocabulary_that_does_not_divide(tp):
+    hidden = np.ones((2, 4), np.float32)
+    logits, params = run(LMHead(7, 4, tp, jnp.float32), "logits", hidden, tp=tp)
+    np.testing.assert_allclose(logits, hidden @ params["weight"][:, :7], atol=TOLERANCE)
+
+
+def test_rotation_turns_pairs_by_their_angle():
+    frequencies = inverse_frequencies(4, 100.0)
+    np.testing.assert_allclose(frequencies, [1.0, 0.1], rtol=1e-6)
+    x = jnp.array([[[1.0, 0.0, 0.0, 2.0]]])
+    turned = np.asarray(rotate(x, rotation(jnp.array([3]), frequencies)))[0, 0]
+    expected = [math.cos(3), -2 * math.sin(0.3), math.sin(3), 2 * math.cos(0.3)]
+    np.testing.assert_allclose(turned, expected, atol=TOLERANCE)
+
+
+def test_linear_scaling_stretches_all_and_llama3_only_the_long_waves():
+    plain = inverse_frequencies(64, 1e4)
+    np.testing.assert_allclose(inverse_frequencies(64, 1e4, linear_factor=4), plain / 4, rtol=1e-6)
+    scaled = inverse_frequencies(64, 1e4, llama3=RopeScaling(8.0, 1.0, 4.0, 256))
+    wavelengths = 2 * math.pi / plain
+    np.testing.assert_allclose(scaled[wavelengths < 64], plain[wavelengths < 64], rtol=1e-6)
+    np.testing.assert_allclose(scaled[wavelengths > 256], plain[wavelengths > 256] / 8, rtol=1e-6)
+    between = (wavelengths > 64) & (wavelengths < 256)
+    assert between.any()
+    assert np.all((scaled < plain)[between] & (scaled > plain / 8)[between])
+
+
+def test_stacked_layers_are_split_over_data_along_the_first_axis_that_divides():
+    module = GatedMLP(6, 12, jnp.float32)
+    stack_layers(module, num_layers=3, data_shards=2)
+    assert partition_specs(module) == {
+        "gate_up": P(None, "data", None, "tensor"),
+        "down": P(None, "tensor", "data"),
+    }
+    assert parameter_shapes(module)["down"].shape == (3, 12, 6)
+
+
+def test_a_parameter_that_does_not_divide_stays_whole_on_every_rank():
+    module = RMSNorm(5, 1e-6, jnp.float32)
+    stack_layers(module, num_layers=3, data_shards=2)
+    assert partition_specs(module) == {"weight": P(None, None)}
