@@ -5,6 +5,7 @@ Knows nothing of requests, pages' owners or sessions: what a plan says is done a
 """
 
 import logging
+import time
 from collections import deque
 from typing import Any
 
@@ -148,6 +149,23 @@ class ModelExecutor:
         jax.block_until_ready(self._state)
         if was_ready:
             self._watch.arm()
+
+    def time_bare_steps(self, plan: StepPlan, num_steps: int) -> float:
+        """Seconds for `num_steps` runs of one plan's program with nothing between them.
+
+        A yardstick for benchmarks: it overwrites KV and tokens of the plan's rows and pages, so
+        nothing may be running.
+        """
+        check_plan(plan, self.sizes)
+        bucket = self._buckets.smallest(max(rank.num_tokens for rank in plan.ranks))
+        step_input = jax.device_put(self._programs.layout(bucket).pack(plan.ranks))
+        program = self._programs.step(bucket)
+        jax.block_until_ready(self._state)
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self._state, output = program(self._weights, self._state, self._row_params, *step_input)
+        jax.block_until_ready(output)
+        return time.perf_counter() - start
 
     def start_profile(self, output_dir: str) -> None:
         """Trace the devices into `output_dir` until `stop_profile`."""
