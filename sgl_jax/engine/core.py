@@ -45,12 +45,12 @@ class EngineCore:
 
     def __init__(self, args: ServerArgs) -> None:
         self.args = args
-        self._executor = ModelExecutor(args)
+        self.executor = ModelExecutor(args)
         if not args.skip_warmup:
-            self._executor.warm_up()
-        sizes = self._executor.sizes
+            self.executor.warm_up()
+        sizes = self.executor.sizes
         self.info: dict[str, Any] = {
-            **self._executor.info,
+            **self.executor.info,
             "max_request_tokens": sizes.max_request_tokens,
         }
         config = SchedulerConfig.from_args(
@@ -66,8 +66,16 @@ class EngineCore:
         self._drain_until = 0.0
         self._is_audited = True
 
-    def run(self, channel: Channel, on_stall: Callable[[], None] = exit_process) -> None:
+    def run(
+        self,
+        channel: Channel,
+        on_stall: Callable[[], None] = exit_process,
+        *,
+        close: bool = True,
+    ) -> None:
         """Serve until a `Shutdown` message. Raises what the engine cannot recover from.
+
+        Afterwards the device's memory is let go of, unless `close` is False.
 
         `on_stall` is called, from another thread, if a step takes longer than the watchdog allows.
         """
@@ -84,7 +92,8 @@ class EngineCore:
                 outputs = self.scheduler.take_outputs()
                 if outputs is not None:
                     channel.send(outputs)
-        self._executor.close()
+        if close:
+            self.executor.close()
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -94,11 +103,11 @@ class EngineCore:
         done = None
         try:
             if plan is not None:
-                self._in_flight.append((plan, self._executor.launch(plan)))
+                self._in_flight.append((plan, self.executor.launch(plan)))
                 self._is_audited = False
             if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
                 done, handle = self._in_flight.popleft()
-                results = self._executor.result(handle)
+                results = self.executor.result(handle)
         except Exception as error:  # whatever the device raises, the engine lives on
             self._recover(error)
             return
@@ -112,7 +121,7 @@ class EngineCore:
         """A step failed: its requests end with an error, the device starts afresh."""
         logger.exception("a step failed; all requests in flight end with an error")
         self._in_flight.clear()
-        self._executor.reset()
+        self.executor.reset()
         self.scheduler.fail_all(f"a step failed on the device: {error}")
 
     def _audit(self) -> None:
@@ -156,9 +165,9 @@ class EngineCore:
     def _profile(self, message: Profile) -> Reply:
         try:
             if message.output_dir is not None:
-                self._executor.start_profile(message.output_dir)
+                self.executor.start_profile(message.output_dir)
             else:
-                self._executor.stop_profile()
+                self.executor.stop_profile()
         except (RuntimeError, OSError) as error:
             return Reply(rid=message.rid, ok=False, message=str(error))
         return Reply(rid=message.rid, ok=True)
@@ -177,6 +186,6 @@ class EngineCore:
         counters = {
             **scheduler.counters(),
             **self._log.counters(),
-            "compiles_after_ready": self._executor.num_compiles_after_ready,
+            "compiles_after_ready": self.executor.num_compiles_after_ready,
         }
         return {"ranks": ranks, "num_waiting": scheduler.num_waiting, "counters": counters}

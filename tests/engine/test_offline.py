@@ -124,7 +124,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_lives_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = engine.generate("Hello", GREEDY).output_ids
-    executor = engine._core._executor
+    executor = engine._core.executor
     launch, calls = executor.launch, []
 
     def fail_third(plan: object) -> object:
