@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from sgl_jax.core.server_args import ServerArgs
 
-# Padding costs compute in proportion on a CPU, and every shape two seconds of compilation.
-_CPU_TOKENS = (1, 4, 8, 16, 32, 64, 128, 192, 256, 512)
+# Every shape costs two seconds of compilation on a CPU. The scheduler plans steps that fill a
+# shape where it can, so few of them do.
+_CPU_TOKENS = (2, 8, 32, 128, 256, 512)
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32

@@ -73,7 +73,7 @@ async def get_server_info(request: Request) -> Response:
     settings["api_key"] = None if context.args.api_key is None else "***"
     state = (await context.ask(lambda rid: GetState(rid=rid))).data
     return json_response(
-        {**settings, "version": request.app.version, "engine": context.engine_info, "state": state}
+        {**settings, "version": request.app.version, "engine": context.engine_info, **state}
     )
 
 

@@ -59,7 +59,7 @@ class Server:
         return child
 
     def num_running(self) -> int:
-        state = httpx.get(f"{self.url}/get_server_info").json()["state"]
+        state = httpx.get(f"{self.url}/get_server_info").json()
         return int(state["ranks"][0]["num_running"])
 
     def _read(self) -> None:

@@ -1,0 +1,61 @@
+"""Bad input against a live server: clear refusals, no 500, nothing leaked, still healthy."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.live.live_server import LiveServer, live_server
+from tests.server.malformed_bodies import MALFORMED
+
+NUM_BAD_BODIES = 60
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    flags = ("--context-length", "256", "--max-running-requests", "4", "--check-memory", "busy")
+    with live_server(
+        tmp_path_factory.mktemp("live"), *flags, "--served-model-name", "default"
+    ) as server:
+        yield server
+        server.assert_nothing_leaked()
+        assert httpx.get(server.url + "/health_generate", timeout=60).status_code == 200
+
+
+def test_every_malformed_body_is_refused_and_named(server: LiveServer) -> None:
+    assert len(MALFORMED) >= NUM_BAD_BODIES
+    for case in MALFORMED:
+        headers = {"content-type": case.content_type} if case.content_type else {}
+        answer = httpx.post(server.url + case.path, content=case.body, headers=headers, timeout=60)
+        assert answer.status_code == case.status, (case.name, answer.text)
+        error = answer.json()["error"]
+        assert error["message"], case.name
+        if case.param is not None:
+            assert error["param"] == case.param, (case.name, error)
+
+
+def test_what_the_schema_allows_never_breaks_the_server(server: LiveServer, tmp_path: Path) -> None:
+    """schemathesis makes requests from the server's own OpenAPI description, good and bad."""
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json"),
+        *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
+        *("--max-examples", "15", "--phases", "examples,coverage,fuzzing", "--seed", "1"),
+        # A trace writes to folders that the request names.
+        *("--exclude-path-regex", "profile", "--request-timeout", "60"),
+    ]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=540)
+    assert run.returncode == 0, run.stdout[-4000:]
+
+
+def test_depth_and_size_are_bounded(server: LiveServer) -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    big = json.dumps({"text": "a" * (40 << 20)}).encode()
+    for body, status in ((deep, 400), (big, 413)):
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(server.url + "/generate", content=body, headers=headers, timeout=60)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
