@@ -14,6 +14,7 @@ from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.hf_loading import load_safetensors
 from sgl_jax.checkpoint.orbax_format import PARAMS_FOLDER, load_orbax
 from sgl_jax.layers.attention import replicated_kv_heads
+from sgl_jax.layers.layer_weights import separate_matrices
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.layers.parameter import ParamTree, parameter_shapes, partition_specs
 from sgl_jax.models.config import ModelConfig
@@ -49,12 +50,32 @@ def load_model(
     Returns:
         graphdef: `nnx.merge(graphdef, params)` is the model.
         params: nested dictionaries of arrays, each placed as its PartitionSpec says
-            (`array.sharding.spec`).
+            (`array.sharding.spec`); on a CPU, matrices of layers are tuples of arrays (see
+            `layers.layer_weights`).
 
     Raises:
         CheckpointError: the folder's weights are not those of `config`.
         ValueError: an option is unknown, or the mesh does not fit the model.
     """
+    graphdef, params = load_stacked(
+        model_path, config, mesh, dtype, load_format, weight_sharding, seed, attention_backend
+    )
+    if weight_sharding == "replicated" and mesh.devices.flat[0].platform == "cpu":
+        separate_matrices(params["layers"])
+    return graphdef, params
+
+
+def load_stacked(
+    model_path: str | Path,
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    load_format: str = "auto",
+    weight_sharding: str = "replicated",
+    seed: int = 0,
+    attention_backend: str = "auto",
+) -> tuple[Any, ParamTree]:
+    """As `load_model`, with every layer weight stacked on axis 0 whatever the platform."""
     _require("load_format", load_format, LOAD_FORMATS)
     _require("weight_sharding", weight_sharding, WEIGHT_SHARDINGS)
     tp_size = mesh.shape[TENSOR_AXIS]

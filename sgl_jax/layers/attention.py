@@ -8,6 +8,7 @@ from sgl_jax.kernels.ragged_paged_attention.interface import (
     AttentionBatch,
     attention_implementation,
 )
+from sgl_jax.layers.layer_weights import project
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
@@ -86,14 +87,13 @@ class Attention(nnx.Module):
             scale=q.shape[-1] ** -0.5,
             sliding_window=self.sliding_window,
         )
-        out = out.reshape(x.shape[0], -1) @ self.output[...]
+        out = project(out.reshape(x.shape[0], -1), self.output)
         return sum_over_tensor(out), kv_cache
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, q_heads, head_dim], k and v [T, kv_heads, head_dim] of this chip."""
-        hidden_size, kv_heads, slots, head_dim = self.qkv.shape
-        qkv = (x @ self.qkv[...].reshape(hidden_size, -1)).reshape(-1, kv_heads, slots, head_dim)
+        qkv = project(x, self.qkv)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...]
-        q = qkv[:, :, :-2].reshape(x.shape[0], -1, head_dim)
+        q = qkv[:, :, :-2].reshape(x.shape[0], -1, qkv.shape[-1])
         return q, qkv[:, :, -2], qkv[:, :, -1]

@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from sgl_jax.layers.layer_weights import project
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
 
@@ -19,7 +20,6 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x and the result: [T, hidden]."""
-        hidden_size, _, width = self.gate_up.shape
-        gate_up = x @ self.gate_up[...].reshape(hidden_size, 2 * width)
-        inner = jax.nn.silu(gate_up[:, :width]) * gate_up[:, width:]
-        return sum_over_tensor(inner @ self.down[...])
+        gate_up = project(x, self.gate_up)
+        inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        return sum_over_tensor(project(inner, self.down))

@@ -4,6 +4,8 @@ The experts' inner width is split over the tensor axis, so each chip holds a sli
 and all chips have the same work whatever the router chooses.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,6 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul
+from sgl_jax.layers.layer_weights import project, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
 
@@ -35,23 +38,21 @@ class MixtureOfExperts(nnx.Module):
         self.down = parameter(
             (num_experts, intermediate_size, hidden_size), dtype, None, TENSOR_AXIS
         )
+        self.num_experts = num_experts
         self.top_k = top_k
         self.norm_topk_prob = norm_topk_prob
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x and the result: [T, hidden]."""
         num_tokens, hidden_size = x.shape
-        num_experts, _, _, width = self.gate_up.shape
         weights, experts = self._route(x)
         # One line per (token, expert), sorted by expert: the products are then grouped.
         order = jnp.argsort(experts.reshape(-1))
-        group_sizes = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.int32)
+        group_sizes = jnp.bincount(experts.reshape(-1), length=self.num_experts).astype(jnp.int32)
         lines = x[order // self.top_k]
-        gate_up = grouped_matmul(
-            lines, self.gate_up[...].reshape(num_experts, hidden_size, 2 * width), group_sizes
-        )
-        inner = jax.nn.silu(gate_up[:, :width]) * gate_up[:, width:]
-        out = grouped_matmul(inner, self.down[...], group_sizes)
+        gate_up = _project_groups(lines, self.gate_up, group_sizes)
+        inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        out = _project_groups(inner, self.down, group_sizes)
         out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
         out = out.reshape(num_tokens, self.top_k, hidden_size)
         partial_sum = jnp.einsum("tkh,tk->th", out, weights.astype(x.dtype))
@@ -59,8 +60,19 @@ class MixtureOfExperts(nnx.Module):
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights float32 [T, top_k] and ids int32 [T, top_k] of each token's experts."""
-        logits = jnp.matmul(x, self.router[...], preferred_element_type=jnp.float32)
+        logits = project(x, self.router).astype(jnp.float32)
         weights, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
         if self.norm_topk_prob:
             weights = weights / weights.sum(axis=-1, keepdims=True)
         return weights, experts
+
+
+def _project_groups(lines: jax.Array, weight: nnx.Param[Any], group_sizes: jax.Array) -> jax.Array:
+    """lines [n, in], grouped by expert, times weight [experts, in, *out] -> [n, *out]."""
+
+    def product(matrices: jax.Array) -> jax.Array:
+        flat = matrices.reshape(*matrices.shape[:2], -1)
+        out = grouped_matmul(lines, flat, group_sizes)
+        return out.reshape(lines.shape[0], *matrices.shape[2:])
+
+    return use_weight(weight, product)

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead
+from sgl_jax.layers.layer_weights import weights_of_layer
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
@@ -93,20 +94,19 @@ class CausalLM(nnx.Module):
             hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_cache.
         """
         by = rotation(batch.positions, _frequencies(self.config.head_dim, self.config.rope))
-        graphdef, stacked = nnx.split(self.layers)
+        graphdef, weights = nnx.split(self.layers)
 
         def run_layer(
-            carry: tuple[jax.Array, jax.Array], xs: tuple[Any, jax.Array]
+            carry: tuple[jax.Array, jax.Array], index: jax.Array
         ) -> tuple[tuple[jax.Array, jax.Array], None]:
-            params, index = xs
-            layer: DecoderLayer = nnx.merge(graphdef, params)
+            layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, index))
             gather_over_data(layer)
             hidden, kv_cache = carry
             return layer(hidden, by, batch, kv_cache, index), None
 
         carry = (self.embedding(token_ids), kv_cache)
         layer_indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-        (hidden, kv_cache), _ = lax.scan(run_layer, carry, (stacked, layer_indices))
+        (hidden, kv_cache), _ = lax.scan(run_layer, carry, layer_indices)
         return self.norm(hidden), kv_cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:

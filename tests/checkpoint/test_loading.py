@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
-from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.checkpoint.loading import load_model, load_stacked
 from sgl_jax.checkpoint.paths import flatten
 from sgl_jax.models.config import ModelConfig
 
@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 def load(folder, dp=1, tp=1, dtype=jnp.float32, **options):
     mesh = Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("data", "tensor"))
     config = ModelConfig.from_path(folder)
-    return flatten(load_model(folder, config, mesh, dtype, **options)[1])
+    return flatten(load_stacked(folder, config, mesh, dtype, **options)[1])
 
 
 def assert_same(actual, expected):
@@ -50,6 +50,15 @@ def test_q_k_and_v_lie_side_by_side_for_each_kv_head(qwen3):
     np.testing.assert_array_equal(qkv[1, :, 1, 1], q[3 * 32 : 4 * 32].T)  # second head's second
     np.testing.assert_array_equal(qkv[1, :, 1, 2], k[32:].T)
     np.testing.assert_array_equal(qkv[1, :, 0, 3], v[:32].T)
+
+
+def test_on_a_cpu_each_layers_matrices_are_arrays_of_their_own(qwen3):
+    folder, _ = qwen3
+    stacked = load(folder)["layers", "mlp", "down"]
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    _, params = load_model(folder, ModelConfig.from_path(folder), mesh, jnp.float32)
+    for layer, down in enumerate(params["layers"]["mlp"]["down"]):
+        np.testing.assert_array_equal(np.asarray(down), np.asarray(stacked)[layer])
 
 
 def test_each_chip_holds_its_part_only(qwen3):

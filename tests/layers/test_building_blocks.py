@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.layers.embedding import Embedding, LMHead
+from sgl_jax.layers.layer_weights import project, separate_matrices, weights_of_layer
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
@@ -128,3 +129,23 @@ def test_a_parameter_that_does_not_divide_stays_whole_on_every_rank():
     module = RMSNorm(5, 1e-6, jnp.float32)
     stack_layers(module, num_layers=3, data_shards=2)
     assert partition_specs(module) == {"weight": P(None, None)}
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_each_layer_is_given_its_own_weights_however_they_lie(separate):
+    rng = np.random.default_rng(0)
+    stacked = jnp.asarray(rng.normal(size=(3, 4, 2, 5)).astype(np.float32))
+    x = rng.normal(size=(6, 4)).astype(np.float32)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    weights = {"matrix": jax.device_put(stacked, NamedSharding(mesh, P()))}
+    if separate:
+        separate_matrices(weights)
+        assert [array.shape for array in weights["matrix"]] == [(4, 2, 5)] * 3
+
+    @jax.jit
+    def product(weights, layer):
+        return project(x, nnx.Param(weights_of_layer(weights, layer)["matrix"]))
+
+    for layer in range(3):
+        expected = np.einsum("ti,ijk->tjk", x, np.asarray(stacked)[layer])
+        np.testing.assert_allclose(product(weights, layer), expected, atol=TOLERANCE)
