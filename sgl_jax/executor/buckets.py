@@ -11,7 +11,7 @@ from sgl_jax.core.server_args import ServerArgs
 
 # Every shape costs two seconds of compilation on a CPU. The scheduler plans steps that fill a
 # shape where it can, so few of them do.
-_CPU_TOKENS = (2, 8, 32, 128, 256, 512)
+_CPU_TOKENS = (2, 8, 32, 128, 512)
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32
