@@ -33,7 +33,7 @@ CITIES = tuple(
 _ONSETS = "b d f g h j k l m n p r s t v z".split()
 _VOWELS = "a e i o u".split()
 
-_ATTRIBUTES = ("code", "color", "city")
+ATTRIBUTES = ("code", "color", "city")
 _TELL = {
     "code": (
         "The code of {n} is {v}.",
@@ -127,6 +127,8 @@ DEFAULT_MIX: Mapping[str, float] = {
     "chat": 0.3,
     "filler": 0.3,
 }
+# Many people with the same attribute: only the name says which value is asked for.
+DRILL_MIX: Mapping[str, float] = {"tell": 1.0, "recall": 2.0, "unknown": 1.5, "filler": 0.2}
 
 
 class Turn(NamedTuple):
@@ -159,9 +161,12 @@ def estimate_tokens(text: str) -> int:
 class DialogueWriter:
     """Writes the turns of one dialogue and remembers the facts that were told in it."""
 
-    def __init__(self, rng: random.Random, split: Split) -> None:
+    def __init__(
+        self, rng: random.Random, split: Split, attributes: tuple[str, ...] = ATTRIBUTES
+    ) -> None:
         self.rng = rng
         self.split = split
+        self.attributes = attributes
         self.facts: dict[tuple[str, str], str] = {}
 
     def write(self, kind: str) -> Turn:
@@ -202,7 +207,7 @@ class DialogueWriter:
         """A question about a fact nobody told: an unknown person, or another attribute."""
         known = [name for name, attribute in self.facts if attribute != "name"]
         while True:
-            attribute = self.rng.choice(_ATTRIBUTES)
+            attribute = self.rng.choice(self.attributes)
             name = self.rng.choice(known) if known and self.rng.random() < 0.4 else self._name()
             if self.rng.random() < 0.03:
                 name, attribute = "", "name"
@@ -261,7 +266,7 @@ class DialogueWriter:
             return "", "name", self._name()
         known = [name for name, attribute in self.facts if attribute != "name"]
         name = self.rng.choice(known) if known and self.rng.random() < 0.25 else self._name()
-        attribute = self.rng.choice(_ATTRIBUTES)
+        attribute = self.rng.choice(self.attributes)
         if attribute == "code":
             return name, attribute, f"{self.rng.randrange(1000):03d}"
         return name, attribute, self.rng.choice(COLORS if attribute == "color" else CITIES)
@@ -305,9 +310,10 @@ def write_dialogue(
     max_tokens: int,
     mix: Mapping[str, float] = DEFAULT_MIX,
     max_facts: int = 12,
+    attributes: tuple[str, ...] = ATTRIBUTES,
 ) -> list[Message]:
     """Mixed turns until about ``max_tokens`` tokens are reached."""
-    writer = DialogueWriter(rng, split)
+    writer = DialogueWriter(rng, split, attributes)
     kinds, weights = list(mix), list(mix.values())
     turns: list[Turn] = []
     num_tokens = 0
