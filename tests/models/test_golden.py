@@ -121,15 +121,16 @@ SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
     ("family", "setup"),
     [
         *[(family, ONE_TOKEN_PAGES) for family in FAMILIES],
-        *[(family, SPLIT_WEIGHTS) for family in FAMILIES],
         ("llama", TWO_CHIPS),
+        ("llama", SPLIT_WEIGHTS),
+        ("qwen3_moe", SPLIT_WEIGHTS),
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
         ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
     ],
     ids=str,
 )
-def test_chunked_prefill_and_decode_match_transformers(family, setup):
+def test_prefill_whole_or_chunked_and_decode_match_transformers(family, setup):
     data = golden(family)
     prompt, greedy = data["prompt"], data["greedy"]
     server = Server(GOLDEN / family, **setup._asdict())
@@ -153,14 +154,10 @@ def test_chunked_prefill_and_decode_match_transformers(family, setup):
         for logits in server.step([[decode]] * setup.dp, num_decode=1):
             assert_close(logits[0], data["greedy_logits"][step + 1])
             assert logits[0].argmax() == greedy[step + 1]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_in_one_chunk_matches_transformers(family):
-    data = golden(family)
-    (logits,) = Server(GOLDEN / family).step([[Chunk(0, 0, data["prompt"])]], num_decode=0)
-    assert_close(logits, data["prompt_logits"])
-    assert logits[-1].argmax() == data["greedy"][0]
+    # Request 2 prefills in one chunk.
+    for logits in server.step([[Chunk(2, 0, prompt)]] * setup.dp, num_decode=0):
+        assert_close(logits, data["prompt_logits"])
+        assert logits[-1].argmax() == greedy[0]
 
 
 def test_ranks_do_not_disturb_each_other():
