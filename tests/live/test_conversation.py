@@ -8,7 +8,7 @@ import pytest
 from tests.live.live_server import LiveServer, live_server
 
 CONVERSATION = [
-    {"role": "user", "content": "The code of Anna is 4 7 1."},
+    {"role": "user", "content": "The code of Anna is 471."},
     {"role": "assistant", "content": "Noted."},
     {"role": "user", "content": "What is the code of Anna?"},
 ]
@@ -27,7 +27,7 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 def test_a_fact_given_earlier_is_recalled(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)
-    assert "471" in answer.choices[0].message.content.replace(" ", "")
+    assert "471" in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.total_tokens == (
         answer.usage.prompt_tokens + answer.usage.completion_tokens
