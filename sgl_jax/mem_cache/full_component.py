@@ -14,8 +14,8 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.page_allocator import TREE, PageAllocator
-from sgl_jax.mem_cache.radix_tree import TreeNode
 from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class FullComponent:

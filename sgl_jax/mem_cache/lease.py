@@ -8,14 +8,10 @@ keeps them from eviction by the lock on `node`. From there to `kv_allocated_len`
 the row. `0 <= protected <= committed <= allocated` always.
 """
 
-from typing import TYPE_CHECKING
-
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool
-
-if TYPE_CHECKING:
-    from sgl_jax.mem_cache.radix_tree import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class KVLease:

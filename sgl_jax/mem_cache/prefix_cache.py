@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.mem_cache.radix_tree import TreeNode
 from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class PrefixPeek(NamedTuple):

@@ -9,8 +9,9 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.prefix_cache import PrefixMatch, PrefixPeek
-from sgl_jax.mem_cache.radix_tree import RadixTree, TreeNode
+from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class RadixCache:

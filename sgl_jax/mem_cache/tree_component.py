@@ -7,18 +7,16 @@ an index of `TreeNode.values` and `TreeNode.locks` that is its own.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from sgl_jax.core.step_plan import Int32Array
-
-if TYPE_CHECKING:
-    from sgl_jax.mem_cache.radix_tree import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class PathStep(NamedTuple):
     """One edge of a walk down the tree and how many of its tokens matched, whole pages only."""
 
-    node: "TreeNode"
+    node: TreeNode
     num_matched: int
 
 
@@ -51,31 +49,31 @@ class TreeComponent(Protocol):
         """
         ...
 
-    def absorb(self, node: "TreeNode", offer: LeaseOffer) -> None:
+    def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
         """Take over from `offer` what `node` lacks; it ends at token `node.end` of the offer."""
         ...
 
-    def split(self, upper: "TreeNode", lower: "TreeNode") -> None:
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge lost its first `len(upper.key)` tokens to the new `upper`: divide."""
         ...
 
-    def lock(self, node: "TreeNode") -> None:
+    def lock(self, node: TreeNode) -> None:
         """Keep what a lease that ends at `node` reads from eviction, until `unlock`."""
         ...
 
-    def unlock(self, node: "TreeNode") -> None:
+    def unlock(self, node: TreeNode) -> None:
         """Undo one `lock(node)`."""
         ...
 
-    def refresh(self, node: "TreeNode") -> None:
+    def refresh(self, node: TreeNode) -> None:
         """`node`'s age, lock or children changed: bring eviction sets up to date."""
         ...
 
-    def drop(self, node: "TreeNode", keep_tokens: int) -> None:
+    def drop(self, node: TreeNode, keep_tokens: int) -> None:
         """Let go of what lies past `keep_tokens` of the edge; freed by `flush_dropped`."""
         ...
 
-    def tombstone(self, node: "TreeNode") -> None:
+    def tombstone(self, node: TreeNode) -> None:
         """Let go of this component's value at `node` while the edge stays; for `flush_dropped`."""
         ...
 
@@ -83,14 +81,14 @@ class TreeComponent(Protocol):
         """Free all that was dropped, in one call to the allocator."""
         ...
 
-    def next_victim(self, num_units: int) -> "tuple[TreeNode, int] | None":
+    def next_victim(self, num_units: int) -> tuple[TreeNode, int] | None:
         """The node to take from next to free `num_units`, and the tokens of its edge to keep.
 
         Only a leaf may keep less than its whole edge; to keep all of it asks for `tombstone`.
         """
         ...
 
-    def audit(self, nodes: "Sequence[TreeNode]", leaves_of_leases: "Sequence[TreeNode]") -> None:
+    def audit(self, nodes: Sequence[TreeNode], leaves_of_leases: Sequence[TreeNode]) -> None:
         """Recompute every count and lock from scratch; raise `LedgerError` on a difference.
 
         `leaves_of_leases` lists the locked node of every live lease, with repeats.

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.radix_cache import RadixCache
-from sgl_jax.mem_cache.radix_tree import TreeNode
 from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.tree_model import (
     PrefixModel,
     Tokens,

@@ -4,8 +4,9 @@ import numpy as np
 
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.page_allocator import PageAllocator
-from sgl_jax.mem_cache.radix_tree import RadixTree, TreeNode
+from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.tree_model import check_shape, shape_of, tokens_to
 
 

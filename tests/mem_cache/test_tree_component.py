@@ -17,8 +17,9 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.page_allocator import TREE, PageAllocator
-from sgl_jax.mem_cache.radix_tree import RadixTree, TreeNode
+from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_component import PathStep
+from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.tree_model import (
     PrefixModel,
     Tokens,

@@ -2,7 +2,8 @@
 
 from hypothesis import strategies as st
 
-from sgl_jax.mem_cache.radix_tree import RadixTree, TreeNode
+from sgl_jax.mem_cache.radix_tree import RadixTree
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 Tokens = tuple[int, ...]
 

@@ -1,0 +1,26 @@
+"""A node of the prefix tree, as the tree core and the components see it."""
+
+from typing import Any
+
+from sgl_jax.core.step_plan import Int32Array
+
+
+class TreeNode:
+    """A node and the edge that leads to it. `end` counts tokens from the root to the node."""
+
+    __slots__ = ("children", "end", "key", "last_access", "locks", "node_id", "parent", "values")
+
+    def __init__(
+        self, node_id: int, key: Int32Array, parent: "TreeNode | None", num_components: int
+    ) -> None:
+        self.node_id = node_id
+        self.key = key
+        self.parent = parent
+        self.end: int = (parent.end if parent else 0) + len(key)
+        self.children: dict[bytes, TreeNode] = {}
+        self.last_access = 0
+        self.values: list[Any] = [None] * num_components
+        self.locks = [0] * num_components
+
+    def __repr__(self) -> str:
+        return f"TreeNode({self.node_id}, tokens {self.end - len(self.key)}..{self.end})"
