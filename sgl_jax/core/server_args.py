@@ -11,6 +11,23 @@ def _arg(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+# Inclusive. The upper ones are far beyond what works well: they catch slips of the keyboard.
+_BOUNDS = {
+    "tp_size": (1, 4096),
+    "dp_size": (1, 4096),
+    "page_size": (1, 4096),
+    "mem_fraction_static": (0.05, 0.98),
+    "max_running_requests": (0, 65536),
+    "max_queued_requests": (1, 10_000_000),
+    "chunked_prefill_size": (0, 1_048_576),
+    "schedule_conservativeness": (0.0, 10.0),
+    "port": (0, 65535),  # 0 takes any free one
+    "decode_log_interval": (0, 1_000_000_000),
+    "watchdog_timeout": (1.0, 86400.0),
+    "drain_timeout": (0.0, 86400.0),
+}
+
+
 @dataclass(frozen=True)
 class ServerArgs:
     """Settings of one server. Flag names follow SGLang: `--max-total-tokens` and so on."""
@@ -83,23 +100,12 @@ class ServerArgs:
     )
 
     def __post_init__(self) -> None:
-        at_least = {
-            "tp_size": 1,
-            "dp_size": 1,
-            "page_size": 1,
-            "max_running_requests": 0,
-            "max_queued_requests": 1,
-            "chunked_prefill_size": 0,
-        }
-        for name, low in at_least.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{_flag(name)} must be at least {low}, got {getattr(self, name)}")
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not low <= value <= high:  # nor NaN
+                raise ValueError(f"{_flag(name)} must be in [{low}, {high}], got {value}")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"--page-size must be a power of two, got {self.page_size}")
-        if not 0.05 <= self.mem_fraction_static <= 0.98:
-            raise ValueError(
-                f"--mem-fraction-static must be in [0.05, 0.98], got {self.mem_fraction_static}"
-            )
         for name in ("max_total_tokens", "context_length"):
             value = getattr(self, name)
             if value is not None and value < self.page_size:
