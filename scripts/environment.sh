@@ -28,7 +28,9 @@ prepare_environment() {
     wanted=$("$python" -c 'import sys; print(sys.version)'; cat "$repository/pyproject.toml")
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         echo "installing into $environment ..." >&2
-        [ -x "$environment/bin/python" ] || "$python" -m venv "$environment"
+        # An environment without pip is what a failed attempt leaves behind.
+        "$environment/bin/python" -m pip --version >/dev/null 2>&1 ||
+            "$python" -m venv --clear "$environment"
         "$environment/bin/python" -m pip install --quiet --disable-pip-version-check \
             --editable "$repository${extras:+[$extras]}" >&2
         echo "$wanted" >"$stamp"

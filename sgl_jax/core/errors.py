@@ -13,9 +13,5 @@ class InvalidRequestError(ValueError):
         self.param = param
 
 
-class QueueFullError(RuntimeError):
-    """The waiting queue is at its limit; the client should come back later (HTTP 503)."""
-
-
 class EngineDeadError(RuntimeError):
     """The scheduling process has ended; nothing more can be served."""

@@ -83,9 +83,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End the engine process: `drain` finishes what is in flight first."""
-
-    drain: bool = True
+    """End the engine; what is in flight is aborted. Whoever wants it finished waits first."""
 
 
 FrontMessage = (

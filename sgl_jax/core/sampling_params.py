@@ -61,9 +61,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_range("repetition_penalty", self.repetition_penalty, 0.0, 1e4, open_low=True)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        if self.top_k < 1 and self.top_k not in (-1, 0):
+        if self.top_k not in (-1, 0) and not 1 <= self.top_k < 2**31:
             raise InvalidRequestError(
-                f"top_k must be -1 (all) or at least 1, got {self.top_k}", "top_k"
+                f"top_k must be -1 (all) or in [1, 2**31), got {self.top_k}", "top_k"
             )
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise InvalidRequestError(

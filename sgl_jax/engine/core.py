@@ -46,8 +46,7 @@ class EngineCore:
     def __init__(self, args: ServerArgs) -> None:
         self.args = args
         self.executor = ModelExecutor(args)
-        if not args.skip_warmup:
-            self.executor.warm_up()
+        self.executor.warm_up()
         sizes = self.executor.sizes
         self.info: dict[str, Any] = {
             **self.executor.info,
@@ -62,8 +61,7 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._log = StepLog(args.decode_log_interval)
-        self._shutdown: Shutdown | None = None
-        self._drain_until = 0.0
+        self._is_shutting_down = False
         self._is_audited = True
 
     def run(
@@ -80,7 +78,7 @@ class EngineCore:
         `on_stall` is called, from another thread, if a step takes longer than the watchdog allows.
         """
         with Watchdog(self.args.watchdog_timeout, on_stall) as watchdog:
-            while not self._is_done():
+            while not self._is_shutting_down:
                 is_resting = self.scheduler.is_idle and not self._in_flight
                 watchdog.feed()
                 messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
@@ -92,6 +90,7 @@ class EngineCore:
                 outputs = self.scheduler.take_outputs()
                 if outputs is not None:
                     channel.send(outputs)
+        self._abort_all(channel)
         if close:
             self.executor.close()
 
@@ -136,10 +135,7 @@ class EngineCore:
     def _handle(self, message: FrontMessage, channel: Channel) -> None:
         match message:
             case GenerateRequest():
-                if self._shutdown is not None:
-                    self.scheduler.refuse(message, "the server is shutting down", 503)
-                else:
-                    self.scheduler.submit(message)
+                self.scheduler.submit(message)
             case AbortRequest():
                 self.scheduler.abort(message)
             case StopRequest():
@@ -153,14 +149,16 @@ class EngineCore:
             case Profile():
                 channel.send(self._profile(message))
             case Shutdown():
-                self._shutdown = message
-                self._drain_until = time.monotonic() + self.args.drain_timeout
+                self._is_shutting_down = True
 
-    def _is_done(self) -> bool:
-        if self._shutdown is None:
-            return False
-        is_idle = self.scheduler.is_idle and not self._in_flight
-        return is_idle or not self._shutdown.drain or time.monotonic() > self._drain_until
+    def _abort_all(self, channel: Channel) -> None:
+        """The end: every lease is released, as at any other time."""
+        self._in_flight.clear()
+        self.scheduler.abort(AbortRequest(abort_all=True, message="the engine was shut down"))
+        outputs = self.scheduler.take_outputs()
+        if outputs is not None:
+            channel.send(outputs)
+        self._audit()
 
     def _profile(self, message: Profile) -> Reply:
         try:

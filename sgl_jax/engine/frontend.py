@@ -239,7 +239,12 @@ class Frontend:
             if self._death is not None:
                 raise EngineDeadError(self._death)
             self._on_reply[rid] = on_reply
-        self._client.send(make_message(rid))
+        try:
+            self._client.send(make_message(rid))
+        except BaseException:
+            with self._lock:
+                self._on_reply.pop(rid, None)
+            raise
 
     # The engine's side
 

@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import queue
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -36,6 +37,11 @@ from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+# A server refuses what it cannot serve soon; a list of prompts is there to be waited for.
+_NO_QUEUE_LIMIT = 10_000_000
+# From this many prompts on, a progress bar is worth its line.
+_MANY_PROMPTS = 16
+
 Prompt = str | Sequence[int]
 Sampling = SamplingParams | Mapping[str, Any] | None
 
@@ -58,6 +64,10 @@ class Generation:
     prompt_logprobs: list[TokenLogprobs]
 
 
+class GenerationError(RuntimeError):
+    """A request ended without a result, through no fault of its own: a step failed, say."""
+
+
 class Engine:
     """A model ready to generate. Keyword arguments are the fields of `ServerArgs`.
 
@@ -66,6 +76,7 @@ class Engine:
     """
 
     def __init__(self, model_path: str = "", **settings: Any) -> None:
+        settings.setdefault("max_queued_requests", _NO_QUEUE_LIMIT)
         args = ServerArgs(model_path=model_path, **settings)
         tokenizer = Tokenizer.load(args.tokenizer_path or args.model_path, args.chat_template)
         self._core = EngineCore(args)
@@ -105,7 +116,7 @@ class Engine:
         sampling_params: Sampling | Sequence[Sampling] = None,
         *,
         input_ids: Sequence[Sequence[int]] | None = None,
-        progress: bool = False,
+        progress: bool | None = None,
         **options: Any,
     ) -> Generation | list[Generation]:
         """Generate for one prompt or many, and wait for all.
@@ -114,11 +125,12 @@ class Engine:
             prompts: a string, or a list of strings or token id lists.
             sampling_params: for all, or one for each.
             input_ids: token id lists, instead of `prompts`.
-            progress: show a progress bar.
+            progress: show a progress bar; None shows one for many prompts on a terminal.
             options: `return_logprob`, `top_logprobs_num`, `logprob_start_len`, `dp_rank`.
 
         Raises:
             InvalidRequestError: a prompt or parameter cannot be served; nothing was started.
+            GenerationError: the engine could not finish a request, though it goes on.
             EngineDeadError: the engine ended.
         """
         batch, params = _as_batch(prompts, sampling_params, input_ids)
@@ -127,6 +139,8 @@ class Engine:
             batch, params, options, lambda i: lambda: finished.put(i), streaming=False
         )
         results: dict[int, Generation] = {}
+        if progress is None:
+            progress = len(streams) >= _MANY_PROMPTS and sys.stderr.isatty()
         try:
             with tqdm(total=len(streams), disable=not progress, unit="prompt") as bar:
                 while len(results) < len(streams):
@@ -207,9 +221,9 @@ class Engine:
         return self._ask(lambda rid: FlushCache(rid=rid)).ok
 
     def shutdown(self) -> None:
-        """End the engine and free its memory; requests in flight end with an error."""
+        """End the engine and free its memory; requests in flight end with an abort."""
         if self._frontend.death is None:
-            self._client.send(Shutdown(drain=False))
+            self._client.send(Shutdown())
         self._thread.join()
 
     def __enter__(self) -> "Engine":
@@ -289,6 +303,11 @@ def _as_batch(
     batch: list[Prompt] = (
         [prompts] if isinstance(prompts, str) else list(prompts or input_ids or ())
     )
+    if any(isinstance(prompt, int) for prompt in batch):
+        raise InvalidRequestError(
+            "a prompt is a string or a list of token ids; give a list of prompts: [[1, 2, 3]]",
+            "prompts" if prompts is not None else "input_ids",
+        )
     if isinstance(sampling_params, SamplingParams | Mapping) or sampling_params is None:
         return batch, [sampling_params] * len(batch)
     if len(sampling_params) != len(batch):
@@ -308,7 +327,9 @@ def _as_sampling(sampling: Sampling) -> SamplingParams:
 
 
 def _extend(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> Generation:
-    """`so_far` with what `chunk` adds."""
+    """`so_far` with what `chunk` adds. Raises `GenerationError` if the engine gave up on it."""
+    if chunk.finish is not None and chunk.finish.status_code is not None:
+        raise GenerationError(chunk.finish.message or "the engine gave up on the request")
     before = so_far or Generation("", [], None, stream.num_prompt_tokens, 0, 0, [], [])
     return dataclasses.replace(
         before,

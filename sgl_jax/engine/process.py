@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -115,6 +116,9 @@ class EngineProcess:
 
 def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     """Main function of the child: build the engine, say it is ready, run. Returns the exit code."""
+    # A service manager signals every process of the service: the parent says when to end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     start = json.loads(sys.stdin.buffer.readline())
     args = ServerArgs(**start["args"])
     logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)

@@ -34,6 +34,11 @@ class PrefixCache(Protocol):
     """Keeps prefixes of one rank. Counts are pages."""
 
     @property
+    def num_evicted(self) -> int:
+        """Pages given back by eviction since the start."""
+        ...
+
+    @property
     def num_evictable(self) -> int:
         """Pages the cache could give back now."""
         ...
@@ -81,6 +86,7 @@ class PrefixCache(Protocol):
 class ChunkCache:
     """Keeps nothing between requests: every lease owns all its pages to the end."""
 
+    num_evicted = 0
     num_evictable = 0
     num_protected = 0
 

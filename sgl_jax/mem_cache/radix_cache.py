@@ -20,6 +20,12 @@ class RadixCache:
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         self._full = FullComponent(0, allocator, page_size)
         self.tree = RadixTree(page_size, [self._full])
+        self._num_evicted = 0
+
+    @property
+    def num_evicted(self) -> int:
+        """Pages given back by eviction since the start."""
+        return self._num_evicted
 
     @property
     def num_evictable(self) -> int:
@@ -52,7 +58,9 @@ class RadixCache:
 
     def evict(self, num_pages: int) -> int:
         """Free exactly `num_pages`, or all that nobody has locked."""
-        return self.tree.evict(self._full, num_pages)
+        evicted = self.tree.evict(self._full, num_pages)
+        self._num_evicted += evicted
+        return evicted
 
     def reset(self) -> None:
         """Evict everything. Raises `LedgerError` if a lock is still held."""

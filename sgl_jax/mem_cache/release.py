@@ -2,7 +2,7 @@
 
 `publish_prefix` offers what a lease has written to the prefix cache while the request goes on;
 `release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
-retract, time-out, disconnect, error and shutdown all end a lease here.
+retract, disconnect, error and shutdown all end a lease here.
 
 Pages may be freed while a launched step still reads or writes them: steps run on the device in
 launch order, so whoever is given such a page writes to it only afterwards.

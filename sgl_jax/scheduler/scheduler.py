@@ -190,6 +190,7 @@ class Scheduler:
             "requests_received": self._arrivals,
             "requests_finished": self._finished,
             "requests_retracted": sum(rank.num_retracted for rank in self.ranks),
+            "evicted_pages": sum(rank.memory.cache.num_evicted for rank in self.ranks),
             "prompt_tokens": sum(rank.num_prompt_tokens for rank in self.ranks),
             "cached_tokens": sum(rank.num_cached_tokens for rank in self.ranks),
             "generated_tokens": sum(rank.num_generated_tokens for rank in self.ranks),

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
 from sgl_jax.core.messages import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,6 @@ def to_api_error(error: Exception) -> ApiError:
             return _from_validation(error.errors())
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.param, code="invalid_value")
-        case QueueFullError():
-            return ApiError(503, str(error), code="queue_full")
         case EngineDeadError():
             return ApiError(503, str(error), code="engine_dead")
     return ApiError(500, "the server failed on this request; its log says why")
@@ -108,7 +106,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(answer)
 
     kinds = (HTTPException, RequestValidationError, InvalidRequestError)
-    for kind in (*kinds, EngineDeadError, QueueFullError, Exception):
+    for kind in (*kinds, EngineDeadError, Exception):
         app.add_exception_handler(kind, handle)
 
 

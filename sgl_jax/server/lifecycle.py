@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _LAST_BYTES_TIMEOUT_S = 5  # for answers still being written when the server stops
 _ENGINE_STOP_TIMEOUT_S = 15.0
 _DRAIN_POLL_S = 0.05
+_START_POLL_S = 0.01
 _KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 
 
@@ -141,6 +142,10 @@ class _Server:
         )
         server = _Uvicorn(config)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():  # "ready" means that one can connect
+            await asyncio.sleep(_START_POLL_S)
+        if serving.done():
+            await serving
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("serving %s as %r", self._args.model_path, context.model_name)
@@ -152,7 +157,7 @@ class _Server:
             await self._drain(context)
         server.should_exit = True
         await serving
-        return 1 if self._death is not None else 0
+        return 1 if self._death is not None or not self._stop.is_set() else 0
 
     async def _drain(self, context: ServerContext) -> None:
         """Let the running requests finish, up to the time allowed; the rest ends with an error."""
@@ -173,7 +178,7 @@ class _Server:
         if self._frontend is None:  # it is compiling and listens to nobody
             self._process.kill()
             return
-        client.send(Shutdown(drain=False))
+        client.send(Shutdown())
         await asyncio.to_thread(self._process.stop, _ENGINE_STOP_TIMEOUT_S)
 
     def _on_message(self, message: EngineMessage) -> None:

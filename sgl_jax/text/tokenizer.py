@@ -128,6 +128,10 @@ class Tokenizer:
         try:
             prompt = self._hf.apply_chat_template(
                 list(messages),
+                # Named here, so that a client's template_args cannot bring a program of its own.
+                chat_template=None,
+                tools=None,
+                documents=None,
                 tokenize=False,
                 add_generation_prompt=not continue_final_message,
                 continue_final_message=continue_final_message,

@@ -53,7 +53,6 @@ class ScriptedEngine:
     vocab_size: int = 512
     seen: list[FrontMessage] = field(default_factory=list)
     running: dict[str, Running] = field(default_factory=dict)
-    draining: bool = False
     stopped: bool = False  # set from outside
 
     @property
@@ -71,15 +70,10 @@ class ScriptedEngine:
             for message in channel.poll(0 if self.running else 0.05):
                 self.seen.append(message)
                 if isinstance(message, Shutdown):
-                    self.draining = True
-                    if not message.drain:
-                        return
-                    continue
+                    return
                 answer = self.answer(message)
                 if answer is not None:
                     channel.send(answer)
-            if self.draining and not self.running:
-                return
             if self.running:
                 channel.send(self.step())
                 time.sleep(self.step_s)

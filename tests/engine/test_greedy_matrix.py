@@ -129,7 +129,9 @@ def test_every_variant_generates_the_same_tokens(
         ]
         for i, tokens in differing:
             assert_near_tie(engine, prompts[i], expected[i], tokens)
+    assert len(differing) <= 1
     assert counters["requests_retracted"] > 0
+    assert counters["evicted_pages"] > 0 or not radix
 
 
 def assert_near_tie(

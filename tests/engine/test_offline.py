@@ -8,7 +8,7 @@ import pytest
 
 from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
 from sgl_jax.core.messages import Shutdown
-from sgl_jax.engine.offline import Engine
+from sgl_jax.engine.offline import Engine, GenerationError
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
@@ -134,12 +134,29 @@ def test_a_failed_step_ends_its_requests_and_the_engine_lives_on(
         return launch(plan)
 
     monkeypatch.setattr(executor, "launch", fail_third)
-    failed = engine.generate("Hello", GREEDY)
-    assert failed.finish_reason is not None
-    assert failed.finish_reason.status_code == 500
-    assert "injected" in (failed.finish_reason.message or "")
+    with pytest.raises(GenerationError, match="injected"):
+        engine.generate("Hello", GREEDY)
     assert engine.generate("Hello", GREEDY).output_ids == expected
     assert_at_rest(engine)
+
+
+def test_a_flat_list_of_ids_is_refused_with_the_form_that_is_allowed(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="list of prompts"):
+        engine.generate(input_ids=[1, 2, 3])  # type: ignore[list-item]
+
+
+def test_more_prompts_than_a_server_would_queue_are_all_served(engine: Engine) -> None:
+    assert engine.info["num_rows"] - 1 == 4
+    results = engine.generate(["a"] * 300, {**GREEDY, "max_new_tokens": 2})
+    assert len({tuple(result.output_ids) for result in results}) == 1
+
+
+def test_a_request_the_engine_gives_up_on_is_an_error() -> None:
+    settings = {"device": "cpu", "context_length": 64, "max_running_requests": 1}
+    with Engine(DEMO, skip_warmup=True, max_queued_requests=1, **settings) as engine:
+        with pytest.raises(GenerationError, match="the queue is full"):
+            engine.generate(["a"] * 5, GREEDY)
+        assert_at_rest(engine)
 
 
 def test_flush_empties_the_prefix_cache(engine: Engine) -> None:
@@ -151,7 +168,7 @@ def test_flush_empties_the_prefix_cache(engine: Engine) -> None:
 
 def test_after_the_engine_ended_requests_fail_at_once() -> None:
     engine = Engine(DEMO, device="cpu", context_length=64, skip_warmup=True)
-    engine._client.send(Shutdown(drain=False))
+    engine._client.send(Shutdown())
     engine._thread.join(timeout=60)
     with pytest.raises(EngineDeadError, match="shut down"):
         engine.generate("Hello", GREEDY)

@@ -124,4 +124,5 @@ def test_survivors_are_right_and_nothing_leaks(server: LiveServer) -> None:
     server.assert_nothing_leaked()
     counters = server.get("/get_server_info")["counters"]
     assert counters["requests_retracted"] > 0
+    assert counters["evicted_pages"] > 0
     assert counters["compiles_after_ready"] == 0

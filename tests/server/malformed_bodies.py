@@ -142,6 +142,12 @@ MALFORMED = [
     chat("top_p 0", "top_p", top_p=0),
     chat("top_p above 1", "top_p", top_p=1.1),
     chat("top_k -2", "top_k", top_k=-2),
+    chat("top_k beyond 64 bits", "top_k", top_k=2**70),
+    chat(
+        "a template of the client's own",
+        "messages",
+        chat_template_kwargs={"chat_template": "{% for a in range(9) %}{{ a }}{% endfor %}"},
+    ),
     chat("min_p above 1", "min_p", min_p=2),
     chat("frequency_penalty 3", "frequency_penalty", frequency_penalty=3),
     chat("presence_penalty -3", "presence_penalty", presence_penalty=-3),

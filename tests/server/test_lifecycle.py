@@ -117,6 +117,8 @@ def test_it_serves_drops_gone_clients_and_drains_on_sigterm(
     until(lambda: server.num_running() == 0, "a client that gave up waiting")
 
     with streaming(server, tokens=100) as lines:
+        # A service manager signals every process of the service, not only the first.
+        server.engine.send_signal(signal.SIGTERM)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         refused = httpx.post(f"{server.url}/generate", json={"text": "hello"})
