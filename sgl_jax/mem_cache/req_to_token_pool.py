@@ -33,7 +33,7 @@ class ReqToTokenPool:
         self.kv_allocated_len = np.zeros(num_rows, np.int32)
         self.cache_protected_len = np.zeros(num_rows, np.int32)
         self.epoch = np.zeros(num_rows, np.int32)
-        self._free = list(range(num_rows - 1, 0, -1))
+        self._free = list(range(num_rows - 1, NULL_ROW, -1))
         self._held = np.zeros(num_rows, np.bool_)
 
     @property

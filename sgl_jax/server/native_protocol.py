@@ -8,7 +8,7 @@ from pydantic import Field
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.server.logprobs import NativeLogprob
-from sgl_jax.server.openai_protocol import MAX_CHOICES, StrictModel, TokenIds, token_bias
+from sgl_jax.server.openai_protocol import MAX_CHOICES, StrictModel, TokenIds, given_sampling
 
 Rid = Annotated[str, Field(min_length=1, max_length=200)]
 
@@ -41,16 +41,7 @@ class NativeSampling(StrictModel):
 
     def to_sampling(self) -> SamplingParams:
         """As the engine takes it."""
-        names = set(SamplingParams.__struct_fields__) & set(NativeSampling.model_fields)
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if isinstance(self.stop, str):
-            given["stop"] = (self.stop,) if self.stop else ()
-        elif self.stop is not None:
-            given["stop"] = tuple(self.stop)
-        if self.stop_token_ids is not None:
-            given["stop_token_ids"] = tuple(self.stop_token_ids)
-        if self.logit_bias is not None:
-            given["logit_bias"] = token_bias(self.logit_bias)
+        given = given_sampling(self, NativeSampling)
         if self.seed is None and self.sampling_seed is not None:
             given["seed"] = self.sampling_seed
         return SamplingParams(**given)

@@ -93,18 +93,9 @@ class GenerationFields(StrictModel):
 
     def sampling(self, max_new_tokens: int | None, choice: int) -> SamplingParams:
         """Sampling parameters of one choice; a given seed differs from choice to choice."""
-        names = set(SamplingParams.__struct_fields__) & set(GenerationFields.model_fields)
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if isinstance(self.stop, str):
-            given["stop"] = (self.stop,) if self.stop else ()
-        elif self.stop is not None:
-            given["stop"] = tuple(self.stop)
-        if self.stop_token_ids is not None:
-            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        given = given_sampling(self, GenerationFields)
         if self.min_tokens is not None:
             given["min_new_tokens"] = self.min_tokens
-        if self.logit_bias is not None:
-            given["logit_bias"] = token_bias(self.logit_bias)
         if self.seed is not None:
             given["seed"] = (self.seed + choice + _INT64) % (2 * _INT64) - _INT64
         return SamplingParams(max_new_tokens=max_new_tokens, **given)
@@ -214,7 +205,21 @@ class CompletionRequest(GenerationFields):
         return [prompt] if is_one else prompt
 
 
-def token_bias(bias: dict[str, float]) -> dict[int, float]:
+def given_sampling(body: BaseModel, fields: type[BaseModel]) -> dict[str, Any]:
+    """The sampling parameters that `body` sets among `fields`, in the forms the engine takes."""
+    names = set(SamplingParams.__struct_fields__) & set(fields.model_fields)
+    given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]] if given["stop"] else []
+    for name in ("stop", "stop_token_ids"):
+        if name in given:
+            given[name] = tuple(given[name])
+    if "logit_bias" in given:
+        given["logit_bias"] = _token_bias(given["logit_bias"])
+    return given
+
+
+def _token_bias(bias: dict[str, float]) -> dict[int, float]:
     """JSON has only string keys: `{"17": -1.0}` -> `{17: -1.0}`."""
     try:
         return {int(token): value for token, value in bias.items()}
