@@ -22,6 +22,8 @@ class EngineSizes(NamedTuple):
     # Query tokens per rank that steps are padded to, ascending, so that a step may be planned to
     # fill one; empty if the executor does not pad.
     step_token_shapes: tuple[int, ...] = ()
+    # Tokens drafted per row and step at most; 0 without speculative decoding.
+    max_draft_tokens: int = 0
 
     @property
     def pages_per_row(self) -> int:

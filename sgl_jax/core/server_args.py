@@ -25,6 +25,11 @@ _BOUNDS = {
     "decode_log_interval": (0, 1_000_000_000),
     "watchdog_timeout": (1.0, 86400.0),
     "drain_timeout": (0.0, 86400.0),
+    "waiting_timeout": (0.0, 1e9),
+    "request_timeout": (0.0, 1e9),
+    "speculative_num_draft_tokens": (1, 32),
+    "test_retract_interval": (1, 1_000_000),
+    "test_retract_no_prefill_bs": (0, 65536),
 }
 
 
@@ -78,9 +83,37 @@ class ServerArgs:
         "prefix_aware", "which rank gets a request", ("prefix_aware", "round_robin")
     )
     disable_overlap_schedule: bool = _arg(False, "read each step's result before the next launch")
+    waiting_timeout: float = _arg(0.0, "seconds a request may wait to start; 0: no limit")
+    request_timeout: float = _arg(0.0, "seconds from arrival to the last token; 0: no limit")
     random_seed: int = _arg(0, "of everything random, and of dummy weights")
+
+    # Speculative decoding
+    speculative_algorithm: str = _arg(
+        "none", "NGRAM drafts tokens that followed the same words before", ("none", "NGRAM")
+    )
+    speculative_num_draft_tokens: int = _arg(4, "tokens drafted per request and step")
+
+    # Proof
     check_memory: str = _arg(
         "idle", "when the ledger of every rank is proved", ("off", "idle", "busy")
+    )
+    memory_error_action: str = _arg(
+        "repair",
+        "when it does not balance: end, or fail what runs, flush and go on",
+        ("crash", "repair"),
+    )
+    memory_dump_dir: str | None = _arg(
+        None, "folder for the dump of a rank whose ledger does not balance; default: temporary"
+    )
+    test_retract: bool = _arg(
+        False, "for tests: retract running requests though memory suffices; see the environment"
+    )
+    test_retract_interval: int = _arg(3, "steps from one forced retract to the next")
+    test_retract_no_prefill_bs: int = _arg(
+        0, "with --test-retract, start nothing while more requests run than this; 0: no bound"
+    )
+    record_events: str | None = _arg(
+        None, "file for the scheduler's events, to run again with python -m sgl_jax.replay"
     )
 
     # HTTP
@@ -122,6 +155,11 @@ class ServerArgs:
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return self.dp_size * self.tp_size
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens drafted per request and step; 0 without speculative decoding."""
+        return 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens
 
 
 def _flag(name: str) -> str:

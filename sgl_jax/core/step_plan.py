@@ -7,6 +7,12 @@ is admitted (`RowAdmission`) and extended by the step itself with each sampled t
 step can be planned and launched before the sampled token was ever seen by the host: this is the
 token relay.
 
+A decode row may also carry drafts: guesses, made by the step itself from the token table, of the
+tokens that follow. The step computes and samples at every one of their positions and keeps the
+sampled tokens up to the first that differs from its draft. So a row gains 1 to 1 + k tokens, and
+whoever plans the next step before the result is read does not know its length: the executor keeps
+it on the device (`tokens` per row) and the plan says that it must be looked up (`relayed`).
+
 Every array in a plan is a fresh copy. The executor may hand it to the device without copying
 again, and the scheduler never writes to it after the launch.
 """
@@ -46,15 +52,20 @@ class RankPlan(NamedTuple):
     With n rows: row i computes positions [kv_starts[i], kv_starts[i] + q_lens[i]) of its request,
     reads the KV of all positions before them through `page_table[i]`, and, where `samples[i]`,
     draws the token at position kv_starts[i] + q_lens[i] and records it in the token table.
+
+    A decode row's first query is the last token of its request; q_lens[i] - 1 drafts follow it,
+    and a token is drawn after each query. Where `relayed[i]`, kv_starts[i] is only the least that
+    the position of that last token can be: the executor uses the row's length, which it knows.
     """
 
     rows: Int32Array  # [n] row of ReqToTokenPool, never 0
     epochs: Int32Array  # [n] the row's lease epoch at launch; the executor ignores it
     kv_starts: Int32Array  # [n]
-    q_lens: Int32Array  # [n], 1 for decode rows
+    q_lens: Int32Array  # [n], 1 + drafts for decode rows
     samples: BoolArray  # [n]
     page_table: Int32Array  # [n, pages] page ids, 0 (the null page) beyond each row's last page
     num_decode: int
+    relayed: BoolArray  # [n] False for prefill rows
     admissions: tuple[RowAdmission, ...] = ()
     # Rows whose prompt log-probabilities are wanted in this step (prefill rows only).
     prompt_logprobs: BoolArray | None = None  # [n] or None for none
@@ -66,6 +77,13 @@ class RankPlan(NamedTuple):
     def num_tokens(self) -> int:
         """Query tokens of this rank in this step."""
         return int(self.q_lens.sum())
+
+    @property
+    def num_drafts(self) -> Int32Array:
+        """Drafts of each row, int32[n]."""
+        drafts = np.zeros_like(self.q_lens)
+        drafts[: self.num_decode] = self.q_lens[: self.num_decode] - 1
+        return drafts
 
 
 @dataclass(frozen=True)
@@ -89,15 +107,16 @@ class PromptLogprobs(NamedTuple):
 
 
 class RankResult(NamedTuple):
-    """What one rank's rows sampled, in plan order. Entries of rows that did not sample are -1.
+    """What one rank's rows gained, in plan order; w = 1 + EngineSizes.max_draft_tokens.
 
-    Optional fields are None unless the plan asked for them.
+    A row's new tokens come first in its line, the rest of it is -1: all of it where a row did not
+    sample. Optional fields are None unless the plan asked for them.
     """
 
-    tokens: Int32Array  # [n]
-    logprobs: Float32Array | None = None  # [n]
-    top_ids: Int32Array | None = None  # [n, MAX_TOP_LOGPROBS], most likely first
-    top_logprobs: Float32Array | None = None  # [n, MAX_TOP_LOGPROBS]
+    tokens: Int32Array  # [n, w]
+    logprobs: Float32Array | None = None  # [n, w]
+    top_ids: Int32Array | None = None  # [n, w, MAX_TOP_LOGPROBS], most likely first
+    top_logprobs: Float32Array | None = None  # [n, w, MAX_TOP_LOGPROBS]
     prompt_logprobs: dict[int, PromptLogprobs] | None = None  # plan index -> values
 
 

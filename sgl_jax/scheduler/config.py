@@ -16,7 +16,12 @@ class SchedulerConfig(NamedTuple):
     max_queued_requests: int = 2048
     use_radix_cache: bool = True
     random_seed: int = 0
+    num_draft_tokens: int = 0  # per row and step; 0 without speculative decoding
     check_every_step: bool = False  # prove the ledger's balance after each step
+    forced_retract_interval: int = 0  # steps from one forced retract to the next; 0: never
+    forced_retract_no_prefill_bs: int = 0  # start nothing while more run than this; 0: no bound
+    waiting_timeout_s: float = 0.0  # 0: no limit
+    request_timeout_s: float = 0.0  # 0: no limit
 
     @staticmethod
     def from_args(
@@ -32,5 +37,10 @@ class SchedulerConfig(NamedTuple):
             max_queued_requests=args.max_queued_requests,
             use_radix_cache=not args.disable_radix_cache,
             random_seed=args.random_seed,
+            num_draft_tokens=args.num_draft_tokens,
             check_every_step=args.check_memory == "busy",
+            forced_retract_interval=args.test_retract_interval if args.test_retract else 0,
+            forced_retract_no_prefill_bs=args.test_retract_no_prefill_bs,
+            waiting_timeout_s=args.waiting_timeout,
+            request_timeout_s=args.request_timeout,
         )
