@@ -5,10 +5,12 @@ request finished, was aborted or retracted meanwhile, its result is dropped: wha
 computed again, and nothing else needs to know why.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from sgl_jax.core.messages import FinishReason, OutputBatch, RequestOutput, TokenLogprobs
-from sgl_jax.core.step_plan import PromptLogprobs, RankPlan, RankResult
+from sgl_jax.core.step_plan import Int32Array, PromptLogprobs, RankPlan, RankResult
 from sgl_jax.mem_cache.release import publish_prefix
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
@@ -27,33 +29,71 @@ def commit_rank(
         _collect_prompt_logprobs(rank, plan, result, current)
 
     index = np.flatnonzero(current & plan.samples)
-    rows, tokens = plan.rows[index], result.tokens[index]
-    rank.num_generated_tokens += len(rows)
-    running.tokens[rows, running.known_len[rows]] = tokens
-    running.known_len[rows] += 1
-    known = running.known_len[rows]
-    stopped = (running.stop_ids[rows] == tokens[:, None]).any(axis=1)
-    stopped &= known > running.min_len[rows]
-    finished = stopped | (known >= running.max_len[rows])
+    rows = plan.rows[index]
+    gains = _append_tokens(rank, rows, result.tokens[index])
+    if result.tokens.shape[1] > 1:
+        _count_drafts(rank, rows, plan.num_drafts[index], result.tokens[index])
 
-    detailed = finished | running.is_unsent[rows] | running.return_logprob[rows]
-    plain = ~detailed
+    plain = ~(gains.is_finished | running.is_unsent[rows] | running.return_logprob[rows])
+    plain &= gains.counts == 1
     batch.rids.extend(running.rids[rows[plain]].tolist())
-    batch.tokens.extend(tokens[plain].tolist())
+    batch.tokens.extend(result.tokens[index[plain], 0].tolist())
 
     done = []
-    for i in np.flatnonzero(detailed).tolist():
-        row, token = int(rows[i]), int(tokens[i])
+    for i in np.flatnonzero(~plain).tolist():
+        row, tokens = int(rows[i]), result.tokens[index[i], : gains.counts[i]].tolist()
         finish = None
-        if finished[i]:
-            finish = FinishReason("stop", token) if stopped[i] else FinishReason("length")
+        if gains.is_finished[i]:
+            finish = (
+                FinishReason("stop", tokens[-1]) if gains.is_stop[i] else FinishReason("length")
+            )
         logprobs = None
         if running.return_logprob[row]:
-            logprobs = [_token_logprobs(rank, row, token, result, int(index[i]))]
-        batch.outputs.append(_output(rank, row, [token], finish, logprobs))
+            logprobs = _token_logprobs(rank, row, tokens, result, int(index[i]))
+        batch.outputs.append(_output(rank, row, tokens, finish, logprobs))
         if finish is not None:
             done.append(rank.finish(row))
     return done
+
+
+class _Gains(NamedTuple):
+    """What n rows gained in a step."""
+
+    counts: np.ndarray  # int[n] tokens, at least 1
+    is_finished: np.ndarray  # bool[n]
+    is_stop: np.ndarray  # bool[n] a stop token ended it
+
+
+def _append_tokens(rank: RankScheduler, rows: Int32Array, tokens: Int32Array) -> _Gains:
+    """Append new tokens int32[n, w] to their rows, up to the one that ends the request.
+
+    What a step accepted beyond that token is overshoot and forgotten here; its KV is freed with
+    the lease, which offers the cache no more than the known tokens.
+    """
+    running = rank.running
+    is_token = tokens >= 0
+    lens = running.known_len[rows, None] + np.arange(1, tokens.shape[1] + 1)
+    is_stop = (running.stop_ids[rows, None, :] == tokens[:, :, None]).any(axis=2)
+    is_stop &= lens > running.min_len[rows, None]
+    is_end = is_token & (is_stop | (lens >= running.max_len[rows, None]))
+    is_finished, last = is_end.any(axis=1), is_end.argmax(axis=1)
+    counts = np.where(is_finished, last + 1, is_token.sum(axis=1))
+    kept = lens <= running.known_len[rows, None] + counts[:, None]
+    running.tokens[np.repeat(rows, counts), lens[kept] - 1] = tokens[kept]
+    running.known_len[rows] += counts
+    rank.num_generated_tokens += int(counts.sum())
+    return _Gains(counts, is_finished, is_finished & is_stop[np.arange(len(rows)), last])
+
+
+def _count_drafts(
+    rank: RankScheduler, rows: Int32Array, drafted: Int32Array, tokens: Int32Array
+) -> None:
+    """Now it is known how many drafts were accepted: bring the rows' lengths up to date."""
+    accepted = (tokens >= 0).sum(axis=1).astype(np.int32) - 1
+    rank.running.unread_drafts[rows] -= drafted
+    rank.running.planned_len[rows] += accepted
+    rank.memory.commit_rows(rows, rank.memory.rows.kv_committed_len[rows] + accepted)
+    rank.drafts.learn(rows, drafted, accepted, rank.running.known_len[rows])
 
 
 def _publish_chunks(rank: RankScheduler, plan: RankPlan, current: np.ndarray) -> None:
@@ -88,18 +128,20 @@ def _output(
 
 
 def _token_logprobs(
-    rank: RankScheduler, row: int, token: int, result: RankResult, index: int
-) -> TokenLogprobs:
+    rank: RankScheduler, row: int, tokens: list[int], result: RankResult, index: int
+) -> list[TokenLogprobs]:
     assert result.logprobs is not None, "the plan asked for log-probabilities"
+    logprobs = result.logprobs[index].tolist()
     count = int(rank.running.top_logprobs_num[row])
-    top_ids: list[int] = []
-    top_logprobs: list[float] = []
-    if count:
-        assert result.top_ids is not None
-        assert result.top_logprobs is not None
-        top_ids = result.top_ids[index, :count].tolist()
-        top_logprobs = result.top_logprobs[index, :count].tolist()
-    return TokenLogprobs(token, float(result.logprobs[index]), top_ids, top_logprobs)
+    if not count:
+        return [TokenLogprobs(t, logprobs[i], [], []) for i, t in enumerate(tokens)]
+    assert result.top_ids is not None
+    assert result.top_logprobs is not None
+    top_ids = result.top_ids[index, :, :count].tolist()
+    top_logprobs = result.top_logprobs[index, :, :count].tolist()
+    return [
+        TokenLogprobs(t, logprobs[i], top_ids[i], top_logprobs[i]) for i, t in enumerate(tokens)
+    ]
 
 
 def _collect_prompt_logprobs(

@@ -33,7 +33,10 @@ class FakeHandle:
 
 
 class FakeExecutor:
-    """Answers each sampling row with a token made from its position; costs next to nothing."""
+    """Answers each sampling row with a token made from its position; costs next to nothing.
+
+    It accepts no draft.
+    """
 
     def __init__(self, sizes: EngineSizes) -> None:
         self.sizes = sizes
@@ -49,8 +52,10 @@ class FakeExecutor:
 
     def _run(self, plan: RankPlan) -> RankResult:
         ends = plan.kv_starts + plan.q_lens
-        tokens = (ends * 31 + plan.rows * 17) % self.sizes.vocab_size
-        return RankResult(np.where(plan.samples, tokens, -1).astype(np.int32))
+        tokens = np.full((len(ends), 1 + self.sizes.max_draft_tokens), -1, np.int32)
+        made_up = (ends * 31 + plan.rows * 17) % self.sizes.vocab_size
+        tokens[:, 0] = np.where(plan.samples, made_up, -1)
+        return RankResult(tokens)
 
 
 class ContentError(AssertionError):
@@ -68,6 +73,7 @@ class OracleExecutor:
         # What the device's token table holds, and the prefix hash at each of its positions.
         self._tokens = [np.zeros(rows, np.int32) for _ in range(sizes.dp_size)]
         self._hashes = [np.zeros(rows, np.uint64) for _ in range(sizes.dp_size)]
+        self._lens = [np.zeros(sizes.num_rows, np.int32) for _ in range(sizes.dp_size)]
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run the step. Raises `ContentError` if a row would read foreign or missing KV."""
@@ -94,14 +100,19 @@ class OracleExecutor:
     def _run(self, rank: int, plan: RankPlan) -> RankResult:
         tokens, hashes = self._tokens[rank], self._hashes[rank]
         for admission in plan.admissions:
-            tokens[admission.row, : len(admission.tokens)] = admission.tokens
-            _hash_span(tokens[admission.row], hashes[admission.row], 0, len(admission.tokens))
-        sampled = np.full(len(plan.rows), -1, np.int32)
-        self._check_decode_rows_distinct(rank, plan)
+            count = len(admission.tokens)
+            tokens[admission.row, :count] = admission.tokens
+            _hash_span(tokens[admission.row], hashes[admission.row], 0, count)
+            self._lens[rank][admission.row] = count
+        sampled = np.full((len(plan.rows), 1 + self.sizes.max_draft_tokens), -1, np.int32)
+        self._check_rows_distinct(rank, plan)
+        num_drafts = plan.num_drafts
         for i, row in enumerate(plan.rows.tolist()):
-            start = int(plan.kv_starts[i])
-            end = start + int(plan.q_lens[i])
-            slots = self._slots(plan.page_table[i], end)
+            drafted = int(num_drafts[i])
+            start = self._start(rank, plan, i)
+            end = start + int(plan.q_lens[i]) - drafted
+            drafts = self._draft(int(hashes[row, end - 1]), drafted)
+            slots = self._slots(plan.page_table[i], end + drafted)
             kv = self._kv[rank].reshape(-1)
             wrong = np.flatnonzero(kv[slots[:start]] != hashes[row, :start])
             if len(wrong):
@@ -110,17 +121,56 @@ class OracleExecutor:
                     f"in page {int(slots[wrong[0]]) // self.sizes.page_size}"
                 )
             kv[slots[start:end]] = hashes[row, start:end]
+            state = int(hashes[row, end - 1])
+            for draft, slot in zip(drafts, slots[end:], strict=True):
+                state = _extend(state, draft)
+                kv[slot] = state
             if plan.samples[i]:
-                sampled[i] = self._sample(int(hashes[row, end - 1]))
-                if end < tokens.shape[1]:
-                    tokens[row, end] = sampled[i]
-                    _hash_span(tokens[row], hashes[row], end, end + 1)
+                gained = self._verify(int(hashes[row, end - 1]), drafts)
+                sampled[i, : len(gained)] = gained
+                stored = tokens[row, end : end + len(gained)]
+                stored[:] = gained[: len(stored)]  # the last one may lie past the table's end
+                _hash_span(tokens[row], hashes[row], end, end + len(stored))
+                self._lens[rank][row] = end + len(gained)
         if plan.prompt_logprobs is None:
             return RankResult(sampled)
         scored = np.flatnonzero(plan.prompt_logprobs).tolist()
         return RankResult(
             sampled, prompt_logprobs={i: self._score(plan, i, hashes) for i in scored}
         )
+
+    def _start(self, rank: int, plan: RankPlan, i: int) -> int:
+        """Where row i's first query lies: the device knows, and the host where it says so."""
+        planned = int(plan.kv_starts[i])
+        if i >= plan.num_decode:
+            return planned
+        start = int(self._lens[rank][plan.rows[i]]) - 1
+        if start < planned or (start > planned and not plan.relayed[i]):
+            raise ContentError(
+                f"rank {rank}, row {plan.rows[i]}: the last token is at position {start}, the "
+                f"plan says {'at least ' if plan.relayed[i] else ''}{planned}"
+            )
+        return start
+
+    def _draft(self, state: int, count: int) -> list[int]:
+        """Guesses of the next tokens, each right three times out of four."""
+        drafts = []
+        for _ in range(count):
+            token = self._sample(state)
+            wrong = (state >> 20) % 4 == 0
+            drafts.append((token + 1) % self.sizes.vocab_size if wrong else token)
+            state = _extend(state, drafts[-1])
+        return drafts
+
+    def _verify(self, state: int, drafts: list[int]) -> list[int]:
+        """The tokens that follow: those of the drafts that are right, and one more."""
+        gained = [self._sample(state)]
+        for draft in drafts:
+            if draft != gained[-1]:
+                break
+            state = _extend(state, draft)
+            gained.append(self._sample(state))
+        return gained
 
     def _score(self, plan: RankPlan, i: int, hashes: NDArray[np.uint64]) -> PromptLogprobs:
         """Made-up log-probabilities of the tokens after each of row i's chunk."""
@@ -140,7 +190,7 @@ class OracleExecutor:
         logprobs: list[float] = made_up_logprobs(hashes).tolist()
         return logprobs
 
-    def _check_decode_rows_distinct(self, rank: int, plan: RankPlan) -> None:
+    def _check_rows_distinct(self, rank: int, plan: RankPlan) -> None:
         if len(np.unique(plan.rows)) != len(plan.rows) or (plan.rows <= 0).any():
             raise ContentError(f"rank {rank}: rows must be distinct and not null: {plan.rows}")
 

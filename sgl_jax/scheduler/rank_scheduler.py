@@ -13,6 +13,7 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_kv_cache
 from sgl_jax.scheduler.admission import AdmissionReserve
 from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.draft_policy import DraftPolicy
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.running_rows import RunningRows
 
@@ -24,6 +25,7 @@ class RankScheduler:
         self.dp_rank = dp_rank
         self.memory = RankMemory(dp_rank, sizes, use_radix_cache=config.use_radix_cache)
         self.running = RunningRows(sizes)
+        self.drafts = DraftPolicy(sizes, config.num_draft_tokens)
         self.reserve = AdmissionReserve(config.schedule_conservativeness)
         self.num_retracted = 0
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
@@ -66,6 +68,7 @@ class RankScheduler:
         request.state = RequestState.RUNNING
         stop_ids = self._stop_ids(request)
         self.running.add(lease.row, request, stop_ids)
+        self.drafts.add(lease.row)
         self._unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
             tokens=request.tokens,

@@ -4,8 +4,12 @@ A decode step touches only these arrays, so its cost on the host hardly depends 
 requests run. Rows are those of the rank's `ReqToTokenPool`. The arrays are the host's own: a
 step plan gets copies.
 
-    0         prompt_len        known_len   planned_len       max_len
-    |  prompt  |  output, read   |  sampled by launched steps, not read yet  |
+    0         prompt_len        known_len        planned_len         + unread_drafts     max_len
+    |  prompt  |  output, read   |  sampled by launched steps, not read yet  |  perhaps  |
+
+A launched step adds one token for certain, and as many more as it accepts of its drafts: until its
+result is read, the row's length is known only to lie between `planned_len` and `planned_len` +
+`unread_drafts`.
 """
 
 import numpy as np
@@ -28,6 +32,7 @@ class RunningRows:
         self.tokens = np.zeros((n, sizes.max_context_len), np.int32)
         self.known_len = np.zeros(n, np.int32)
         self.planned_len = np.zeros(n, np.int32)
+        self.unread_drafts = np.zeros(n, np.int32)
         self.prompt_len = np.zeros(n, np.int32)
         self.min_len = np.zeros(n, np.int32)  # no stop before this many tokens
         self.max_len = np.zeros(n, np.int32)
@@ -56,6 +61,7 @@ class RunningRows:
         self.tokens[row, :count] = request.tokens
         self.known_len[row] = count
         self.planned_len[row] = count
+        self.unread_drafts[row] = 0
         self.prompt_len[row] = request.prompt_len
         self.min_len[row] = request.prompt_len + sampling.min_new_tokens
         self.max_len[row] = request.max_len
@@ -84,6 +90,7 @@ class RunningRows:
     def runnable(self) -> Int32Array:
         """Active rows that still need a step, oldest first.
 
-        A row whose last permitted token was already sampled only waits for its result.
+        A row whose last permitted token was sampled, or may have been, waits for its result.
         """
-        return self.active[self.planned_len[self.active] < self.max_len[self.active]]
+        longest = self.planned_len[self.active] + self.unread_drafts[self.active]
+        return self.active[longest < self.max_len[self.active]]

@@ -1,8 +1,9 @@
 """What one rank computes in the next step.
 
 Each running request wants the tokens between its committed length and its end: one token if it
-decodes, more if it (still or again) prefills. Decode rows come first and all of them run; prefill
-chunks, oldest request first, fill what is left of the token budget.
+decodes, more if it (still or again) prefills. Decode rows come first and all of them run, with
+drafts where these are useful and memory allows; prefill chunks, oldest request first, fill what
+is left of the token budget.
 
 Short of pages is ordinary: evict, then retract on this rank, fewest output tokens first.
 """
@@ -45,7 +46,10 @@ class StepDraft:
         wanted = self._wanted(rows)
         decodes = (wanted == 1) & ~rank.running.wants_prompt_logprobs[rows]
         self._decode_rows = self._grow_or_retract(rows[decodes])
-        self._budget = min(chunk_size, sizes.max_step_tokens - len(self._decode_rows))
+        room = sizes.max_step_tokens - len(self._decode_rows)
+        # The program that reports prompt log-probabilities has no room for drafts.
+        self._drafts = self._grow_for_drafts(0 if reports_prompt_logprobs else room)
+        self._budget = min(chunk_size, room - int(self._drafts.sum()))
         if reports_prompt_logprobs:
             self._budget = min(self._budget, sizes.max_prompt_logprob_tokens)
         self._continue_prefills(rows[~decodes])
@@ -75,30 +79,37 @@ class StepDraft:
             self._trim_to_shape()
         rank, running, memory = self.rank, self.rank.running, self.rank.memory
         rows = np.concatenate([self._decode_rows, np.array(self._chunk_rows, np.int32)])
-        q_lens = np.ones(len(rows), np.int32)
-        q_lens[len(self._decode_rows) :] = self._chunk_lens
+        num_decode = len(self._decode_rows)
+        drafts = np.zeros(len(rows), np.int32)
+        drafts[:num_decode] = self._drafts
+        certain_lens = np.ones(len(rows), np.int32)
+        certain_lens[num_decode:] = self._chunk_lens
         kv_starts = memory.rows.kv_committed_len[rows]
-        ends = kv_starts + q_lens
-        samples = ends == running.planned_len[rows]
-        num_pages = memory.pages_for(int(ends.max())) if len(rows) else 0
+        certain_ends = kv_starts + certain_lens
+        # Drafts of this step, and those of unread steps that may turn out accepted.
+        possible_ends = certain_ends + running.unread_drafts[rows] + drafts
+        samples = certain_ends == running.planned_len[rows]
+        num_pages = memory.pages_for(int(possible_ends.max())) if len(rows) else 0
         wants = running.wants_prompt_logprobs[rows]
         logprob_rows = rows[samples & running.return_logprob[rows]]
         plan = RankPlan(
             rows=rows,
             epochs=memory.rows.epoch[rows],
             kv_starts=kv_starts,
-            q_lens=q_lens,
+            q_lens=certain_lens + drafts,
             samples=samples,
             page_table=memory.rows.pages[rows, :num_pages],
-            num_decode=len(self._decode_rows),
+            num_decode=num_decode,
+            relayed=running.unread_drafts[rows] > 0,
             admissions=rank.take_admissions(),
             prompt_logprobs=wants if self._reports_prompt_logprobs and wants.any() else None,
             return_logprob=len(logprob_rows) > 0,
             top_logprobs_num=int(running.top_logprobs_num[logprob_rows].max(initial=0)),
         )
-        memory.commit_rows(rows, ends)
+        memory.commit_rows(rows, certain_ends)
         sampled = rows[samples]
         running.planned_len[sampled] += 1
+        running.unread_drafts[rows] += drafts
         running.wants_prompt_logprobs[sampled] = False
         if not self.retracted:
             rank.reserve.after_step()
@@ -111,8 +122,8 @@ class StepDraft:
         tokens would compute 377 for nothing; instead it takes 128, and the next step the rest.
         Not if it would put off more than it takes, or more than the padding it saves.
         """
-        num_decode, num_prefill = len(self._decode_rows), sum(self._chunk_lens)
-        total = num_decode + num_prefill
+        num_prefill = sum(self._chunk_lens)
+        total = len(self._decode_rows) + int(self._drafts.sum()) + num_prefill
         larger = next((shape for shape in self._shapes if shape >= total), total)
         smaller = max((shape for shape in self._shapes if shape <= total), default=0)
         excess = total - smaller
@@ -136,8 +147,7 @@ class StepDraft:
 
     def _grow_or_retract(self, rows: Int32Array) -> Int32Array:
         """Reserve one more slot for each of `rows`, retracting until they fit; those that do."""
-        memory = self.rank.memory
-        while len(rows) and not memory.grow_rows(rows, memory.rows.kv_committed_len[rows] + 1):
+        while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):
             victim = self._retract_one()
             if victim is None:
                 # Alone and still short: wait for finished requests to be read, if there are any.
@@ -146,6 +156,24 @@ class StepDraft:
                 return rows[:0]
             rows = rows[rows != victim]
         return rows
+
+    def _decode_ends(self, rows: Int32Array) -> Int32Array:
+        """Slots each row needs to decode one token, if all its unread drafts were accepted."""
+        committed = self.rank.memory.rows.kv_committed_len[rows]
+        ends: Int32Array = committed + self.rank.running.unread_drafts[rows] + 1
+        return ends
+
+    def _grow_for_drafts(self, budget: int) -> Int32Array:
+        """Choose each decode row's drafts and reserve their slots; none if memory is short."""
+        rows, running = self._decode_rows, self.rank.running
+        drafts = self.rank.drafts.choose(rows, running.known_len[rows], budget)
+        if not drafts.any():
+            return drafts
+        longest = running.planned_len[rows] + running.unread_drafts[rows] + 1
+        drafts = np.clip(running.max_len[rows] - longest, 0, drafts)
+        if self.rank.memory.grow_rows(rows, self._decode_ends(rows) + drafts):
+            return drafts
+        return np.zeros_like(drafts)
 
     def _retract_one(self) -> int | None:
         """Retract the runnable request with the fewest output tokens; never the only one."""

@@ -21,6 +21,7 @@ def make_sizes(
     max_step_tokens: int = 16,
     vocab_size: int = 50,
     max_prompt_logprob_tokens: int | None = None,
+    max_draft_tokens: int = 0,
 ) -> EngineSizes:
     """Small sizes, as tests like them."""
     return EngineSizes(
@@ -32,6 +33,7 @@ def make_sizes(
         max_step_tokens=max_step_tokens,
         max_prompt_logprob_tokens=max_prompt_logprob_tokens or max_step_tokens,
         vocab_size=vocab_size,
+        max_draft_tokens=max_draft_tokens,
     )
 
 

@@ -41,6 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "lpm"]),
         balance=st.sampled_from(["prefix_aware", "round_robin"]),
         conservativeness=st.sampled_from([0.0, 0.0, 0.3, 20.0]),
+        num_draft_tokens=st.sampled_from([0, 0, 1, 3, 4]),
     )
     def start(
         self,
@@ -54,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         balance: str,
         conservativeness: float,
+        num_draft_tokens: int,
     ) -> None:
         sizes = make_sizes(
             dp_size=dp_size,
@@ -62,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_rows=num_rows,
             max_step_tokens=10,
             max_prompt_logprob_tokens=5,
+            max_draft_tokens=num_draft_tokens,
         )
         config = SchedulerConfig(
             chunked_prefill_size=chunk,
@@ -70,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             load_balance_method=balance,
             schedule_conservativeness=conservativeness,
             max_queued_requests=MAX_QUEUED,
+            num_draft_tokens=num_draft_tokens,
         )
         self.driver = Driver(sizes, config, overlap=overlap)
         self.stopped: dict[str, int] = {}

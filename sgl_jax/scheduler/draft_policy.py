@@ -1,0 +1,63 @@
+"""Which running requests draft tokens in a step, and how many: by how useful their drafts were.
+
+A draft that is not accepted costs a query token for nothing, so a request whose recent drafts
+brought little stops drafting and tries again a while later. Owns that memory, per row; what the
+drafts are is the executor's business.
+"""
+
+import numpy as np
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import Int32Array
+
+# Of each new result in the moving average of accepted tokens per step.
+_WEIGHT = 0.5
+# Below this many accepted tokens per step, as a share of those drafted, drafting pauses.
+_USEFUL_SHARE = 0.1
+_PAUSE_TOKENS = 24
+
+
+class DraftPolicy:
+    """Usefulness by row, for rows that draft up to `num_draft_tokens` tokens a step (0: none)."""
+
+    def __init__(self, sizes: EngineSizes, num_draft_tokens: int) -> None:
+        if num_draft_tokens > sizes.max_draft_tokens:
+            raise ValueError(
+                f"{num_draft_tokens} tokens to draft, the executor takes {sizes.max_draft_tokens}"
+            )
+        self._most = num_draft_tokens
+        self._accepted_per_step = np.zeros(sizes.num_rows, np.float32)
+        self._resume_len = np.zeros(sizes.num_rows, np.int32)
+        self.num_drafted = 0  # tokens whose result was read, and of these:
+        self.num_accepted = 0
+
+    def add(self, row: int) -> None:
+        """A request starts in `row`: it may draft until it proves useless."""
+        self._accepted_per_step[row] = self._most
+        self._resume_len[row] = 0
+
+    def choose(self, rows: Int32Array, known_lens: Int32Array, budget: int) -> Int32Array:
+        """Drafts for each of `rows`, int32[len(rows)], at most `budget` in all."""
+        if self._most == 0:
+            return np.zeros(len(rows), np.int32)
+        drafts = np.where(known_lens >= self._resume_len[rows], self._most, 0)
+        chosen: Int32Array = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
+        return chosen.astype(np.int32)
+
+    def learn(
+        self, rows: Int32Array, drafted: Int32Array, accepted: Int32Array, known_lens: Int32Array
+    ) -> None:
+        """Results were read of rows that drafted `drafted` tokens; `known_lens` include them."""
+        tried = drafted > 0
+        if not tried.any():
+            return
+        rows, drafted, accepted = rows[tried], drafted[tried], accepted[tried]
+        self.num_drafted += int(drafted.sum())
+        self.num_accepted += int(accepted.sum())
+        average = self._accepted_per_step
+        average[rows] += _WEIGHT * (accepted - average[rows])
+        useless = average[rows] < _USEFUL_SHARE * drafted
+        paused = rows[useless]
+        self._resume_len[paused] = known_lens[tried][useless] + _PAUSE_TOKENS
+        # Two more failures will pause it again.
+        average[paused] = 3 * _USEFUL_SHARE * self._most
