@@ -19,7 +19,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     type: FinishType
     matched: int | str | None = None
     message: str | None = None
-    # For an abort that is no wish of the client: the HTTP status it should see (400, 500, 503).
+    # For an abort that is no wish of the client: the HTTP status it should see, 400 or 5xx.
     status_code: int | None = None
 
 

@@ -28,6 +28,7 @@ class RankScheduler:
         self.drafts = DraftPolicy(sizes, config.num_draft_tokens)
         self.reserve = AdmissionReserve(config.schedule_conservativeness)
         self.num_retracted = 0
+        self.num_force_retracted = 0  # of these, for tests
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
@@ -91,14 +92,20 @@ class RankScheduler:
         request.state = RequestState.FINISHED
         return request
 
-    def retract(self, row: int) -> Request:
-        """Take the memory of the request in `row` away; it keeps its tokens, to run again."""
+    def retract(self, row: int, *, forced: bool = False) -> Request:
+        """Take the memory of the request in `row` away; it keeps its tokens, to run again.
+
+        `forced` though memory suffices, which says nothing about the reserve.
+        """
         request = self._leave(row, insert=True, num_tokens=None)
         request.state = RequestState.WAITING
         request.num_retractions += 1
         request.dp_rank = request.message.dp_rank
         self.num_retracted += 1
-        self.reserve.after_retract()
+        if forced:
+            self.num_force_retracted += 1
+        else:
+            self.reserve.after_retract()
         return request
 
     def _leave(self, row: int, *, insert: bool, num_tokens: int | None) -> Request:

@@ -62,6 +62,11 @@ class Request:
         """Generated tokens known to the host, valid while waiting."""
         return len(self.tokens) - self.prompt_len
 
+    @property
+    def has_started(self) -> bool:
+        """Whether it ever had memory."""
+        return self.state is RequestState.RUNNING or self.num_retractions > 0
+
     def matchable(self) -> Int32Array:
         """The prefix a cache may serve.
 

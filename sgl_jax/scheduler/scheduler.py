@@ -1,8 +1,8 @@
 """Decides what every rank computes in each step, and what the results mean.
 
 The scheduler is a function of its event stream: messages (`submit`, `abort`, `stop`, `flush`),
-planned steps (`plan`) and results (`commit`). It reads no clock and draws nothing at random, so
-several hosts can run it in lockstep and a run can be replayed.
+the time (`tick`), planned steps (`plan`) and results (`commit`). It reads no clock and draws
+nothing at random, so several hosts can run it in lockstep and a run can be replayed.
 
 The caller launches what `plan` returns, and may plan and launch the next step before it commits
 the result of the last: input tokens come from the device, so nothing waits for the host.
@@ -24,6 +24,8 @@ from sgl_jax.mem_cache.rank_memory import MemoryView
 from sgl_jax.scheduler.balancer import Balancer, Candidate
 from sgl_jax.scheduler.commit import commit_rank
 from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.deadlines import Deadlines
+from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.step_planner import StepDraft
@@ -50,10 +52,13 @@ class Scheduler:
         self.ranks = [RankScheduler(r, sizes, config) for r in range(sizes.dp_size)]
         self._waiting = WaitingQueue(config.schedule_policy, sizes.dp_size, self._best_cached_len)
         self._balancer = Balancer(config.load_balance_method, sizes.dp_size)
+        self._deadlines = Deadlines(config.waiting_timeout_s, config.request_timeout_s)
+        self._forced_retract = ForcedRetract(config)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
         self._arrivals = 0
         self._steps = 0
         self._finished = 0
+        self._timed_out = 0
         self._outputs = OutputBatch([], [], [])  # since the last take_outputs
 
     # -- events -----------------------------------------------------------------------------
@@ -75,6 +80,7 @@ class Scheduler:
         request = Request(message, self._arrivals, max_len)
         self._arrivals += 1
         self._requests[request.rid] = request
+        self._deadlines.add(request.rid)
         self._waiting.add(request)
 
     def refuse(self, message: GenerateRequest, text: str, status_code: int) -> None:
@@ -99,6 +105,21 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             num_tokens = request.prompt_len + message.num_output_tokens
             self._rank_of(request).finish(_row(request), num_tokens=num_tokens)
+
+    def tick(self, now_s: float) -> None:
+        """The time, in seconds from any origin: end what has taken too long.
+
+        Needed only if there is a time limit; a request arrives at the time of the last tick.
+        """
+        config, expired = self.config, self._deadlines.tick(now_s)
+        for rid in expired.to_finish:
+            text = f"the request did not finish within {config.request_timeout_s:g} s"
+            self._time_out(rid, text, 504)
+        for rid in expired.to_start:
+            request = self._requests.get(rid)
+            if request is not None and not request.has_started:
+                text = f"the request waited longer than {config.waiting_timeout_s:g} s to start"
+                self._time_out(rid, text, 503)
 
     def flush(self) -> bool:
         """Empty all prefix caches; False, changing nothing, while requests are in flight."""
@@ -189,7 +210,9 @@ class Scheduler:
         return {
             "requests_received": self._arrivals,
             "requests_finished": self._finished,
+            "requests_timed_out": self._timed_out,
             "requests_retracted": sum(rank.num_retracted for rank in self.ranks),
+            "requests_force_retracted": sum(rank.num_force_retracted for rank in self.ranks),
             "evicted_pages": sum(rank.memory.cache.num_evicted for rank in self.ranks),
             "prompt_tokens": sum(rank.num_prompt_tokens for rank in self.ranks),
             "cached_tokens": sum(rank.num_cached_tokens for rank in self.ranks),
@@ -205,17 +228,21 @@ class Scheduler:
         )
 
     def _try_plan(self, reports_prompt_logprobs: bool) -> StepPlan | None:
+        taken = self._forced_retract.take(self.ranks, self._steps)
         chunk_size = self.config.chunked_prefill_size
         drafts = [
             StepDraft(rank, self.sizes, chunk_size, reports_prompt_logprobs=reports_prompt_logprobs)
             for rank in self.ranks
         ]
+        for request in taken:
+            self._waiting.add(request)
         for draft in drafts:
             for request in draft.retracted:
                 self._waiting.add(request)
             for row in draft.unservable:
                 self._end_unservable(draft.rank, row)
-        self._admit(drafts)
+        if not taken and self._forced_retract.may_start(self.num_running):
+            self._admit(drafts)
         if all(draft.is_empty for draft in drafts):
             return None
         plan = StepPlan(self._steps, tuple(draft.build() for draft in drafts))
@@ -277,6 +304,10 @@ class Scheduler:
             RequestOutput(request.rid, [], request.cached_tokens, request.dp_rank or 0, finish)
         )
 
+    def _time_out(self, rid: str, text: str, status_code: int) -> None:
+        self._timed_out += 1
+        self._end(self._requests[rid], FinishReason("abort", message=text, status_code=status_code))
+
     def _end_unservable(self, rank: RankScheduler, row: int) -> None:
         view = rank.memory.view()
         text = (
@@ -289,6 +320,7 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         del self._requests[request.rid]
         self._finished += 1
+        self._deadlines.forget(request.rid)
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
 

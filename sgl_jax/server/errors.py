@@ -79,7 +79,7 @@ def abort_error(finish: FinishReason) -> ApiError | None:
     """The error behind an abort that carries an HTTP status, else None: then it is an ending."""
     if finish.type != "abort" or finish.status_code is None:
         return None
-    code = {400: "invalid_value", 503: "queue_full"}.get(finish.status_code)
+    code = {400: "invalid_value", 503: "queue_full", 504: "timeout"}.get(finish.status_code)
     return ApiError(finish.status_code, finish.message or "the request was aborted", code=code)
 
 

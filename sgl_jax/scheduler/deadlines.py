@@ -1,0 +1,62 @@
+"""Which requests have taken too long, by the ticks the scheduler is told.
+
+Owns when each request arrived, counted from the last tick before it. Must never read a clock:
+several hosts, and a replay, must come to the same answer.
+"""
+
+from typing import NamedTuple
+
+
+class Expired(NamedTuple):
+    """Request ids whose time is over, oldest first; a request may be in both lists."""
+
+    to_start: list[str]  # to be ended only if they have not started yet
+    to_finish: list[str]
+
+
+class Deadlines:
+    """Arrivals in order. A limit of 0 s is none."""
+
+    def __init__(self, waiting_timeout_s: float, request_timeout_s: float) -> None:
+        self._waiting_timeout_s = waiting_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._now_s: float | None = None  # until the first tick
+        # rid -> arrival, oldest first; without an entry where the limit is none or has passed.
+        self._to_start: dict[str, float] = {}
+        self._to_finish: dict[str, float] = {}
+
+    def add(self, rid: str) -> None:
+        """A request arrived, at the time of the last tick (or of the first)."""
+        now_s = self._now_s or 0.0
+        if self._waiting_timeout_s > 0:
+            self._to_start[rid] = now_s
+        if self._request_timeout_s > 0:
+            self._to_finish[rid] = now_s
+
+    def forget(self, rid: str) -> None:
+        """A request ended."""
+        self._to_start.pop(rid, None)
+        self._to_finish.pop(rid, None)
+
+    def tick(self, now_s: float) -> Expired:
+        """Time goes on to `now_s`, never back; answers each expiry once."""
+        if self._now_s is None:
+            self._to_start = dict.fromkeys(self._to_start, now_s)
+            self._to_finish = dict.fromkeys(self._to_finish, now_s)
+            self._now_s = now_s
+        self._now_s = max(self._now_s, now_s)
+        return Expired(
+            _pop_before(self._to_start, self._now_s - self._waiting_timeout_s),
+            _pop_before(self._to_finish, self._now_s - self._request_timeout_s),
+        )
+
+
+def _pop_before(arrivals: dict[str, float], limit_s: float) -> list[str]:
+    expired = []
+    for rid, arrived_s in arrivals.items():
+        if arrived_s >= limit_s:
+            break
+        expired.append(rid)
+    for rid in expired:
+        del arrivals[rid]
+    return expired

@@ -1,0 +1,48 @@
+"""Retracts that no shortage asked for, so that tests meet them often (`--test-retract`).
+
+Every `interval` steps each rank gives up half of the requests that it may: those that decode,
+those in the middle of a chunked prefill, and those that only wait for their last result. Who goes
+depends on the count of steps alone. Must never take a request that gained nothing since it was
+last retracted: so every request gets on, even without a prefix cache and with chunks of a token.
+"""
+
+from collections.abc import Sequence
+
+from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.request import Request
+
+
+class ForcedRetract:
+    """When to retract, and whom; does nothing unless `config` has an interval."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._interval = config.forced_retract_interval
+        self._most_running = config.forced_retract_no_prefill_bs
+        self._next_step = self._interval
+
+    def take(self, ranks: Sequence[RankScheduler], num_steps: int) -> list[Request]:
+        """Retract what is due once `num_steps` steps were planned; the caller queues it again."""
+        if self._interval == 0 or num_steps < self._next_step:
+            return []
+        self._next_step = num_steps + self._interval
+        turn = num_steps // self._interval
+        return [rank.retract(row, forced=True) for rank in ranks for row in _victims(rank, turn)]
+
+    def may_start(self, num_running: int) -> bool:
+        """Whether a request may start while `num_running` run, over all ranks."""
+        return self._interval == 0 or not 0 < self._most_running < num_running
+
+
+def _victims(rank: RankScheduler, turn: int) -> list[int]:
+    """Half (rounded up) of the rows that may be taken, from another one on in each turn."""
+    rows = [row for row in rank.running.active.tolist() if _may_take(rank, row)]
+    if not rows:
+        return []
+    start = turn % len(rows)
+    return (rows[start:] + rows[:start])[: (len(rows) + 1) // 2]
+
+
+def _may_take(rank: RankScheduler, row: int) -> bool:
+    request = rank.running.request(row)
+    return request.num_retractions == 0 or rank.running.known_len[row] > len(request.tokens)
