@@ -28,6 +28,8 @@ from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.event_log import EventWriter
+from sgl_jax.scheduler.recorder import Recorder, SchedulerEvents
 from sgl_jax.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -41,10 +43,13 @@ class EngineCore:
     """Builds the executor (and compiles its programs) and a scheduler of its sizes.
 
     `info` holds the facts a front needs: sizes, model path, end-of-sequence ids, dtype.
+    Whatever the scheduler is told goes through `events`; `scheduler` is there to be looked at.
     """
 
     def __init__(self, args: ServerArgs) -> None:
         self.args = args
+        # Opened first: if that fails, nothing was loaded in vain.
+        writer = EventWriter.create(args.record_events) if args.record_events else None
         self.executor = ModelExecutor(args)
         self.executor.warm_up()
         sizes = self.executor.sizes
@@ -58,6 +63,9 @@ class EngineCore:
             chunk=args.chunked_prefill_size or sizes.max_step_tokens,
         )
         self.scheduler = Scheduler(sizes, config)
+        self._recorder = None if writer is None else Recorder(self.scheduler, writer)
+        self.events: SchedulerEvents = self._recorder or self.scheduler
+        self._is_timed = args.waiting_timeout > 0 or args.request_timeout > 0
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._log = StepLog(args.decode_log_interval)
@@ -82,23 +90,30 @@ class EngineCore:
                 is_resting = self.scheduler.is_idle and not self._in_flight
                 watchdog.feed()
                 messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
+                if self._is_timed and (messages or not is_resting):
+                    self.events.tick(time.monotonic())
                 for message in messages:
                     self._handle(message, channel)
                 if is_resting and not messages:
                     self._audit()
                 self._turn()
-                outputs = self.scheduler.take_outputs()
+                outputs = self.events.take_outputs()
                 if outputs is not None:
                     channel.send(outputs)
         self._abort_all(channel)
         if close:
-            self.executor.close()
+            self._close()
+
+    def _close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+        self.executor.close()
 
     # -- steps ------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         """Plan and launch one step; read the oldest once enough are in flight."""
-        plan = self.scheduler.plan()
+        plan = self.events.plan()
         done = None
         try:
             if plan is not None:
@@ -111,7 +126,7 @@ class EngineCore:
             self._recover(error)
             return
         if done is not None:
-            self.scheduler.commit(done, results)
+            self.events.commit(done, results)
             self._log.after_step(done, self.scheduler)
         elif plan is None and not self.scheduler.is_idle:
             time.sleep(_STARVED_POLL_S)
@@ -121,7 +136,7 @@ class EngineCore:
         logger.exception("a step failed; all requests in flight end with an error")
         self._in_flight.clear()
         self.executor.reset()
-        self.scheduler.fail_all(f"a step failed on the device: {error}")
+        self.events.fail_all(f"a step failed on the device: {error}")
 
     def _audit(self) -> None:
         """At rest: prove by a full walk that nothing leaked since the last time."""
@@ -135,13 +150,13 @@ class EngineCore:
     def _handle(self, message: FrontMessage, channel: Channel) -> None:
         match message:
             case GenerateRequest():
-                self.scheduler.submit(message)
+                self.events.submit(message)
             case AbortRequest():
-                self.scheduler.abort(message)
+                self.events.abort(message)
             case StopRequest():
-                self.scheduler.stop(message)
+                self.events.stop(message)
             case FlushCache():
-                done = self.scheduler.flush()
+                done = self.events.flush()
                 text = "" if done else "requests are running or waiting; the cache was not flushed"
                 channel.send(Reply(rid=message.rid, ok=done, message=text))
             case GetState():
@@ -154,8 +169,8 @@ class EngineCore:
     def _abort_all(self, channel: Channel) -> None:
         """The end: every lease is released, as at any other time."""
         self._in_flight.clear()
-        self.scheduler.abort(AbortRequest(abort_all=True, message="the engine was shut down"))
-        outputs = self.scheduler.take_outputs()
+        self.events.abort(AbortRequest(abort_all=True, message="the engine was shut down"))
+        outputs = self.events.take_outputs()
         if outputs is not None:
             channel.send(outputs)
         self._audit()

@@ -1,0 +1,178 @@
+"""What the scheduler is told and what it answers, as values that can be written to a file.
+
+One struct for each event, tagged by its class name. Arrays travel as (dtype, shape, bytes).
+"""
+
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.messages import AbortRequest, GenerateRequest, OutputBatch, StopRequest
+from sgl_jax.core.step_plan import (
+    Int32Array,
+    PromptLogprobs,
+    RankPlan,
+    RankResult,
+    RowAdmission,
+    StepPlan,
+)
+from sgl_jax.scheduler.config import SchedulerConfig
+
+# Recorded by position: a file is only read by code with the same fields.
+_POSITIONAL = (EngineSizes, SchedulerConfig, RowAdmission, RankPlan, PromptLogprobs, RankResult)
+LAYOUT = "; ".join(f"{kind.__name__}: {' '.join(kind._fields)}" for kind in _POSITIONAL)
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The first event: how the scheduler was made."""
+
+    sizes: EngineSizes
+    config: SchedulerConfig
+
+
+class Submitted(msgspec.Struct, frozen=True, tag=True):
+    message: GenerateRequest
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    message: GenerateRequest
+    text: str
+    status_code: int
+
+
+class Aborted(msgspec.Struct, frozen=True, tag=True):
+    message: AbortRequest
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True):
+    message: StopRequest
+
+
+class Flushed(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class FailedAll(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+class Ticked(msgspec.Struct, frozen=True, tag=True):
+    now_s: float
+
+
+class PageChanges(msgspec.Struct, frozen=True, array_like=True):
+    """How a plan's page table differs from what its rows listed when they last ran."""
+
+    num_pages: int  # columns of the table
+    where: Int32Array  # [m] index into the flattened table
+    pages: Int32Array  # [m] page ids there
+
+
+class Planned(msgspec.Struct, frozen=True, tag=True):
+    """What `plan` answered. Page tables are left out of `plan` and told by `page_changes`."""
+
+    plan: StepPlan | None
+    page_changes: tuple[PageChanges, ...] = ()
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True):
+    step_id: int
+    results: tuple[RankResult, ...]
+
+
+class TookOutputs(msgspec.Struct, frozen=True, tag=True):
+    """What `take_outputs` answered; not recorded when there was nothing."""
+
+    outputs: OutputBatch
+
+
+class Raised(msgspec.Struct, frozen=True, tag=True):
+    """The event before this raised."""
+
+    error: str
+
+
+class Noted(msgspec.Struct, frozen=True, tag=True):
+    """Nothing the scheduler was told, but something a reader of the recording should know."""
+
+    text: str
+
+
+Event: TypeAlias = (
+    Started
+    | Submitted
+    | Refused
+    | Aborted
+    | Stopped
+    | Flushed
+    | FailedAll
+    | Ticked
+    | Planned
+    | Committed
+    | TookOutputs
+    | Raised
+    | Noted
+)
+
+
+def make_encoder() -> msgspec.msgpack.Encoder:
+    """Encodes events, arrays and all."""
+    return msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+def make_decoder() -> msgspec.msgpack.Decoder[Event]:
+    """Decodes what `make_encoder` encoded."""
+    return msgspec.msgpack.Decoder(Event, dec_hook=_decode_array)
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"an event holds a {type(value).__name__}")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+class PageTableMirror:
+    """What every row of every rank listed when it last ran, so that only changes are written.
+
+    A page table is most of a plan, and hardly changes from one step to the next.
+    """
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        shape = (sizes.dp_size, sizes.num_rows, sizes.pages_per_row)
+        self._pages = np.zeros(shape, np.int32)
+
+    def take_out(self, plan: StepPlan) -> Planned:
+        """`plan` without its page tables, and how these differ from the mirror."""
+        changes = []
+        for mirror, rank in zip(self._pages, plan.ranks, strict=True):
+            num_pages = rank.page_table.shape[1]
+            where = np.flatnonzero(mirror[rank.rows, :num_pages] != rank.page_table)
+            pages = rank.page_table.reshape(-1)[where]
+            changes.append(PageChanges(num_pages, where.astype(np.int32), pages))
+            mirror[rank.rows, :num_pages] = rank.page_table
+        none = np.zeros((0, 0), np.int32)
+        ranks = tuple(rank._replace(page_table=none) for rank in plan.ranks)
+        return Planned(StepPlan(plan.step_id, ranks), tuple(changes))
+
+    def put_back(self, event: Planned) -> StepPlan | None:
+        """The plan as it was."""
+        if event.plan is None:
+            return None
+        ranks = []
+        for mirror, rank, change in zip(
+            self._pages, event.plan.ranks, event.page_changes, strict=True
+        ):
+            table = mirror[rank.rows, : change.num_pages]
+            table.reshape(-1)[change.where] = change.pages
+            mirror[rank.rows, : change.num_pages] = table
+            ranks.append(rank._replace(page_table=table))
+        return StepPlan(event.plan.step_id, tuple(ranks))

@@ -1,0 +1,124 @@
+"""A scheduler whose events are recorded, for `python -m sgl_jax.replay`.
+
+What it is told is written before the scheduler hears of it, what it decides afterwards; if it
+raises, that is written too. Must never change what the scheduler does.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from sgl_jax.core.messages import AbortRequest, GenerateRequest, OutputBatch, StopRequest
+from sgl_jax.core.step_plan import RankResult, StepPlan
+from sgl_jax.scheduler.event_log import EventWriter
+from sgl_jax.scheduler.events import (
+    Aborted,
+    Committed,
+    Event,
+    FailedAll,
+    Flushed,
+    Noted,
+    PageTableMirror,
+    Planned,
+    Raised,
+    Refused,
+    Started,
+    Stopped,
+    Submitted,
+    Ticked,
+    TookOutputs,
+)
+from sgl_jax.scheduler.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+class SchedulerEvents(Protocol):
+    """What the engine loop tells a scheduler and asks of it; see `Scheduler` for each."""
+
+    def submit(self, message: GenerateRequest) -> None: ...
+    def refuse(self, message: GenerateRequest, text: str, status_code: int) -> None: ...
+    def abort(self, message: AbortRequest) -> None: ...
+    def stop(self, message: StopRequest) -> None: ...
+    def flush(self) -> bool: ...
+    def fail_all(self, reason: str) -> None: ...
+    def tick(self, now_s: float) -> None: ...
+    def plan(self) -> StepPlan | None: ...
+    def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None: ...
+    def take_outputs(self) -> OutputBatch | None: ...
+
+
+class Recorder:
+    """Passes every event on to `scheduler`, which was just made, and writes it. Implements
+    `SchedulerEvents`."""
+
+    def __init__(self, scheduler: Scheduler, writer: EventWriter) -> None:
+        self._scheduler = scheduler
+        self._writer = writer
+        self._mirror = PageTableMirror(scheduler.sizes)
+        writer.write(Started(scheduler.sizes, scheduler.config))
+
+    def close(self) -> None:
+        """End the recording."""
+        self._writer.close()
+
+    def note(self, text: str) -> None:
+        """Write something that a reader of the recording should know."""
+        self._writer.write(Noted(text))
+
+    def submit(self, message: GenerateRequest) -> None:
+        self._tell(Submitted(message), lambda: self._scheduler.submit(message))
+
+    def refuse(self, message: GenerateRequest, text: str, status_code: int) -> None:
+        self._tell(
+            Refused(message, text, status_code),
+            lambda: self._scheduler.refuse(message, text, status_code),
+        )
+
+    def abort(self, message: AbortRequest) -> None:
+        self._tell(Aborted(message), lambda: self._scheduler.abort(message))
+
+    def stop(self, message: StopRequest) -> None:
+        self._tell(Stopped(message), lambda: self._scheduler.stop(message))
+
+    def flush(self) -> bool:
+        return self._tell(Flushed(), self._scheduler.flush)
+
+    def fail_all(self, reason: str) -> None:
+        self._tell(FailedAll(reason), lambda: self._scheduler.fail_all(reason))
+
+    def tick(self, now_s: float) -> None:
+        self._tell(Ticked(now_s), lambda: self._scheduler.tick(now_s))
+
+    def plan(self) -> StepPlan | None:
+        if self._scheduler.is_idle:
+            return self._scheduler.plan()  # there is nothing to decide, many times a second
+        try:
+            plan = self._scheduler.plan()
+        except Exception as error:
+            self._writer.write(Planned(None))
+            self._writer.write(Raised(describe(error)))
+            raise
+        self._writer.write(Planned(None) if plan is None else self._mirror.take_out(plan))
+        return plan
+
+    def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
+        self._tell(Committed(plan.step_id, results), lambda: self._scheduler.commit(plan, results))
+
+    def take_outputs(self) -> OutputBatch | None:
+        outputs = self._scheduler.take_outputs()
+        if outputs is not None:
+            self._writer.write(TookOutputs(outputs))
+        return outputs
+
+    def _tell(self, event: Event, call: Callable[[], T]) -> T:
+        self._writer.write(event)
+        try:
+            return call()
+        except Exception as error:
+            self._writer.write(Raised(describe(error)))
+            raise
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {error}"
