@@ -80,6 +80,7 @@ def decode_plan(sizes: EngineSizes, batch_size: int, context_len: int) -> StepPl
         samples=np.ones(batch_size, np.bool_),
         page_table=pages,
         num_decode=batch_size,
+        relayed=np.zeros(batch_size, np.bool_),
     )
     return StepPlan(step_id=0, ranks=(plan,))
 

@@ -12,6 +12,8 @@ from sgl_jax.core.server_args import ServerArgs
 # Every shape costs two seconds of compilation on a CPU. The scheduler plans steps that fill a
 # shape where it can, so few of them do.
 _CPU_TOKENS = (2, 8, 32, 128, 512)
+# With drafts: so many rows, all of them drafting; and the sizes around them.
+_CPU_DRAFTING_ROWS = (1, 4, 16)
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32
@@ -27,6 +29,7 @@ class StepLimits(NamedTuple):
     rows: int
     tokens: int
     prompt_logprob_tokens: int
+    draft_tokens: int = 0  # of one row
 
 
 class Bucket(NamedTuple):
@@ -64,13 +67,20 @@ def step_limits(args: ServerArgs, platform: str) -> StepLimits:
     )
     rows = -(-requests // args.dp_size)
     tokens = max(chunk, rows)
-    return StepLimits(rows, tokens, min(_PROMPT_LOGPROB_TOKENS, tokens))
+    drafts = args.num_draft_tokens
+    # Drafts come on top: they take nothing from what prompts may have.
+    scored = min(_PROMPT_LOGPROB_TOKENS, tokens)
+    return StepLimits(rows, tokens + rows * drafts, scored, drafts)
 
 
 def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
     """Shapes up to `limits`, which are themselves a shape, as is a full batch of decode."""
+    queries_per_row = 1 + limits.draft_tokens
     if platform == "cpu":
-        sizes = {size for size in _CPU_TOKENS if size < limits.tokens}
+        sizes = set(_CPU_TOKENS)
+        if limits.draft_tokens:
+            drafting = {rows * queries_per_row for rows in _CPU_DRAFTING_ROWS}
+            sizes = {_CPU_TOKENS[0], _CPU_TOKENS[-1]} | drafting
         size = 2 * _CPU_TOKENS[-1]
     else:
         sizes = set()
@@ -78,7 +88,8 @@ def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
     while size < limits.tokens:
         sizes.add(size)
         size *= 2
-    sizes |= {limits.rows, limits.tokens}
+    sizes = {size for size in sizes if size < limits.tokens}
+    sizes |= {limits.rows, limits.rows * queries_per_row, limits.tokens}
     plain = tuple(Bucket(min(size, limits.rows), size) for size in sorted(sizes))
     # Running requests go on decoding beside the prompt that is being scored.
     scored_tokens = limits.prompt_logprob_tokens + limits.rows

@@ -19,14 +19,14 @@ from sgl_jax.core.step_plan import Int32Array, RankPlan
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_NUM_ROW_WORDS = 4  # row, kv_start, q_len, samples
+_NUM_ROW_WORDS = 5  # row, kv_start, q_len, samples, relayed
 _NUM_RANK_WORDS = 2  # num_decode, wants_logprobs
 
 
 class StepInput(NamedTuple):
     """All that one step uploads."""
 
-    controls: Int32Array  # [dp, 4 * B + 2]
+    controls: Int32Array  # [dp, 5 * B + 2]
     page_table: Int32Array  # [dp * B, pages]
 
 
@@ -37,6 +37,7 @@ class RankControls(NamedTuple):
     kv_starts: jax.Array  # int32[B]
     q_lens: jax.Array  # int32[B], 0 for padding
     samples: jax.Array  # bool[B]
+    relayed: jax.Array  # bool[B]
     num_decode: jax.Array  # int32[]
     wants_logprobs: jax.Array  # bool[]
 
@@ -67,6 +68,7 @@ class DPLayout(NamedTuple):
             by_row[rank, 1, :n] = plan.kv_starts
             by_row[rank, 2, :n] = plan.q_lens
             by_row[rank, 3, :n] = plan.samples
+            by_row[rank, 4, :n] = plan.relayed
             controls[rank, -2] = plan.num_decode
             controls[rank, -1] = plan.return_logprob or plan.top_logprobs_num > 0
             first = rank * self.rows_per_rank
@@ -74,13 +76,14 @@ class DPLayout(NamedTuple):
         return StepInput(controls, page_table)
 
     def unpack_controls(self, words: jax.Array) -> RankControls:
-        """One rank's words int32[4 * B + 2], by name; traced inside the step."""
+        """One rank's words int32[5 * B + 2], by name; traced inside the step."""
         by_row = words[:-_NUM_RANK_WORDS].reshape(_NUM_ROW_WORDS, self.rows_per_rank)
         return RankControls(
             rows=by_row[0],
             kv_starts=by_row[1],
             q_lens=by_row[2],
             samples=by_row[3] != 0,
+            relayed=by_row[4] != 0,
             num_decode=words[-2],
             wants_logprobs=words[-1] != 0,
         )

@@ -191,14 +191,16 @@ class ModelExecutor:
         return LaunchedStep(plan, layout, output)
 
     def _write(self, piece: Int32Array) -> None:
-        tables = self._programs.admit()(RowTables(self._state.token_table, self._row_params), piece)
-        self._state = self._state._replace(token_table=tables.tokens)
+        state = self._state
+        tables = RowTables(state.token_table, state.row_lens, self._row_params)
+        tables = self._programs.admit()(tables, piece)
+        self._state = state._replace(token_table=tables.tokens, row_lens=tables.lens)
         self._row_params = tables.params
 
     def _make_state(self) -> tuple[StepState, jax.Array]:
         tables = make_row_tables(self.sizes, self._mesh)
         pool = make_kv_pool(self._pool_layout, self.sizes.num_pages, self._mesh)
-        return StepState(tables.tokens, pool), tables.params
+        return StepState(tables.tokens, tables.lens, pool), tables.params
 
 
 def _decide_sizes(
@@ -227,6 +229,7 @@ def _decide_sizes(
         max_prompt_logprob_tokens=limits.prompt_logprob_tokens,
         vocab_size=config.vocab_size,
         step_token_shapes=tuple(bucket.tokens for bucket in buckets.plain),
+        max_draft_tokens=args.num_draft_tokens,
     )
 
 
@@ -248,4 +251,5 @@ def _idle_rank() -> RankPlan:
         samples=np.zeros(0, np.bool_),
         page_table=np.zeros((0, 1), np.int32),
         num_decode=0,
+        relayed=np.zeros(0, np.bool_),
     )

@@ -45,12 +45,15 @@ def _problem(rank: RankPlan, sizes: EngineSizes, max_prefill: int | None) -> str
         return f"kv_starts {rank.kv_starts} or q_lens {rank.q_lens} are too small"
     if rank.num_tokens > sizes.max_step_tokens:
         return f"{rank.num_tokens} query tokens, at most {sizes.max_step_tokens} fit in a step"
-    if not 0 <= rank.num_decode <= n or (rank.q_lens[: rank.num_decode] != 1).any():
-        return f"num_decode {rank.num_decode} does not match q_lens {rank.q_lens}"
-    if max_prefill is not None and rank.num_tokens - rank.num_decode > max_prefill:
+    if not 0 <= rank.num_decode <= n or rank.relayed[rank.num_decode :].any():
+        return f"num_decode {rank.num_decode} does not match {n} rows or relayed {rank.relayed}"
+    if (rank.num_drafts > sizes.max_draft_tokens).any():
+        return f"{rank.num_drafts.max()} drafts of a row, at most {sizes.max_draft_tokens} fit"
+    num_prefill = int(rank.q_lens[rank.num_decode :].sum())
+    if max_prefill is not None and (num_prefill > max_prefill or rank.num_drafts.any()):
         return (
-            f"{rank.num_tokens - rank.num_decode} prefill tokens, at most {max_prefill} fit in a "
-            "step that reports prompt log-probabilities"
+            f"{num_prefill} prefill tokens and {rank.num_drafts.sum()} drafts, at most "
+            f"{max_prefill} and none fit in a step that reports prompt log-probabilities"
         )
     return _length_problem(rank, sizes)
 

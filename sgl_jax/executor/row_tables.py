@@ -1,6 +1,7 @@
-"""What the device keeps about each row between steps: its tokens and its sampling parameters.
+"""What the device keeps about each row between steps: its tokens, how many they are, and its
+sampling parameters.
 
-Owns both tables' shapes and the program that fills a row when a request is admitted. Row 0 is the
+Owns the tables' shapes and the program that fills a row when a request is admitted. Row 0 is the
 null row: padding writes there, and nothing reads it for a result. Admissions are cut into pieces
 of one fixed size, so the program is compiled once and a long prompt takes several launches of it.
 """
@@ -23,13 +24,15 @@ TABLE_SPEC = P("data")
 _PIECE_TOKENS = 1024
 _PIECE_ROWS = 16
 _TOKEN_WORDS = 3 * _PIECE_TOKENS
-PIECE_WORDS = _TOKEN_WORDS + _PIECE_ROWS * (1 + PACKED_WIDTH)
+_LINE_WORDS = 2 + PACKED_WIDTH  # row, number of tokens, parameters
+PIECE_WORDS = _TOKEN_WORDS + _PIECE_ROWS * _LINE_WORDS
 
 
 class RowTables(NamedTuple):
     """Device-resident, one block of rows per rank, sharded over 'data'."""
 
     tokens: jax.Array  # int32[dp * num_rows, max_context_len]
+    lens: jax.Array  # int32[dp * num_rows]
     params: jax.Array  # int32[dp * num_rows, PACKED_WIDTH]
 
 
@@ -40,6 +43,7 @@ def make_row_tables(sizes: EngineSizes, mesh: Mesh) -> RowTables:
     def zeros() -> RowTables:
         return RowTables(
             jnp.zeros((num_rows, sizes.max_context_len), jnp.int32),
+            jnp.zeros((num_rows,), jnp.int32),
             jnp.zeros((num_rows, PACKED_WIDTH), jnp.int32),
         )
 
@@ -54,16 +58,16 @@ def cut_admissions(admissions: Sequence[Sequence[RowAdmission]]) -> Iterator[Int
     """
     flat = [_flatten(of_rank) for of_rank in admissions]
     num_pieces = max(
-        max(-(-entries.shape[1] // _PIECE_TOKENS), -(-len(params) // _PIECE_ROWS))
-        for entries, params in flat
+        max(-(-entries.shape[1] // _PIECE_TOKENS), -(-len(lines) // _PIECE_ROWS))
+        for entries, lines in flat
     )
     for i in range(num_pieces):
         piece = empty_piece(len(flat))
-        for words, (entries, params) in zip(piece, flat, strict=True):
+        for words, (entries, lines) in zip(piece, flat, strict=True):
             some = entries[:, i * _PIECE_TOKENS : (i + 1) * _PIECE_TOKENS]
             words[:_TOKEN_WORDS].reshape(3, _PIECE_TOKENS)[:, : some.shape[1]] = some
-            lines = params[i * _PIECE_ROWS : (i + 1) * _PIECE_ROWS]
-            words[_TOKEN_WORDS:].reshape(_PIECE_ROWS, -1)[: len(lines)] = lines
+            these = lines[i * _PIECE_ROWS : (i + 1) * _PIECE_ROWS]
+            words[_TOKEN_WORDS:].reshape(_PIECE_ROWS, -1)[: len(these)] = these
         yield piece
 
 
@@ -73,26 +77,27 @@ def empty_piece(dp_size: int) -> Int32Array:
 
 
 def _flatten(admissions: Sequence[RowAdmission]) -> tuple[Int32Array, Int32Array]:
-    """All tokens as [3, n] of row, position, token; all parameters as [m, 1 + PACKED_WIDTH]."""
+    """All tokens as [3, n] of row, position, token; all lines as [m, _LINE_WORDS]."""
     num_tokens = [len(admission.tokens) for admission in admissions]
     entries = np.empty((3, sum(num_tokens)), np.int32)
-    params = np.empty((len(admissions), 1 + PACKED_WIDTH), np.int32)
+    lines = np.empty((len(admissions), _LINE_WORDS), np.int32)
     first = 0
-    for line, admission, n in zip(params, admissions, num_tokens, strict=True):
+    for line, admission, n in zip(lines, admissions, num_tokens, strict=True):
         entries[0, first : first + n] = admission.row
         entries[1, first : first + n] = np.arange(n)
         entries[2, first : first + n] = admission.tokens
         first += n
-        line[0] = admission.row
-        line[1:] = pack_row_params(admission)
-    return entries, params
+        line[:2] = admission.row, n
+        line[2:] = pack_row_params(admission)
+    return entries, lines
 
 
 def write_piece(tables: RowTables, words: jax.Array) -> RowTables:
     """One rank's tables with one piece's words int32[PIECE_WORDS] written; traced."""
     rows, positions, tokens = words[:_TOKEN_WORDS].reshape(3, _PIECE_TOKENS)
-    lines = words[_TOKEN_WORDS:].reshape(_PIECE_ROWS, 1 + PACKED_WIDTH)
+    lines = words[_TOKEN_WORDS:].reshape(_PIECE_ROWS, _LINE_WORDS)
     return RowTables(
         tables.tokens.at[rows, positions].set(tokens, mode="drop"),
-        tables.params.at[lines[:, 0]].set(lines[:, 1:], mode="drop"),
+        tables.lens.at[lines[:, 0]].set(lines[:, 1], mode="drop"),
+        tables.params.at[lines[:, 0]].set(lines[:, 2:], mode="drop"),
     )

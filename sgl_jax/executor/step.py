@@ -1,4 +1,4 @@
-"""One step on the device, as one chip sees it: read tokens, run the model, sample, record.
+"""One step on the device, as one chip sees it: read tokens, draft, run the model, sample, record.
 
 A function of arrays, traced once per bucket inside `jax.shard_map`: rows and page ids are the
 rank's own, and no rank reads another's. Sampling runs on every chip of a rank alike, from the
@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.executor.layout import RankControls
+from sgl_jax.executor.sampled_slots import SampledSlots, count_accepted
 from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
+from sgl_jax.layers.ngram_drafts import propose_drafts
 from sgl_jax.layers.sampling import (
     SampledRows,
     TokenLogprobs,
@@ -44,14 +46,15 @@ class StepState(NamedTuple):
     """What a step changes in place; donated to it."""
 
     token_table: jax.Array  # int32[num_rows, max_context_len]
+    row_lens: jax.Array  # int32[num_rows] tokens of each row, valid once it has been admitted
     kv_pool: jax.Array  # [layers, pages, 2 * kv_heads, page_size, head_dim]
 
 
 class StepOutput(NamedTuple):
     """What a step reports for B rows and T tokens; log-probabilities are zeros if not wanted."""
 
-    tokens: jax.Array  # int32[B], -1 where nothing was sampled
-    logprobs: TokenLogprobs  # [B]
+    tokens: jax.Array  # int32[B, 1 + max_draft_tokens], -1 after a row's last new token
+    logprobs: TokenLogprobs  # [B, 1 + max_draft_tokens]
     prompt_logprobs: TokenLogprobs | None  # [T], of each token's successor
 
 
@@ -63,6 +66,7 @@ def run_step(
     page_table: jax.Array,
     num_tokens: int,
     prompt_logprobs: bool,
+    max_drafts: int,
 ) -> tuple[StepState, StepOutput]:
     """One rank's step.
 
@@ -74,37 +78,75 @@ def run_step(
         page_table: int32[B, pages].
         num_tokens: T, the static number of query tokens, padding included.
         prompt_logprobs: static; whether to score each token's successor in the token table.
+        max_drafts: static; tokens drafted per row at most.
     """
+    is_decode = jnp.arange(controls.rows.shape[0]) < controls.num_decode
+    drafts = jnp.where(is_decode, controls.q_lens - 1, 0)
+    known_lens = state.row_lens[controls.rows]
+    kv_starts = jnp.where(controls.relayed, known_lens - 1, controls.kv_starts)
+    # Where each row's first new token goes.
+    new_starts = kv_starts + controls.q_lens - drafts
+    token_table = state.token_table
+    if max_drafts:
+        guesses = propose_drafts(token_table, controls.rows, new_starts, drafts > 0, max_drafts)
+        token_table = _write_tokens(token_table, controls.rows, new_starts, guesses, drafts)
     batch = AttentionBatch.build(
-        page_table, controls.kv_starts, controls.q_lens, controls.num_decode, num_tokens
+        page_table, kv_starts, controls.q_lens, controls.num_decode, num_tokens, max_drafts
     )
     # Padding tokens read the null row.
     token_rows = jnp.where(batch.valid, controls.rows[batch.token_rows], 0)
-    token_ids = state.token_table[token_rows, batch.positions]
-    hidden, kv_pool = model(token_ids, batch, state.kv_pool)
+    hidden, kv_pool = model(token_table[token_rows, batch.positions], batch, state.kv_pool)
 
-    last_token = jnp.maximum(batch.q_offsets[1:] - 1, 0)
-    logits = model.logits(hidden[last_token])
-    where = SampledRows(controls.rows, controls.kv_starts + controls.q_lens, controls.samples)
-    params = unpack_row_params(row_params[controls.rows])
-    tokens = sample_tokens(logits, params, state.token_table, where)
-
-    num_rows = controls.rows.shape[0]
+    slots = SampledSlots.build(batch, controls.samples, drafts, max_drafts)
+    logits = model.logits(hidden[slots.tokens])
+    where = SampledRows(controls.rows[slots.rows], batch.positions[slots.tokens] + 1, slots.valid)
+    params = unpack_row_params(row_params[where.rows])
+    drawn = sample_tokens(logits, params, token_table, where)
     wanted: TokenLogprobs = lax.cond(
         controls.wants_logprobs,
-        lambda: token_logprobs(logits, tokens),
-        lambda: no_logprobs(num_rows),
+        lambda: token_logprobs(logits, drawn),
+        lambda: no_logprobs(drawn.shape[0]),
     )
-    token_table = state.token_table.at[
-        jnp.where(where.samples, where.rows, 0), jnp.where(where.samples, where.num_tokens, 0)
-    ].set(tokens, mode="drop")
+
+    new_tokens = slots.by_row(drawn, 1 + max_drafts)
+    counts = jnp.ones_like(drafts)
+    if max_drafts:
+        counts += count_accepted(new_tokens, guesses, drafts)
+    counts = jnp.where(controls.samples, counts, 0)
+    token_table = _write_tokens(token_table, controls.rows, new_starts, new_tokens, counts)
+    row_lens = state.row_lens.at[jnp.where(controls.samples, controls.rows, 0)].set(
+        new_starts + counts
+    )
     scored = None
     if prompt_logprobs:
         # From the written table: reading the old one here would keep a copy of it alive.
         successors = token_table.at[token_rows, batch.positions + 1].get(mode="clip")
         scored = _score(model, hidden, successors)
-    output = StepOutput(jnp.where(where.samples, tokens, -1), wanted, scored)
-    return StepState(token_table, kv_pool), output
+    is_new = jnp.arange(1 + max_drafts) < counts[:, None]
+    output = StepOutput(
+        jnp.where(is_new, new_tokens, -1),
+        TokenLogprobs(*(slots.by_row(values, 1 + max_drafts) for values in wanted)),
+        scored,
+    )
+    return StepState(token_table, row_lens, kv_pool), output
+
+
+def _write_tokens(
+    token_table: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    tokens: jax.Array,
+    counts: jax.Array,
+) -> jax.Array:
+    """Put the first counts[i] of tokens[i] into the table from positions[i] on.
+
+    The rest goes to the null row, which nobody reads for a result.
+    """
+    ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    is_kept = ahead < counts[:, None]
+    return token_table.at[
+        jnp.where(is_kept, rows[:, None], 0), jnp.where(is_kept, positions[:, None] + ahead, 0)
+    ].set(tokens, mode="drop")
 
 
 def _score(model: Model, hidden: jax.Array, successors: jax.Array) -> TokenLogprobs:

@@ -68,6 +68,7 @@ class Driver:
             ),
             page_table=table,
             num_decode=len(decode),
+            relayed=np.zeros(len(rows), np.bool_),
             admissions=tuple(
                 RowAdmission(
                     row.row,
@@ -102,6 +103,5 @@ class Driver:
     def _read(self, waiting: list[tuple[object, list[list[Row]]]]) -> None:
         handle, order = waiting.pop(0)
         for result, rows in zip(self.executor.result(handle), order, strict=True):
-            for token, row in zip(result.tokens.tolist(), rows, strict=True):
-                if token >= 0:
-                    row.output.append(token)
+            for tokens, row in zip(result.tokens.tolist(), rows, strict=True):
+                row.output.extend(token for token in tokens if token >= 0)

@@ -7,7 +7,13 @@ from sgl_jax.executor.buckets import Bucket, StepLimits, choose_buckets, step_li
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("limits", [(1, 4, 4), (5, 100, 100), (32, 512, 128), (256, 2048, 128)])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        *((1, 4, 4), (5, 100, 100), (32, 512, 128), (256, 2048, 128)),
+        *((32, 640, 128, 4), (1, 40, 32, 8), (256, 3072, 128, 4)),
+    ],
+)
 def test_every_step_within_the_limits_has_a_shape(platform, limits):
     limits = StepLimits(*limits)
     buckets = choose_buckets(limits, platform)
@@ -25,6 +31,13 @@ def test_a_full_batch_of_decode_is_not_padded():
     assert buckets.smallest(20) == Bucket(rows=20, tokens=20)
 
 
+def test_a_full_batch_of_drafting_rows_is_not_padded():
+    for platform in ("cpu", "tpu"):
+        buckets = choose_buckets(StepLimits(20, 512 + 80, 128, 4), platform)
+        assert buckets.smallest(100) == Bucket(rows=20, tokens=100)
+        assert buckets.smallest(20) == Bucket(rows=20, tokens=20)
+
+
 def test_padding_never_more_than_quadruples_a_steps_tokens():
     for platform, least in (("cpu", 1), ("tpu", 8)):
         buckets = choose_buckets(StepLimits(32, 4096, 128), platform)
@@ -38,7 +51,9 @@ def test_scoring_a_prompt_leaves_room_for_a_full_batch_of_decode():
 
 
 def test_limits_come_from_the_arguments_and_else_from_the_platform():
-    assert step_limits(ServerArgs(), "cpu") == (32, 512, 128)
-    assert step_limits(ServerArgs(), "tpu") == (256, 2048, 128)
+    assert step_limits(ServerArgs(), "cpu") == (32, 512, 128, 0)
+    assert step_limits(ServerArgs(), "tpu") == (256, 2048, 128, 0)
+    drafting = ServerArgs(speculative_algorithm="NGRAM", speculative_num_draft_tokens=3)
+    assert step_limits(drafting, "cpu") == (32, 512 + 3 * 32, 128, 3)
     args = ServerArgs(max_running_requests=100, dp_size=3, chunked_prefill_size=16)
-    assert step_limits(args, "tpu") == (34, 34, 34)
+    assert step_limits(args, "tpu") == (34, 34, 34, 0)

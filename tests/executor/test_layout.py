@@ -16,6 +16,7 @@ def rank_plan(num_rows, first=1, pages=3, **wants):
         samples=ids % 2 == 0,
         page_table=np.outer(ids, np.ones(pages, np.int32)) * 100,
         num_decode=num_rows - 1,
+        relayed=ids % 3 == 0,
         **wants,
     )
 
@@ -27,7 +28,7 @@ def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
     for rank, plan in enumerate(plans):
         n = len(plan.rows)
         seen = layout.unpack_controls(step_input.controls[rank])
-        for name in ("rows", "kv_starts", "q_lens", "samples"):
+        for name in ("rows", "kv_starts", "q_lens", "samples", "relayed"):
             np.testing.assert_array_equal(getattr(seen, name)[:n], getattr(plan, name))
             assert not getattr(seen, name)[n:].any()
         assert seen.num_decode == plan.num_decode or n == 0

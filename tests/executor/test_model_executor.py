@@ -119,10 +119,11 @@ def test_log_probabilities_are_those_of_the_model(make_executor, reference_logit
         plan, _ = driver.plan(chunk=8, return_logprob=True, top_logprobs_num=3)
         (result,) = executor.result(executor.launch(plan))
         want = log_softmax(reference_logits(row.prompt + row.output)[-1])
-        row.output.append(int(result.tokens[0]))
-        np.testing.assert_allclose(result.logprobs[0], want[result.tokens[0]], atol=1e-4)
-        np.testing.assert_allclose(result.top_logprobs[0], np.sort(want)[::-1][:20], atol=1e-4)
-        np.testing.assert_allclose(result.top_logprobs[0], want[result.top_ids[0]], atol=1e-4)
+        token, top_ids, top = result.tokens[0, 0], result.top_ids[0, 0], result.top_logprobs[0, 0]
+        row.output.append(int(token))
+        np.testing.assert_allclose(result.logprobs[0], want[[token]], atol=1e-4)
+        np.testing.assert_allclose(top, np.sort(want)[::-1][:20], atol=1e-4)
+        np.testing.assert_allclose(top, want[top_ids], atol=1e-4)
 
 
 def test_a_prompt_is_scored_chunk_by_chunk_beside_a_decoding_row(make_executor, reference_logits):

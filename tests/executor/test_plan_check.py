@@ -30,6 +30,7 @@ def plan(**changes):
         samples=np.array([True, False]),
         page_table=np.array([[1, 2], [3, 4]], np.int32),
         num_decode=1,
+        relayed=np.zeros(2, np.bool_),
     )
     return StepPlan(7, (rank._replace(**changes),))
 
@@ -48,7 +49,9 @@ BROKEN = {
     "too small": {"q_lens": ints(1, 0)},
     "too small$": {"kv_starts": ints(-1, 0)},
     "17 query tokens, at most 16": {"q_lens": ints(1, 16)},
-    "num_decode 2 does not match": {"num_decode": 2},
+    "num_decode 3 does not match": {"num_decode": 3},
+    "does not match 2 rows or relayed": {"relayed": np.array([False, True])},
+    "7 drafts of a row, at most 0": {"num_decode": 2},
     "reaches 33 tokens, at most 32": {"kv_starts": ints(32, 0)},
     r"page table \(2, 2\): 2 rows of 3 to 8 pages": {"kv_starts": ints(8, 0)},
     "pages outside 0 to 9": {"page_table": ints(1, 2, 3, 10).reshape(2, 2)},

@@ -25,7 +25,9 @@ def admission(row, length, **sampling):
 
 def admitted(pieces, rank, num_rows=30, context=3000):
     tables = RowTables(
-        jnp.full((num_rows, context), -1, jnp.int32), jnp.zeros((num_rows, PACKED_WIDTH), jnp.int32)
+        jnp.full((num_rows, context), -1, jnp.int32),
+        jnp.zeros((num_rows,), jnp.int32),
+        jnp.zeros((num_rows, PACKED_WIDTH), jnp.int32),
     )
     for piece in pieces:
         tables = _write(tables, piece[rank])
@@ -46,10 +48,12 @@ def test_long_prompts_and_many_rows_arrive_whole_on_every_rank():
         for a in admissions:
             np.testing.assert_array_equal(tables.tokens[a.row, : len(a.tokens)], a.tokens)
             assert (tables.tokens[a.row, len(a.tokens) :] == -1).all()
+            assert tables.lens[a.row] == len(a.tokens)
             np.testing.assert_array_equal(tables.params[a.row], pack_row_params(a))
         others = [row for row in range(1, 30) if row not in {a.row for a in admissions}]
         assert (tables.tokens[others] == -1).all()
         assert not tables.params[others].any()
+        assert not tables.lens[others].any()
 
 
 def test_an_empty_piece_changes_the_null_row_only():

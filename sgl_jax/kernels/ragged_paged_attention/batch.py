@@ -4,7 +4,8 @@ Owns the derivation of per-token indices, done once per step and read by every l
 here is local to one data-parallel rank: page ids index that rank's own pool.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,21 @@ import jax.numpy as jnp
 NULL_PAGE = 0
 
 
-class AttentionBatch(NamedTuple):
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        *("page_table", "kv_starts", "q_lens", "num_decode", "num_rows"),
+        *("q_offsets", "token_rows", "positions", "valid"),
+    ),
+    meta_fields=("max_decode_tokens",),
+)
+@dataclass(frozen=True)
+class AttentionBatch:
     """The rows of one rank in one step; a pytree of arrays.
 
-    Tokens lie flat, row after row, padding at the end. Rows come as `num_decode` decode rows (one
-    query each), then prefill chunks, then padding rows (`q_len` 0). T and B are static buckets.
+    Tokens lie flat, row after row, padding at the end. Rows come as `num_decode` decode rows (a
+    query each, and one more for each drafted token), then prefill chunks, then padding rows
+    (`q_len` 0). T and B are static buckets.
     """
 
     page_table: jax.Array  # int32 [B, P] page ids; entries beyond a row's last page are ignored
@@ -28,6 +39,7 @@ class AttentionBatch(NamedTuple):
     token_rows: jax.Array  # int32 [T] row of each token; some row in range for padding
     positions: jax.Array  # int32 [T] position of each token in its request; 0 for padding
     valid: jax.Array  # bool [T] False for padding
+    max_decode_tokens: int = field(metadata={"static": True})  # the decode rows' queries at most
 
     @classmethod
     def build(
@@ -37,8 +49,13 @@ class AttentionBatch(NamedTuple):
         q_lens: jax.Array,
         num_decode: jax.Array,
         num_tokens: int,
+        max_draft_tokens: int = 0,
     ) -> "AttentionBatch":
-        """Derive the per-token indices. `num_tokens` is T, at least the sum of `q_lens`."""
+        """Derive the per-token indices.
+
+        Static: `num_tokens` is T, at least the sum of `q_lens`; `max_draft_tokens` the most that
+        any decode row has.
+        """
         num_slots = q_lens.shape[0]
         ends = jnp.cumsum(q_lens, dtype=jnp.int32)
         q_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
@@ -58,4 +75,5 @@ class AttentionBatch(NamedTuple):
             token_rows=token_rows,
             positions=jnp.where(valid, positions, 0),
             valid=valid,
+            max_decode_tokens=min(num_tokens, num_slots * (1 + max_draft_tokens)),
         )

@@ -109,48 +109,51 @@ def write_kv(
 
 
 def _decode(q: jax.Array, cached: _Layer, batch: AttentionBatch, options: _Options) -> jax.Array:
-    """Attention of the decode rows, whose token index is their row index; [rows, q_heads, D].
+    """Attention of the decode rows' tokens, which come first; [max_decode_tokens, q_heads, D].
 
-    The blocks of keys of all rows form one list, row after row. Each turn of the loop takes the
-    next DECODE_BLOCKS of it and merges what they give into the rows they belong to, which are
-    neighbours. Rows past `num_decode` are finite and mean nothing.
+    Drafted tokens are looked at one by one, as if each were a row of its own. The blocks of keys of
+    all tokens form one list, token after token. Each turn of the loop takes the next DECODE_BLOCKS
+    of it and merges what they give into the tokens they belong to, which are neighbours. What
+    comes after the decode rows is finite and means nothing.
     """
-    num_rows = min(q.shape[0], batch.q_lens.shape[0])
+    num_tokens = batch.max_decode_tokens
     table = _BlockTable.of(batch.page_table, cached.page_size, DECODE_KEYS)
     block_keys = table.pages_per_block * cached.page_size
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    kv_lens = jnp.where(rows < batch.num_decode, batch.kv_starts[:num_rows] + 1, 0)
+    is_decode = jnp.arange(num_tokens, dtype=jnp.int32) < batch.q_offsets[batch.num_decode]
+    kv_lens = jnp.where(is_decode, batch.positions[:num_tokens] + 1, 0)
     first_blocks = _first_visible(kv_lens - 1, options) // block_keys
     ends = jnp.cumsum(-(-kv_lens // block_keys) - first_blocks, dtype=jnp.int32)
-    # Block number n of the list, of row r, is the row's block n - base[r].
+    # Block number n of the list, of token t, is the token's block n - base[t].
     base = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]) - first_blocks
-    queries = _scaled_queries(q[:num_rows], cached.kv_heads, options)
+    queries = _scaled_queries(q[:num_tokens], cached.kv_heads, options)
     window = jnp.arange(DECODE_BLOCKS, dtype=jnp.int32)
 
     def turn(index: jax.Array, state: _Partial) -> _Partial:
         numbers = index * DECODE_BLOCKS + window
-        row = jnp.sum(numbers[:, None] >= ends, axis=1, dtype=jnp.int32)
-        row = jnp.minimum(row, num_rows - 1)
-        block, kv_len = numbers - base[row], kv_lens[row][:, None]
+        token = jnp.sum(numbers[:, None] >= ends, axis=1, dtype=jnp.int32)
+        token = jnp.minimum(token, num_tokens - 1)
+        block, kv_len = numbers - base[token], kv_lens[token][:, None]
         positions = block[:, None] * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         used = positions < kv_len
         seen = used & (positions >= _first_visible(kv_len - 1, options))
-        pages = table.pages(row, block)
-        found = _attend(queries[row], cached, pages, seen[:, None, None], used, options)
-        # owner[i, j]: block i belongs to the j-th row of those that this turn may touch.
-        owner = (row[:, None] == row[0] + window) & (numbers < ends[-1])[:, None]
-        touched = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row[0], DECODE_BLOCKS), state)
-        merged = _merge_into_rows(touched, found, owner)
+        pages = table.pages(batch.token_rows[token], block)
+        found = _attend(queries[token], cached, pages, seen[:, None, None], used, options)
+        # owner[i, j]: block i belongs to the j-th token of those that this turn may touch.
+        owner = (token[:, None] == token[0] + window) & (numbers < ends[-1])[:, None]
+        touched = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, token[0], DECODE_BLOCKS), state
+        )
+        merged = _merge_into_tokens(touched, found, owner)
         return jax.tree.map(
-            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row[0], axis=0), state, merged
+            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, token[0], axis=0), state, merged
         )
 
     sinks = None if options.sinks is None else options.sinks.reshape(queries.shape[1:3])
-    nothing = _nothing((num_rows + DECODE_BLOCKS, *queries.shape[1:]), sinks)
+    nothing = _nothing((num_tokens + DECODE_BLOCKS, *queries.shape[1:]), sinks)
     state = lax.fori_loop(0, -(-ends[-1] // DECODE_BLOCKS), turn, nothing)
     total = jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)
     out = state.weighted / total[..., None]
-    return out[:num_rows].reshape(num_rows, *q.shape[1:]).astype(q.dtype)
+    return out[:num_tokens].reshape(num_tokens, *q.shape[1:]).astype(q.dtype)
 
 
 def _prefill(
@@ -283,14 +286,14 @@ def _merge(a: _Partial, b: _Partial) -> _Partial:
     )
 
 
-def _merge_into_rows(rows: _Partial, blocks: _Partial, owner: jax.Array) -> _Partial:
-    """Merge blocks [blocks, ...] into rows [rows, ...]; owner[i, j]: block i is of row j."""
+def _merge_into_tokens(tokens: _Partial, blocks: _Partial, owner: jax.Array) -> _Partial:
+    """Merge blocks [blocks, ...] into tokens [tokens, ...]; owner[i, j]: block i is of token j."""
     owner = owner[:, :, None, None]
-    top = jnp.maximum(rows.top, jnp.where(owner, blocks.top[:, None], _MASKED).max(axis=0))
-    kept = jnp.exp(rows.top - top)
+    top = jnp.maximum(tokens.top, jnp.where(owner, blocks.top[:, None], _MASKED).max(axis=0))
+    kept = jnp.exp(tokens.top - top)
     scale = jnp.where(owner, jnp.exp(blocks.top[:, None] - top), 0)
     return _Partial(
         top,
-        rows.total * kept + (scale * blocks.total[:, None]).sum(axis=0),
-        rows.weighted * kept[..., None] + jnp.einsum("brhq,bhqd->rhqd", scale, blocks.weighted),
+        tokens.total * kept + (scale * blocks.total[:, None]).sum(axis=0),
+        tokens.weighted * kept[..., None] + jnp.einsum("brhq,bhqd->rhqd", scale, blocks.weighted),
     )

@@ -1,0 +1,63 @@
+"""Drafting by n-gram lookup: what followed the same words before is likely to follow again.
+
+Known as prompt lookup (Saxena, 2023): no draft model, the request's own tokens are the source.
+Any draft is correct, however bad: verification decides (see `executor/step.py`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# The longest suffix looked for. The longest match wins, of equals the latest.
+_MAX_NGRAM = 4
+_BLOCK = 512  # positions of the token table searched at a time
+
+
+def propose_drafts(
+    token_table: jax.Array,
+    rows: jax.Array,
+    lens: jax.Array,
+    wanted: jax.Array,
+    num_drafts: int,
+) -> jax.Array:
+    """Guess the tokens at positions lens[i], lens[i] + 1, ... of each row: int32[n, num_drafts].
+
+    Args:
+        token_table: int32[num_rows, max_context_len].
+        rows: int32[n] lines of the token table.
+        lens: int32[n] tokens of each row, at least 1.
+        wanted: bool[n] rows to search for; others cost nothing and get anything.
+        num_drafts: static.
+    """
+    match = _latest_longest_match(token_table, rows, jnp.where(wanted, lens, 0))
+    # A row without any match guesses that its last token repeats.
+    match = jnp.where(match < 0, lens - 2, match)
+    # What followed may end before enough tokens did: then it repeats, with this period.
+    period = jnp.maximum(lens - 1 - match, 1)
+    ahead = jnp.arange(num_drafts, dtype=jnp.int32)
+    source = match[:, None] + 1 + ahead % period[:, None]
+    drafts: jax.Array = token_table.at[rows[:, None], source].get(mode="clip")
+    return drafts
+
+
+def _latest_longest_match(token_table: jax.Array, rows: jax.Array, lens: jax.Array) -> jax.Array:
+    """Position of the last token of the best earlier match of each row's end: int32[n], or -1."""
+    width = token_table.shape[1]
+    back = jnp.arange(_MAX_NGRAM, dtype=jnp.int32)
+    suffix = token_table.at[rows[:, None], lens[:, None] - 1 - back].get(mode="clip")
+
+    def search_block(i: jax.Array, best: jax.Array) -> jax.Array:
+        position = (i * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32))[None, :]
+        matched = jnp.zeros((rows.shape[0], _BLOCK), jnp.int32)
+        unbroken = position < lens[:, None] - 1
+        for n in range(_MAX_NGRAM):
+            at = position - n
+            tokens = token_table.at[rows[:, None], at].get(mode="clip")
+            unbroken &= (at >= 0) & (tokens == suffix[:, n : n + 1])
+            matched += unbroken
+        score = jnp.where(matched > 0, matched * width + position, -1)
+        return jnp.maximum(best, jnp.max(score, axis=1))
+
+    num_blocks = -(-jnp.max(lens) // _BLOCK)
+    best = lax.fori_loop(0, num_blocks, search_block, jnp.full(rows.shape, -1, jnp.int32))
+    return jnp.where(best < 0, -1, best % width)
