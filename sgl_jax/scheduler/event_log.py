@@ -39,7 +39,7 @@ class EventWriter:
     @classmethod
     def create(cls, path: str | PathLike[str]) -> Self:
         """A writer to a new file. Raises `OSError` if it cannot be made."""
-        return cls(open(path, "wb"))  # noqa: SIM115
+        return cls(open(path, "wb"))
 
     def write(self, event: Event) -> None:
         """Append one event."""

@@ -1,14 +1,22 @@
 """Drives a scheduler with an executor as the engine loop does, and checks everything it can."""
 
+import io
 from collections import defaultdict, deque
+from pathlib import Path
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import AbortRequest, FinishReason, GenerateRequest, TokenLogprobs
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
+from sgl_jax.replay.player import Player
 from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.event_log import EventReader, EventWriter
 from sgl_jax.scheduler.fake_executor import OracleExecutor
+from sgl_jax.scheduler.recorder import Recorder
 from sgl_jax.scheduler.scheduler import Scheduler
+from tests.faults import StepFailedError
+
+MAX_RECORDING_BYTES = 64 << 20
 
 
 def make_sizes(
@@ -51,7 +59,11 @@ def generate(rid: str, prompt: list[int], max_new_tokens: int, **kwargs: object)
 
 
 class Driver:
-    """One engine loop. With `overlap`, a step is planned before the last one is committed."""
+    """One engine loop. With `overlap`, a step is planned before the last one is committed.
+
+    `max_unread` steps may be in flight when one is planned; by default 1 with `overlap`, else 0.
+    Whatever goes through `events` is recorded, to be run again with `python -m sgl_jax.replay`.
+    """
 
     def __init__(
         self,
@@ -59,13 +71,16 @@ class Driver:
         config: SchedulerConfig | None = None,
         *,
         overlap: bool = True,
+        max_unread: int | None = None,
         executor: Executor | None = None,
     ) -> None:
         config = config or SchedulerConfig(chunked_prefill_size=8)
         self.scheduler = Scheduler(sizes, config)
+        self.recording = io.BytesIO()
+        self.events = Recorder(self.scheduler, EventWriter(self.recording, MAX_RECORDING_BYTES))
         self.oracle = OracleExecutor(sizes)
         self.executor: Executor = executor or self.oracle
-        self.overlap = overlap
+        self.max_unread = int(overlap) if max_unread is None else max_unread
         self.in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finish: dict[str, FinishReason] = {}
@@ -79,25 +94,66 @@ class Driver:
     def submit(self, message: GenerateRequest) -> None:
         self.prompts[message.rid] = message.input_ids
         self.logprob_start[message.rid] = message.logprob_start_len
-        self.scheduler.submit(message)
+        self.events.submit(message)
         self.collect()
 
     def abort(self, rid: str) -> None:
-        self.scheduler.abort(AbortRequest(rid=rid))
+        self.events.abort(AbortRequest(rid=rid))
+        self.collect()
+
+    def tick(self, now_s: float) -> None:
+        self.events.tick(now_s)
         self.collect()
 
     def step(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self.plans.append(plan)
-            self.in_flight.append((plan, self.executor.launch(plan)))
-        if self.in_flight and (plan is None or not self.overlap or len(self.in_flight) > 1):
-            done, handle = self.in_flight.popleft()
-            self.scheduler.commit(done, self.executor.result(handle))
+        plan = self.events.plan()
+        try:
+            self.launch_and_read(plan)
+        except StepFailedError as failure:
+            self.fail_all(str(failure))
         self.scheduler.check_balance()
         self.collect()
         return plan is not None or bool(self.in_flight)
+
+    def launch_and_read(self, plan: StepPlan | None) -> None:
+        """Launch `plan`; commit the oldest step once enough are unread."""
+        if plan is not None:
+            self.plans.append(plan)
+            self.in_flight.append((plan, self.executor.launch(plan)))
+        if self.in_flight and (plan is None or len(self.in_flight) > self.max_unread):
+            done, handle = self.in_flight.popleft()
+            self.events.commit(done, self.executor.result(handle))
+
+    def fail_all(self, reason: str) -> None:
+        """The device lost its state."""
+        self.in_flight.clear()
+        self.events.fail_all(reason)
+        self.collect()
+
+    def retract(self, rid: str) -> None:
+        """Take a running request's memory and queue it again, as a rank that is short does."""
+        request = self.scheduler._requests[rid]
+        assert request.lease is not None, f"{rid} does not run"
+        self.events.note(f"the test retracts {rid}")
+        rank = self.scheduler.ranks[request.lease.dp_rank]
+        self.scheduler._waiting.add(rank.retract(request.lease.row))
+
+    def check_replay(self) -> None:
+        """A fresh scheduler that is told the same decides the same."""
+        reader = EventReader(io.BytesIO(self.recording.getvalue()))
+        player = Player(reader.started)
+        for event in reader:
+            player.feed(event)
+        player.finish()
+        assert player.scheduler.counters() == self.scheduler.counters()
+        assert player.scheduler.memory_views() == self.scheduler.memory_views()
+
+    def save_recording(self, folder: Path) -> Path:
+        """Write what was recorded to a file."""
+        path = folder / "scheduler.events"
+        path.write_bytes(self.recording.getvalue())
+        return path
 
     def run(self, max_steps: int = 5000) -> None:
         """Step until idle, then prove the books."""
@@ -109,7 +165,7 @@ class Driver:
         raise AssertionError(f"not idle after {max_steps} steps")
 
     def collect(self) -> None:
-        batch = self.scheduler.take_outputs()
+        batch = self.events.take_outputs()
         if batch is None:
             return
         for rid, token in zip(batch.rids, batch.tokens, strict=True):

@@ -62,9 +62,7 @@ def test_a_retract_in_the_middle_neither_loses_nor_repeats_any(steps_before: int
     driver.submit(generate("a", prompt, 6, logprob_start_len=2))
     for _ in range(steps_before):
         driver.step()
-    rank = driver.scheduler.ranks[0]
-    request = rank.retract(int(rank.running.active[0]))
-    driver.scheduler._waiting.add(request)
+    driver.retract("a")
     driver.run()
     driver.check_tokens("a")
     driver.check_prompt_logprobs("a", prompt)

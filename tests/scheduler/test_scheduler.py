@@ -191,7 +191,7 @@ def test_a_stop_string_found_by_the_front_trims_what_is_kept() -> None:
     driver.submit(generate("a", prompt, 20))
     while len(driver.tokens["a"]) < 8:
         driver.step()
-    driver.scheduler.stop(StopRequest(rid="a", num_output_tokens=5))
+    driver.events.stop(StopRequest(rid="a", num_output_tokens=5))
     driver.run()
     assert "a" not in driver.finish  # the front knows already
     assert driver.scheduler.memory_views()[0].cached_pages == len(prompt) + 5
@@ -229,10 +229,10 @@ def test_a_repeated_request_id_is_refused() -> None:
 def test_flush_is_refused_while_requests_are_in_flight() -> None:
     driver = Driver(make_sizes())
     driver.submit(generate("a", list(range(9)), 2))
-    assert not driver.scheduler.flush()
+    assert not driver.events.flush()
     driver.run()
     assert driver.scheduler.memory_views()[0].cached_pages > 0
-    assert driver.scheduler.flush()
+    assert driver.events.flush()
     assert driver.scheduler.memory_views()[0].cached_pages == 0
 
 
@@ -242,7 +242,7 @@ def test_a_failed_device_ends_every_request_and_trusts_no_page() -> None:
         driver.submit(generate(f"r{i}", list(range(12)), 5))
     driver.step()
     driver.in_flight.clear()
-    driver.scheduler.fail_all("the device is gone")
+    driver.events.fail_all("the device is gone")
     driver.collect()
     assert {reason.status_code for reason in driver.finish.values()} == {500}
     driver.check_idle()

@@ -1,11 +1,15 @@
 """Random events in small pools: every page keeps one owner, and every token is right.
 
 The oracle executor raises as soon as a step would read foreign or missing KV, and a request's
-tokens must be those that its prompt alone determines.
+tokens must be those that its prompt alone determines. A failure leaves a recording of the events
+that led to it, to be run again with `python -m sgl_jax.replay`.
 """
 
 import os
 import random
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +25,7 @@ from hypothesis.stateful import (
 
 from sgl_jax.core.messages import AbortRequest, StopRequest
 from sgl_jax.scheduler.config import SchedulerConfig
+from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 MAX_QUEUED = 40
@@ -36,12 +41,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool_tokens=st.sampled_from([48, 80, 128]),
         num_rows=st.integers(3, 9),
         chunk=st.sampled_from([1, 3, 8, 16]),
-        overlap=st.booleans(),
+        max_unread=st.integers(0, 2),
         radix=st.booleans(),
         policy=st.sampled_from(["fcfs", "lpm"]),
         balance=st.sampled_from(["prefix_aware", "round_robin"]),
         conservativeness=st.sampled_from([0.0, 0.0, 0.3, 20.0]),
         num_draft_tokens=st.sampled_from([0, 0, 1, 3, 4]),
+        retract_interval=st.sampled_from([0, 0, 1, 2, 3, 5]),
+        no_prefill_bs=st.sampled_from([0, 0, 1, 2, 5]),
+        timeouts_s=st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0), (4.0, 8.0)]),
     )
     def start(
         self,
@@ -50,12 +58,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool_tokens: int,
         num_rows: int,
         chunk: int,
-        overlap: bool,
+        max_unread: int,
         radix: bool,
         policy: str,
         balance: str,
         conservativeness: float,
         num_draft_tokens: int,
+        retract_interval: int,
+        no_prefill_bs: int,
+        timeouts_s: tuple[float, float],
     ) -> None:
         sizes = make_sizes(
             dp_size=dp_size,
@@ -74,8 +85,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             schedule_conservativeness=conservativeness,
             max_queued_requests=MAX_QUEUED,
             num_draft_tokens=num_draft_tokens,
+            forced_retract_interval=retract_interval,
+            forced_retract_no_prefill_bs=no_prefill_bs,
+            waiting_timeout_s=timeouts_s[0],
+            request_timeout_s=timeouts_s[1],
         )
-        self.driver = Driver(sizes, config, overlap=overlap)
+        self.driver = Driver(sizes, config, max_unread=max_unread)
+        self.executor = FaultyExecutor(self.driver.oracle)
+        self.driver.executor = self.executor
+        self.was_refused = False  # pages, at the whim of the test: no replay can know
+        self.now_s = 100.0
+        self.driver.tick(self.now_s)
+        self.arrived_s: dict[str, float] = {}
         self.stopped: dict[str, int] = {}
         self.num_tokens_wanted: dict[str, int] = {}
 
@@ -107,6 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         fits = len(prompt) + max_new_tokens <= sizes.max_request_tokens
         assert (rid in driver.finish) == (is_full or not fits)
+        self.arrived_s[rid] = self.now_s
         self.num_tokens_wanted[rid] = self.expected_count(
             prompt, max_new_tokens, num_stop_ids, min_new_tokens
         )
@@ -155,34 +177,69 @@ class SchedulerMachine(RuleBasedStateMachine):
         count = len(self.driver.tokens[rid])
         self.stopped[rid] = data.draw(st.integers(max(1, count - 3), count))
         stop = StopRequest(rid=rid, num_output_tokens=self.stopped[rid])
-        self.driver.scheduler.stop(stop)
+        self.driver.events.stop(stop)
 
     @rule()
     def messages_for_unknown_requests_do_nothing(self) -> None:
         before = self.driver.scheduler.memory_views()
-        self.driver.scheduler.abort(AbortRequest(rid="nobody"))
-        self.driver.scheduler.stop(StopRequest(rid="nobody", num_output_tokens=1))
+        self.driver.events.abort(AbortRequest(rid="nobody"))
+        self.driver.events.stop(StopRequest(rid="nobody", num_output_tokens=1))
         assert self.driver.scheduler.memory_views() == before
 
     @rule()
     def flush(self) -> None:
         was_idle = self.driver.scheduler.is_idle
-        assert self.driver.scheduler.flush() == was_idle
+        assert self.driver.events.flush() == was_idle
         if was_idle:
             assert all(view.cached_pages == 0 for view in self.driver.scheduler.memory_views())
 
-    @rule(dice=st.integers(0, 9))
-    def fail_all(self, dice: int) -> None:
+    @rule(rank=st.integers(0, 3), count=st.integers(1, 3))
+    def steps_while_a_rank_gets_no_pages(self, rank: int, count: int) -> None:
+        driver = self.driver
+        memory = driver.scheduler.ranks[rank % driver.scheduler.sizes.dp_size].memory
+        self.was_refused = True
+        driver.events.note(f"for {count} steps, rank {memory.dp_rank} is refused pages")
+        with no_more_pages(memory):
+            self.step(count)
+
+    @rule(elapsed_s=st.floats(0.0, 6.0))
+    def time_goes_on(self, elapsed_s: float) -> None:
+        """Exactly those end that are too old, or too old to start."""
+        driver, config = self.driver, self.driver.scheduler.config
+        self.now_s += elapsed_s
+        unstarted = {r.rid for r in driver.scheduler._waiting if r.num_retractions == 0}
+        live = self.live()
+        driver.tick(self.now_s)
+        for rid in live:
+            age_s = self.now_s - self.arrived_s[rid]
+            status = driver.finish[rid].status_code if rid in driver.finish else None
+            if 0 < config.request_timeout_s < age_s:
+                assert status == 504
+            elif rid in unstarted and 0 < config.waiting_timeout_s < age_s:
+                assert status == 503
+            else:
+                assert status is None
+
+    @rule(dice=st.integers(0, 9), in_launch=st.booleans())
+    def fail_a_step(self, dice: int, in_launch: bool) -> None:
         """Seldom: the device loses its state."""
         if dice:
             return
-        live = self.live()
-        self.driver.in_flight.clear()
-        self.driver.scheduler.fail_all("lost")
-        self.driver.collect()
-        assert all(self.driver.finish[rid].status_code == 500 for rid in live)
-        self.driver.check_idle()
-        assert all(view.cached_pages == 0 for view in self.driver.scheduler.memory_views())
+        executor = self.executor
+        if in_launch:
+            executor.failing_launches = {executor.num_launched}
+        else:
+            executor.failing_results = {executor.num_read}
+        for _ in range(self.driver.max_unread + 1):
+            live = self.live()
+            self.driver.step()
+            if executor.num_failed:
+                assert all(self.driver.finish[rid].status_code == 500 for rid in live)
+                self.driver.check_idle()
+                views = self.driver.scheduler.memory_views()
+                assert all(view.cached_pages == 0 for view in views)
+                break
+        executor.disarm()
 
     @invariant()
     def check_books(self) -> None:
@@ -195,8 +252,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Let all that lives run to its end: it does end, as it should, and leaves nothing."""
-        if not hasattr(self, "driver"):
-            return
+        if not hasattr(self, "driver") or sys.exc_info()[0] is not None:
+            return  # after a failure the recording ends with what led to it
         driver = self.driver
         driver.run()
         assert driver.scheduler.num_waiting == 0
@@ -207,34 +264,47 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(driver.tokens[rid]) == self.num_tokens_wanted[rid]
                 driver.check_prompt_logprobs(rid, prompt)
             else:
-                assert driver.finish[rid].status_code in (None, 400, 500, 503)
-        assert driver.scheduler.flush()
+                assert driver.finish[rid].status_code in (None, 400, 500, 503, 504)
+        assert driver.events.flush()
         for view in driver.scheduler.memory_views():
             assert view.free_pages == view.total_pages - view.reserved_pages
+        if not self.was_refused:
+            driver.check_replay()
 
 
-def test_random_events_leave_the_books_balanced_and_the_tokens_right() -> None:
-    run_state_machine_as_test(
-        SchedulerMachine,
-        settings=settings(
-            max_examples=100,
-            stateful_step_count=20,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
+def run_machine(folder: Path, **options: Any) -> None:
+    """Run it; should it fail, say where the events of the smallest failing run are."""
+    machines: list[SchedulerMachine] = []
+
+    def make() -> SchedulerMachine:
+        machines[:] = [SchedulerMachine()]
+        return machines[0]
+
+    try:
+        run_state_machine_as_test(make, settings=settings(deadline=None, **options))
+    except BaseException as error:
+        if machines and hasattr(machines[0], "driver"):
+            path = machines[0].driver.save_recording(folder)
+            error.add_note(f"its events: python -m sgl_jax.replay --verbose {path}")
+        raise
+
+
+def test_random_events_leave_the_books_balanced_and_the_tokens_right(tmp_path: Path) -> None:
+    run_machine(
+        tmp_path,
+        max_examples=100,
+        stateful_step_count=20,
+        suppress_health_check=[HealthCheck.too_slow],
     )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_many_random_events_leave_the_books_balanced_and_the_tokens_right() -> None:
+def test_many_random_events_leave_the_books_balanced_and_the_tokens_right(tmp_path: Path) -> None:
     """`SGL_JAX_EXAMPLES` sets how many."""
-    run_state_machine_as_test(
-        SchedulerMachine,
-        settings=settings(
-            max_examples=int(os.environ.get("SGL_JAX_EXAMPLES", "3000")),
-            stateful_step_count=60,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+    run_machine(
+        tmp_path,
+        max_examples=int(os.environ.get("SGL_JAX_EXAMPLES", "3000")),
+        stateful_step_count=60,
+        suppress_health_check=list(HealthCheck),
     )

@@ -1,0 +1,143 @@
+"""Feeds recorded events to a fresh scheduler and compares what it decides with the recording.
+
+The results of steps come from the recording; there is no device and no executor.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_jax.core.step_plan import StepPlan
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.replay.difference import first_difference
+from sgl_jax.scheduler.event_log import RecordingError
+from sgl_jax.scheduler.events import (
+    Aborted,
+    Committed,
+    Event,
+    FailedAll,
+    Flushed,
+    Noted,
+    PageTableMirror,
+    Planned,
+    Raised,
+    Refused,
+    Started,
+    Stopped,
+    Submitted,
+    Ticked,
+    TookOutputs,
+)
+from sgl_jax.scheduler.recorder import describe
+from sgl_jax.scheduler.scheduler import Scheduler
+
+
+class DifferenceError(Exception):
+    """The scheduler did not do what was recorded; the text says at which event, and how."""
+
+
+class Player:
+    """One replay. `check_memory` (off, idle, busy) says when the ledger is proved besides."""
+
+    def __init__(self, started: Started, check_memory: str = "off") -> None:
+        self.scheduler = Scheduler(started.sizes, started.config)
+        self.num_events = 1
+        self.num_raised = 0  # exceptions, as recorded
+        self.notes: list[str] = []
+        self._check_memory = check_memory
+        self._mirror = PageTableMirror(started.sizes)
+        self._unread: dict[int, StepPlan] = {}  # planned, not committed, by step id
+        self._error: str | None = None  # raised by the last event
+
+    def feed(self, event: Event) -> None:
+        """The next event. Raises `DifferenceError`, or `RecordingError` if it cannot be."""
+        self.num_events += 1
+        if isinstance(event, Raised):
+            self._compare(event, "error", event.error, self._error)
+            self._error = None
+            self.num_raised += 1
+            return
+        self.finish()
+        try:
+            self._apply(event)
+        except (DifferenceError, RecordingError):
+            raise
+        except Exception as error:  # whatever it is, the recording must say so next
+            self._error = describe(error)
+        if self._error is None:
+            self._prove(event)
+
+    def finish(self) -> None:
+        """There is no next event, or it is none that says that the last one raised."""
+        if self._error is not None:
+            raise DifferenceError(
+                f"before event {self.num_events}: nothing raised in the recording, "
+                f"got {self._error}"
+            )
+
+    def _apply(self, event: Event) -> None:
+        scheduler = self.scheduler
+        match event:
+            case Submitted():
+                scheduler.submit(event.message)
+            case Refused():
+                scheduler.refuse(event.message, event.text, event.status_code)
+            case Aborted():
+                scheduler.abort(event.message)
+            case Stopped():
+                scheduler.stop(event.message)
+            case Flushed():
+                scheduler.flush()
+            case FailedAll():
+                self._unread.clear()
+                scheduler.fail_all(event.reason)
+            case Ticked():
+                scheduler.tick(event.now_s)
+            case Planned():
+                self._plan(event)
+            case Committed():
+                self._commit(event)
+            case TookOutputs():
+                self._compare(event, "outputs", event.outputs, scheduler.take_outputs())
+            case Noted():
+                self.notes.append(f"event {self.num_events}: {event.text}")
+            case Started() | Raised():
+                raise DifferenceError(f"event {self.num_events}: a second beginning")
+
+    def _plan(self, event: Planned) -> None:
+        try:
+            recorded = self._mirror.put_back(event)
+        except (IndexError, ValueError) as error:
+            raise RecordingError(f"event {self.num_events}: no such page table: {error}") from error
+        plan = self.scheduler.plan()
+        self._compare(event, "plan", recorded, plan)
+        if plan is not None:
+            self._unread[plan.step_id] = plan
+
+    def _commit(self, event: Committed) -> None:
+        plan = self._unread.pop(event.step_id, None)
+        if plan is None:
+            raise DifferenceError(
+                f"event {self.num_events}: the result of step {event.step_id}, which was not "
+                "planned or was read before"
+            )
+        self.scheduler.commit(plan, event.results)
+
+    def _compare(self, event: Event, path: str, recorded: Any, got: Any) -> None:
+        words = first_difference(path, recorded, got)
+        if words is not None:
+            raise DifferenceError(f"event {self.num_events} ({type(event).__name__}), {words}")
+
+    def _prove(self, event: Event) -> None:
+        """The ledger's checks that were asked for besides those of the recording."""
+        if self._check_memory == "off":
+            return
+        if self._check_memory == "busy":
+            self._run_check(self.scheduler.check_balance)
+        if self.scheduler.is_idle and isinstance(event, Committed | Aborted | FailedAll):
+            self._run_check(self.scheduler.audit)
+
+    def _run_check(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except LedgerError as error:
+            raise DifferenceError(f"event {self.num_events}: {describe(error)}") from error
