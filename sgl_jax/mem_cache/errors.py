@@ -1,17 +1,28 @@
 """Errors of the memory stack. Each means a defect in the engine, never a client's mistake."""
 
+from collections.abc import Sequence
 
-class OwnershipError(RuntimeError):
+
+class MemoryDefectError(RuntimeError):
+    """The books of a rank are wrong, or someone broke their rules. What to do: `engine/`."""
+
+
+class OwnershipError(MemoryDefectError):
     """A page was freed twice, freed or moved by someone who does not own it, or does not exist."""
 
 
-class OutOfPagesError(RuntimeError):
+class OutOfPagesError(MemoryDefectError):
     """More pages were asked for than are free; the caller must evict or retract first."""
 
 
-class LeaseError(RuntimeError):
+class LeaseError(MemoryDefectError):
     """A released lease was used again, or a lease's lengths would break their order."""
 
 
-class LedgerError(RuntimeError):
-    """The books of a rank do not balance; the text names the rank, the pages and their owners."""
+class LedgerError(MemoryDefectError):
+    """The books of a rank do not balance; the text names the rank, the pages, their owners and
+    their last transitions. `pages` are those concerned, as far as they are known."""
+
+    def __init__(self, message: str, pages: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.pages = tuple(int(page) for page in pages)

@@ -116,7 +116,7 @@ class FullComponent:
 
     def tombstone(self, node: TreeNode) -> None:
         """Never asked for: a page goes with its tokens."""
-        raise AssertionError(f"{node!r} cannot keep tokens without their pages")
+        raise LedgerError(f"{node!r} cannot keep tokens without their pages")
 
     def flush_dropped(self) -> None:
         """Free the pages set aside."""
@@ -133,30 +133,29 @@ class FullComponent:
         return leaf, keep * self._page_size
 
     def audit(self, nodes: Sequence[TreeNode], leaves_of_leases: Sequence[TreeNode]) -> None:
-        """Recompute owners, locks, counts and the eviction set; raise `LedgerError` if off."""
-        expected_locks: Counter[int] = Counter()
-        for leaf in leaves_of_leases:
-            step: TreeNode | None = leaf
-            while step is not None and step.parent is not None:
-                expected_locks[step.node_id] += 1
-                step = step.parent
+        """Recompute locks, counts and the eviction set; raise `LedgerError` if off."""
+        expected_locks = _locks_along_paths(leaves_of_leases)
         evictable = protected = num_members = 0
         for node in nodes:
             pages, locks = node.values[self.index], node.locks[self.index]
-            if locks != expected_locks[node.node_id]:
+            expected = expected_locks.pop(node.node_id, 0)
+            if locks != expected:
                 raise LedgerError(
-                    f"{node!r} has {locks} locks, live leases account for "
-                    f"{expected_locks[node.node_id]}"
+                    f"{node!r} has {locks} locks, live leases account for {expected}", pages
                 )
             if len(pages) * self._page_size != len(node.key):
-                raise LedgerError(f"{node!r} has {len(pages)} pages for {len(node.key)} tokens")
+                raise LedgerError(
+                    f"{node!r} has {len(pages)} pages for {len(node.key)} tokens", pages
+                )
             if (node in self._evictable_leaves) != self._is_evictable(node):
-                raise LedgerError(f"{node!r}: membership of the eviction set is wrong")
+                raise LedgerError(f"{node!r}: membership of the eviction set is wrong", pages)
             num_members += node in self._evictable_leaves
             if locks:
                 protected += len(pages)
             else:
                 evictable += len(pages)
+        if expected_locks:
+            raise LedgerError(f"leases lock nodes {sorted(expected_locks)}, not in the tree")
         if (evictable, protected) != (self._num_evictable, self._num_protected):
             raise LedgerError(
                 f"tree counts (evictable, protected) {self._num_evictable, self._num_protected}, "
@@ -167,3 +166,14 @@ class FullComponent:
 
     def _is_evictable(self, node: TreeNode) -> bool:
         return not node.children and node.locks[self.index] == 0 and node.parent is not None
+
+
+def _locks_along_paths(leaves: Sequence[TreeNode]) -> Counter[int]:
+    """How often each node, by id, lies between the root and one of `leaves`."""
+    locks: Counter[int] = Counter()
+    for leaf in leaves:
+        step: TreeNode | None = leaf
+        while step is not None and step.parent is not None:
+            locks[step.node_id] += 1
+            step = step.parent
+    return locks

@@ -10,6 +10,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import OutOfPagesError, OwnershipError
+from sgl_jax.mem_cache.transition_log import Transition, TransitionLog
 
 FREE = 0
 RESERVED = -1
@@ -17,10 +18,24 @@ TREE = -2
 
 NULL_PAGE = 0
 
+_MOVES_SHOWN = 24
+_IN_WORDS = {
+    "take": "{} took page {}",
+    "give to the tree": "{} gave page {} to the tree",
+    "free": "{} freed page {}",
+}
+
 
 def describe_owner(owner: int) -> str:
     """The owner in words, for messages."""
     return {FREE: "free", RESERVED: "reserved", TREE: "tree"}.get(owner, f"row {owner}")
+
+
+def _each_page(move: Transition) -> list[tuple[int, int]]:
+    """The (page, owner) pairs of a transition."""
+    pages = move.pages.tolist()
+    owners = [move.owners] * len(pages) if isinstance(move.owners, int) else move.owners.tolist()
+    return list(zip(pages, owners, strict=True))
 
 
 class PageAllocator:
@@ -39,6 +54,7 @@ class PageAllocator:
         self._owner = np.full(num_pages, FREE, np.int32)
         self._last_owner = np.full(num_pages, FREE, np.int32)
         self._stamp = np.zeros(num_pages, np.int32)
+        self._log = TransitionLog()
         # A stack: the lowest ids come out first, and pages freed last are reused first while
         # they are still warm in some cache.
         self._free_stack = np.zeros(num_pages, np.int32)
@@ -54,6 +70,7 @@ class PageAllocator:
         self._free_stack[: self.num_pages - 1] = np.arange(self.num_pages - 1, 0, -1)
         self._num_free = self.num_pages - 1
         self._num_tree = 0
+        self._log.clear()
 
     @property
     def num_free(self) -> int:
@@ -85,7 +102,7 @@ class PageAllocator:
         Raises `OutOfPagesError`, changing nothing, if fewer are free.
         """
         count = len(owners)
-        if count and int(owners.min()) < 1:
+        if count and np.minimum.reduce(owners) < 1:
             raise OwnershipError(f"{self.name}: only rows take pages, not owner {owners.min()}")
         if count > self._num_free:
             raise OutOfPagesError(f"{self.name}: {count} pages asked, {self._num_free} free")
@@ -93,6 +110,7 @@ class PageAllocator:
         pages = self._free_stack[top - count : top][::-1].copy()
         self._num_free -= count
         self._owner[pages] = owners
+        self._log.note("take", owners, pages)
         return pages
 
     def free(self, pages: Int32Array, owner: int) -> None:
@@ -105,6 +123,7 @@ class PageAllocator:
         self._num_free += count
         if owner == TREE:
             self._num_tree -= count
+        self._log.note("free", owner, pages)
 
     def give_to_tree(self, pages: Int32Array, owner: int) -> None:
         """Move pages from row `owner` to the tree. Raises `OwnershipError`, changing nothing."""
@@ -112,6 +131,7 @@ class PageAllocator:
         self._last_owner[pages] = owner
         self._owner[pages] = TREE
         self._num_tree += len(pages)
+        self._log.note("give to the tree", owner, pages)
 
     def owners(self) -> Int32Array:
         """A copy of the owner of every page, int32[num_pages]."""
@@ -121,25 +141,41 @@ class PageAllocator:
         """A copy of the free list, in no particular order."""
         return self._free_stack[: self._num_free].copy()
 
+    def transitions(self) -> list[Transition]:
+        """The latest moves of this pool's pages, oldest first."""
+        return self._log.all()
+
     def describe(self, pages: Int32Array, limit: int = 8) -> str:
-        """Owner and previous owner of the first few of `pages`, for messages."""
+        """Owners of the first few of `pages` and how they came by them, for messages."""
         shown = ", ".join(
             f"page {page}: {describe_owner(int(self._owner[page]))} "
             f"(before: {describe_owner(int(self._last_owner[page]))})"
             for page in pages[:limit].tolist()
         )
         more = len(pages) - limit
-        return shown + (f" and {more} more" if more > 0 else "")
+        shown += f" and {more} more" if more > 0 else ""
+        return f"{shown}; last transitions: {self._describe_history(pages[:limit])}"
+
+    def _describe_history(self, pages: Int32Array) -> str:
+        """Who did what to `pages`, the latest moves last; ticks count calls to this pool."""
+        moves = [
+            f"[{move.clock}] " + _IN_WORDS[move.action].format(describe_owner(owner), page)
+            for move in self._log.of(pages)
+            for page, owner in _each_page(move)
+        ]
+        forgotten = "" if len(moves) <= _MOVES_SHOWN else f"({len(moves) - _MOVES_SHOWN} before) "
+        return forgotten + ", ".join(moves[-_MOVES_SHOWN:]) if moves else "none remembered"
 
     def _require(self, pages: Int32Array, owner: int, action: str) -> None:
         """Check that `pages` exist, are distinct, and all belong to `owner`."""
         if len(pages) == 0:
             return
-        if int(pages.min()) < 0 or int(pages.max()) >= self.num_pages:
+        # As unsigned numbers, negative ones are too large as well.
+        if np.maximum.reduce(pages.astype(np.uint32)) >= self.num_pages:
             bad = pages[(pages < 0) | (pages >= self.num_pages)]
             raise OwnershipError(f"{self.name}: cannot {action}: no such page {bad[:8].tolist()}")
         wrong = self._owner[pages] != owner
-        if owner in (FREE, RESERVED) or wrong.any():
+        if owner in (FREE, RESERVED) or np.logical_or.reduce(wrong):
             raise OwnershipError(
                 f"{self.name}: {describe_owner(owner)} cannot {action} what it does not own: "
                 f"{self.describe(pages[wrong] if wrong.any() else pages)}"
@@ -148,7 +184,7 @@ class PageAllocator:
         order = np.arange(len(pages), dtype=np.int32)
         self._stamp[pages] = order
         repeated = self._stamp[pages] != order
-        if repeated.any():
+        if np.logical_or.reduce(repeated):
             raise OwnershipError(
                 f"{self.name}: cannot {action} a page twice in one call: "
                 f"{pages[repeated][:8].tolist()}"

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -48,6 +49,16 @@ class PrefixCache(Protocol):
         """Pages of the cache that live leases have locked."""
         ...
 
+    @property
+    def num_locks(self) -> int:
+        """Locks taken and not yet undone; a live lease owes one, or none."""
+        ...
+
+    @property
+    def num_locked_tokens(self) -> int:
+        """Prefix lengths of these locks, summed over the locks."""
+        ...
+
     def peek(self, tokens: Int32Array) -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing."""
         ...
@@ -75,10 +86,22 @@ class PrefixCache(Protocol):
         """Evict everything. Raises `LedgerError` if a lock is still held."""
         ...
 
-    def audit(self, locked_nodes: Sequence[TreeNode]) -> Int32Array:
+    def pages_to(self, node: TreeNode) -> Int32Array:
+        """The pages of the prefix that ends at `node`, in token order."""
+        ...
+
+    def nodes(self) -> Sequence[TreeNode]:
+        """All nodes that hold something, parents before children."""
+        ...
+
+    def held_pages(self) -> Int32Array:
+        """All pages the cache holds, in no particular order."""
+        ...
+
+    def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
         """Prove the cache's own books, given the locked node of every live lease.
 
-        Returns all pages the cache holds; raises `LedgerError` on a difference.
+        Raises `LedgerError` on a difference.
         """
         ...
 
@@ -89,6 +112,8 @@ class ChunkCache:
     num_evicted = 0
     num_evictable = 0
     num_protected = 0
+    num_locks = 0
+    num_locked_tokens = 0
 
     def peek(self, tokens: Int32Array) -> PrefixPeek:
         """Nothing is ever found."""
@@ -104,7 +129,7 @@ class ChunkCache:
 
     def unlock(self, node: TreeNode) -> None:
         """Never owed, since nothing is ever locked."""
-        raise AssertionError("ChunkCache never locks")
+        raise LedgerError(f"{node!r} is unlocked, but ChunkCache never locks")
 
     def evict(self, num_pages: int) -> int:
         """There is nothing to free."""
@@ -113,7 +138,19 @@ class ChunkCache:
     def reset(self) -> None:
         """There is nothing to forget."""
 
-    def audit(self, locked_nodes: Sequence[TreeNode]) -> Int32Array:
-        """No pages, so no lease may have a locked node."""
-        assert not locked_nodes, "a lease holds a lock that ChunkCache cannot have given"
+    def pages_to(self, node: TreeNode) -> Int32Array:
+        """No pages."""
         return np.zeros(0, np.int32)
+
+    def nodes(self) -> Sequence[TreeNode]:
+        """No nodes."""
+        return ()
+
+    def held_pages(self) -> Int32Array:
+        """No pages."""
+        return np.zeros(0, np.int32)
+
+    def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
+        """No lease may have a locked node."""
+        if locked_nodes:
+            raise LedgerError(f"ChunkCache never locks, yet leases hold {list(locked_nodes)}")

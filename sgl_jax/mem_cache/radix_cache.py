@@ -15,12 +15,15 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class RadixCache:
-    """A radix tree with one component, FULL. Implements `PrefixCache`."""
+    """A radix tree with one component, FULL. Implements `PrefixCache`.
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+    `num_evicted` starts above 0 where the cache takes the place of another.
+    """
+
+    def __init__(self, allocator: PageAllocator, page_size: int, num_evicted: int = 0) -> None:
         self._full = FullComponent(0, allocator, page_size)
         self.tree = RadixTree(page_size, [self._full])
-        self._num_evicted = 0
+        self._num_evicted = num_evicted
 
     @property
     def num_evicted(self) -> int:
@@ -36,6 +39,16 @@ class RadixCache:
     def num_protected(self) -> int:
         """Pages that live leases have locked."""
         return self._full.num_protected
+
+    @property
+    def num_locks(self) -> int:
+        """Locks taken and not yet undone."""
+        return self.tree.num_locks
+
+    @property
+    def num_locked_tokens(self) -> int:
+        """Prefix lengths of these locks, summed over the locks."""
+        return self.tree.num_locked_tokens
 
     def peek(self, tokens: Int32Array) -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing, not even ages."""
@@ -68,19 +81,32 @@ class RadixCache:
             raise LedgerError(f"cannot reset: {self.num_protected} pages are locked")
         self.evict(self.num_evictable)
 
-    def audit(self, locked_nodes: Sequence[TreeNode]) -> Int32Array:
-        """Prove counts, locks and the eviction set; returns all pages on the tree."""
-        nodes = list(self.tree.nodes())
+    def pages_to(self, node: TreeNode) -> Int32Array:
+        """The pages of the prefix that ends at `node`, in token order."""
+        return self._full.pages_of(self.tree.path_to(node))
+
+    def nodes(self) -> Sequence[TreeNode]:
+        """Every node but the root, parents before children."""
+        return list(self.tree.nodes())
+
+    def held_pages(self) -> Int32Array:
+        """All pages on the tree."""
+        return self._full.pages_of(self.nodes())
+
+    def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
+        """Prove counts, locks, the eviction set, and that edges follow one another."""
+        nodes = self.nodes()
         self._full.audit(nodes, locked_nodes)
         for node in nodes:
             if node.parent is None or node.end != node.parent.end + len(node.key):
-                raise LedgerError(f"{node!r} does not continue its parent {node.parent!r}")
-        return self._full.pages_of(nodes)
+                raise LedgerError(
+                    f"{node!r} does not continue its parent {node.parent!r}", node.values[0]
+                )
 
     def _describe(self, node: TreeNode | None) -> PrefixMatch:
         if node is None:
             return PrefixMatch(0, np.zeros(0, np.int32), None)
-        return PrefixMatch(node.end, self._full.pages_of(self.tree.path_to(node)), node)
+        return PrefixMatch(node.end, self.pages_to(node), node)
 
 
 def _contiguous(tokens: Int32Array) -> Int32Array:

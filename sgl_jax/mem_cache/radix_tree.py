@@ -12,16 +12,23 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep, TreeComponent
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class RadixTree:
-    """The tree over `components`; all lengths are tokens, whole pages only."""
+    """The tree over `components`; all lengths are tokens, whole pages only.
+
+    `num_locks` counts the locks not yet undone, `num_locked_tokens` the tokens from the root to
+    each locked node, summed over the locks: both must be what the live leases say.
+    """
 
     def __init__(self, page_size: int, components: Sequence[TreeComponent]) -> None:
         self.page_size = page_size
         self.components = tuple(components)
+        self.num_locks = 0
+        self.num_locked_tokens = 0
         self._clock = 0
         self._next_id = 0
         self.root = self._new_node(np.zeros(0, np.int32), None)
@@ -50,6 +57,8 @@ class RadixTree:
 
     def lock(self, node: TreeNode) -> None:
         """Keep all that a lease ending at `node` reads. Undone by `unlock`."""
+        self.num_locks += 1
+        self.num_locked_tokens += node.end
         for component in self.components:
             component.lock(node)
 
@@ -57,6 +66,8 @@ class RadixTree:
         """Undo one lock of `node`."""
         for component in self.components:
             component.unlock(node)
+        self.num_locks -= 1
+        self.num_locked_tokens -= node.end
 
     # -- changing ---------------------------------------------------------------------------
 
@@ -162,15 +173,14 @@ class RadixTree:
                 return node
             if node.end > length:
                 return self._split(node, len(node.key) - (node.end - length))
-        raise AssertionError(f"no node of the path reaches {length}")
+        raise LedgerError(f"no node of the path reaches {length}: {path}")
 
     def _split(self, lower: TreeNode, num_tokens: int) -> TreeNode:
         """Put a new node after the first `num_tokens` of `lower`'s edge; `lower` stays the end.
 
         Leases point at the node where their prefix ends, so the lower node keeps its identity.
         """
-        parent = lower.parent
-        assert parent is not None, "the root has no edge to split"
+        parent = _parent_of(lower)
         upper = self._new_node(lower.key[:num_tokens].copy(), parent)
         upper.last_access = lower.last_access
         parent.children[self._first_page(upper.key)] = upper
@@ -183,15 +193,15 @@ class RadixTree:
 
     def _trim(self, leaf: TreeNode, keep_tokens: int) -> None:
         """Shorten a leaf's edge to `keep_tokens`; 0 removes the leaf."""
-        assert not leaf.children, f"{leaf!r} is no leaf"
+        if leaf.children:
+            raise LedgerError(f"{leaf!r} is to be shortened, but it is no leaf")
+        parent = _parent_of(leaf)
         for component in self.components:
             component.drop(leaf, keep_tokens)
         if keep_tokens:
             leaf.end -= len(leaf.key) - keep_tokens
             leaf.key = leaf.key[:keep_tokens].copy()
             return
-        parent = leaf.parent
-        assert parent is not None, "the root is never trimmed"
         del parent.children[self._first_page(leaf.key)]
         self._refresh(parent)
 
@@ -206,6 +216,13 @@ class RadixTree:
         if node is not self.root:
             for component in self.components:
                 component.refresh(node)
+
+
+def _parent_of(node: TreeNode) -> TreeNode:
+    """The parent of a node that must not be the root: it has no edge to split or to shorten."""
+    if node.parent is None:
+        raise LedgerError(f"{node!r} is the root, which is never split, locked or evicted")
+    return node.parent
 
 
 def _matched_len(path: Sequence[PathStep]) -> int:

@@ -43,10 +43,27 @@ class RankMemory:
         self.page_size = sizes.page_size
         self.rows = ReqToTokenPool(sizes.num_rows, sizes.pages_per_row)
         self.allocator = PageAllocator(sizes.num_pages, f"rank {dp_rank}")
-        self.cache: PrefixCache = (
-            RadixCache(self.allocator, sizes.page_size) if use_radix_cache else ChunkCache()
-        )
+        self._use_radix_cache = use_radix_cache
+        self.cache = self._make_cache(num_evicted=0)
         self.leases: dict[int, KVLease] = {}  # by row
+
+    def rebuild(self) -> None:
+        """Start afresh though the books may be broken: nothing is freed, all is forgotten.
+
+        Every page and row is free afterwards and every lease released, without asking the old
+        books. No step that was launched before may still run on the device.
+        """
+        for lease in self.leases.values():
+            lease.released, lease.node = True, None
+        self.leases.clear()
+        self.rows.reset()
+        self.allocator.reset()
+        self.cache = self._make_cache(num_evicted=self.cache.num_evicted)
+
+    def _make_cache(self, num_evicted: int) -> PrefixCache:
+        if self._use_radix_cache:
+            return RadixCache(self.allocator, self.page_size, num_evicted)
+        return ChunkCache()
 
     @property
     def num_available_pages(self) -> int:

@@ -9,6 +9,7 @@ launch order, so whoever is given such a page writes to it only afterwards.
 """
 
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree_component import LeaseOffer
@@ -58,6 +59,7 @@ def release_kv_cache(
     if lease.node is not None:
         memory.cache.unlock(lease.node)
         lease.node = None
-    del memory.leases[lease.row]
+    if memory.leases.pop(lease.row, None) is not lease:
+        raise LeaseError(f"{lease!r} is released, but its row is not listed as its own")
     memory.rows.free(lease.row)
     lease.released = True

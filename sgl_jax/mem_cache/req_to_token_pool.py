@@ -17,9 +17,11 @@ class ReqToTokenPool:
     """`num_rows` rows (null row included) of at most `pages_per_row` pages.
 
     Public arrays, indexed by row: `pages` int32[num_rows, pages_per_row] (0 beyond the last page
-    held), `kv_committed_len`, `kv_allocated_len`, `cache_protected_len` int32[num_rows] in tokens,
-    and `epoch` int32[num_rows], which grows whenever a row is given back: a step's result belongs
-    to the row's holder only if the epoch is still that of the launch.
+    held), `kv_committed_len`, `kv_allocated_len`, `cache_protected_len` int32[num_rows] in tokens
+    (views of `lengths`, whose lines never fall from one to the next: 0, protected, committed,
+    allocated; all are 0 for a free row), and `epoch` int32[num_rows], which grows whenever a row
+    is given back: a step's result belongs to the row's holder only if the epoch is still that of
+    the launch.
     """
 
     def __init__(self, num_rows: int, pages_per_row: int) -> None:
@@ -29,12 +31,20 @@ class ReqToTokenPool:
             )
         self.num_rows = num_rows
         self.pages = np.zeros((num_rows, pages_per_row), np.int32)
-        self.kv_committed_len = np.zeros(num_rows, np.int32)
-        self.kv_allocated_len = np.zeros(num_rows, np.int32)
-        self.cache_protected_len = np.zeros(num_rows, np.int32)
+        # One array, so that all lengths of all rows are proved in order by one comparison.
+        self.lengths = np.zeros((4, num_rows), np.int32)
+        _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = self.lengths
         self.epoch = np.zeros(num_rows, np.int32)
         self._free = list(range(num_rows - 1, NULL_ROW, -1))
         self._held = np.zeros(num_rows, np.bool_)
+
+    def reset(self) -> None:
+        """Every row is free and clean, and of a new epoch."""
+        self.pages.fill(0)
+        self.lengths.fill(0)
+        self.epoch += 1
+        self._free = list(range(self.num_rows - 1, NULL_ROW, -1))
+        self._held.fill(False)
 
     @property
     def num_free(self) -> int:
@@ -45,6 +55,11 @@ class ReqToTokenPool:
     def pages_per_row(self) -> int:
         """Pages a row can list."""
         return int(self.pages.shape[1])
+
+    @property
+    def num_held(self) -> int:
+        """Rows in use, counted afresh: not what `num_free` leaves."""
+        return int(np.count_nonzero(self._held))
 
     def held_rows(self) -> Int32Array:
         """The rows in use, ascending."""
@@ -68,8 +83,6 @@ class ReqToTokenPool:
             raise LeaseError(f"row {row} is given back, but nobody holds it")
         self._held[row] = False
         self.pages[row] = 0
-        self.kv_committed_len[row] = 0
-        self.kv_allocated_len[row] = 0
-        self.cache_protected_len[row] = 0
+        self.lengths[:, row] = 0
         self.epoch[row] += 1
         self._free.append(row)

@@ -86,6 +86,35 @@ def forget_the_locked_node(memory: RankMemory) -> None:
     memory.leases[1].node = None
 
 
+def lock_another_node_than_the_lease_says(memory: RankMemory) -> None:
+    memory.leases[1].node = next(n for n in tree_nodes(memory) if n is not locked_node(memory))
+
+
+def read_the_prefix_in_another_order(memory: RankMemory) -> None:
+    memory.rows.pages[1, :2] = memory.rows.pages[1, 1::-1].copy()
+
+
+def read_anothers_prefix(memory: RankMemory) -> None:
+    other = next(node for node in tree_nodes(memory) if node is not locked_node(memory))
+    memory.rows.pages[1, 0] = other.values[0][0]
+
+
+def list_a_page_beyond_the_allocated(memory: RankMemory) -> None:
+    memory.rows.pages[2, 5] = 20
+
+
+def leave_a_free_row_unclean(memory: RankMemory) -> None:
+    memory.rows.pages[5, 0] = 20
+
+
+def protect_half_a_page(memory: RankMemory) -> None:
+    memory.rows.cache_protected_len[1] -= 1
+
+
+def list_a_released_lease(memory: RankMemory) -> None:
+    memory.leases[2].released = True
+
+
 def lose_a_row(memory: RankMemory) -> None:
     memory.rows.alloc()
 
@@ -160,10 +189,23 @@ CORRUPTIONS: list[tuple[Callable[[RankMemory], None], str]] = [
     (free_a_page_in_use, "rows hold 4 pages, 3 are leased"),
     (list_a_page_of_another_row, r"two owners: page \d+: row 1"),
     (list_a_tree_page_as_own, r"two owners: page \d+: tree \(before: row 1\)"),
-    (read_a_prefix_page_of_its_own, r"row 1, .* reads a prefix page that the tree does not own"),
+    (
+        read_a_prefix_page_of_its_own,
+        r"row 1, .* reads prefix pages that its locked path does not have: page \d+: row 1",
+    ),
+    (leak_a_lock, r"1 rows have locked 8 tokens, the tree gave 2 locks on 20 tokens"),
     (leak_a_lock, r"TreeNode.* has 1 locks, live leases account for 0"),
+    (drop_a_lock, r"the tree gave 0 locks on 0 tokens"),
     (drop_a_lock, r"TreeNode.* has 0 locks, live leases account for 1"),
     (forget_the_locked_node, r"row 1, protected 8, .* has locked 0 tokens"),
+    (lock_another_node_than_the_lease_says, r"TreeNode.* locks, live leases account"),
+    (lock_another_node_than_the_lease_says, r"row 1, protected 8, .* has locked 12 tokens"),
+    (read_the_prefix_in_another_order, r"row 1, .* reads prefix pages that its locked path"),
+    (read_anothers_prefix, r"row 1, .* reads prefix pages .*: page \d+: tree \(before: row 3\)"),
+    (list_a_page_beyond_the_allocated, "row 2 lists pages beyond its allocated length: page 20"),
+    (leave_a_free_row_unclean, "row 5 is free, but not clean: page 20: free"),
+    (protect_half_a_page, "row 1 protects 7 tokens: no whole pages"),
+    (list_a_released_lease, "released.* is still listed for row 2"),
     (lose_a_row, "3 rows are held by 2 leases, 2 are free, of 5"),
     (lose_a_lease, "2 rows are held by 1 leases"),
     (free_a_row_twice, "not free or held once each"),
@@ -177,7 +219,7 @@ CORRUPTIONS: list[tuple[Callable[[RankMemory], None], str]] = [
     (offer_a_locked_leaf, "membership of the eviction set is wrong"),
     (offer_the_root, "eviction set holds nodes that are not in the tree"),
     (keep_a_page_of_the_tree_in_the_row, r"no holder claims: page \d+: row 1"),
-    (forget_that_a_page_is_free, r"free list is wrong about page \d+: free"),
+    (forget_that_a_page_is_free, r"free list is wrong: page \d+: free"),
     (lose_a_tree_page, r"TreeNode.* has 2 pages for 12 tokens"),
     (misplace_a_node, r"TreeNode.* does not continue its parent"),
 ]
@@ -193,7 +235,9 @@ def test_a_corruption_is_found_and_named(corrupt: Callable[[RankMemory], None], 
         audit(memory)
 
 
-@pytest.mark.parametrize("corrupt", [leak_a_page, lose_a_row, commit_past_the_allocated])
+@pytest.mark.parametrize(
+    "corrupt", [leak_a_page, leak_a_lock, drop_a_lock, lose_a_row, commit_past_the_allocated]
+)
 def test_counts_that_are_off_are_found_without_a_walk(
     corrupt: Callable[[RankMemory], None],
 ) -> None:
@@ -201,3 +245,52 @@ def test_counts_that_are_off_are_found_without_a_walk(
     corrupt(memory)
     with pytest.raises(LedgerError, match=r"^rank 7: "):
         check_balance(memory)
+
+
+def test_when_counts_disagree_the_error_names_pages_owners_and_their_last_transitions() -> None:
+    memory = busy_memory()
+    published = int(memory.rows.pages[1, 0])
+    memory.allocator.free(memory.rows.pages[1, 2:3].copy(), owner=1)
+    leaked = int(memory.allocator.alloc(1, owner=2)[0])
+    memory.allocator.alloc(1, owner=2)
+    with pytest.raises(LedgerError) as caught:
+        check_balance(memory)
+    text = str(caught.value)
+    assert text.startswith("rank 7: rows hold 4 pages, 5 are leased; ")
+    assert f"page {leaked}: row 2 (before: row 1)" in text
+    history = [
+        f"row 1 took page {leaked}",
+        f"row 1 freed page {leaked}",
+        f"row 2 took page {leaked}",
+    ]
+    places = [text.index(words) for words in history]
+    assert places == sorted(places)
+    assert leaked in caught.value.pages
+    assert published not in caught.value.pages
+
+
+def test_a_walk_that_breaks_on_broken_books_is_part_of_the_message() -> None:
+    memory = busy_memory()
+    leak_a_page(memory)
+    memory.rows.pages[2, 0] = 10_000
+    with pytest.raises(LedgerError, match=r"rows hold 4 pages.*the walk itself failed: IndexError"):
+        check_balance(memory)
+
+
+def test_a_rebuilt_rank_is_empty_and_sound_whatever_was_wrong_with_it() -> None:
+    for corrupt, _ in CORRUPTIONS:
+        memory = busy_memory()
+        memory.cache.evict(1)
+        epochs = memory.rows.epoch.copy()
+        corrupt(memory)
+        leases = list(memory.leases.values())
+        memory.rebuild()
+        audit(memory)
+        view = memory.view()
+        assert view.free_pages == view.total_pages - 1
+        assert view.free_rows == view.total_rows
+        assert all(lease.released for lease in leases)
+        assert (memory.rows.epoch > epochs).all()
+        assert memory.cache.num_evicted == 1
+        lease = memory.open_lease(np.full(12, 13, np.int32))
+        assert lease.kv_committed_len == 0

@@ -122,8 +122,10 @@ class RadixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        held = self.cache.audit(self.locks)
-        assert sorted(held.tolist()) == sorted(self.model.pages.values())
+        self.cache.audit(self.locks)
+        assert self.cache.num_locks == len(self.locks)
+        assert self.cache.num_locked_tokens == sum(map(len, self.model.locked))
+        assert sorted(self.cache.held_pages().tolist()) == sorted(self.model.pages.values())
         assert cached_pages(self.cache.tree) == self.model.pages
         num_evictable = len(self.model.evictable())
         assert self.cache.num_evictable == num_evictable

@@ -1,0 +1,106 @@
+"""The full walk of a rank's books: all that is wrong with them, page by page. It only reads.
+
+It must get through broken books, since it also names the suspects when counts disagree: so it
+goes on after the first finding.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.page_allocator import FREE, NULL_PAGE, RESERVED, TREE
+from sgl_jax.mem_cache.rank_memory import RankMemory
+
+_NO_PAGES = np.zeros(0, np.int32)
+
+
+class Finding(NamedTuple):
+    """Something wrong, in words, and the pages concerned as far as they are known."""
+
+    what: str
+    pages: Int32Array = _NO_PAGES
+
+
+def find_defects(memory: RankMemory) -> Iterator[Finding]:
+    """Everything wrong with the rows, the leases, the cache and the owners of pages."""
+    yield from _check_rows(memory)
+    leases = [lease for lease in memory.leases.values() if not lease.released]
+    for lease in memory.leases.values():
+        if lease.released:
+            yield Finding(f"{lease!r} is still listed for row {lease.row}")
+    try:
+        memory.cache.audit([lease.node for lease in leases if lease.node is not None])
+    except LedgerError as error:
+        yield Finding(str(error), np.array(error.pages, np.int32))
+    for lease in leases:
+        yield from _check_prefix(memory, lease)
+    yield from _check_owners(memory, leases)
+
+
+def _check_rows(memory: RankMemory) -> Iterator[Finding]:
+    rows, page_size = memory.rows, memory.page_size
+    free, held = rows.free_rows(), rows.held_rows()
+    listed = np.sort(np.concatenate([free, held]))
+    if not np.array_equal(listed, np.arange(1, rows.num_rows)):
+        yield Finding(f"rows are not free or held once each: free {free}, held {held}")
+    if sorted(memory.leases) != held.tolist():
+        yield Finding(f"rows held {held}, rows of leases {sorted(memory.leases)}")
+    for row in np.setdiff1d(np.arange(rows.num_rows), held).tolist():
+        if rows.lengths[:, row].any() or rows.pages[row].any():
+            yield Finding(f"row {row} is free, but not clean", rows.pages[row][rows.pages[row] > 0])
+    columns = np.arange(rows.pages_per_row)
+    num_pages = -(-rows.kv_allocated_len // page_size)
+    is_listed_too_far = (rows.pages != 0) & (columns >= num_pages[:, None])
+    for row in np.flatnonzero(is_listed_too_far.any(axis=1)).tolist():
+        beyond = rows.pages[row][is_listed_too_far[row]]
+        yield Finding(f"row {row} lists pages beyond its allocated length", beyond)
+    for row in np.flatnonzero(rows.cache_protected_len % page_size).tolist():
+        yield Finding(f"row {row} protects {rows.cache_protected_len[row]} tokens: no whole pages")
+
+
+def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
+    """A lease's first pages must be those of the path it has locked, and all of them."""
+    protected = lease.cache_protected_len
+    locked_len, path = 0, _NO_PAGES
+    if lease.node is not None:
+        locked_len, path = lease.node.end, memory.cache.pages_to(lease.node)
+    if locked_len != protected:
+        yield Finding(f"{lease!r} has locked {locked_len} tokens", path)
+        return
+    prefix = lease.pages(memory.page_size, 0, protected)
+    if len(prefix) != len(path):
+        yield Finding(f"{lease!r}: the path it has locked holds {len(path)} pages", path)
+    elif (prefix != path).any():
+        foreign = prefix[prefix != path]
+        yield Finding(f"{lease!r} reads prefix pages that its locked path does not have", foreign)
+
+
+def _check_owners(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
+    """Every page belongs to who claims it, nobody else claims it, and the rest is free."""
+    allocator = memory.allocator
+    expected = np.full(allocator.num_pages, FREE, np.int32)
+    num_claims = np.zeros(allocator.num_pages, np.int32)
+    claims = [(RESERVED, np.array([NULL_PAGE], np.int32)), (TREE, memory.cache.held_pages())]
+    claims += [
+        (lease.row, lease.pages(memory.page_size, lease.cache_protected_len)) for lease in leases
+    ]
+    for owner, pages in claims:
+        expected[pages] = owner
+        np.add.at(num_claims, pages, 1)
+    twice = np.flatnonzero(num_claims > 1).astype(np.int32)
+    if len(twice):
+        yield Finding("pages with two owners", twice)
+    wrong = np.flatnonzero(allocator.owners() != expected).astype(np.int32)
+    if len(wrong):
+        yield Finding("owners that no holder claims", wrong)
+    free = np.sort(allocator.free_pages())
+    owned_by_nobody = np.flatnonzero(allocator.owners() == FREE)
+    if not np.array_equal(free, owned_by_nobody):
+        missing = np.setxor1d(free, owned_by_nobody)
+        values, counts = np.unique(free, return_counts=True)
+        listed_twice = values[counts > 1]
+        yield Finding("the free list is wrong", np.union1d(missing, listed_twice).astype(np.int32))

@@ -1,0 +1,68 @@
+"""The last moves of a pool's pages: who took them, gave them to the tree, freed them, in order.
+
+Written on every call to the allocator, read only when the books are wrong. Owns copies of what it
+was told; bounded in calls and in pages. Its clock counts calls, so it reads no time.
+"""
+
+from collections import deque
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+
+Action = Literal["take", "give to the tree", "free"]
+
+MAX_CALLS = 4096
+MAX_PAGES = 65_536
+
+
+class Transition(NamedTuple):
+    """One call: `owners` (one for all pages, or one for each) did `action` at tick `clock`."""
+
+    clock: int
+    action: Action
+    owners: int | Int32Array
+    pages: Int32Array
+
+
+class TransitionLog:
+    """The latest transitions, at most `MAX_CALLS` of them and about `MAX_PAGES` pages."""
+
+    def __init__(self) -> None:
+        self.clock = 0
+        # Plain tuples of a transition's fields: this is written far more often than read.
+        self._ring: deque[tuple[int, Action, int | Int32Array, Int32Array]] = deque()
+        self._num_pages = 0
+
+    def note(self, action: Action, owners: int | Int32Array, pages: Int32Array) -> None:
+        """Remember a call. O(pages); a call of more than `MAX_PAGES` is remembered in part."""
+        self.clock += 1
+        if not isinstance(owners, int):
+            owners = owners[:MAX_PAGES].copy()
+        kept = pages[:MAX_PAGES].copy()
+        self._ring.append((self.clock, action, owners, kept))
+        self._num_pages += len(kept)
+        while self._num_pages > MAX_PAGES or len(self._ring) > MAX_CALLS:
+            self._num_pages -= len(self._ring.popleft()[3])
+
+    def clear(self) -> None:
+        """Forget all; the clock goes on."""
+        self._ring.clear()
+        self._num_pages = 0
+
+    def all(self) -> list[Transition]:
+        """What is remembered, oldest first."""
+        return [Transition(*fields) for fields in self._ring]
+
+    def of(self, pages: Int32Array) -> list[Transition]:
+        """What is remembered of `pages`, oldest first, other pages left out."""
+        found = []
+        for transition in self.all():
+            concerned = np.isin(transition.pages, pages)
+            if concerned.any():
+                owners = transition.owners
+                if not isinstance(owners, int):
+                    owners = owners[concerned]
+                found.append(transition._replace(owners=owners, pages=transition.pages[concerned]))
+        return found
