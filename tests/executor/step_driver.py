@@ -26,13 +26,18 @@ class Row:
     length: int = 0  # tokens known or on their way
     output: list[int] = field(default_factory=list)
     admitted: bool = False
+    unread_drafts: int = 0
 
 
 class Driver:
-    """Plans steps as a scheduler would, with fixed pages: row r owns a range of its own."""
+    """Plans steps as a scheduler would, with fixed pages: row r owns a range of its own.
 
-    def __init__(self, executor: ModelExecutor, rows: Sequence[Row]) -> None:
+    Decode rows draft `num_drafts` tokens while the context has room for them.
+    """
+
+    def __init__(self, executor: ModelExecutor, rows: Sequence[Row], num_drafts: int = 0) -> None:
         self.executor = executor
+        self.num_drafts = num_drafts
         self.rows = list(rows)
         self.num_steps = 0
         for row in self.rows:
@@ -54,6 +59,9 @@ class Driver:
         sizes = self.executor.sizes
         rows = decode + prefill
         q_lens = [min(chunk, row.length - row.committed) for row in rows]
+        samples = [row.committed + n == row.length for row, n in zip(rows, q_lens, strict=True)]
+        relayed = [row.unread_drafts > 0 for row in rows]
+        drafts = [self._num_drafts(row) for row in decode] + [0] * len(prefill)
         table = np.zeros((len(rows), sizes.pages_per_row), np.int32)
         for line, row in zip(table, rows, strict=True):
             line[:] = 1 + (row.row - 1) * sizes.pages_per_row + np.arange(sizes.pages_per_row)
@@ -61,14 +69,11 @@ class Driver:
             rows=np.array([row.row for row in rows], np.int32),
             epochs=np.zeros(len(rows), np.int32),
             kv_starts=np.array([row.committed for row in rows], np.int32),
-            q_lens=np.array(q_lens, np.int32),
-            samples=np.array(
-                [row.committed + n == row.length for row, n in zip(rows, q_lens, strict=True)],
-                np.bool_,
-            ),
+            q_lens=np.array(q_lens, np.int32) + np.array(drafts, np.int32),
+            samples=np.array(samples, np.bool_),
             page_table=table,
             num_decode=len(decode),
-            relayed=np.zeros(len(rows), np.bool_),
+            relayed=np.array(relayed, np.bool_),
             admissions=tuple(
                 RowAdmission(
                     row.row,
@@ -82,26 +87,38 @@ class Driver:
                 if not row.admitted
             ),
         )
-        for row, n, samples in zip(rows, q_lens, plan.samples, strict=True):
+        for row, n, sampled, drafted in zip(rows, q_lens, samples, drafts, strict=True):
             row.admitted = True
             row.committed += n
-            row.length += int(samples)
+            row.length += int(sampled)
+            row.unread_drafts += drafted
         return plan
+
+    def _num_drafts(self, row: Row) -> int:
+        room = self.executor.sizes.max_context_len - row.length - row.unread_drafts - 1
+        return max(0, min(self.num_drafts, room))
 
     def run(self, num_steps: int, chunk: int = 8, overlap: bool = True) -> list[list[int]]:
         """Outputs of all rows after `num_steps`; with overlap each result is read a step late."""
-        waiting: list[tuple[object, list[list[Row]]]] = []
+        waiting: list[tuple[StepPlan, object, list[list[Row]]]] = []
         for _ in range(num_steps):
             plan, order = self.plan(chunk)
-            waiting.append((self.executor.launch(plan), order))
+            waiting.append((plan, self.executor.launch(plan), order))
             if not overlap or len(waiting) == 2:
                 self._read(waiting)
         while waiting:
             self._read(waiting)
         return [row.output for row in self.rows]
 
-    def _read(self, waiting: list[tuple[object, list[list[Row]]]]) -> None:
-        handle, order = waiting.pop(0)
-        for result, rows in zip(self.executor.result(handle), order, strict=True):
-            for tokens, row in zip(result.tokens.tolist(), rows, strict=True):
-                row.output.extend(token for token in tokens if token >= 0)
+    def _read(self, waiting: list[tuple[StepPlan, object, list[list[Row]]]]) -> None:
+        plan, handle, order = waiting.pop(0)
+        results = self.executor.result(handle)
+        for rank_plan, result, rows in zip(plan.ranks, results, order, strict=True):
+            lines = zip(rows, result.tokens.tolist(), rank_plan.num_drafts.tolist(), strict=True)
+            for row, tokens, drafted in lines:
+                gained = [token for token in tokens if token >= 0]
+                row.output.extend(gained)
+                accepted = max(len(gained) - 1, 0)
+                row.committed += accepted
+                row.length += accepted
+                row.unread_drafts -= drafted

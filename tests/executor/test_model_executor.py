@@ -19,6 +19,7 @@ CONTEXT = 64
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 90, n).tolist() for n in (3, 21, 1, 10)]
 STEPS = 12
+DRAFTING = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}
 
 
 @pytest.fixture(scope="session")
@@ -100,6 +101,32 @@ def test_sampled_tokens_do_not_depend_on_rank_neighbours_or_overlap(make_executo
     assert Driver(make_executor(), [alone]).run(STEPS, 2, overlap=False) == [together[1]]
     spread = Driver(make_executor(dp_size=2), rows(2, sampling)).run(STEPS, chunk=2)
     assert spread == together
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, top_k=3, frequency_penalty=0.3, min_new_tokens=20),
+    ],
+    ids=["greedy", "random"],
+)
+def test_drafts_change_how_many_tokens_a_step_brings_but_not_which(
+    make_executor, sampling, dp_size, overlap
+):
+    """Repetitive prompts, so that drafts are accepted now and then; lengths travel on device."""
+    prompts = [[5, 6, 7] * 4, [9] * 7, PROMPTS[1], PROMPTS[2]]
+    plain = Driver(make_executor(), rows(1, sampling, prompts)).run(40, chunk=2)
+    executor = make_executor(dp_size=dp_size, **DRAFTING)
+    drafting = Driver(executor, rows(dp_size, sampling, prompts), num_drafts=3)
+    outputs = drafting.run(24, 2, overlap)
+    for row, output, expected in zip(drafting.rows, outputs, plain, strict=True):
+        shared = min(len(output), len(expected))
+        assert shared > 12
+        assert output[:shared] == expected[:shared], row
+    assert max(map(len, outputs)) > 24, "no draft was ever accepted"
 
 
 def test_a_row_admitted_again_with_its_output_goes_on_as_if_never_interrupted(make_executor):
@@ -184,10 +211,11 @@ def test_a_step_with_nothing_to_do_is_a_step(make_executor):
     assert len(busy.tokens) == 1
 
 
-def test_pool_and_token_table_are_updated_in_place(make_executor):
+@pytest.mark.parametrize("settings", [{}, DRAFTING], ids=["plain", "drafting"])
+def test_pool_and_token_table_are_updated_in_place(make_executor, settings):
     """No program of a step holds a second pool or table, in its outputs or in between."""
-    executor = make_executor()
-    Driver(executor, rows()).run(4, chunk=2)
+    executor = make_executor(**settings)
+    Driver(executor, rows(), num_drafts=executor.sizes.max_draft_tokens).run(4, chunk=2)
     pool, table = executor._state.kv_pool, executor._state.token_table
     state_bytes = pool.nbytes + table.nbytes
     for bucket, program in executor._programs._steps.items():

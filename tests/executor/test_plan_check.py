@@ -55,7 +55,7 @@ BROKEN = {
     "reaches 33 tokens, at most 32": {"kv_starts": ints(32, 0)},
     r"page table \(2, 2\): 2 rows of 3 to 8 pages": {"kv_starts": ints(8, 0)},
     "pages outside 0 to 9": {"page_table": ints(1, 2, 3, 10).reshape(2, 2)},
-    "8 prefill tokens, at most 6": {"prompt_logprobs": np.array([False, True])},
+    "8 prefill tokens and 0 drafts, at most 6": {"prompt_logprobs": np.array([False, True])},
     "admits row 4": {"admissions": (admission(4, 3),)},
     "admits 33 tokens to row 2, at most 32": {"admissions": (admission(2, 33),)},
 }

@@ -17,6 +17,7 @@ from sgl_jax.kernels.ragged_paged_attention.interface import (
 
 LAYERS, PAGES, HEAD_DIM, KV_HEADS = 2, 2048, 8, 2
 ROWS, TOKENS = 6, 160  # buckets, so that few programs are compiled
+MAX_DRAFTS = 4
 MAX_LEN = 400  # tokens of a row: more than one block of keys
 
 
@@ -41,7 +42,7 @@ PROGRAMS = (
 
 class Case(NamedTuple):
     program: Program
-    decode_starts: list[int]
+    decodes: list[tuple[int, int]]  # kv_start, queries: one, and the drafts after it
     prefills: list[tuple[int, int]]  # kv_start, q_len; empty rows among them
     shared_prefix: int  # pages that the first two rows have in common
     seed: int
@@ -55,7 +56,7 @@ def cases(draw):
     lengths = st.one_of(st.integers(0, 70), st.just(64), st.just(program.page_size))
     return Case(
         program,
-        draw(st.lists(starts, max_size=3)),
+        draw(st.lists(st.tuples(starts, st.integers(1, 1 + MAX_DRAFTS)), max_size=3)),
         draw(st.lists(st.tuples(starts, lengths), max_size=2)),
         draw(st.integers(0, 8)),
         draw(st.integers(0, 2**32 - 1)),
@@ -77,7 +78,7 @@ class Problem(NamedTuple):
 def build(case: Case) -> Problem:
     page_size = case.program.page_size
     rng = np.random.default_rng(case.seed)
-    rows = [(start, 1) for start in case.decode_starts] + case.prefills
+    rows = case.decodes + case.prefills
     kv_starts, q_lens = np.zeros((2, ROWS), np.int32)
     for i, (start, length) in enumerate(rows):
         kv_starts[i], q_lens[i] = start, length
@@ -103,13 +104,18 @@ def build(case: Case) -> Problem:
     q = rng.normal(size=(TOKENS, q_heads, HEAD_DIM)).astype(np.float32)
     k, v = rng.normal(size=(2, TOKENS, KV_HEADS, HEAD_DIM)).astype(np.float32)
     sinks = rng.normal(size=q_heads).astype(np.float32) if case.program.sinks else None
-    return Problem(q, k, v, cache, table, kv_starts, q_lens, len(case.decode_starts), sinks)
+    return Problem(q, k, v, cache, table, kv_starts, q_lens, len(case.decodes), sinks)
 
 
 @jax.jit(static_argnames=("sliding_window", "soft_cap"))
 def attend(problem, sliding_window, soft_cap):
     batch = AttentionBatch.build(
-        problem.page_table, problem.kv_starts, problem.q_lens, problem.num_decode, TOKENS
+        problem.page_table,
+        problem.kv_starts,
+        problem.q_lens,
+        problem.num_decode,
+        TOKENS,
+        MAX_DRAFTS,
     )
     return attention_implementation("xla")(
         problem.q,
@@ -153,7 +159,7 @@ def test_agrees_with_float64_on_any_ragged_batch(case):
 
 
 def test_bfloat16_accumulates_in_float32():
-    case = Case(PROGRAMS[1], [300, 17], [(100, 60)], 0, seed=3)
+    case = Case(PROGRAMS[1], [(300, 1), (17, 1)], [(100, 60)], 0, seed=3)
     problem = build(case)
     halves = jax.tree.map(
         lambda a: jnp.asarray(a, jnp.bfloat16) if a.dtype == np.float32 else a,
@@ -168,7 +174,7 @@ def test_bfloat16_accumulates_in_float32():
 
 def test_the_cache_is_updated_in_place():
     """A donated cache is not copied: temporary memory stays far below its size."""
-    problem = build(Case(PROGRAMS[1], [30], [(10, 20)], 0, seed=0))
+    problem = build(Case(PROGRAMS[1], [(30, 2)], [(10, 20)], 0, seed=0))
     arrays = jax.tree.map(jnp.asarray, problem._replace(num_decode=np.int32(1), sinks=None))
 
     def layers(cache, rest):
