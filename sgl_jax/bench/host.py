@@ -78,12 +78,14 @@ def timed(name: str, call: Callable[[], object], *, repeats: int, num_ops: int =
 # -- the scheduler's step -------------------------------------------------------------------------
 
 
-def decoding_scheduler(page_size: int) -> tuple[Scheduler, Callable[[], None]]:
+def decoding_scheduler(
+    page_size: int, dp_size: int = DP_SIZE
+) -> tuple[Scheduler, Callable[[], None]]:
     """A scheduler with every row of every rank decoding at about `CONTEXT_LEN` tokens, and one
     turn of its loop: plan, commit the step before, take the outputs."""
     tokens_per_row = 2 * CONTEXT_LEN
     sizes = EngineSizes(
-        dp_size=DP_SIZE,
+        dp_size=dp_size,
         page_size=page_size,
         num_pages=1 + ROWS_PER_RANK * tokens_per_row // page_size,
         num_rows=ROWS_PER_RANK + 1,
@@ -95,14 +97,14 @@ def decoding_scheduler(page_size: int) -> tuple[Scheduler, Callable[[], None]]:
     config = SchedulerConfig(chunked_prefill_size=16_384, schedule_policy="fcfs")
     scheduler = Scheduler(sizes, config)
     rng = np.random.default_rng(0)
-    for i in range(DP_SIZE * ROWS_PER_RANK):
+    for i in range(dp_size * ROWS_PER_RANK):
         prompt = rng.integers(0, VOCAB_SIZE, CONTEXT_LEN - 100).tolist()
         sampling = SamplingParams(max_new_tokens=CONTEXT_LEN)
         scheduler.submit(GenerateRequest(rid=str(i), input_ids=prompt, sampling=sampling))
     turn = _loop_of(scheduler)
     for _ in range(100):
         turn()
-    assert scheduler.num_running == DP_SIZE * ROWS_PER_RANK, "the load does not fit the sizes"
+    assert scheduler.num_running == dp_size * ROWS_PER_RANK, "the load does not fit the sizes"
     assert scheduler.num_waiting == 0
     return scheduler, turn
 
@@ -133,6 +135,25 @@ def bench_steps(page_size: int, repeats: int) -> Iterator[Timing]:
     yield timed(f"decode step, {load}", turn, repeats=repeats, num_ops=num_tokens)
     yield timed(f"check_balance of all ranks, {load}", scheduler.check_balance, repeats=repeats)
     yield timed(f"audit of all ranks, {load}", scheduler.audit, repeats=5)
+
+
+def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
+    """What `--check-memory busy` adds to a decode step: with and without, in turns, in one run."""
+    scheduler, turn = decoding_scheduler(page_size, dp_size)
+
+    def checked_turn() -> None:
+        turn()
+        scheduler.check_balance()
+
+    bare: list[float] = []
+    checked: list[float] = []
+    for _ in range(repeats):
+        bare += timed_once(turn)
+        checked += timed_once(checked_turn)
+    share = median(checked) / median(bare) - 1
+    name = f"busy check share of a step, {dp_size} x {ROWS_PER_RANK} rows, page {page_size}"
+    with_us, without_us = median(checked) * 1e6, median(bare) * 1e6
+    return f"{name:<62} {share:>11.1%} ({with_us:,.1f} us, {without_us:,.1f} without)"
 
 
 # -- the queue ------------------------------------------------------------------------------------
@@ -298,6 +319,8 @@ def main() -> None:
     print(HEADER)
     for timing in all_timings(repeats):
         print(timing.line(), flush=True)
+    for dp_size in (1, DP_SIZE):
+        print(busy_check_line(dp_size, 16, repeats), flush=True)
 
 
 if __name__ == "__main__":

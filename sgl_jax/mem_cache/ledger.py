@@ -49,7 +49,7 @@ def _imbalance(memory: RankMemory) -> str | None:
         memory.page_size,
     )
     lengths = rows.lengths
-    if (lengths[1:] < lengths[:-1]).any():
+    if np.count_nonzero(lengths[1:] < lengths[:-1]):
         bad = np.flatnonzero((lengths[1:] < lengths[:-1]).any(axis=0)).tolist()
         return f"lengths out of order: {[memory.leases.get(row, row) for row in bad]}"
     # Free rows have lengths of 0 and need not be told from the others.
