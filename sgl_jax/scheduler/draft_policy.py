@@ -1,8 +1,8 @@
 """Which running requests draft tokens in a step, and how many: by how useful their drafts were.
 
 A draft that is not accepted costs a query token for nothing, so a request whose recent drafts
-brought little stops drafting and tries again a while later. Owns that memory, per row; what the
-drafts are is the executor's business.
+brought little pauses drafting, and longer each time that trying again fails. Owns that memory,
+per row; what the drafts are is the executor's business.
 """
 
 import numpy as np
@@ -11,10 +11,11 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array
 
 # Of each new result in the moving average of accepted tokens per step.
-_WEIGHT = 0.5
+_WEIGHT = 0.3
 # Below this many accepted tokens per step, as a share of those drafted, drafting pauses.
 _USEFUL_SHARE = 0.1
-_PAUSE_TOKENS = 24
+_FIRST_PAUSE = 8  # tokens
+_LONGEST_PAUSE = 64
 
 
 class DraftPolicy:
@@ -28,6 +29,7 @@ class DraftPolicy:
         self._most = num_draft_tokens
         self._accepted_per_step = np.zeros(sizes.num_rows, np.float32)
         self._resume_len = np.zeros(sizes.num_rows, np.int32)
+        self._pause = np.zeros(sizes.num_rows, np.int32)
         self.num_drafted = 0  # tokens whose result was read, and of these:
         self.num_accepted = 0
 
@@ -35,6 +37,7 @@ class DraftPolicy:
         """A request starts in `row`: it may draft until it proves useless."""
         self._accepted_per_step[row] = self._most
         self._resume_len[row] = 0
+        self._pause[row] = _FIRST_PAUSE
 
     def choose(self, rows: Int32Array, known_lens: Int32Array, budget: int) -> Int32Array:
         """Drafts for each of `rows`, int32[len(rows)], at most `budget` in all."""
@@ -56,8 +59,10 @@ class DraftPolicy:
         self.num_accepted += int(accepted.sum())
         average = self._accepted_per_step
         average[rows] += _WEIGHT * (accepted - average[rows])
+        self._pause[rows[accepted > 0]] = _FIRST_PAUSE
         useless = average[rows] < _USEFUL_SHARE * drafted
         paused = rows[useless]
-        self._resume_len[paused] = known_lens[tried][useless] + _PAUSE_TOKENS
+        self._resume_len[paused] = known_lens[tried][useless] + self._pause[paused]
+        self._pause[paused] = np.minimum(2 * self._pause[paused], _LONGEST_PAUSE)
         # Two more failures will pause it again.
-        average[paused] = 3 * _USEFUL_SHARE * self._most
+        average[paused] = 1.5 * _USEFUL_SHARE * self._most
