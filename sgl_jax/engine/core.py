@@ -7,7 +7,8 @@ server, or in a thread behind the offline `Engine`; it cannot tell the differenc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sgl_jax.core.messages import (
@@ -24,9 +25,11 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.engine.channel import Channel
+from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.event_log import EventWriter
 from sgl_jax.scheduler.recorder import Recorder, SchedulerEvents
@@ -37,6 +40,10 @@ logger = logging.getLogger(__name__)
 _IDLE_POLL_S = 0.2
 # Requests are waiting, none can run, nothing is in flight: rare, and not worth a busy loop.
 _STARVED_POLL_S = 0.001
+_REBUILT = (
+    "the engine found the books of its memory wrong and started afresh; "
+    "requests in flight were lost and may be sent again"
+)
 
 
 class EngineCore:
@@ -69,6 +76,7 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._log = StepLog(args.decode_log_interval)
+        self._defects = DefectRecord(args.memory_dump_dir)
         self._is_shutting_down = False
         self._is_audited = True
 
@@ -91,12 +99,15 @@ class EngineCore:
                 watchdog.feed()
                 messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
                 if self._is_timed and (messages or not is_resting):
-                    self.events.tick(time.monotonic())
+                    with self._answering_defects():
+                        self.events.tick(time.monotonic())
                 for message in messages:
-                    self._handle(message, channel)
-                if is_resting and not messages:
-                    self._audit()
-                self._turn()
+                    with self._answering_defects():
+                        self._handle(message, channel)
+                with self._answering_defects():
+                    if is_resting and not messages:
+                        self._audit()
+                    self._turn()
                 outputs = self.events.take_outputs()
                 if outputs is not None:
                     channel.send(outputs)
@@ -138,6 +149,27 @@ class EngineCore:
         self.executor.reset()
         self.events.fail_all(f"a step failed on the device: {error}")
 
+    @contextmanager
+    def _answering_defects(self) -> Iterator[None]:
+        """What is done within may find the memory's books wrong; the answer is a setting."""
+        try:
+            yield
+        except MemoryDefectError as error:
+            self._answer_defect(error)
+
+    def _answer_defect(self, error: MemoryDefectError) -> None:
+        """Record it; then end, or let go of every request, rebuild the memory and go on."""
+        memories = [rank.memory for rank in self.scheduler.ranks]
+        context = {"state": self.state(), "steps_in_flight": len(self._in_flight)}
+        where = self._defects.record(error, memories, context)
+        if self.args.memory_error_action == "crash":
+            raise type(error)(f"{error}; {where}") from error
+        # What is in flight on the device still uses the old pages: it gets a new pool.
+        self._in_flight.clear()
+        self.executor.reset()
+        self.events.rebuild(_REBUILT)
+        self._is_audited = False
+
     def _audit(self) -> None:
         """At rest: prove by a full walk that nothing leaked since the last time."""
         if self._is_audited or self.args.check_memory == "off":
@@ -156,9 +188,7 @@ class EngineCore:
             case StopRequest():
                 self.events.stop(message)
             case FlushCache():
-                done = self.events.flush()
-                text = "" if done else "requests are running or waiting; the cache was not flushed"
-                channel.send(Reply(rid=message.rid, ok=done, message=text))
+                channel.send(self._flush(message))
             case GetState():
                 channel.send(Reply(rid=message.rid, ok=True, data=self.state()))
             case Profile():
@@ -169,11 +199,22 @@ class EngineCore:
     def _abort_all(self, channel: Channel) -> None:
         """The end: every lease is released, as at any other time."""
         self._in_flight.clear()
-        self.events.abort(AbortRequest(abort_all=True, message="the engine was shut down"))
+        with self._answering_defects():
+            self.events.abort(AbortRequest(abort_all=True, message="the engine was shut down"))
         outputs = self.events.take_outputs()
         if outputs is not None:
             channel.send(outputs)
-        self._audit()
+        with self._answering_defects():
+            self._audit()
+
+    def _flush(self, message: FlushCache) -> Reply:
+        text = "requests are running or waiting; the cache was not flushed"
+        try:
+            done = self.events.flush()
+        except MemoryDefectError as error:
+            self._answer_defect(error)
+            done, text = False, _REBUILT
+        return Reply(rid=message.rid, ok=done, message="" if done else text)
 
     def _profile(self, message: Profile) -> Reply:
         try:
@@ -199,6 +240,7 @@ class EngineCore:
         counters = {
             **scheduler.counters(),
             **self._log.counters(),
+            "memory_errors": self._defects.num_defects,
             "compiles_after_ready": self.executor.num_compiles_after_ready,
         }
         return {"ranks": ranks, "num_waiting": scheduler.num_waiting, "counters": counters}

@@ -31,7 +31,7 @@ def describe_owner(owner: int) -> str:
     return {FREE: "free", RESERVED: "reserved", TREE: "tree"}.get(owner, f"row {owner}")
 
 
-def _each_page(move: Transition) -> list[tuple[int, int]]:
+def each_page(move: Transition) -> list[tuple[int, int]]:
     """The (page, owner) pairs of a transition."""
     pages = move.pages.tolist()
     owners = [move.owners] * len(pages) if isinstance(move.owners, int) else move.owners.tolist()
@@ -161,7 +161,7 @@ class PageAllocator:
         moves = [
             f"[{move.clock}] " + _IN_WORDS[move.action].format(describe_owner(owner), page)
             for move in self._log.of(pages)
-            for page, owner in _each_page(move)
+            for page, owner in each_page(move)
         ]
         forgotten = "" if len(moves) <= _MOVES_SHOWN else f"({len(moves) - _MOVES_SHOWN} before) "
         return forgotten + ", ".join(moves[-_MOVES_SHOWN:]) if moves else "none remembered"

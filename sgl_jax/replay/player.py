@@ -20,6 +20,7 @@ from sgl_jax.scheduler.events import (
     PageTableMirror,
     Planned,
     Raised,
+    Rebuilt,
     Refused,
     Started,
     Stopped,
@@ -90,6 +91,9 @@ class Player:
             case FailedAll():
                 self._unread.clear()
                 scheduler.fail_all(event.reason)
+            case Rebuilt():
+                self._unread.clear()
+                scheduler.rebuild(event.reason)
             case Ticked():
                 scheduler.tick(event.now_s)
             case Planned():

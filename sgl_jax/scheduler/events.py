@@ -58,6 +58,10 @@ class FailedAll(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Rebuilt(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
 class Ticked(msgspec.Struct, frozen=True, tag=True):
     now_s: float
 
@@ -108,6 +112,7 @@ Event: TypeAlias = (
     | Stopped
     | Flushed
     | FailedAll
+    | Rebuilt
     | Ticked
     | Planned
     | Committed

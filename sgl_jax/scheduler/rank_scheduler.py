@@ -108,6 +108,14 @@ class RankScheduler:
             self.reserve.after_retract()
         return request
 
+    def rebuild(self) -> None:
+        """The books are wrong: forget what runs and start with empty memory, asking no book."""
+        for row in self.running.active.tolist():
+            self.running.remove(row)
+        self.memory.rebuild()
+        self._unsent_admissions.clear()
+        self._is_short = False
+
     def _leave(self, row: int, *, insert: bool, num_tokens: int | None) -> Request:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]

@@ -20,6 +20,7 @@ from sgl_jax.scheduler.events import (
     PageTableMirror,
     Planned,
     Raised,
+    Rebuilt,
     Refused,
     Started,
     Stopped,
@@ -41,6 +42,7 @@ class SchedulerEvents(Protocol):
     def stop(self, message: StopRequest) -> None: ...
     def flush(self) -> bool: ...
     def fail_all(self, reason: str) -> None: ...
+    def rebuild(self, reason: str) -> None: ...
     def tick(self, now_s: float) -> None: ...
     def plan(self) -> StepPlan | None: ...
     def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None: ...
@@ -85,6 +87,9 @@ class Recorder:
 
     def fail_all(self, reason: str) -> None:
         self._tell(FailedAll(reason), lambda: self._scheduler.fail_all(reason))
+
+    def rebuild(self, reason: str) -> None:
+        self._tell(Rebuilt(reason), lambda: self._scheduler.rebuild(reason))
 
     def tick(self, now_s: float) -> None:
         self._tell(Ticked(now_s), lambda: self._scheduler.tick(now_s))

@@ -137,6 +137,30 @@ class Scheduler:
         for rank in self.ranks:
             rank.memory.cache.reset()
 
+    def rebuild(self, reason: str) -> None:
+        """The memory's books are wrong: end every request, forget all memory, prove it is empty.
+
+        Nothing is released one by one, since that would ask the broken books. What the step that
+        found them wrong has gained is dropped; an end that was already stated stands. No launched
+        step may still run on the device.
+        """
+        ends = [output for output in self._outputs.outputs if output.finish is not None]
+        ended = {output.rid for output in ends}
+        finish = FinishReason("abort", message=reason, status_code=500)
+        for request in self._requests.values():
+            if request.rid not in ended:
+                dp_rank = request.dp_rank or 0
+                ends.append(RequestOutput(request.rid, [], request.cached_tokens, dp_rank, finish))
+            request.state, request.lease = RequestState.FINISHED, None
+            self._deadlines.forget(request.rid)
+        self._outputs = OutputBatch(ends, [], [])
+        self._finished += len(self._requests)
+        self._requests.clear()
+        self._waiting.clear()
+        for rank in self.ranks:
+            rank.rebuild()
+        self.audit()
+
     # -- steps ------------------------------------------------------------------------------
 
     @property
@@ -298,11 +322,12 @@ class Scheduler:
     def _end(self, request: Request, finish: FinishReason, *, insert: bool = True) -> None:
         """End a request before its time, wherever it is, and say why."""
         self._forget(request)
-        if request.state is RequestState.RUNNING:
-            self._rank_of(request).finish(_row(request), insert=insert)
+        # Stated before the release: if that finds the books broken, the request has its answer.
         self._outputs.outputs.append(
             RequestOutput(request.rid, [], request.cached_tokens, request.dp_rank or 0, finish)
         )
+        if request.state is RequestState.RUNNING:
+            self._rank_of(request).finish(_row(request), insert=insert)
 
     def _time_out(self, rid: str, text: str, status_code: int) -> None:
         self._timed_out += 1

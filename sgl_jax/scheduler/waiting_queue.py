@@ -48,6 +48,12 @@ class WaitingQueue:
         self._times_passed_over = 0 if is_oldest else self._times_passed_over + 1
         del self._requests[request.rid]
 
+    def clear(self) -> None:
+        """Forget all."""
+        self._requests.clear()
+        self._retracted.clear()
+        self._times_passed_over = 0
+
     def ordered(self, open_ranks: Collection[int]) -> list[Request]:
         """The requests to try next, first to last: a limited number of the new ones.
 

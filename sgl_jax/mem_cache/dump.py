@@ -1,0 +1,131 @@
+"""Everything about the memory of an engine's ranks as JSON, for whoever has to explain a defect.
+
+It only reads, and gets through broken books: a part that cannot be read says why instead. Tokens
+are left out, since prompts are their senders' own.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sgl_jax.mem_cache.ledger_walk import find_defects
+from sgl_jax.mem_cache.page_allocator import FREE, describe_owner, each_page
+from sgl_jax.mem_cache.rank_memory import RankMemory
+
+
+def write_dump(
+    path: Path, memories: Sequence[RankMemory], reason: str, context: dict[str, Any]
+) -> None:
+    """Write the dump of all ranks to `path`, readable by this user only.
+
+    `reason` is the error's text, `context` whatever else may explain it. Raises OSError if the
+    file exists or cannot be written.
+    """
+    dump = {"reason": reason, "context": context, "ranks": [dump_rank(each) for each in memories]}
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(dump, file)
+
+
+def dump_rank(memory: RankMemory) -> dict[str, Any]:
+    """The books of one rank in words JSON has: all of them, and what a walk finds wrong."""
+    parts: dict[str, Callable[[RankMemory], Any]] = {
+        "view": lambda memory: memory.view()._asdict(),
+        "findings": _findings,
+        "leases": _leases,
+        "rows": _rows,
+        "free_rows": lambda memory: memory.rows.free_rows().tolist(),
+        "tree": _tree,
+        "owners": _owners,
+        "free_pages": lambda memory: memory.allocator.free_pages().tolist(),
+        "transitions": _transitions,
+    }
+    return {name: _guarded(part, memory) for name, part in parts.items()}
+
+
+def _guarded(part: Callable[[RankMemory], Any], memory: RankMemory) -> Any:
+    try:
+        return part(memory)
+    except Exception as error:  # broken books may break whatever reads them
+        return f"cannot be read: {type(error).__name__}: {error}"
+
+
+def _findings(memory: RankMemory) -> list[dict[str, Any]]:
+    return [{"what": what, "pages": pages.tolist()} for what, pages in find_defects(memory)]
+
+
+def _leases(memory: RankMemory) -> list[dict[str, Any]]:
+    return [
+        {
+            "row": lease.row,
+            "listed_for_row": row,
+            "released": lease.released,
+            "node": None if lease.node is None else lease.node.node_id,
+        }
+        for row, lease in memory.leases.items()
+    ]
+
+
+def _rows(memory: RankMemory) -> list[dict[str, Any]]:
+    """Every row that is held, or should be clean and is not."""
+    rows = memory.rows
+    held = set(rows.held_rows().tolist())
+    return [
+        {
+            "row": row,
+            "held": row in held,
+            "epoch": int(rows.epoch[row]),
+            "cache_protected_len": int(rows.cache_protected_len[row]),
+            "kv_committed_len": int(rows.kv_committed_len[row]),
+            "kv_allocated_len": int(rows.kv_allocated_len[row]),
+            "pages": [page for page in rows.pages[row].tolist() if page],
+        }
+        for row in range(rows.num_rows)
+        if row in held or rows.lengths[:, row].any() or rows.pages[row].any()
+    ]
+
+
+def _tree(memory: RankMemory) -> dict[str, Any]:
+    cache = memory.cache
+    return {
+        "num_evictable": cache.num_evictable,
+        "num_protected": cache.num_protected,
+        "num_locks": cache.num_locks,
+        "num_locked_tokens": cache.num_locked_tokens,
+        "nodes": [
+            {
+                "id": node.node_id,
+                "parent": None if node.parent is None else node.parent.node_id,
+                "start": node.end - len(node.key),
+                "end": node.end,
+                "children": [child.node_id for child in node.children.values()],
+                "locks": node.locks[0],
+                "pages": node.values[0].tolist(),
+                "last_access": node.last_access,
+            }
+            for node in cache.nodes()
+        ],
+    }
+
+
+def _owners(memory: RankMemory) -> dict[str, list[int]]:
+    """The pages of each owner; the rest is free."""
+    pages_of: dict[str, list[int]] = {}
+    for page, owner in enumerate(memory.allocator.owners().tolist()):
+        if owner != FREE:
+            pages_of.setdefault(describe_owner(owner), []).append(page)
+    return pages_of
+
+
+def _transitions(memory: RankMemory) -> list[dict[str, Any]]:
+    """The latest moves, oldest first: at tick `clock`, each owner did it to its page."""
+    return [
+        {
+            "clock": move.clock,
+            "action": move.action,
+            "pages": [[describe_owner(owner), page] for page, owner in each_page(move)],
+        }
+        for move in memory.allocator.transitions()
+    ]
