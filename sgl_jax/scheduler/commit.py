@@ -14,6 +14,7 @@ from sgl_jax.core.step_plan import Int32Array, PromptLogprobs, RankPlan, RankRes
 from sgl_jax.mem_cache.release import publish_prefix
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.running_rows import RunningRows
 
 
 def commit_rank(
@@ -29,28 +30,28 @@ def commit_rank(
         _collect_prompt_logprobs(rank, plan, result, current)
 
     index = np.flatnonzero(current & plan.samples)
-    rows = plan.rows[index]
-    gains = _append_tokens(rank, rows, result.tokens[index])
-    if result.tokens.shape[1] > 1:
-        _count_drafts(rank, rows, plan.num_drafts[index], result.tokens[index])
-
-    plain = ~(gains.is_finished | running.is_unsent[rows] | running.return_logprob[rows])
-    plain &= gains.counts == 1
+    rows, tokens = plan.rows[index], result.tokens[index]
+    detailed = running.is_unsent[rows] | running.return_logprob[rows]
+    if tokens.shape[1] == 1:
+        gains = _append_token(running, rows, tokens[:, 0])
+    else:
+        gains = _append_tokens(running, rows, tokens)
+        _count_drafts(rank, rows, plan.num_drafts[index], tokens)
+        detailed |= gains.counts > 1
+    rank.num_generated_tokens += int(gains.counts.sum())
+    detailed |= gains.is_finished
+    plain = ~detailed
     batch.rids.extend(running.rids[rows[plain]].tolist())
-    batch.tokens.extend(result.tokens[index[plain], 0].tolist())
+    batch.tokens.extend(tokens[plain, 0].tolist())
 
     done = []
-    for i in np.flatnonzero(~plain).tolist():
-        row, tokens = int(rows[i]), result.tokens[index[i], : gains.counts[i]].tolist()
-        finish = None
-        if gains.is_finished[i]:
-            finish = (
-                FinishReason("stop", tokens[-1]) if gains.is_stop[i] else FinishReason("length")
-            )
+    for i in np.flatnonzero(detailed).tolist():
+        row, gained = int(rows[i]), tokens[i, : gains.counts[i]].tolist()
         logprobs = None
         if running.return_logprob[row]:
-            logprobs = _token_logprobs(rank, row, tokens, result, int(index[i]))
-        batch.outputs.append(_output(rank, row, tokens, finish, logprobs))
+            logprobs = _token_logprobs(rank, row, gained, result, int(index[i]))
+        finish = _finish_reason(gains, i, gained[-1])
+        batch.outputs.append(_output(rank, row, gained, finish, logprobs))
         if finish is not None:
             done.append(rank.finish(row))
     return done
@@ -64,13 +65,29 @@ class _Gains(NamedTuple):
     is_stop: np.ndarray  # bool[n] a stop token ended it
 
 
-def _append_tokens(rank: RankScheduler, rows: Int32Array, tokens: Int32Array) -> _Gains:
+def _finish_reason(gains: _Gains, i: int, last_token: int) -> FinishReason | None:
+    if not gains.is_finished[i]:
+        return None
+    return FinishReason("stop", last_token) if gains.is_stop[i] else FinishReason("length")
+
+
+def _append_token(running: RunningRows, rows: Int32Array, tokens: Int32Array) -> _Gains:
+    """Append one new token int32[n] to each row: what most steps do."""
+    known = running.known_len[rows]
+    running.tokens[rows, known] = tokens
+    known += 1
+    running.known_len[rows] = known
+    is_stop = (running.stop_ids[rows] == tokens[:, None]).any(axis=1)
+    is_stop &= known > running.min_len[rows]
+    return _Gains(np.ones_like(rows), is_stop | (known >= running.max_len[rows]), is_stop)
+
+
+def _append_tokens(running: RunningRows, rows: Int32Array, tokens: Int32Array) -> _Gains:
     """Append new tokens int32[n, w] to their rows, up to the one that ends the request.
 
     What a step accepted beyond that token is overshoot and forgotten here; its KV is freed with
     the lease, which offers the cache no more than the known tokens.
     """
-    running = rank.running
     is_token = tokens >= 0
     lens = running.known_len[rows, None] + np.arange(1, tokens.shape[1] + 1)
     is_stop = (running.stop_ids[rows, None, :] == tokens[:, :, None]).any(axis=2)
@@ -81,7 +98,6 @@ def _append_tokens(rank: RankScheduler, rows: Int32Array, tokens: Int32Array) ->
     kept = lens <= running.known_len[rows, None] + counts[:, None]
     running.tokens[np.repeat(rows, counts), lens[kept] - 1] = tokens[kept]
     running.known_len[rows] += counts
-    rank.num_generated_tokens += int(counts.sum())
     return _Gains(counts, is_finished, is_finished & is_stop[np.arange(len(rows)), last])
 
 

@@ -80,36 +80,37 @@ class StepDraft:
         rank, running, memory = self.rank, self.rank.running, self.rank.memory
         rows = np.concatenate([self._decode_rows, np.array(self._chunk_rows, np.int32)])
         num_decode = len(self._decode_rows)
-        drafts = np.zeros(len(rows), np.int32)
-        drafts[:num_decode] = self._drafts
-        certain_lens = np.ones(len(rows), np.int32)
-        certain_lens[num_decode:] = self._chunk_lens
+        q_lens = np.ones(len(rows), np.int32)
+        q_lens[num_decode:] = self._chunk_lens
         kv_starts = memory.rows.kv_committed_len[rows]
-        certain_ends = kv_starts + certain_lens
-        # Drafts of this step, and those of unread steps that may turn out accepted.
-        possible_ends = certain_ends + running.unread_drafts[rows] + drafts
-        samples = certain_ends == running.planned_len[rows]
-        num_pages = memory.pages_for(int(possible_ends.max())) if len(rows) else 0
+        ends = kv_starts + q_lens  # drafts left out: of these it is not known what becomes of them
+        samples = ends == running.planned_len[rows]
+        unread = running.unread_drafts[rows]
+        last_end = int((ends + unread).max(initial=0))
+        if self._drafts.any():
+            q_lens[:num_decode] += self._drafts
+            running.unread_drafts[rows[:num_decode]] += self._drafts
+            last_end = max(last_end, int((ends + unread + q_lens - 1)[:num_decode].max()))
+        num_pages = memory.pages_for(last_end)
         wants = running.wants_prompt_logprobs[rows]
         logprob_rows = rows[samples & running.return_logprob[rows]]
         plan = RankPlan(
             rows=rows,
             epochs=memory.rows.epoch[rows],
             kv_starts=kv_starts,
-            q_lens=certain_lens + drafts,
+            q_lens=q_lens,
             samples=samples,
             page_table=memory.rows.pages[rows, :num_pages],
             num_decode=num_decode,
-            relayed=running.unread_drafts[rows] > 0,
+            relayed=unread > 0,
             admissions=rank.take_admissions(),
             prompt_logprobs=wants if self._reports_prompt_logprobs and wants.any() else None,
             return_logprob=len(logprob_rows) > 0,
             top_logprobs_num=int(running.top_logprobs_num[logprob_rows].max(initial=0)),
         )
-        memory.commit_rows(rows, certain_ends)
+        memory.commit_rows(rows, ends)
         sampled = rows[samples]
         running.planned_len[sampled] += 1
-        running.unread_drafts[rows] += drafts
         running.wants_prompt_logprobs[sampled] = False
         if not self.retracted:
             rank.reserve.after_step()
