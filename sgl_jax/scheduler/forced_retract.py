@@ -35,12 +35,14 @@ class ForcedRetract:
 
 
 def _victims(rank: RankScheduler, turn: int) -> list[int]:
-    """Half (rounded up) of the rows that may be taken, from another one on in each turn."""
+    """Half (rounded up) of the rows that may be taken, going on where the last turn ended."""
     rows = [row for row in rank.running.active.tolist() if _may_take(rank, row)]
     if not rows:
         return []
-    start = turn % len(rows)
-    return (rows[start:] + rows[:start])[: (len(rows) + 1) // 2]
+    rows.sort(key=lambda row: rank.running.request(row).arrival)
+    count = (len(rows) + 1) // 2
+    start = turn * count % len(rows)
+    return (rows[start:] + rows[:start])[:count]
 
 
 def _may_take(rank: RankScheduler, row: int) -> bool:
