@@ -2,13 +2,17 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
-def _arg(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+def _arg(
+    default: Any, help: str, choices: Sequence[str] | None = None, *, env: str | None = None
+) -> Any:
+    """`env` names the environment variable that gives the flag's default, where there is one."""
+    return field(default=default, metadata={"help": help, "choices": choices, "env": env})
 
 
 # Inclusive. The upper ones are far beyond what works well: they catch slips of the keyboard.
@@ -106,11 +110,17 @@ class ServerArgs:
         None, "folder for the dump of a rank whose ledger does not balance; default: temporary"
     )
     test_retract: bool = _arg(
-        False, "for tests: retract running requests though memory suffices; see the environment"
+        False,
+        "for tests: retract half of the running requests every few steps though memory suffices",
+        env="SGLANG_TEST_RETRACT",
     )
-    test_retract_interval: int = _arg(3, "steps from one forced retract to the next")
+    test_retract_interval: int = _arg(
+        3, "steps from one forced retract to the next", env="SGLANG_TEST_RETRACT_INTERVAL"
+    )
     test_retract_no_prefill_bs: int = _arg(
-        0, "with --test-retract, start nothing while more requests run than this; 0: no bound"
+        0,
+        "with --test-retract, start nothing while more requests run than this; 0: no bound",
+        env="SGLANG_TEST_RETRACT_NO_PREFILL_BS",
     )
     record_events: str | None = _arg(
         None, "file for the scheduler's events, to run again with python -m sgl_jax.replay"
@@ -166,22 +176,61 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per field of `ServerArgs`; booleans are switches."""
+def add_arguments(
+    parser: argparse.ArgumentParser, environment: Mapping[str, str] | None = None
+) -> None:
+    """Add one flag per field of `ServerArgs`; booleans are switches.
+
+    Args:
+        environment: where the variables that fields name (`env`) are looked up; they stand for
+            the default of a flag, which wins over them. They concern the command line alone:
+            a `ServerArgs` made in Python is what its arguments say.
+
+    Raises:
+        ValueError: a variable cannot be read.
+    """
     for setting in dataclasses.fields(ServerArgs):
+        default = _default(setting, environment or {})
         help_text = setting.metadata["help"]
+        if setting.metadata["env"]:
+            help_text += f" [{setting.metadata['env']}]"
         if setting.type is bool:
-            parser.add_argument(_flag(setting.name), action="store_true", help=help_text)
+            # What the environment can switch on, a flag must be able to switch off.
+            action = argparse.BooleanOptionalAction if setting.metadata["env"] else "store_true"
+            parser.add_argument(_flag(setting.name), action=action, default=default, help=help_text)
             continue
         parser.add_argument(
             _flag(setting.name),
             type=_scalar_type(str(setting.type)),
-            default=setting.default,
+            default=default,
             choices=setting.metadata["choices"],
             required=setting.name == "model_path",
             metavar=None if setting.metadata["choices"] else "VALUE",
-            help=help_text if setting.default in (None, "") else f"{help_text} (%(default)s)",
+            help=help_text if default in (None, "") else f"{help_text} (%(default)s)",
         )
+
+
+def _default(setting: "dataclasses.Field[Any]", environment: Mapping[str, str]) -> Any:
+    name = setting.metadata["env"]
+    text = environment.get(name, "") if name else ""
+    if not text:
+        return setting.default
+    if setting.type is bool:
+        return _read_switch(name, text)
+    kind = _scalar_type(str(setting.type))
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(
+            f"the environment's {name} must be {kind.__name__}, got {text!r}"
+        ) from None
+
+
+def _read_switch(name: str, text: str) -> bool:
+    on, off = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+    if text.lower() not in on + off:
+        raise ValueError(f"the environment's {name} must be 1 or 0, got {text!r}")
+    return text.lower() in on
 
 
 def _scalar_type(annotation: str) -> type:
@@ -191,14 +240,16 @@ def _scalar_type(annotation: str) -> type:
     return str
 
 
-def parse_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
-    """Read the command line; exits with usage on a bad one, as argparse does."""
+def parse_server_args(
+    argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
+) -> ServerArgs:
+    """Read the command line, and the environment (by default this process's) where it names no
+    value; exits with usage on a bad one, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="sgl-jax", description="Serve a language model over HTTP."
     )
-    add_arguments(parser)
-    values = vars(parser.parse_args(argv))
     try:
-        return ServerArgs(**values)
+        add_arguments(parser, os.environ if environment is None else environment)
+        return ServerArgs(**vars(parser.parse_args(argv)))
     except ValueError as error:
         parser.error(str(error))

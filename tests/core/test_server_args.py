@@ -87,3 +87,49 @@ def test_a_bad_command_line_ends_with_usage(
         parse_server_args(argv)
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
+
+
+RETRACT = {
+    "SGLANG_TEST_RETRACT": "true",
+    "SGLANG_TEST_RETRACT_INTERVAL": "5",
+    "SGLANG_TEST_RETRACT_NO_PREFILL_BS": "7",
+}
+
+
+def test_the_environment_gives_the_defaults_of_some_flags() -> None:
+    args = parse_server_args(["--model-path", "m"], RETRACT)
+    assert args.test_retract
+    assert args.test_retract_interval == 5
+    assert args.test_retract_no_prefill_bs == 7
+    assert not parse_server_args(["--model-path", "m"], {"SGLANG_TEST_RETRACT": "0"}).test_retract
+
+
+def test_a_flag_wins_over_the_environment() -> None:
+    words = "--model-path m --no-test-retract --test-retract-interval 2".split()
+    args = parse_server_args(words, RETRACT)
+    assert not args.test_retract
+    assert args.test_retract_interval == 2
+    assert args.test_retract_no_prefill_bs == 7
+
+
+def test_arguments_made_in_python_ask_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+    assert not ServerArgs(model_path="m").test_retract
+    assert parse_server_args(["--model-path", "m"]).test_retract
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("SGLANG_TEST_RETRACT", "perhaps", "SGLANG_TEST_RETRACT must be 1 or 0, got 'perhaps'"),
+        ("SGLANG_TEST_RETRACT_INTERVAL", "two", "must be int, got 'two'"),
+        ("SGLANG_TEST_RETRACT_INTERVAL", "0", r"--test-retract-interval must be in"),
+    ],
+)
+def test_a_bad_variable_ends_with_usage(
+    variable: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_server_args(["--model-path", "m"], {variable: value})
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
