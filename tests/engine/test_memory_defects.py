@@ -1,0 +1,358 @@
+"""The books are broken on purpose, everywhere the engine may notice: it ends, or repairs itself.
+
+A real engine loop and scheduler on an executor that checks what every step would read. The real
+executor and the real process: `test_offline.py` and `tests/live/test_memory_defects.py`.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgl_jax.core.messages import (
+    AbortRequest,
+    EngineMessage,
+    FinishReason,
+    FlushCache,
+    FrontMessage,
+    GenerateRequest,
+    OutputBatch,
+    Reply,
+    Shutdown,
+)
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.step_plan import RankResult, StepHandle, StepPlan
+from sgl_jax.engine import core as core_module
+from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.memory_defect import MAX_DUMPS, DefectRecord
+from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
+from sgl_jax.mem_cache.page_allocator import TREE
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.scheduler.fake_executor import OracleExecutor
+from tests.scheduler.driver import make_sizes
+
+SIZES = make_sizes(dp_size=2, num_pages=40, max_step_tokens=32, max_context_len=64)
+NUM_REQUESTS = 6
+NUM_TOKENS = 12
+
+
+class OracleModelExecutor:
+    """As much of `ModelExecutor` as the engine loop uses, on the content oracle."""
+
+    num_compiles_after_ready = 0
+
+    def __init__(self, args: ServerArgs) -> None:
+        self.sizes = SIZES
+        self.info: dict[str, Any] = {"eos_token_ids": []}
+        self.num_resets = 0
+        self.oracle = OracleExecutor(SIZES)
+
+    def warm_up(self) -> None:
+        return
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        return self.oracle.launch(plan)
+
+    def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
+        return self.oracle.result(handle)
+
+    def reset(self) -> None:
+        self.num_resets += 1
+        self.oracle = OracleExecutor(SIZES)
+
+    def close(self) -> None:
+        return
+
+
+class ScriptedChannel:
+    """Each poll answers what the script yields next; when it ends, `Shutdown`."""
+
+    def __init__(self, script: Iterator[list[FrontMessage]]) -> None:
+        self._script = script
+        self.sent: list[EngineMessage] = []
+
+    def poll(self, timeout_s: float) -> list[FrontMessage]:
+        return next(self._script, [Shutdown()])
+
+    def send(self, message: EngineMessage) -> None:
+        self.sent.append(message)
+
+    def tokens(self) -> dict[str, list[int]]:
+        """What each request gained."""
+        found: dict[str, list[int]] = {}
+        for batch in self.sent:
+            if isinstance(batch, OutputBatch):
+                for rid, token in zip(batch.rids, batch.tokens, strict=True):
+                    found.setdefault(rid, []).append(token)
+                for output in batch.outputs:
+                    found.setdefault(output.rid, []).extend(output.token_ids)
+        return found
+
+    def ends(self) -> dict[str, FinishReason]:
+        """How each request ended; each must have ended once."""
+        found: dict[str, FinishReason] = {}
+        for batch in self.sent:
+            for output in batch.outputs if isinstance(batch, OutputBatch) else []:
+                if output.finish is not None:
+                    assert output.rid not in found, f"{output.rid} ended twice"
+                    found[output.rid] = output.finish
+        return found
+
+
+@pytest.fixture
+def make_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., EngineCore]:
+    monkeypatch.setattr(core_module, "ModelExecutor", OracleModelExecutor)
+    monkeypatch.setattr(core_module, "_IDLE_POLL_S", 0.0)
+
+    def make(check_memory: str, action: str, **settings: Any) -> EngineCore:
+        args = ServerArgs(
+            model_path="none",
+            check_memory=check_memory,
+            memory_error_action=action,
+            memory_dump_dir=str(tmp_path / "dumps"),
+            **settings,
+        )
+        return EngineCore(args)
+
+    return make
+
+
+def prompt(i: int) -> list[int]:
+    return [i % 3] * 9 + [i]
+
+
+def requests(prefix: str) -> list[FrontMessage]:
+    sampling = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0)
+    return [
+        GenerateRequest(rid=f"{prefix}{i}", input_ids=prompt(i), sampling=sampling)
+        for i in range(NUM_REQUESTS)
+    ]
+
+
+def leak_a_page(memory: RankMemory) -> None:
+    memory.allocator.alloc(1, owner=1)
+
+
+def leak_a_lock(memory: RankMemory) -> None:
+    node = memory.cache.match_prefix(np.array(prompt(0), np.int32)).node
+    assert node is not None
+
+
+def free_pages_in_use(memory: RankMemory) -> None:
+    for lease in memory.leases.values():
+        memory.allocator.free(lease.pages(4, lease.cache_protected_len), lease.row)
+
+
+def give_pages_in_use_away(memory: RankMemory) -> None:
+    for lease in memory.leases.values():
+        memory.allocator.give_to_tree(lease.pages(4, lease.cache_protected_len), lease.row)
+
+
+def count_pages_that_are_not_free(memory: RankMemory) -> None:
+    memory.cache._full._num_evictable += 1000  # type: ignore[attr-defined]
+    free = memory.allocator.num_free
+    memory.allocator.alloc(free, owner=1)
+
+
+def forget_a_lease(memory: RankMemory) -> None:
+    memory.leases.clear()
+
+
+# What breaks, which checks run, and the message that arrives next, if any.
+BUSY_DEFECTS: dict[str, tuple[Callable[[RankMemory], None], str, list[FrontMessage]]] = {
+    "a leaked page, at the next commit": (leak_a_page, "busy", []),
+    "a leaked lock, at the next commit": (leak_a_lock, "busy", []),
+    "pages freed in use, at the next commit": (free_pages_in_use, "busy", []),
+    "pages freed in use, when a step fails for it": (free_pages_in_use, "off", []),
+    "pages freed in use, on abort": (free_pages_in_use, "off", [AbortRequest(abort_all=True)]),
+    "pages freed in use, at the end": (free_pages_in_use, "off", [Shutdown()]),
+    "pages given away, on release": (give_pages_in_use_away, "off", []),
+    "pages that are not there, when planning": (count_pages_that_are_not_free, "off", []),
+    "a lost lease, on release": (forget_a_lease, "idle", []),
+}
+
+
+def break_in_flight(
+    core: EngineCore, corrupt: Callable[[RankMemory], None], then: list[FrontMessage]
+) -> Iterator[list[FrontMessage]]:
+    """Six requests run, rank 0 breaks, six more are sent once the first have ended."""
+    yield requests("a")
+    for _ in range(4):
+        yield []
+    assert core.scheduler.num_running == NUM_REQUESTS
+    assert core._in_flight
+    corrupt(core.scheduler.ranks[0].memory)
+    yield then
+    for _ in range(100):
+        if core.scheduler.is_idle:
+            break
+        yield []
+    assert core.scheduler.is_idle
+    yield requests("b")
+    for _ in range(100):
+        yield []
+
+
+@pytest.mark.parametrize("defect", BUSY_DEFECTS)
+def test_repair_fails_what_is_in_flight_and_serves_on_with_right_answers(
+    make_core: Callable[..., EngineCore], tmp_path: Path, defect: str
+) -> None:
+    corrupt, check_memory, then = BUSY_DEFECTS[defect]
+    core = make_core(check_memory, "repair")
+    channel = ScriptedChannel(break_in_flight(core, corrupt, then))
+    core.run(channel)
+
+    ends = channel.ends()
+    is_last = any(isinstance(message, Shutdown) for message in then)
+    assert {rid for rid in ends if rid.startswith("a")} == {f"a{i}" for i in range(NUM_REQUESTS)}
+    failed = [finish for finish in ends.values() if finish.status_code == 500]
+    assert failed
+    # Where the executor noticed first, one request was already told that a step had failed.
+    texts = [finish.message or "" for finish in failed]
+    assert any("memory wrong and started afresh" in text for text in texts)
+    assert all("memory" in text or "step failed" in text for text in texts)
+    assert not any(str(tmp_path) in text for text in texts)
+    tokens = channel.tokens()
+    for i in range(0 if is_last else NUM_REQUESTS):
+        assert tokens[f"b{i}"] == core.executor.oracle.expected_output(prompt(i), NUM_TOKENS)
+        assert ends[f"b{i}"].type == "length"
+
+    assert core.state()["counters"]["memory_errors"] == 1
+    assert core.executor.num_resets >= 1
+    core.scheduler.audit()
+    (dump,) = (tmp_path / "dumps").iterdir()
+    assert json.loads(dump.read_text())["ranks"][0]["view"]["dp_rank"] == 0
+
+
+@pytest.mark.parametrize("defect", BUSY_DEFECTS)
+def test_crash_ends_the_loop_and_names_the_dump(
+    make_core: Callable[..., EngineCore], tmp_path: Path, defect: str
+) -> None:
+    corrupt, check_memory, then = BUSY_DEFECTS[defect]
+    core = make_core(check_memory, "crash")
+    with pytest.raises(MemoryDefectError, match=r"rank 0.*; memory dump: ") as caught:
+        core.run(ScriptedChannel(break_in_flight(core, corrupt, then)))
+    path = Path(str(caught.value).rpartition("memory dump: ")[2])
+    assert path.parent == tmp_path / "dumps"
+    assert json.loads(path.read_text())["reason"] in str(caught.value)
+
+
+def test_a_leak_is_found_at_rest_and_repaired(
+    make_core: Callable[..., EngineCore], caplog: pytest.LogCaptureFixture
+) -> None:
+    core = make_core("idle", "repair")
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield requests("a")
+        for _ in range(50):
+            yield []
+        yield requests("b")
+        yield []
+        leak_a_page(core.scheduler.ranks[1].memory)
+        for _ in range(50):
+            yield []
+
+    channel = ScriptedChannel(script())
+    core.run(channel)
+    assert all(finish.type == "length" for finish in channel.ends().values())
+    assert core.state()["counters"]["memory_errors"] == 1
+    (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert "memory dump: " in record.getMessage()
+    assert "LedgerError: rank 1: rows hold 0 pages, 1 are leased" in record.getMessage()
+    assert "row 1 took page" in record.getMessage()
+
+
+def test_a_flush_that_finds_a_leaked_lock_is_answered(
+    make_core: Callable[..., EngineCore],
+) -> None:
+    core = make_core("off", "repair")
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield requests("a")
+        for _ in range(50):
+            yield []
+        for rank in core.scheduler.ranks:
+            rank.memory.cache.match_prefix(np.array(prompt(0), np.int32))
+        yield [FlushCache(rid="flush")]
+        yield [FlushCache(rid="again")]
+
+    channel = ScriptedChannel(script())
+    core.run(channel)
+    replies = {reply.rid: reply for reply in channel.sent if isinstance(reply, Reply)}
+    assert not replies["flush"].ok
+    assert "started afresh" in replies["flush"].message
+    assert replies["again"].ok
+    assert all(view.cached_pages == 0 for view in core.scheduler.memory_views())
+
+
+def test_a_recording_with_a_repair_plays_again(
+    make_core: Callable[..., EngineCore], tmp_path: Path
+) -> None:
+    from sgl_jax.replay.player import Player
+    from sgl_jax.scheduler.event_log import EventReader
+
+    file = tmp_path / "events"
+    core = make_core("idle", "repair", record_events=str(file))
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield requests("a")
+        for _ in range(50):
+            yield []
+        leak_a_page(core.scheduler.ranks[0].memory)
+        core._is_audited = False
+        yield []
+        yield requests("b")
+        for _ in range(50):
+            yield []
+
+    core.run(ScriptedChannel(script()))
+    assert core.state()["counters"]["memory_errors"] == 1
+    with file.open("rb") as recorded:
+        reader = EventReader(recorded)
+        player = Player(reader.started, "busy")
+        for event in reader:
+            player.feed(event)
+        player.finish()
+    assert player.scheduler.memory_views() == core.scheduler.memory_views()
+
+
+def memories() -> list[RankMemory]:
+    return [RankMemory(rank, SIZES) for rank in range(2)]
+
+
+def test_dumps_stop_before_they_fill_the_disk(tmp_path: Path) -> None:
+    record = DefectRecord(str(tmp_path))
+    for _ in range(MAX_DUMPS):
+        assert "memory dump: " in record.record(LedgerError("off"), memories(), {})
+    assert "no memory dump" in record.record(LedgerError("off"), memories(), {})
+    assert len(list(tmp_path.iterdir())) == MAX_DUMPS
+    assert record.num_defects == MAX_DUMPS + 1
+
+
+def test_without_a_folder_dumps_go_to_a_new_private_one() -> None:
+    where = DefectRecord(None).record(OwnershipError("off"), memories(), {})
+    path = Path(where.removeprefix("memory dump: "))
+    assert path.parent.stat().st_mode & 0o077 == 0
+    assert path.stat().st_mode & 0o077 == 0
+    path.unlink()
+    path.parent.rmdir()
+
+
+def test_a_dump_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    where = DefectRecord(str(tmp_path / "file")).record(LedgerError("off"), memories(), {})
+    assert where.startswith("the memory dump could not be written: ")
+
+
+def test_the_tree_is_an_owner_like_any_other() -> None:
+    """A page of the tree that is freed behind its back breaks the next eviction."""
+    (memory, _) = memories()
+    pages = memory.allocator.alloc(2, owner=1)
+    memory.allocator.give_to_tree(pages, owner=1)
+    memory.allocator.free(pages, TREE)
+    with pytest.raises(OwnershipError, match=r"tree freed page 1"):
+        memory.allocator.free(pages, TREE)
