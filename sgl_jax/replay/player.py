@@ -37,10 +37,16 @@ class DifferenceError(Exception):
 
 
 class Player:
-    """One replay. `check_memory` (off, idle, busy) says when the ledger is proved besides."""
+    """One replay. `check_memory` (off, idle, busy) says when the ledger is proved besides.
+
+    Raises `RecordingError` if no scheduler can be made as `started` says.
+    """
 
     def __init__(self, started: Started, check_memory: str = "off") -> None:
-        self.scheduler = Scheduler(started.sizes, started.config)
+        try:
+            self.scheduler = Scheduler(started.sizes, started.config)
+        except (ValueError, IndexError, MemoryError) as error:
+            raise RecordingError(f"no scheduler can be made of its sizes: {error}") from error
         self.num_events = 1
         self.num_raised = 0  # exceptions, as recorded
         self.notes: list[str] = []

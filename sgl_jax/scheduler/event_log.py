@@ -90,9 +90,10 @@ class EventReader:
         """The events not read yet."""
         while (payload := self._next_frame()) is not None:
             try:
-                yield self._decoder.decode(payload)
-            except msgspec.DecodeError as error:
+                event = self._decoder.decode(payload)
+            except (msgspec.DecodeError, ValueError, TypeError) as error:
                 raise RecordingError(f"an event cannot be read: {error}") from error
+            yield event
 
     def _next_frame(self) -> bytes | None:
         header = self._file.read(_LENGTH_BYTES)
