@@ -52,10 +52,19 @@ class LiveServer:
             assert held == rank["total_pages"], rank
         assert "LedgerError" not in self.log.read_text()
 
+    def assert_flush_frees_everything(self) -> None:
+        """At rest, the prefix cache is all that held pages."""
+        self.until_at_rest()
+        httpx.post(self.url + "/flush_cache", timeout=60).raise_for_status()
+        for rank in self.get("/get_server_info")["ranks"]:
+            assert rank["free_pages"] + rank["reserved_pages"] == rank["total_pages"], rank
+
 
 @contextmanager
-def live_server(folder: Path, *flags: str, model: Path = DEMO) -> Iterator[LiveServer]:
-    """`python -m sgl_jax.launch_server` on `model`, healthy; ended with SIGTERM, exit code 0."""
+def live_server(
+    folder: Path, *flags: str, model: Path = DEMO, exit_code: int = 0
+) -> Iterator[LiveServer]:
+    """`python -m sgl_jax.launch_server` on `model`, healthy; ended with SIGTERM, if not before."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -73,7 +82,7 @@ def live_server(folder: Path, *flags: str, model: Path = DEMO) -> Iterator[LiveS
         _wait_until_healthy(server)
         yield server
         process.send_signal(signal.SIGTERM)
-        assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()[-2000:]
+        assert process.wait(STOP_TIMEOUT_S) == exit_code, log.read_text()[-2000:]
     finally:
         if process.poll() is None:
             process.kill()
