@@ -52,6 +52,11 @@ def _check_rows(memory: RankMemory) -> Iterator[Finding]:
     for row in np.setdiff1d(np.arange(rows.num_rows), held).tolist():
         if rows.lengths[:, row].any() or rows.pages[row].any():
             yield Finding(f"row {row} is free, but not clean", rows.pages[row][rows.pages[row] > 0])
+    out_of_order = (rows.lengths[1:] < rows.lengths[:-1]).any(axis=0)
+    for row in np.flatnonzero(out_of_order).tolist():
+        _, protected, committed, allocated = rows.lengths[:, row].tolist()
+        what = f"row {row}: protected {protected}, committed {committed}, allocated {allocated}"
+        yield Finding(what, rows.pages[row][rows.pages[row] > 0])
     columns = np.arange(rows.pages_per_row)
     num_pages = -(-rows.kv_allocated_len // page_size)
     is_listed_too_far = (rows.pages != 0) & (columns >= num_pages[:, None])

@@ -12,8 +12,11 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.mem_cache.radix_cache import RadixCache
+from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
+from tests.mem_cache.tree_model import PrefixModel, Tokens, cached_pages
 
 MAX_LEN = 48
 CUTS = [7, 20, 33, MAX_LEN]
@@ -39,6 +42,10 @@ def array(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def as_tuple(tokens: np.ndarray) -> Tokens:
+    return tuple(tokens.tolist())
+
+
 class Holder:
     """A request as the memory sees it: its tokens and its lease."""
 
@@ -48,7 +55,11 @@ class Holder:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Open, grow, commit, publish, release and evict in any order, in a pool that is short."""
+    """Open, grow, commit, publish, release and evict in any order, in a pool that is short.
+
+    `model` is the cache searched by force: the prefixes it must have, with the page at the end of
+    each. `written` is what each page holds, so that every hit is known to be the right one.
+    """
 
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
@@ -61,6 +72,7 @@ class LeaseMachine(RuleBasedStateMachine):
         )
         self.page_size = page_size
         self.holders: list[Holder] = []
+        self.model = PrefixModel(page_size)
         # What was written to each page, as the prefix that ends with the page's last token.
         self.written: dict[int, list[bytes]] = {}
 
@@ -70,7 +82,12 @@ class LeaseMachine(RuleBasedStateMachine):
             return
         tokens = np.full(MAX_LEN, stem, np.int32)
         tokens[cut:] = 10 + tail
+        expected = self.model.longest_match(as_tuple(tokens[:-1]))
         lease = self.memory.open_lease(tokens[:-1])
+        assert lease.kv_committed_len == len(expected)
+        assert lease.pages(self.page_size).tolist() == self.model.pages_of(expected)
+        if expected:
+            self.model.touch(expected)
         assert lease.cache_protected_len == lease.kv_committed_len == lease.kv_allocated_len
         assert lease.kv_committed_len % self.page_size == 0
         self.holders.append(Holder(tokens, lease))
@@ -90,6 +107,7 @@ class LeaseMachine(RuleBasedStateMachine):
         view = memory.view()
         fits = sum(lacking) <= memory.num_available_pages
         assert memory.grow_rows(rows, array(*lens)) == fits
+        self.accept_eviction(max(sum(lacking) - view.free_pages, 0) if fits else 0)
         after = [holder.lease.kv_allocated_len for holder in chosen]
         if fits:
             assert after == [max(old, new) for old, new in zip(before, lens, strict=True)]
@@ -112,8 +130,24 @@ class LeaseMachine(RuleBasedStateMachine):
         holder = self.holders[which % len(self.holders)]
         if num_tokens <= holder.lease.kv_committed_len:
             return
-        if self.memory.grow_rows(array(holder.lease.row), array(num_tokens)):
+        fits = self.memory.grow_rows(array(holder.lease.row), array(num_tokens))
+        self.accept_eviction()
+        if fits:
             self.write(holder, num_tokens)
+
+    @precondition(lambda self: self.holders)
+    @rule(which=st.integers(0, 4), ahead=st.integers(1, 8), accepted=st.integers(0, 8))
+    def speculate(self, which: int, ahead: int, accepted: int) -> None:
+        """Slots ahead of what is certain; how much of it was written is known only later."""
+        holder = self.holders[which % len(self.holders)]
+        lease = holder.lease
+        certain = min(lease.kv_committed_len + 1, MAX_LEN)
+        end = min(certain + ahead, MAX_LEN)
+        fits = self.memory.grow_rows(array(lease.row), array(end))
+        self.accept_eviction()
+        if fits:
+            self.write(holder, certain)
+            self.write(holder, min(certain + accepted, end))
 
     def write(self, holder: Holder, end: int) -> None:
         lease = holder.lease
@@ -130,10 +164,10 @@ class LeaseMachine(RuleBasedStateMachine):
     def publish(self, which: int, num_known: int) -> None:
         holder = self.holders[which % len(self.holders)]
         before = holder.lease.cache_protected_len
+        self.expect_published(holder, num_known)
         publish_prefix(self.memory, holder.lease, holder.tokens[:num_known])
         offered = min(holder.lease.kv_committed_len, num_known) // self.page_size * self.page_size
-        keeps = self.memory.cache.num_protected + self.memory.cache.num_evictable > 0
-        expected = max(before, offered) if keeps else before
+        expected = max(before, offered) if self.tree is not None else before
         assert holder.lease.cache_protected_len == expected
         self.check_content(holder)
 
@@ -141,6 +175,8 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 4), num_known=st.sampled_from(CUTS), insert=st.booleans())
     def release(self, which: int, num_known: int, insert: bool) -> None:
         holder = self.holders.pop(which % len(self.holders))
+        if insert:
+            self.expect_published(holder, num_known)
         row, epoch = holder.lease.row, int(self.memory.rows.epoch[holder.lease.row])
         release_kv_cache(self.memory, holder.lease, holder.tokens[:num_known], insert=insert)
         assert holder.lease.released
@@ -154,6 +190,7 @@ class LeaseMachine(RuleBasedStateMachine):
         view = self.memory.view()
         can = num_pages <= self.memory.num_available_pages
         assert self.memory.make_room(num_pages) == can
+        self.accept_eviction(max(num_pages - view.free_pages, 0) if can else 0)
         expected = max(view.free_pages, num_pages) if can else view.free_pages
         assert self.memory.view().free_pages == expected
 
@@ -175,6 +212,36 @@ class LeaseMachine(RuleBasedStateMachine):
                 self.make_room(rng.randrange(10))
             self.books_balance()
 
+    @property
+    def tree(self) -> RadixTree | None:
+        cache = self.memory.cache
+        return cache.tree if isinstance(cache, RadixCache) else None
+
+    def expect_published(self, holder: Holder, num_known: int) -> None:
+        """Tell the model what a publication of the first `num_known` tokens adds to the cache."""
+        lease, page_size = holder.lease, self.page_size
+        length = min(lease.kv_committed_len, num_known) // page_size * page_size
+        if self.tree is None or length <= lease.cache_protected_len:
+            return
+        tokens = as_tuple(holder.tokens[:length])
+        offered = lease.pages(page_size, 0, length).tolist()
+        for prefix, page in zip(self.model.prefixes(tokens), offered, strict=True):
+            self.model.pages.setdefault(prefix, page)
+        self.model.touch(tokens)
+
+    def accept_eviction(self, num_pages: int | None = None) -> None:
+        """Memory was asked for: what left the cache had to go last, and was not too much."""
+        if self.tree is None:
+            return
+        self.know_locks()
+        gone = self.model.remove_evicted(cached_pages(self.tree))
+        assert num_pages is None or len(gone) == num_pages
+
+    def know_locks(self) -> None:
+        self.model.locked = [
+            as_tuple(holder.tokens[: holder.lease.cache_protected_len]) for holder in self.holders
+        ]
+
     def check_content(self, holder: Holder) -> None:
         """Each page below the committed length holds the KV of this very prefix."""
         pages = holder.lease.pages(self.page_size).tolist()
@@ -188,6 +255,11 @@ class LeaseMachine(RuleBasedStateMachine):
             return
         check_balance(self.memory)
         audit(self.memory)
+        self.know_locks()
+        num_evictable = len(self.model.evictable())
+        assert self.memory.cache.num_evictable == num_evictable
+        assert self.memory.cache.num_protected == len(self.model.pages) - num_evictable
+        assert self.tree is None or cached_pages(self.tree) == self.model.pages
         for holder in self.holders:
             lease = holder.lease
             assert 0 <= lease.cache_protected_len <= lease.kv_committed_len
