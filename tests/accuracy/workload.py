@@ -1,0 +1,107 @@
+"""What every variant is asked: held-out questions, and long greedy generations beside them."""
+
+import asyncio
+import functools
+import random
+from typing import NamedTuple
+
+import httpx
+from openai import AsyncOpenAI
+
+from sgl_jax.bench.demo_tasks import Question, held_out_questions, is_right
+from sgl_jax.bench.eval_demo import ask_all
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.accuracy.near_ties import differences, generate, greedy
+from tests.live.live_server import DEMO
+
+NUM_QUESTIONS = 120
+NUM_GENERATIONS = 14
+# More than a server here runs at once, so that requests wait, and return after a retract to a
+# server that has others.
+CONCURRENT_QUESTIONS = 12
+TIMEOUT_S = 240.0
+
+
+class Outcome(NamedTuple):
+    """What a server answered."""
+
+    replies: list[str]  # to the questions
+    outputs: list[list[int]]  # of the long generations
+
+    @property
+    def num_right(self) -> int:
+        """Questions answered right."""
+        return sum(map(is_right, questions(), self.replies))
+
+
+@functools.cache
+def questions() -> list[Question]:
+    """From six tasks in turn, up to about 1,060 tokens long."""
+    return held_out_questions(NUM_QUESTIONS, seed=3)
+
+
+@functools.cache
+def generations() -> list[tuple[list[int], int]]:
+    """Prompts of 5 to some 200 tokens, and of how many tokens each is to be continued.
+
+    Half are conversations, whose continuations repeat themselves as drafts like it; half are
+    random tokens.
+    """
+    rng = random.Random(5)
+    tokenizer = Tokenizer.load(str(DEMO), None)
+    tasks = ("recall", "sort", "reverse", "sum")
+    made = []
+    for i, question in enumerate(held_out_questions(NUM_GENERATIONS, seed=9, tasks=tasks)):
+        text = "\n".join(message["content"] for message in question.messages)
+        prompt = tokenizer.encode(text)
+        if i % 2:
+            prompt = [rng.randrange(300, 700) for _ in range(rng.randrange(5, 120))]
+        made.append((prompt, rng.randrange(150, 251)))
+    return made
+
+
+def num_output_tokens() -> int:
+    """Of all long generations together."""
+    return sum(count for _, count in generations())
+
+
+def run(url: str) -> Outcome:
+    """Questions and generations at the same time."""
+    return asyncio.run(_run(url))
+
+
+async def _run(url: str) -> Outcome:
+    openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0)
+    async with openai, client_of(url) as client:
+
+        async def output(prompt: list[int], count: int) -> list[int]:
+            body = {"input_ids": prompt, "sampling_params": greedy(count)}
+            return list((await generate(client, body))["output_ids"])
+
+        replies, *outputs = await asyncio.gather(
+            ask_all(openai, "demo", questions(), CONCURRENT_QUESTIONS),
+            *(output(prompt, count) for prompt, count in generations()),
+        )
+    return Outcome(replies, outputs)
+
+
+def num_differences(url: str, wanted: Outcome, got: Outcome) -> int:
+    """Output tokens of the server at `url` that are not as wanted. Each must be a near tie."""
+    return asyncio.run(_num_differences(url, wanted, got))
+
+
+async def _num_differences(url: str, wanted: Outcome, got: Outcome) -> int:
+    async with client_of(url) as client:
+        found = [
+            await differences(client, prompt, left, right)
+            for (prompt, _), left, right in zip(
+                generations(), wanted.outputs, got.outputs, strict=True
+            )
+        ]
+    return sum(map(len, found))
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    """A client of a server, for as many requests at once as one likes."""
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits)
