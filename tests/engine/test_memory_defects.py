@@ -14,12 +14,9 @@ import pytest
 
 from sgl_jax.core.messages import (
     AbortRequest,
-    EngineMessage,
-    FinishReason,
     FlushCache,
     FrontMessage,
     GenerateRequest,
-    OutputBatch,
     Reply,
     Shutdown,
 )
@@ -33,6 +30,7 @@ from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipEr
 from sgl_jax.mem_cache.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.fake_executor import OracleExecutor
+from tests.engine.scripted_channel import ScriptedChannel
 from tests.scheduler.driver import make_sizes
 
 SIZES = make_sizes(dp_size=2, num_pages=40, max_step_tokens=32, max_context_len=64)
@@ -66,41 +64,6 @@ class OracleModelExecutor:
 
     def close(self) -> None:
         return
-
-
-class ScriptedChannel:
-    """Each poll answers what the script yields next; when it ends, `Shutdown`."""
-
-    def __init__(self, script: Iterator[list[FrontMessage]]) -> None:
-        self._script = script
-        self.sent: list[EngineMessage] = []
-
-    def poll(self, timeout_s: float) -> list[FrontMessage]:
-        return next(self._script, [Shutdown()])
-
-    def send(self, message: EngineMessage) -> None:
-        self.sent.append(message)
-
-    def tokens(self) -> dict[str, list[int]]:
-        """What each request gained."""
-        found: dict[str, list[int]] = {}
-        for batch in self.sent:
-            if isinstance(batch, OutputBatch):
-                for rid, token in zip(batch.rids, batch.tokens, strict=True):
-                    found.setdefault(rid, []).append(token)
-                for output in batch.outputs:
-                    found.setdefault(output.rid, []).extend(output.token_ids)
-        return found
-
-    def ends(self) -> dict[str, FinishReason]:
-        """How each request ended; each must have ended once."""
-        found: dict[str, FinishReason] = {}
-        for batch in self.sent:
-            for output in batch.outputs if isinstance(batch, OutputBatch) else []:
-                if output.finish is not None:
-                    assert output.rid not in found, f"{output.rid} ended twice"
-                    found[output.rid] = output.finish
-        return found
 
 
 @pytest.fixture
