@@ -53,13 +53,14 @@ def release_kv_cache(
         insert: False if what was written must not be reused (a failed step).
     """
     lease.require_live()
+    if memory.leases.get(lease.row) is not lease:
+        raise LeaseError(f"{lease!r} is to be released, but its row is not listed as its own")
     if insert:
         publish_prefix(memory, lease, tokens)
     memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), owner=lease.row)
     if lease.node is not None:
         memory.cache.unlock(lease.node)
         lease.node = None
-    if memory.leases.pop(lease.row, None) is not lease:
-        raise LeaseError(f"{lease!r} is released, but its row is not listed as its own")
+    del memory.leases[lease.row]
     memory.rows.free(lease.row)
     lease.released = True
