@@ -142,19 +142,6 @@ def test_short_of_pages_the_request_with_the_fewest_output_tokens_is_retracted()
     assert first_end == "old"
 
 
-def test_retract_on_a_short_rank_leaves_other_ranks_alone() -> None:
-    sizes = make_sizes(dp_size=2, num_pages=12, page_size=4)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16, schedule_conservativeness=0.0))
-    driver.submit(generate("calm", [1, 2, 3], 30, dp_rank=1))
-    for i in range(3):
-        driver.submit(generate(f"busy{i}", list(range(i, i + 8)), 24, dp_rank=0))
-    driver.run()
-    assert driver.scheduler.ranks[0].num_retracted > 0
-    assert driver.scheduler.ranks[1].num_retracted == 0
-    for rid in driver.prompts:
-        driver.check_tokens(rid)
-
-
 def test_prefills_that_block_each_other_are_resolved_by_retract() -> None:
     sizes = make_sizes(num_pages=12, page_size=4, max_step_tokens=64)
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=6, schedule_conservativeness=0.0))
