@@ -33,6 +33,8 @@ from sgl_jax.engine.process import run_engine
 
 CRASH_SEED = 666  # a request with this seed is a defect of the engine
 FULL_SEED = 503  # and with this one, the queue is full
+LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
+LATE_TOKENS = 3
 DP_SIZE = 2
 LOGPROB = -0.5
 EOS = 1
@@ -140,6 +142,8 @@ class ScriptedEngine:
 
     def finish(self, running: Running, token: int) -> FinishReason | None:
         sampling = running.request.sampling
+        if sampling.seed == LATE_SEED and running.num_output_tokens == LATE_TOKENS:
+            return FinishReason(type="abort", message="it took too long", status_code=504)
         ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,)))
         if token in ends and running.num_output_tokens >= sampling.min_new_tokens:
             return FinishReason(type="stop", matched=token)

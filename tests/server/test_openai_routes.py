@@ -11,7 +11,7 @@ import pytest
 
 from sgl_jax.core.messages import AbortRequest, GenerateRequest
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.engine.scripted_engine import CRASH_SEED, FULL_SEED, LOGPROB
+from tests.engine.scripted_engine import CRASH_SEED, FULL_SEED, LATE_SEED, LOGPROB
 from tests.server.conftest import Rig, serving
 
 pytestmark = pytest.mark.anyio
@@ -172,6 +172,27 @@ async def test_a_full_queue_is_a_503_that_says_when_to_come_back(rig: Rig) -> No
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "queue_full"
+
+
+async def test_a_request_that_takes_too_long_is_a_504(rig: Rig) -> None:
+    answer = await rig.http.post("/v1/completions", json={"prompt": "hi", "seed": LATE_SEED})
+    assert answer.status_code == 504
+    error = answer.json()["error"]
+    assert (error["message"], error["code"]) == ("it took too long", "timeout")
+    assert error["type"] == "server_error"
+
+
+async def test_a_stream_that_takes_too_long_ends_with_an_error_event(rig: Rig) -> None:
+    rig.engine.step_s = 0.05  # so that the stream has begun when it ends
+    body = {"prompt": "hi", "seed": LATE_SEED, "stream": True}
+    answer = await rig.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    *events, last = answer.text.strip().split("\n\n")
+    assert len(events) >= 1
+    assert all("choices" in event for event in events)
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert "[DONE]" not in answer.text
+    await rig.until_idle()
 
 
 async def test_when_one_of_a_list_fails_its_siblings_are_aborted(rig: Rig) -> None:
