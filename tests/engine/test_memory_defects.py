@@ -53,10 +53,13 @@ class OracleModelExecutor:
         return
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        return self.oracle.launch(plan)
+        return self.num_resets, self.oracle.launch(plan)
 
     def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
-        return self.oracle.result(handle)
+        life, oracle_handle = handle
+        if life != self.num_resets:
+            raise RuntimeError("the step was launched before the reset")
+        return self.oracle.result(oracle_handle)
 
     def reset(self) -> None:
         self.num_resets += 1
@@ -88,11 +91,11 @@ def prompt(i: int) -> list[int]:
     return [i % 3] * 9 + [i]
 
 
-def requests(prefix: str) -> list[FrontMessage]:
+def requests(prefix: str, count: int = NUM_REQUESTS) -> list[FrontMessage]:
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0)
     return [
         GenerateRequest(rid=f"{prefix}{i}", input_ids=prompt(i), sampling=sampling)
-        for i in range(NUM_REQUESTS)
+        for i in range(count)
     ]
 
 
@@ -185,7 +188,7 @@ def test_repair_fails_what_is_in_flight_and_serves_on_with_right_answers(
         assert ends[f"b{i}"].type == "length"
 
     assert core.state()["counters"]["memory_errors"] == 1
-    assert core.executor.num_resets >= 1
+    assert core.executor.num_resets == (2 if "step fails" in defect else 1)
     core.scheduler.audit()
     (dump,) = (tmp_path / "dumps").iterdir()
     assert json.loads(dump.read_text())["ranks"][0]["view"]["dp_rank"] == 0
@@ -202,6 +205,49 @@ def test_crash_ends_the_loop_and_names_the_dump(
     path = Path(str(caught.value).rpartition("memory dump: ")[2])
     assert path.parent == tmp_path / "dumps"
     assert json.loads(path.read_text())["reason"] in str(caught.value)
+
+
+def test_those_that_wait_are_answered_and_forgotten_as_well(
+    make_core: Callable[..., EngineCore],
+) -> None:
+    core = make_core("busy", "repair")
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield requests("a", count=40)
+        yield []
+        yield []
+        assert core.scheduler.num_waiting > 0
+        leak_a_page(core.scheduler.ranks[1].memory)
+        yield []
+        assert core.scheduler.is_idle
+        assert core.scheduler.num_waiting == core.scheduler.num_running == 0
+        assert all(rank.take_admissions() == () for rank in core.scheduler.ranks)
+        yield requests("b")
+        for _ in range(50):
+            yield []
+
+    channel = ScriptedChannel(script())
+    core.run(channel)
+    ends = channel.ends()
+    assert len(ends) == 40 + NUM_REQUESTS
+    assert all(ends[f"a{i}"].status_code == 500 for i in range(40))
+    assert all(ends[f"b{i}"].type == "length" for i in range(NUM_REQUESTS))
+    assert core.scheduler.counters()["requests_finished"] == 40 + NUM_REQUESTS
+
+
+def test_a_rebuilt_scheduler_tells_the_device_of_no_request_it_lost(
+    make_core: Callable[..., EngineCore],
+) -> None:
+    scheduler = make_core("off", "repair").scheduler
+    (message,) = requests("a", count=1)
+    assert isinstance(message, GenerateRequest)
+    scheduler.submit(message)
+    (request,) = scheduler._waiting
+    assert scheduler.ranks[0].try_admit(request) is not None
+    scheduler.rebuild("broken")
+    assert scheduler.ranks[0].take_admissions() == ()
+    assert request.lease is None
+    assert scheduler.num_running == 0
 
 
 def test_a_leak_is_found_at_rest_and_repaired(

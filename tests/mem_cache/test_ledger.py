@@ -179,6 +179,11 @@ def lose_a_tree_page(memory: RankMemory) -> None:
     node.values[0] = node.values[0][:-1]
 
 
+def lose_a_page_of_a_locked_path(memory: RankMemory) -> None:
+    node = locked_node(memory)
+    node.values[0] = node.values[0][:-1]
+
+
 def misplace_a_node(memory: RankMemory) -> None:
     node = next(node for node in tree_nodes(memory) if node is not locked_node(memory))
     node.end += 4
@@ -221,6 +226,7 @@ CORRUPTIONS: list[tuple[Callable[[RankMemory], None], str]] = [
     (keep_a_page_of_the_tree_in_the_row, r"no holder claims: page \d+: row 1"),
     (forget_that_a_page_is_free, r"free list is wrong: page \d+: free"),
     (lose_a_tree_page, r"TreeNode.* has 2 pages for 12 tokens"),
+    (lose_a_page_of_a_locked_path, r"row 1, .*: the path it has locked holds 1 pages"),
     (misplace_a_node, r"TreeNode.* does not continue its parent"),
 ]
 

@@ -263,6 +263,20 @@ def test_a_lock_moved_to_a_shorter_prefix_is_found() -> None:
         check_balance(memory)
 
 
+def test_two_short_locks_do_not_pass_for_a_long_one() -> None:
+    memory = make_memory(PAGE)
+    cache_prefix(memory, TOKENS[:8])
+    lease = memory.open_lease(TOKENS[:12])
+    for _ in range(2):
+        memory.cache.match_prefix(TOKENS[:5])
+    assert lease.node is not None
+    memory.cache.unlock(lease.node)
+    with pytest.raises(
+        LedgerError, match="1 rows have locked 8 tokens, the tree gave 2 locks on 8"
+    ):
+        check_balance(memory)
+
+
 def test_the_root_of_an_emptied_tree_is_no_victim() -> None:
     memory = make_memory(PAGE)
     for tokens in (TOKENS[:8], TOKENS[20:28]):
@@ -273,6 +287,8 @@ def test_the_root_of_an_emptied_tree_is_no_victim() -> None:
     assert len(full._evictable_leaves) == 0
     assert full.next_victim(1) is None
     assert memory.cache.evict(1) == 0
+    full.refresh(root)
+    assert root not in full._evictable_leaves
     cache_prefix(memory, TOKENS[:8])
     assert root not in full._evictable_leaves
     assert_all_free(memory)
