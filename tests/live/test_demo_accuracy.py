@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from sgl_jax.bench.eval_demo import evaluate, parse_args
 from tests.live.live_server import live_server
 
@@ -13,3 +15,19 @@ def test_held_out_questions_are_answered_right(tmp_path: Path) -> None:
         options = ["--base-url", server.url, "--num-questions", "600", "--seed", "1"]
         assert asyncio.run(evaluate(parse_args(options)))
         server.assert_nothing_leaked()
+
+
+def test_retracts_amid_decode_and_prefill_cost_no_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the running requests are taken away every third step; nothing is cached."""
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+    monkeypatch.setenv("SGLANG_TEST_RETRACT_NO_PREFILL_BS", "12")
+    flags = ("--disable-radix-cache", "--chunked-prefill-size", "32", "--check-memory", "busy")
+    with live_server(tmp_path, *flags) as server:
+        options = ["--base-url", server.url, "--num-questions", "200", "--seed", "2"]
+        assert asyncio.run(evaluate(parse_args(options)))
+        server.assert_nothing_leaked()
+        counters = server.get("/get_server_info")["counters"]
+        assert counters["requests_force_retracted"] > 200
+        assert counters["requests_retracted"] >= counters["requests_force_retracted"]

@@ -1,7 +1,13 @@
-"""A thousand requests with aborts and vanishing clients: survivors are right, nothing leaks."""
+"""A thousand requests with aborts and vanishing clients: survivors are right, nothing leaks.
+
+What its scheduler was told is recorded; if this test fails, the recording is there to be run again.
+"""
 
 import asyncio
+import contextlib
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +19,10 @@ from tests.live.live_server import LiveServer, live_server
 
 NUM_REQUESTS = 1000
 CONCURRENCY = 64
+MAX_PATIENCE_S = 0.2
 NUM_PROMPTS = 40
 NEAR_TIE = 1e-4
+RECORDING = "stress.events"
 FLAGS = (
     *("--dp-size", "2", "--max-running-requests", "16", "--context-length", "512"),
     # A pool that holds about a third of what wants to run: evictions and retracts all the time.
@@ -25,7 +33,8 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with live_server(tmp_path_factory.mktemp("live"), *FLAGS) as server:
+    folder = tmp_path_factory.mktemp("live")
+    with live_server(folder, *FLAGS, "--record-events", str(folder / RECORDING)) as server:
         yield server
 
 
@@ -57,6 +66,11 @@ async def one(
         answer = await client.post(url + "/generate", json=body)
         assert answer.status_code == 200, answer.text
         return list(answer.json()["output_ids"])
+    if fate == "vanish":  # the client goes away while its prompt waits, or is prefilled
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(random.Random(rid).random() * MAX_PATIENCE_S):
+                await client.post(url + "/generate", json={**body, "rid": rid})
+        return None
     ids: list[int] = []
     lines = random.Random(rid).randrange(1, 12)
     request = {**body, "stream": True, "rid": rid}
@@ -84,7 +98,7 @@ async def flood(url: str, bodies: list[dict[str, Any]]) -> list[tuple[int, str, 
 
         async def run(number: int) -> tuple[int, str, list[int] | None]:
             index = rng.randrange(len(bodies))
-            fate = rng.choice(["whole", "stream", "stream", "abort", "disconnect"])
+            fate = rng.choice(["whole", "stream", "stream", "abort", "disconnect", "vanish"])
             async with slots:
                 tokens = await one(client, url, bodies[index], fate, f"stress-{number}")
             return index, fate, tokens
@@ -106,6 +120,19 @@ def margin_at(url: str, body: dict[str, Any], output: list[int]) -> float:
 
 
 def test_survivors_are_right_and_nothing_leaks(server: LiveServer) -> None:
+    recording = server.log.with_name(RECORDING)
+    try:
+        check_survivors(server)
+        # Whatever it decided in all this, a scheduler that is told the same decides again.
+        command = [sys.executable, "-m", "sgl_jax.replay", str(recording)]
+        replay = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert replay.returncode == 0, replay.stdout + replay.stderr
+    except BaseException as error:
+        error.add_note(f"its events: python -m sgl_jax.replay --verbose {recording}")
+        raise
+
+
+def check_survivors(server: LiveServer) -> None:
     bodies = make_bodies(seed=1)
     expected = asyncio.run(expected_outputs(server.url, bodies))
     outcomes = asyncio.run(flood(server.url, bodies))
