@@ -1,0 +1,119 @@
+"""Breaks the memory stack on purpose, one way at a time, and shows that the tests notice.
+
+Each mutation is made in a copy of the repository, whose memory and scheduler tests are then run
+until one fails. A mutation that no test notices is a hole in the tests, and the exit code is 1.
+
+    scripts/mutation_check                    # all of them
+    scripts/mutation_check --only "forget"    # those whose name contains this
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutation.mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).parents[2]
+TESTS = ("tests/mem_cache", "tests/scheduler")
+COPIED = ("sgl_jax", "tests", "pyproject.toml", "README.md")
+TIMEOUT_S = 600
+# What pytest exits with when tests ran and some failed: anything else proves nothing.
+TESTS_FAILED = 1
+
+
+class Verdict(NamedTuple):
+    """What became of one mutation."""
+
+    mutation: Mutation
+    caught: bool
+    by: str  # the first test that failed, or what went wrong
+    seconds: float
+
+
+def apply(mutation: Mutation, root: Path) -> None:
+    """Make the change in the tree at `root`. Raises ValueError if its text is not there once."""
+    path = root / mutation.path
+    text = path.read_text()
+    if text.count(mutation.before) != 1:
+        raise ValueError(
+            f"{mutation.name}: its text occurs {text.count(mutation.before)} times in "
+            f"{mutation.path}, once is wanted"
+        )
+    path.write_text(text.replace(mutation.before, mutation.after))
+
+
+def run_tests(root: Path) -> tuple[int, str]:
+    """Run the tests of the tree at `root` until one fails; exit code and output."""
+    # What fails is enough: no search for the smallest example.
+    options = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=no_shrink")
+    command = [sys.executable, "-m", "pytest", *options, *TESTS]
+    environment = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        # A scheduler that never comes to rest has been noticed, too.
+        return TESTS_FAILED, f"FAILED (no end within {TIMEOUT_S} s)"
+    return done.returncode, done.stdout + done.stderr
+
+
+def judge(mutation: Mutation | None) -> Verdict:
+    """Test a copy with the mutation; None tests the copy as it is."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sgl_jax_mutation_") as folder:
+        root = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
+                shutil.copytree(source, root / name, ignore=ignored)
+            else:
+                shutil.copy(source, root / name)
+        if mutation is not None:
+            apply(mutation, root)
+        code, output = run_tests(root)
+    failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
+    by = failed.group(1) if failed else output.strip()[-200:]
+    unchanged = Mutation("(nothing changed)", "", "", "")
+    return Verdict(mutation or unchanged, code == TESTS_FAILED, by, time.monotonic() - start)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge every mutation, print a table, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="part of the names of the mutations to try")
+    parser.add_argument("--workers", type=int, default=2, help="mutations tried at once (2)")
+    options = parser.parse_args(argv)
+    chosen = [mutation for mutation in MUTATIONS if options.only in mutation.name]
+    if not chosen:
+        parser.error(f"no mutation has {options.only!r} in its name")
+    survivors = []
+    with ThreadPoolExecutor(options.workers) as pool:
+        # The control: if the tests fail on the tree as it is, what they catch means nothing.
+        for verdict in pool.map(judge, [None, *chosen]):
+            is_control = verdict.mutation not in chosen
+            if verdict.caught == is_control:
+                survivors.append(verdict.mutation.name)
+            word = "caught" if verdict.caught else "passed"
+            print(f"{word}  {verdict.seconds:6.1f} s  {verdict.mutation.name}", flush=True)
+            if verdict.caught or not is_control:
+                print(f"                  {verdict.by}", flush=True)
+    num_caught = len(chosen) - sum(name in {m.name for m in chosen} for name in survivors)
+    print(f"{num_caught} of {len(chosen)} mutations caught")
+    for name in survivors:
+        print(f"not as it should be: {name}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

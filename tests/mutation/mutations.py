@@ -1,0 +1,313 @@
+"""The ways to break the memory stack that tests must notice: one small slip each.
+
+Most are slips that engines of this kind have really made. Each names a text that occurs once in
+its file (`test_mutations.py` keeps that true) and what stands there instead.
+"""
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """One slip."""
+
+    name: str
+    path: str  # from the root of the repository
+    before: str
+    after: str
+
+
+_RELEASE = "sgl_jax/mem_cache/release.py"
+_MEMORY = "sgl_jax/mem_cache/rank_memory.py"
+_ALLOCATOR = "sgl_jax/mem_cache/page_allocator.py"
+_ROWS = "sgl_jax/mem_cache/req_to_token_pool.py"
+_LEASE = "sgl_jax/mem_cache/lease.py"
+_TREE = "sgl_jax/mem_cache/radix_tree.py"
+_FULL = "sgl_jax/mem_cache/full_component.py"
+_CACHE = "sgl_jax/mem_cache/radix_cache.py"
+_RANK = "sgl_jax/scheduler/rank_scheduler.py"
+_PLANNER = "sgl_jax/scheduler/step_planner.py"
+_COMMIT = "sgl_jax/scheduler/commit.py"
+_SCHEDULER = "sgl_jax/scheduler/scheduler.py"
+_REQUEST = "sgl_jax/scheduler/request.py"
+
+_FREE_REST = (
+    "    memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), "
+    "owner=lease.row)\n"
+)
+_FREE_DUPLICATES = "    memory.allocator.free(offered[offered != kept.pages], lease.row)\n"
+_UNLOCK_AT_END = """        memory.cache.unlock(lease.node)
+        lease.node = None
+    if memory"""
+
+MUTATIONS = (
+    # -- the end of a lease
+    Mutation("skip the free at release", _RELEASE, _FREE_REST, ""),
+    Mutation("free twice at release", _RELEASE, _FREE_REST, 2 * _FREE_REST),
+    Mutation(
+        "free from the committed instead of the protected length",
+        _RELEASE,
+        "lease.pages(memory.page_size, lease.cache_protected_len), owner",
+        "lease.pages(memory.page_size, -(-lease.kv_committed_len // memory.page_size) "
+        "* memory.page_size), owner",
+    ),
+    Mutation(
+        "free up to the committed instead of the allocated length",
+        _RELEASE,
+        "lease.pages(memory.page_size, lease.cache_protected_len), owner",
+        "lease.pages(memory.page_size, lease.cache_protected_len, lease.kv_committed_len), owner",
+    ),
+    Mutation(
+        "off by one in the ceil of a lease's last page",
+        _LEASE,
+        "start // page_size : -(-stop // page_size)]",
+        "start // page_size : stop // page_size]",
+    ),
+    Mutation(
+        "forget the lock at release",
+        _RELEASE,
+        _UNLOCK_AT_END,
+        "        lease.node = None\n    if memory",
+    ),
+    Mutation(
+        "unlock twice at release",
+        _RELEASE,
+        _UNLOCK_AT_END,
+        "        memory.cache.unlock(lease.node)\n" + _UNLOCK_AT_END,
+    ),
+    Mutation("do not return the row", _RELEASE, "    memory.rows.free(lease.row)\n", ""),
+    Mutation("leave the lease live", _RELEASE, "    lease.released = True\n", ""),
+    Mutation("insert what a failed step wrote", _RELEASE, "    if insert:\n", "    if True:\n"),
+    Mutation("never insert", _RELEASE, "    if insert:\n", "    if False:\n"),
+    # -- publishing a prefix
+    Mutation(
+        "forget the old lock when a longer prefix is published",
+        _RELEASE,
+        "        memory.cache.unlock(lease.node)\n    lease.node = kept.node",
+        "        pass\n    lease.node = kept.node",
+    ),
+    Mutation("keep the duplicates of a published prefix", _RELEASE, _FREE_DUPLICATES, ""),
+    Mutation(
+        "free duplicates from the matched instead of the protected length",
+        _RELEASE,
+        "offered[offered != kept.pages]",
+        "offered[protected // page_size + 1 :][(offered != kept.pages)"
+        "[protected // page_size + 1 :]]",
+    ),
+    Mutation(
+        "offer tokens that were not written",
+        _RELEASE,
+        "min(lease.kv_committed_len, len(tokens)) //",
+        "min(lease.kv_allocated_len, len(tokens)) //",
+    ),
+    Mutation(
+        "offer KV of tokens that were forgotten",
+        _RELEASE,
+        "min(lease.kv_committed_len, len(tokens)) // page_size * page_size",
+        "lease.kv_committed_len // page_size * page_size\n"
+        "    tokens = np.pad(tokens, (0, max(0, length - len(tokens))))",
+    ),
+    Mutation(
+        "offer the last, partial page",
+        _RELEASE,
+        "min(lease.kv_committed_len, len(tokens)) // page_size * page_size",
+        "-(-min(lease.kv_committed_len, len(tokens)) // page_size) * page_size",
+    ),
+    Mutation(
+        "leave the protected length as it was",
+        _RELEASE,
+        "    rows.cache_protected_len[lease.row] = length\n",
+        "",
+    ),
+    Mutation(
+        "go on reading the duplicates",
+        _RELEASE,
+        "    rows.pages[lease.row, : length // page_size] = kept.pages\n",
+        "",
+    ),
+    # -- leases begin and grow
+    Mutation(
+        "use the committed length for the protected length",
+        _MEMORY,
+        "protected=match.length, committed",
+        "protected=0, committed",
+    ),
+    Mutation(
+        "forget what was allocated",
+        _MEMORY,
+        "np.maximum(allocated[rows], allocated_lens)",
+        "allocated[rows]",
+    ),
+    Mutation(
+        "shrink the allocated length without freeing",
+        _MEMORY,
+        "np.maximum(allocated[rows], allocated_lens)",
+        "allocated_lens",
+    ),
+    Mutation(
+        "off by one in the pages that a row lacks",
+        _MEMORY,
+        "lacking = -(-allocated_lens // self.page_size) - held",
+        "lacking = allocated_lens // self.page_size + 1 - held",
+    ),
+    Mutation(
+        "evict without a need", _MEMORY, "self.cache.evict(deficit)", "self.cache.evict(num_pages)"
+    ),
+    Mutation(
+        "give a row back with its old epoch",
+        _ROWS,
+        "        self.epoch[row] += 1\n        self._free.append(row)",
+        "        self._free.append(row)",
+    ),
+    Mutation(
+        "give a row back with its old lengths",
+        _ROWS,
+        "        self.lengths[:, row] = 0\n        self.epoch",
+        "        self.epoch",
+    ),
+    Mutation(
+        "let anybody free a page",
+        _ALLOCATOR,
+        '        self._require(pages, owner, "free")\n',
+        "",
+    ),
+    # -- the tree
+    Mutation(
+        "lock the end of a path alone",
+        _FULL,
+        """                self.refresh(step)
+            step = step.parent
+
+    def unlock""",
+        """                self.refresh(step)
+            step = None
+
+    def unlock""",
+    ),
+    Mutation(
+        "split an edge without its locks",
+        _FULL,
+        "        upper.locks[self.index] = lower.locks[self.index]\n",
+        "",
+    ),
+    Mutation(
+        "evict what is locked",
+        _FULL,
+        "not node.children and node.locks[self.index] == 0 and",
+        "not node.children and",
+    ),
+    Mutation(
+        "evict the root",
+        _FULL,
+        "node.locks[self.index] == 0 and node.parent is not None",
+        "node.locks[self.index] == 0",
+    ),
+    Mutation(
+        "evict a whole edge for one page",
+        _FULL,
+        "keep = max(len(leaf.values[self.index]) - num_units, 0)",
+        "keep = 0",
+    ),
+    Mutation(
+        "lock the root when nothing matched",
+        _TREE,
+        "        if length == 0:\n            return None\n",
+        "        if length == 0:\n            self.lock(self.root)\n            return None\n",
+    ),
+    Mutation(
+        "match a part of a page",
+        _TREE,
+        "            matched = matched // self.page_size * self.page_size\n",
+        "",
+    ),
+    Mutation(
+        "reset the cache under a live lease",
+        _CACHE,
+        "        if self.num_protected:\n",
+        "        if False:\n",
+    ),
+    # -- requests and their results
+    Mutation(
+        "serve even the last token from the cache",
+        _REQUEST,
+        "limit = len(self.tokens) - 1",
+        "limit = len(self.tokens)",
+    ),
+    Mutation(
+        "commit a result to whoever holds the row now",
+        _COMMIT,
+        "current = memory.rows.epoch[plan.rows] == plan.epochs",
+        "current = np.isin(plan.rows, running.active)",
+    ),
+    Mutation(
+        "keep the overshoot past a stop",
+        _COMMIT,
+        "np.where(is_finished, last + 1, is_token.sum(axis=1))",
+        "is_token.sum(axis=1)",
+    ),
+    Mutation(
+        "leave the committed length behind the accepted drafts",
+        _COMMIT,
+        "kv_committed_len[rows] + accepted)",
+        "kv_committed_len[rows])",
+    ),
+    Mutation(
+        "count a read draft as unread",
+        _COMMIT,
+        "    rank.running.unread_drafts[rows] -= drafted\n",
+        "",
+    ),
+    Mutation(
+        "hold slots for one step ahead only",
+        _PLANNER,
+        "committed + self.rank.running.unread_drafts[rows] + 1",
+        "committed + 1",
+    ),
+    Mutation(
+        "commit drafts at launch",
+        _PLANNER,
+        "memory.commit_rows(rows, ends)",
+        "memory.commit_rows(rows, kv_starts + q_lens)",
+    ),
+    Mutation(
+        "draft past the tokens asked for",
+        _PLANNER,
+        "drafts = np.clip(running.max_len[rows] - longest, 0, drafts)",
+        "drafts = np.clip(running.max_len[rows] - longest + 1, 0, drafts)",
+    ),
+    Mutation(
+        "save the lengths of what was launched, not of what was read",
+        _RANK,
+        "        tokens: Int32Array = self.running.remove(row)[:num_tokens]\n",
+        "        planned = int(self.running.planned_len[row])\n"
+        "        table = self.running.tokens[row].copy()\n"
+        "        self.running.remove(row)\n"
+        "        tokens: Int32Array = table[:planned][:num_tokens]\n",
+    ),
+    Mutation(
+        "admit a retracted request twice on the device",
+        _RANK,
+        "        self._unsent_admissions.clear()\n        return admissions",
+        "        return admissions",
+    ),
+    Mutation(
+        "retract from a rank that has room",
+        _PLANNER,
+        "while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):",
+        "while len(rows) > 1 and (self._retract_one() or True) "
+        "and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):",
+    ),
+    Mutation(
+        "keep what a failed device has written",
+        _SCHEDULER,
+        "            self._end(request, finish, insert=False)\n        for rank in self.ranks:\n"
+        "            rank.memory.cache.reset()",
+        "            self._end(request, finish, insert=True)",
+    ),
+    Mutation(
+        "leave an aborted request in the queue",
+        _SCHEDULER,
+        "        if request.state is RequestState.WAITING:\n"
+        "            self._waiting.remove(request)\n",
+        "",
+    ),
+)
