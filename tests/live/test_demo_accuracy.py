@@ -25,9 +25,9 @@ def test_retracts_amid_decode_and_prefill_cost_no_accuracy(
     monkeypatch.setenv("SGLANG_TEST_RETRACT_NO_PREFILL_BS", "12")
     flags = ("--disable-radix-cache", "--chunked-prefill-size", "32", "--check-memory", "busy")
     with live_server(tmp_path, *flags) as server:
-        options = ["--base-url", server.url, "--num-questions", "200", "--seed", "2"]
+        options = ["--base-url", server.url, "--num-questions", "120", "--seed", "2"]
         assert asyncio.run(evaluate(parse_args(options)))
         server.assert_nothing_leaked()
         counters = server.get("/get_server_info")["counters"]
-        assert counters["requests_force_retracted"] > 200
+        assert counters["requests_force_retracted"] > 100
         assert counters["requests_retracted"] >= counters["requests_force_retracted"]
