@@ -1,4 +1,4 @@
-"""What the tests of accuracy share, over all workers of a run: compiled programs, the reference."""
+"""What the tests of accuracy share, over all workers of a run: the reference."""
 
 import fcntl
 import json
@@ -21,13 +21,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> P
 
 
 @pytest.fixture(scope="session")
-def compiled(shared_folder: Path) -> tuple[str, str]:
-    """The flags that let variants of the same shapes share their programs."""
-    return ("--compilation-cache-dir", str(shared_folder / "programs"))
-
-
-@pytest.fixture(scope="session")
-def reference(shared_folder: Path, compiled: tuple[str, str]) -> Outcome:
+def reference(shared_folder: Path) -> Outcome:
     """What a server answers without retract, prefix cache, overlap, speculation or ranks."""
     kept = shared_folder / "reference.json"
     folder = shared_folder / "reference"
@@ -35,7 +29,7 @@ def reference(shared_folder: Path, compiled: tuple[str, str]) -> Outcome:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one worker makes it, the others wait
         if not kept.exists():
             folder.mkdir()
-            with live_server(folder, *REFERENCE.flags, *compiled) as server:
+            with live_server(folder, *REFERENCE.flags) as server:
                 outcome = run(server.url)
                 assert server.get("/get_server_info")["counters"]["requests_retracted"] == 0
             kept.write_text(json.dumps(outcome))

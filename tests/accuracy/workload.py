@@ -8,14 +8,17 @@ from typing import NamedTuple
 import httpx
 from openai import AsyncOpenAI
 
-from sgl_jax.bench.demo_tasks import Question, held_out_questions, is_right
+from sgl_jax.bench.demo_tasks import TASKS, Question, held_out_questions, is_right
 from sgl_jax.bench.eval_demo import ask_all
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.accuracy.near_ties import differences, generate, greedy
 from tests.live.live_server import DEMO
 
-NUM_QUESTIONS = 120
+NUM_SHORT_QUESTIONS = 100
+NUM_LONG_QUESTIONS = 10  # about 1,060 tokens each
+NUM_QUESTIONS = NUM_SHORT_QUESTIONS + NUM_LONG_QUESTIONS
 NUM_GENERATIONS = 14
+SHORT_TASKS = tuple(task for task in TASKS if task != "recall_long")
 # More than a server here runs at once, so that requests wait, and return after a retract to a
 # server that has others.
 CONCURRENT_QUESTIONS = 12
@@ -36,8 +39,15 @@ class Outcome(NamedTuple):
 
 @functools.cache
 def questions() -> list[Question]:
-    """From six tasks in turn, up to about 1,060 tokens long."""
-    return held_out_questions(NUM_QUESTIONS, seed=3)
+    """Of all tasks: one long question after each ten short ones."""
+    short = held_out_questions(NUM_SHORT_QUESTIONS, seed=3, tasks=SHORT_TASKS)
+    long = held_out_questions(NUM_LONG_QUESTIONS, seed=3, tasks=("recall_long",))
+    step = NUM_SHORT_QUESTIONS // NUM_LONG_QUESTIONS
+    return [
+        question
+        for i, last in enumerate(long)
+        for question in (*short[i * step : (i + 1) * step], last)
+    ]
 
 
 @functools.cache

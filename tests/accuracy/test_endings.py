@@ -1,0 +1,37 @@
+"""However a request ends, while others are being retracted, its memory comes back."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.accuracy.endings import REQUEST_TIMEOUT_S, run_endings
+from tests.accuracy.test_retract_accuracy import assert_sound
+from tests.accuracy.variants import SOME, Variant
+from tests.accuracy.workload import Outcome
+from tests.live.live_server import live_server
+
+ENDINGS = (
+    *("end of sequence", "stop token", "stop string", "length"),
+    *("abort", "disconnect", "error", "time-out"),
+)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, id=variant.name, marks=pytest.mark.long if i else ())
+        for i, variant in enumerate(SOME)
+    ],
+)
+def test_every_ending_gives_its_memory_back(
+    variant: Variant, reference: Outcome, tmp_path: Path
+) -> None:
+    limit = ("--request-timeout", str(REQUEST_TIMEOUT_S))
+    with live_server(tmp_path, *variant.flags, *variant.retract_flags, *limit) as server:
+        counts = run_endings(server.url, reference)
+        print(counts)
+        assert not [ending for ending in ENDINGS if not counts[ending]], counts
+        assert_sound(server)
+        counters = server.get("/get_server_info")["counters"]
+        assert counters["requests_timed_out"] >= counts["time-out"]
+        assert counters["requests_force_retracted"] > 0
