@@ -1,7 +1,7 @@
 """The books are broken on purpose, everywhere the engine may notice: it ends, or repairs itself.
 
 A real engine loop and scheduler on an executor that checks what every step would read. The real
-executor and the real process: `test_offline.py` and `tests/live/test_memory_defects.py`.
+executor in a real process: `tests/live/test_memory_defects.py`.
 """
 
 import json
