@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+_MAX_CHARS = 200  # of a value in the words
+
 
 def first_difference(path: str, recorded: Any, got: Any) -> str | None:
     """Where and how `got` differs from `recorded`, values of one kind; None if they are equal.
@@ -24,7 +26,7 @@ def first_difference(path: str, recorded: Any, got: Any) -> str | None:
             return _first(first_difference(f"{path}[{k!r}]", recorded[k], got[k]) for k in recorded)
         if isinstance(recorded, (list, tuple)):
             return _sequence_difference(path, recorded, got)
-    return None if recorded == got else f"{path}: recorded {recorded!r}, got {got!r}"
+    return None if recorded == got else f"{path}: recorded {_cut(recorded)}, got {_cut(got)}"
 
 
 def _fields(value: Any) -> Sequence[str]:
@@ -62,6 +64,11 @@ def _array_difference(path: str, recorded: np.ndarray, got: np.ndarray) -> str |
 
 def _short(array: np.ndarray) -> str:
     return np.array2string(array, threshold=20, separator=", ")
+
+
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + "..."
 
 
 def _first(found: Any) -> str | None:

@@ -49,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_draft_tokens=st.sampled_from([0, 0, 1, 3, 4]),
         retract_interval=st.sampled_from([0, 0, 1, 2, 3, 5]),
         no_prefill_bs=st.sampled_from([0, 0, 1, 2, 5]),
+        is_replayed=st.sampled_from([False, False, False, True]),
         timeouts_s=st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0), (4.0, 8.0)]),
     )
     def start(
@@ -66,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_draft_tokens: int,
         retract_interval: int,
         no_prefill_bs: int,
+        is_replayed: bool,
         timeouts_s: tuple[float, float],
     ) -> None:
         sizes = make_sizes(
@@ -93,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(sizes, config, max_unread=max_unread)
         self.executor = FaultyExecutor(self.driver.oracle)
         self.driver.executor = self.executor
-        self.was_refused = False  # pages, at the whim of the test: no replay can know
+        self.is_replayed = is_replayed
         self.now_s = 100.0
         self.driver.tick(self.now_s)
         self.arrived_s: dict[str, float] = {}
@@ -197,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def steps_while_a_rank_gets_no_pages(self, rank: int, count: int) -> None:
         driver = self.driver
         memory = driver.scheduler.ranks[rank % driver.scheduler.sizes.dp_size].memory
-        self.was_refused = True
+        self.is_replayed = False  # no replay can know of this whim
         driver.events.note(f"for {count} steps, rank {memory.dp_rank} is refused pages")
         with no_more_pages(memory):
             self.step(count)
@@ -268,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert driver.events.flush()
         for view in driver.scheduler.memory_views():
             assert view.free_pages == view.total_pages - view.reserved_pages
-        if not self.was_refused:
+        if self.is_replayed:
             driver.check_replay()
 
 
