@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,18 +68,22 @@ def run_tests(root: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def judge(mutation: Mutation | None) -> Verdict:
-    """Test a copy with the mutation; None tests the copy as it is."""
+def snapshot(folder: Path) -> None:
+    """Copy what the tests need into `folder`, so that nobody's edits disturb the run."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+
+
+def judge(mutation: Mutation | None, pristine: Path) -> Verdict:
+    """Test a copy of `pristine` with the mutation; None tests the copy as it is."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sgl_jax_mutation_") as folder:
-        root = Path(folder)
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
-                shutil.copytree(source, root / name, ignore=ignored)
-            else:
-                shutil.copy(source, root / name)
+        root = Path(folder) / "repository"
+        shutil.copytree(pristine, root)
         if mutation is not None:
             apply(mutation, root)
         code, output = run_tests(root)
@@ -98,9 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error(f"no mutation has {options.only!r} in its name")
     survivors = []
-    with ThreadPoolExecutor(options.workers) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="sgl_jax_pristine_") as folder,
+        ThreadPoolExecutor(options.workers) as pool,
+    ):
+        snapshot(Path(folder))
         # The control: if the tests fail on the tree as it is, what they catch means nothing.
-        for verdict in pool.map(judge, [None, *chosen]):
+        for verdict in pool.map(partial(judge, pristine=Path(folder)), [None, *chosen]):
             is_control = verdict.mutation not in chosen
             if verdict.caught == is_control:
                 survivors.append(verdict.mutation.name)

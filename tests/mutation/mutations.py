@@ -37,7 +37,7 @@ _FREE_REST = (
 _FREE_DUPLICATES = "    memory.allocator.free(offered[offered != kept.pages], lease.row)\n"
 _UNLOCK_AT_END = """        memory.cache.unlock(lease.node)
         lease.node = None
-    if memory"""
+    del memory"""
 
 MUTATIONS = (
     # -- the end of a lease
@@ -66,7 +66,7 @@ MUTATIONS = (
         "forget the lock at release",
         _RELEASE,
         _UNLOCK_AT_END,
-        "        lease.node = None\n    if memory",
+        "        lease.node = None\n    del memory",
     ),
     Mutation(
         "unlock twice at release",
