@@ -9,7 +9,14 @@ import msgspec
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import AbortRequest, GenerateRequest, OutputBatch, StopRequest
+from sgl_jax.core.messages import (
+    AbortRequest,
+    GenerateRequest,
+    OutputBatch,
+    RequestOutput,
+    StopRequest,
+    TokenLogprobs,
+)
 from sgl_jax.core.step_plan import (
     Int32Array,
     PromptLogprobs,
@@ -19,10 +26,6 @@ from sgl_jax.core.step_plan import (
     StepPlan,
 )
 from sgl_jax.scheduler.config import SchedulerConfig
-
-# Recorded by position: a file is only read by code with the same fields.
-_POSITIONAL = (EngineSizes, SchedulerConfig, RowAdmission, RankPlan, PromptLogprobs, RankResult)
-LAYOUT = "; ".join(f"{kind.__name__}: {' '.join(kind._fields)}" for kind in _POSITIONAL)
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -119,6 +122,15 @@ Event: TypeAlias = (
     | TookOutputs
     | Raised
     | Noted
+)
+
+
+# These are recorded by position: a file is only read by code with the same fields.
+_TUPLES = (EngineSizes, SchedulerConfig, RowAdmission, RankPlan, PromptLogprobs, RankResult)
+_STRUCTS = (PageChanges, RequestOutput, TokenLogprobs)
+LAYOUT = "; ".join(
+    [f"{kind.__name__}: {' '.join(kind._fields)}" for kind in _TUPLES]
+    + [f"{kind.__name__}: {' '.join(kind.__struct_fields__)}" for kind in _STRUCTS]
 )
 
 

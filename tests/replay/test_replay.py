@@ -52,6 +52,13 @@ def eventful_driver() -> Driver:
     driver.run()
     assert driver.finish["late"].status_code == 504
     assert driver.executor.num_failed == 1
+    driver.submit(generate("lost", [1, 2, 3], 20))
+    driver.step()
+    driver.in_flight.clear()
+    driver.events.rebuild("the books were wrong")
+    driver.collect()
+    driver.submit(generate("after", [1, 2, 3], 20))
+    driver.run()
     assert driver.events.flush()
     return driver
 
@@ -88,7 +95,7 @@ def test_an_eventful_run_is_decided_alike_again(
     assert main([str(path), "--check-memory", "busy"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("as recorded: ")
-    for words in ("13 requests", "rank 0: 24 pages, 23 free", "rank 1: 24 pages", "0 running"):
+    for words in ("15 requests", "rank 0: 24 pages, 23 free", "rank 1: 24 pages", "0 running"):
         assert words in out
     assert " 0 retracts" not in out
 
