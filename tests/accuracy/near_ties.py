@@ -47,6 +47,19 @@ async def differences(
     return found
 
 
+async def is_near_tie(
+    client: httpx.AsyncClient, prompt: list[int], wanted: list[int], got: list[int]
+) -> bool:
+    """Whether the first difference of two outputs of the same length is a near tie.
+
+    False if there is none.
+    """
+    if wanted == got:
+        return False
+    at = first_difference(wanted, got)
+    return await _margin(client, prompt + wanted[:at], {wanted[at], got[at]}) < NEAR_TIE
+
+
 def first_difference(left: Sequence[object], right: Sequence[object]) -> int:
     """Index of the first element that is not the same in both; raises StopIteration if none."""
     return next(i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b)

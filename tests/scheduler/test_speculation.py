@@ -130,6 +130,10 @@ def test_no_more_tokens_than_asked_for(overlap: bool) -> None:
         assert len(driver.tokens["r"]) == max_new_tokens
         driver.check_tokens("r")
         assert driver.finish["r"].type == "length"
+        for plan in driver.plans:
+            # After the query at the last position but one, the last token is drawn.
+            (rank,) = plan.ranks
+            assert ((rank.kv_starts + rank.q_lens) < 3 + max_new_tokens).all()
 
 
 def test_a_request_that_fills_the_context_never_drafts_past_its_end() -> None:

@@ -274,11 +274,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             driver.check_replay()
 
 
-def run_machine(folder: Path, **options: Any) -> None:
-    """Run it; should it fail, say where the events of the smallest failing run are."""
+def run_machine(folder: Path, **options: Any) -> int:
+    """Run it; should it fail, say where the events of the smallest failing run are.
+
+    Returns how many steps all its runs took together.
+    """
     machines: list[SchedulerMachine] = []
+    num_steps = 0
+
+    def count() -> None:
+        nonlocal num_steps
+        if machines and hasattr(machines[0], "driver"):
+            num_steps += len(machines[0].driver.plans)
 
     def make() -> SchedulerMachine:
+        count()
         machines[:] = [SchedulerMachine()]
         return machines[0]
 
@@ -289,6 +299,8 @@ def run_machine(folder: Path, **options: Any) -> None:
             path = machines[0].driver.save_recording(folder)
             error.add_note(f"its events: python -m sgl_jax.replay --verbose {path}")
         raise
+    count()
+    return num_steps
 
 
 def test_random_events_leave_the_books_balanced_and_the_tokens_right(tmp_path: Path) -> None:
@@ -302,11 +314,17 @@ def test_random_events_leave_the_books_balanced_and_the_tokens_right(tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_many_random_events_leave_the_books_balanced_and_the_tokens_right(tmp_path: Path) -> None:
-    """`SGL_JAX_EXAMPLES` sets how many."""
-    run_machine(
+@pytest.mark.parametrize("half", [1, 2])
+def test_a_million_steps_of_random_events_leave_the_books_balanced_and_the_tokens_right(
+    tmp_path: Path, half: int
+) -> None:
+    """In two halves, that two workers may share. `SGL_JAX_EXAMPLES` sets how many runs."""
+    num_examples = int(os.environ.get("SGL_JAX_EXAMPLES", "3000"))
+    num_steps = run_machine(
         tmp_path,
-        max_examples=int(os.environ.get("SGL_JAX_EXAMPLES", "3000")),
+        max_examples=num_examples,
         stateful_step_count=60,
         suppress_health_check=list(HealthCheck),
     )
+    print(f"half {half}: {num_steps} steps planned")
+    assert num_steps >= 500_000 * num_examples // 3000
