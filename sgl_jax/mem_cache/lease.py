@@ -69,6 +69,21 @@ class KVLease:
         self._rows.kv_committed_len[self.row] = committed
         self._rows.kv_allocated_len[self.row] = allocated
 
+    def change_holder(self, num_tokens: int) -> None:
+        """Somebody else holds the lease now, and knows its first `num_tokens` tokens.
+
+        What unread steps still bring belongs to the holder before, and is dropped: the row's
+        epoch grows as if it had been given back.
+        """
+        self.require_live()
+        self._rows.epoch[self.row] += 1
+        committed = min(self.kv_committed_len, num_tokens)
+        self.set_lengths(
+            protected=self.cache_protected_len,
+            committed=committed,
+            allocated=self.kv_allocated_len,
+        )
+
     def pages(self, page_size: int, start: int = 0, end: int | None = None) -> Int32Array:
         """Copy of the page ids that hold tokens [start, end), end = allocated by default.
 

@@ -16,11 +16,13 @@ from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool
+from sgl_jax.mem_cache.session_cache import SessionAwareCache
 
 
 class MemoryView(NamedTuple):
     """Where every page and row of a rank is. Pages: total = free + leased + cached + session_held
-    + reserved; `protected_pages` are those of the cached that live leases have locked."""
+    + reserved; `protected_pages` are those of the cached that live leases have locked, those of
+    idle sessions included. A row is free, a running request's, or an idle session's."""
 
     dp_rank: int
     page_size: int
@@ -33,6 +35,7 @@ class MemoryView(NamedTuple):
     reserved_pages: int
     total_rows: int
     free_rows: int
+    session_rows: int
 
 
 class RankMemory:
@@ -60,10 +63,24 @@ class RankMemory:
         self.allocator.reset()
         self.cache = self._make_cache(num_evicted=self.cache.num_evicted)
 
-    def _make_cache(self, num_evicted: int) -> PrefixCache:
+    def _make_cache(self, num_evicted: int) -> SessionAwareCache:
+        inner: PrefixCache = ChunkCache()
         if self._use_radix_cache:
-            return RadixCache(self.allocator, self.page_size, num_evicted)
-        return ChunkCache()
+            inner = RadixCache(self.allocator, self.page_size, num_evicted)
+        return SessionAwareCache(inner)
+
+    @property
+    def num_session_held_pages(self) -> int:
+        """Pages of their own that idle sessions hold: those the tree owns are not among them."""
+        return sum(
+            self.pages_for(lease.kv_allocated_len) - lease.cache_protected_len // self.page_size
+            for lease in self.cache.idle_leases()
+        )
+
+    @property
+    def num_session_pages(self) -> int:
+        """Pages that idle sessions keep from other use, a page for each session that reads it."""
+        return sum(self.pages_for(lease.kv_allocated_len) for lease in self.cache.idle_leases())
 
     @property
     def num_available_pages(self) -> int:
@@ -141,16 +158,18 @@ class RankMemory:
 
     def view(self) -> MemoryView:
         """The memory view of this rank."""
+        session_held = self.num_session_held_pages
         return MemoryView(
             dp_rank=self.dp_rank,
             page_size=self.page_size,
             total_pages=self.allocator.num_pages,
             free_pages=self.allocator.num_free,
-            leased_pages=self.allocator.num_leased,
+            leased_pages=self.allocator.num_leased - session_held,
             cached_pages=self.allocator.num_tree,
             protected_pages=self.cache.num_protected,
-            session_held_pages=0,
+            session_held_pages=session_held,
             reserved_pages=self.allocator.num_reserved,
             total_rows=self.rows.num_rows - 1,
             free_rows=self.rows.num_free,
+            session_rows=self.cache.num_idle,
         )

@@ -2,11 +2,15 @@
 
 `publish_prefix` offers what a lease has written to the prefix cache while the request goes on;
 `release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
-retract, disconnect, error and shutdown all end a lease here.
+retract, disconnect, error and shutdown all end a lease here. Unless the cache takes the lease
+over: that of a session's turn goes to its slot, and nothing is freed. `resume_lease` hands it to
+the next turn, and `release_idle_lease` ends it when the session is closed or evicted.
 
 Pages may be freed while a launched step still reads or writes them: steps run on the device in
 launch order, so whoever is given such a page writes to it only afterwards.
 """
+
+import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError
@@ -50,13 +54,16 @@ def release_kv_cache(
         lease: live; afterwards released, and using it raises `LeaseError`.
         tokens: the request's known tokens from position 0, int32; KV beyond them (of a token
             sampled but not read yet, or past a stop) is freed, never offered.
-        insert: False if what was written must not be reused (a failed step).
+        insert: False if what was written must not be reused (a failed step); nor does the cache
+            take the lease over then.
     """
     lease.require_live()
     if memory.leases.get(lease.row) is not lease:
         raise LeaseError(f"{lease!r} is to be released, but its row is not listed as its own")
     if insert:
         publish_prefix(memory, lease, tokens)
+        if memory.cache.take_over(lease, len(tokens)):
+            return
     memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), owner=lease.row)
     if lease.node is not None:
         memory.cache.unlock(lease.node)
@@ -64,3 +71,43 @@ def release_kv_cache(
     del memory.leases[lease.row]
     memory.rows.free(lease.row)
     lease.released = True
+
+
+def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLease:
+    """The next turn of a session starts on the lease that its slot holds.
+
+    Args:
+        memory: of the rank that holds the session.
+        session_id: of an idle session.
+        num_tokens: prefix of the turn's tokens whose KV may be reused; those that follow are
+            computed. Never less than the lease protects: turns only append.
+
+    Returns the lease, its committed and allocated length the prefix that is there.
+    """
+    lease = memory.cache.lend(session_id)
+    _free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
+    return lease
+
+
+def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
+    """End the lease that an idle session holds, if any; what the tree has of it stays there."""
+    lease = memory.cache.remove(session_id)
+    if lease is None:
+        return False
+    # All that may be published was, when the slot took the lease over.
+    release_kv_cache(memory, lease, np.zeros(0, np.int32), insert=False)
+    return True
+
+
+def _free_tail(memory: RankMemory, lease: KVLease, length: int) -> None:
+    """Free whole pages past the first `length` tokens: all that follows is written anew.
+
+    A turn leaves a tail for two reasons: slots are reserved ahead of what is committed, and the
+    last token is always computed again. The partial page at `length` stays and is filled further.
+    """
+    if length < lease.cache_protected_len:
+        raise LeaseError(f"{lease!r} cannot be cut to {length} tokens: the tree owns more of it")
+    page_size, row = memory.page_size, lease.row
+    memory.allocator.free(lease.pages(page_size, -(-length // page_size) * page_size), owner=row)
+    memory.rows.pages[row, -(-length // page_size) :] = 0
+    lease.set_lengths(protected=lease.cache_protected_len, committed=length, allocated=length)
