@@ -214,7 +214,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @property
     def tree(self) -> RadixTree | None:
-        cache = self.memory.cache
+        cache = self.memory.cache.inner
         return cache.tree if isinstance(cache, RadixCache) else None
 
     def expect_published(self, holder: Holder, num_known: int) -> None:
