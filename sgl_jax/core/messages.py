@@ -23,6 +23,30 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     status_code: int | None = None
 
 
+class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request continues a session.
+
+    Args:
+        id: of the session.
+        rid: regular sessions: the turn to append to, or with `replace` the one to replace; None
+            starts anew. Streaming sessions always append to their last turn.
+        offset: regular sessions: keep so many tokens of the history (0: all).
+        replace: regular sessions: drop what followed `rid` (everything, without one).
+        drop_previous_output: regular sessions: append to the last turn's prompt, not its output.
+        is_whole: streaming sessions: `input_ids` are the whole conversation, not what is new; the
+            session finds what it has of it.
+        bos_token_id: dropped from the front of an appended turn.
+    """
+
+    id: str
+    rid: str | None = None
+    offset: int = 0
+    replace: bool = False
+    drop_previous_output: bool = False
+    is_whole: bool = False
+    bos_token_id: int | None = None
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Generate a continuation of `input_ids`. Validated before it is sent.
 
@@ -34,6 +58,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         top_logprobs_num: and of this many most likely tokens at each position.
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
         dp_rank: pin the request to one data-parallel rank; None lets the balancer choose.
+        session: the session this is a turn of; its history is put before `input_ids`.
     """
 
     rid: str
@@ -43,6 +68,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     top_logprobs_num: int = 0
     logprob_start_len: int = -1
     dp_rank: int | None = None
+    session: SessionTurn | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -75,6 +101,55 @@ class GetState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rid: str
 
 
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Open a session; refused if the id is in use.
+
+    Args:
+        streaming: append-only, one request in flight, KV kept in place between turns.
+        capacity_of_str_len: tokens that the history may hold at most; 0 for no limit but the
+            context's. (The name is SGLang's.)
+        timeout_s: close the session after so long without a turn; None never does.
+    """
+
+    rid: str
+    session_id: str
+    streaming: bool = False
+    capacity_of_str_len: int = 0
+    timeout_s: float | None = None
+
+
+class CloseSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Close a session; while a turn is in flight, as soon as that has ended."""
+
+    rid: str
+    session_id: str
+
+
+class RollbackSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Take a streaming session back to the end of its first `num_turns` turns."""
+
+    rid: str
+    session_id: str
+    num_turns: int
+
+
+class ForkSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Open a streaming session with the history of another, which goes on by itself."""
+
+    rid: str
+    session_id: str
+    new_session_id: str
+
+
+class ListSessions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for all sessions; answered by `Reply` with {"sessions": [...]}."""
+
+    rid: str
+
+
+SessionMessage = OpenSession | CloseSession | RollbackSession | ForkSession | ListSessions
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start (with `output_dir`) or stop (None) a device trace."""
 
@@ -87,7 +162,14 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 FrontMessage = (
-    GenerateRequest | AbortRequest | StopRequest | FlushCache | GetState | Profile | Shutdown
+    GenerateRequest
+    | AbortRequest
+    | StopRequest
+    | FlushCache
+    | GetState
+    | SessionMessage
+    | Profile
+    | Shutdown
 )
 
 
@@ -114,6 +196,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     finish: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    # Of a session's turn, with its first output: tokens of the prompt, history included.
+    prompt_tokens: int | None = None
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):

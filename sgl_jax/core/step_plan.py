@@ -39,11 +39,13 @@ class RowAdmission(NamedTuple):
     """
 
     row: int
-    tokens: Int32Array  # [num_known_tokens], prompt then output
+    tokens: Int32Array  # [n], prompt then output, from position `start` on
     prompt_len: int
     sampling: SamplingParams
     seed: int  # uint32; drawn by the scheduler if the request brought none
     stop_token_ids: tuple[int, ...]  # all that end the request, the model's own included
+    # Tokens that the row still holds on the device, from the turn of a session before this.
+    start: int = 0
 
 
 class RankPlan(NamedTuple):

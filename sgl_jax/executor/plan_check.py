@@ -29,9 +29,10 @@ def _problem(rank: RankPlan, sizes: EngineSizes, max_prefill: int | None) -> str
     for admission in rank.admissions:
         if not 0 < admission.row < sizes.num_rows:
             return f"admits row {admission.row}, allowed are 1 to {sizes.num_rows - 1}"
-        if len(admission.tokens) > sizes.max_context_len:
+        num_tokens = admission.start + len(admission.tokens)
+        if num_tokens > sizes.max_context_len:
             return (
-                f"admits {len(admission.tokens)} tokens to row {admission.row}, at most "
+                f"admits {num_tokens} tokens to row {admission.row}, at most "
                 f"{sizes.max_context_len} fit"
             )
     n = len(rank.rows)

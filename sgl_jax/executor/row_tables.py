@@ -84,10 +84,10 @@ def _flatten(admissions: Sequence[RowAdmission]) -> tuple[Int32Array, Int32Array
     first = 0
     for line, admission, n in zip(lines, admissions, num_tokens, strict=True):
         entries[0, first : first + n] = admission.row
-        entries[1, first : first + n] = np.arange(n)
+        entries[1, first : first + n] = np.arange(admission.start, admission.start + n)
         entries[2, first : first + n] = admission.tokens
         first += n
-        line[:2] = admission.row, n
+        line[:2] = admission.row, admission.start + n
         line[2:] = pack_row_params(admission)
     return entries, lines
 

@@ -46,9 +46,13 @@ class SessionAwareCache:
         """What the slot holds; None if the session runs, was evicted, or is not known here."""
         return self._idle.get(session_id)
 
-    def oldest_idle(self) -> str | None:
-        """The idle session used longest ago."""
-        return next(iter(self._idle), None)
+    def oldest_idle(self, except_id: str | None = None) -> str | None:
+        """The idle session used longest ago, other than `except_id`."""
+        return next((each for each in self._idle if each != except_id), None)
+
+    def holds(self, session_id: str) -> bool:
+        """Whether the session's lease is of this rank, idle or lent to a running turn."""
+        return session_id in self._idle or session_id in self._lent.values()
 
     def bind(self, session_id: str, lease: KVLease) -> None:
         """A turn of the session runs on `lease`, newly opened: its slot will take it over."""

@@ -115,8 +115,10 @@ def _count_drafts(
 def _publish_chunks(rank: RankScheduler, plan: RankPlan, current: np.ndarray) -> None:
     """Let other requests share what this step prefilled, as soon as it is known to have run."""
     for i in range(plan.num_decode, len(plan.rows)):
-        if current[i]:
-            row = int(plan.rows[i])
+        row = int(plan.rows[i])
+        # A later turn of a session is published when it has succeeded: until then the session
+        # may have to go back to where it began.
+        if current[i] and not rank.running.request(row).kept_len:
             lease = rank.memory.leases[row]
             publish_prefix(rank.memory, lease, rank.running.known_tokens(row))
 
@@ -131,6 +133,7 @@ def _output(
     request = rank.running.request(row)
     prompt_logprobs = request.pending_prompt_logprobs or None
     request.pending_prompt_logprobs = []
+    is_first_of_turn = request.session is not None and bool(rank.running.is_unsent[row])
     rank.running.is_unsent[row] = False
     return RequestOutput(
         rid=request.rid,
@@ -140,6 +143,7 @@ def _output(
         finish=finish,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        prompt_tokens=request.prompt_len if is_first_of_turn else None,
     )
 
 

@@ -17,6 +17,8 @@ class SchedulerConfig(NamedTuple):
     use_radix_cache: bool = True
     random_seed: int = 0
     num_draft_tokens: int = 0  # per row and step; 0 without speculative decoding
+    session_memory_fraction: float = 1.0  # of a rank's pages that idle sessions may hold
+    max_sessions: int = 4096
     check_every_step: bool = False  # prove the ledger's balance after each step
     forced_retract_interval: int = 0  # steps from one forced retract to the next; 0: never
     forced_retract_no_prefill_bs: int = 0  # start nothing while more run than this; 0: no bound

@@ -100,10 +100,10 @@ class OracleExecutor:
     def _run(self, rank: int, plan: RankPlan) -> RankResult:
         tokens, hashes = self._tokens[rank], self._hashes[rank]
         for admission in plan.admissions:
-            count = len(admission.tokens)
-            tokens[admission.row, :count] = admission.tokens
-            _hash_span(tokens[admission.row], hashes[admission.row], 0, count)
-            self._lens[rank][admission.row] = count
+            start, end = admission.start, admission.start + len(admission.tokens)
+            tokens[admission.row, start:end] = admission.tokens
+            _hash_span(tokens[admission.row], hashes[admission.row], start, end)
+            self._lens[rank][admission.row] = end
         sampled = np.full((len(plan.rows), 1 + self.sizes.max_draft_tokens), -1, np.int32)
         self._check_rows_distinct(rank, plan)
         num_drafts = plan.num_drafts

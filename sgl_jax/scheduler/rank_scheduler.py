@@ -9,8 +9,9 @@ import zlib
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
+from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.release import release_kv_cache
+from sgl_jax.mem_cache.release import release_idle_lease, release_kv_cache, resume_lease
 from sgl_jax.scheduler.admission import AdmissionReserve
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.draft_policy import DraftPolicy
@@ -28,11 +29,13 @@ class RankScheduler:
         self.drafts = DraftPolicy(sizes, config.num_draft_tokens)
         self.reserve = AdmissionReserve(config.schedule_conservativeness)
         self.num_retracted = 0
+        self.num_evicted_sessions = 0
         self.num_force_retracted = 0  # of these, for tests
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
         self._config = config
+        self._max_session_pages = int(config.session_memory_fraction * sizes.num_pages)
         # What the device has not been told yet, by row: a step that runs nothing is not launched.
         self._unsent_admissions: dict[int, RowAdmission] = {}
         # Admission failed for want of pages, and nothing was given back since.
@@ -41,7 +44,8 @@ class RankScheduler:
     @property
     def has_room(self) -> bool:
         """Whether trying to admit a request can succeed."""
-        return self.memory.rows.num_free > 0 and not self._is_short
+        memory = self.memory
+        return (memory.rows.num_free > 0 or memory.cache.num_idle > 0) and not self._is_short
 
     def cached_len(self, request: Request) -> int:
         """Tokens of `request` this rank has cached."""
@@ -50,20 +54,20 @@ class RankScheduler:
     def try_admit(self, request: Request) -> int | None:
         """Give a waiting request a row, if its known tokens and the rank's reserve fit.
 
-        Answers the row; None, changing nothing, if memory is short.
+        Idle sessions are evicted for it, used longest ago first. Answers the row; None if memory
+        is short even so.
         """
-        memory = self.memory
-        peek = memory.cache.peek(request.matchable())
-        # Locking the cached prefix takes it from the evictable pages, so it is counted as needed.
-        fresh_pages = memory.pages_for(len(request.tokens) + 1) - peek.length // memory.page_size
-        needed = fresh_pages + peek.num_evictable_pages
-        if needed + self.reserve.pages(memory, self.running) > memory.num_available_pages:
-            self._is_short = True
-            return None
-        lease = memory.open_lease(request.matchable())
+        is_resumed = self._can_resume(request)
+        while not self._fits(request, is_resumed):
+            if not self.evict_idle_session(except_id=request.slot_id):
+                self._is_short = True
+                return None
+        lease = self._take_lease(request, is_resumed)
         request.lease, request.dp_rank = lease, self.dp_rank
+        # A row that goes on where it was still has its tokens on the device.
+        start = lease.kv_committed_len if is_resumed else 0
         if request.num_retractions == 0:
-            request.cached_tokens = lease.cache_protected_len
+            request.cached_tokens = lease.kv_committed_len
             self.num_prompt_tokens += request.prompt_len
             self.num_cached_tokens += request.cached_tokens
         request.state = RequestState.RUNNING
@@ -72,13 +76,70 @@ class RankScheduler:
         self.drafts.add(lease.row)
         self._unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
-            tokens=request.tokens,
+            tokens=request.tokens[start:],
             prompt_len=request.prompt_len,
             sampling=request.message.sampling,
             seed=self._seed(request),
             stop_token_ids=stop_ids,
+            start=start,
         )
         return lease.row
+
+    def _can_resume(self, request: Request) -> bool:
+        """Whether its session's slot holds a lease that it can go on with; else, it holds none."""
+        if request.slot_id is None:
+            return False
+        lease = self.memory.cache.idle_lease(request.slot_id)
+        if lease is None:
+            return False
+        if self._reusable_len(request) >= lease.cache_protected_len:
+            return True
+        # More of it is the tree's than the turn may read: it is matched anew instead.
+        release_idle_lease(self.memory, request.slot_id)
+        return False
+
+    def _reusable_len(self, request: Request) -> int:
+        """Tokens of its session's history that a turn may find in its slot."""
+        return min(request.kept_len, len(request.matchable()))
+
+    def _fits(self, request: Request, is_resumed: bool) -> bool:
+        """Whether row, tokens and reserve fit what is free or evictable, idle sessions left out."""
+        memory = self.memory
+        needed = memory.pages_for(len(request.tokens) + 1)
+        if is_resumed:
+            assert request.slot_id is not None
+            lease = memory.cache.idle_lease(request.slot_id)
+            assert lease is not None
+            # What it holds past the tokens it goes on with is freed, and counts as much.
+            needed -= memory.pages_for(lease.kv_allocated_len)
+        elif memory.rows.num_free == 0:
+            return False
+        else:
+            peek = memory.cache.peek(request.matchable())
+            # Locking a cached prefix takes it from the evictable pages, so it counts as needed.
+            needed += peek.num_evictable_pages - peek.length // memory.page_size
+        return needed + self.reserve.pages(memory, self.running) <= memory.num_available_pages
+
+    def _take_lease(self, request: Request, is_resumed: bool) -> KVLease:
+        if request.slot_id is None:
+            return self.memory.open_lease(request.matchable())
+        if is_resumed:
+            return resume_lease(self.memory, request.slot_id, self._reusable_len(request))
+        lease = self.memory.open_lease(request.matchable())
+        self.memory.cache.bind(request.slot_id, lease)
+        return lease
+
+    def evict_idle_session(self, except_id: str | None = None) -> bool:
+        """Take the memory of the session used longest ago; False if all others are running.
+
+        It keeps its tokens: its next turn computes again what the tree no longer has.
+        """
+        session_id = self.memory.cache.oldest_idle(except_id)
+        if session_id is None:
+            return False
+        release_idle_lease(self.memory, session_id)
+        self.num_evicted_sessions += 1
+        return True
 
     def take_admissions(self) -> tuple[RowAdmission, ...]:
         """What the next launched step must tell the device; the caller sends it, once."""
@@ -86,9 +147,26 @@ class RankScheduler:
         self._unsent_admissions.clear()
         return admissions
 
-    def finish(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
-        """End the request in `row` for good; its first `num_tokens` tokens (all) are kept."""
-        request = self._leave(row, insert=insert, num_tokens=num_tokens)
+    def finish(self, row: int, *, num_tokens: int | None = None) -> Request:
+        """End the request in `row` well; its first `num_tokens` tokens (all) are kept."""
+        request = self._leave(row, num_tokens=num_tokens)
+        request.state = RequestState.FINISHED
+        while self.memory.num_session_pages > self._max_session_pages:
+            self.evict_idle_session()
+        return request
+
+    def end(self, row: int, *, insert: bool = True) -> Request:
+        """End the request in `row` before its time. A session's turn leaves what was before it.
+
+        Not `insert`: the device failed, and nothing that it wrote is kept.
+        """
+        request = self.running.request(row)
+        assert request.lease is not None, "a running request holds a lease"
+        kept = request.kept_len if request.slot_id is not None else None
+        if not insert or kept is None or kept < max(request.lease.cache_protected_len, 1):
+            self.memory.cache.unbind(request.lease)
+            kept = None
+        self._leave(row, insert=insert, num_tokens=kept)
         request.state = RequestState.FINISHED
         return request
 
@@ -97,7 +175,11 @@ class RankScheduler:
 
         `forced` though memory suffices, which says nothing about the reserve.
         """
-        request = self._leave(row, insert=True, num_tokens=None)
+        lease = self.running.request(row).lease
+        assert lease is not None, "a running request holds a lease"
+        # A session's slot holds nothing back: memory is what the retract is for.
+        self.memory.cache.unbind(lease)
+        request = self._leave(row)
         request.state = RequestState.WAITING
         request.num_retractions += 1
         request.dp_rank = request.message.dp_rank
@@ -116,7 +198,7 @@ class RankScheduler:
         self._unsent_admissions.clear()
         self._is_short = False
 
-    def _leave(self, row: int, *, insert: bool, num_tokens: int | None) -> Request:
+    def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
         request.tokens = tokens

@@ -11,6 +11,7 @@ import numpy as np
 from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.scheduler.sessions import Session, StreamingSession
 
 
 class RequestState(enum.Enum):
@@ -28,6 +29,7 @@ class Request:
         "arrival",
         "cached_tokens",
         "dp_rank",
+        "kept_len",
         "lease",
         "logprob_next",
         "max_len",
@@ -36,15 +38,36 @@ class Request:
         "pending_prompt_logprobs",
         "prompt_len",
         "rid",
+        "session",
+        "slot_id",
         "state",
         "tokens",
     )
 
-    def __init__(self, message: GenerateRequest, arrival: int, max_len: int) -> None:
+    def __init__(
+        self,
+        message: GenerateRequest,
+        arrival: int,
+        max_len: int,
+        *,
+        prompt: Int32Array | None = None,
+        session: Session | None = None,
+    ) -> None:
+        """`prompt` is the whole of it where that is more than the message's `input_ids`."""
         self.message = message
         self.rid = message.rid
         self.arrival = arrival  # order of arrival, kept over retracts
-        self.tokens: Int32Array = np.array(message.input_ids, np.int32)
+        self.tokens: Int32Array = np.array(
+            message.input_ids if prompt is None else prompt, np.int32
+        )
+        self.session = session
+        # The session whose slot takes over the lease at the end, and how much of the prompt is
+        # that session's history: if the turn fails, so much is kept.
+        self.slot_id: str | None = None
+        self.kept_len = 0
+        if isinstance(session, StreamingSession):
+            self.slot_id = session.session_id
+            self.kept_len = session.kept_len()
         self.prompt_len = len(self.tokens)
         self.max_len = max_len  # prompt and output tokens at most
         self.state = RequestState.WAITING

@@ -15,7 +15,9 @@ from sgl_jax.core.messages import (
     FinishReason,
     GenerateRequest,
     OutputBatch,
+    Reply,
     RequestOutput,
+    SessionMessage,
     StopRequest,
 )
 from sgl_jax.core.step_plan import RankResult, StepPlan
@@ -28,6 +30,7 @@ from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request, RequestState
+from sgl_jax.scheduler.session_desk import SessionDesk
 from sgl_jax.scheduler.step_planner import StepDraft
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
 
@@ -55,6 +58,7 @@ class Scheduler:
         self._deadlines = Deadlines(config.waiting_timeout_s, config.request_timeout_s)
         self._forced_retract = ForcedRetract(config)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
+        self._sessions = SessionDesk(self.ranks, self._requests, config.max_sessions)
         self._arrivals = 0
         self._steps = 0
         self._finished = 0
@@ -73,11 +77,10 @@ class Scheduler:
             self.refuse(message, text, 503)
             return
         try:
-            max_len = self._max_len(message)
+            request = self._make_request(message)
         except InvalidRequestError as error:
             self.refuse(message, str(error), 400)
             return
-        request = Request(message, self._arrivals, max_len)
         self._arrivals += 1
         self._requests[request.rid] = request
         self._deadlines.add(request.rid)
@@ -101,15 +104,22 @@ class Scheduler:
         request = self._requests.get(message.rid)
         if request is None:
             return
-        self._forget(request)
+        num_tokens = request.prompt_len + message.num_output_tokens
         if request.state is RequestState.RUNNING:
-            num_tokens = request.prompt_len + message.num_output_tokens
             self._rank_of(request).finish(_row(request), num_tokens=num_tokens)
+        else:
+            request.tokens = request.tokens[:num_tokens]
+        self._forget(request, succeeded=True)
+
+    def session(self, message: SessionMessage) -> Reply:
+        """A client asks about sessions. Changes nothing if the answer is not ok."""
+        return self._sessions.answer(message)
 
     def tick(self, now_s: float) -> None:
         """The time, in seconds from any origin: end what has taken too long.
 
-        Needed only if there is a time limit; a request arrives at the time of the last tick.
+        Needed only if there is a time limit (`needs_ticks`); a request arrives, and a session is
+        used, at the time of the last tick.
         """
         config, expired = self.config, self._deadlines.tick(now_s)
         for rid in expired.to_finish:
@@ -120,13 +130,19 @@ class Scheduler:
             if request is not None and not request.has_started:
                 text = f"the request waited longer than {config.waiting_timeout_s:g} s to start"
                 self._time_out(rid, text, 503)
+        self._sessions.tick(now_s)
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether any request or session may time out."""
+        limits = (self.config.waiting_timeout_s, self.config.request_timeout_s)
+        return any(limits) or self._sessions.book.needs_ticks
 
     def flush(self) -> bool:
         """Empty all prefix caches; False, changing nothing, while requests are in flight."""
         if self._requests:
             return False
-        for rank in self.ranks:
-            rank.memory.cache.reset()
+        self._reset_caches()
         return True
 
     def fail_all(self, reason: str) -> None:
@@ -134,8 +150,7 @@ class Scheduler:
         for request in list(self._requests.values()):
             finish = FinishReason("abort", message=reason, status_code=500)
             self._end(request, finish, insert=False)
-        for rank in self.ranks:
-            rank.memory.cache.reset()
+        self._reset_caches()
 
     def rebuild(self, reason: str) -> None:
         """The memory's books are wrong: end every request, forget all memory, prove it is empty.
@@ -153,6 +168,7 @@ class Scheduler:
                 ends.append(RequestOutput(request.rid, [], request.cached_tokens, dp_rank, finish))
             request.state, request.lease = RequestState.FINISHED, None
             self._deadlines.forget(request.rid)
+            self._sessions.end_turn(request, succeeded=False)
         self._outputs = OutputBatch(ends, [], [])
         self._finished += len(self._requests)
         self._requests.clear()
@@ -201,7 +217,7 @@ class Scheduler:
         """The result of a launched step was read. Steps are committed in launch order."""
         for rank, rank_plan, result in zip(self.ranks, plan.ranks, results, strict=True):
             for request in commit_rank(rank, rank_plan, result, self._outputs):
-                self._forget(request)
+                self._forget(request, succeeded=True)
         if self.config.check_every_step:
             self.check_balance()
 
@@ -237,6 +253,7 @@ class Scheduler:
             "requests_timed_out": self._timed_out,
             "requests_retracted": sum(rank.num_retracted for rank in self.ranks),
             "requests_force_retracted": sum(rank.num_force_retracted for rank in self.ranks),
+            "sessions_evicted": sum(rank.num_evicted_sessions for rank in self.ranks),
             "evicted_pages": sum(rank.memory.cache.num_evicted for rank in self.ranks),
             "prompt_tokens": sum(rank.num_prompt_tokens for rank in self.ranks),
             "cached_tokens": sum(rank.num_cached_tokens for rank in self.ranks),
@@ -295,9 +312,30 @@ class Scheduler:
             if not any(draft.can_admit for draft in drafts):
                 return
 
-    def _max_len(self, message: GenerateRequest) -> int:
+    def _make_request(self, message: GenerateRequest) -> Request:
+        """A request from its message. Raises `InvalidRequestError` if it cannot be served."""
+        if message.session is None:
+            max_len = self._max_len(message, len(message.input_ids))
+            return Request(message, self._arrivals, max_len)
+        session, prompt, dp_rank = self._sessions.begin_turn(message)
+        try:
+            max_len = self._max_len(message, len(prompt))
+        except InvalidRequestError:
+            self._sessions.book.end_turn(session, message.rid, None)
+            raise
+        request = Request(message, self._arrivals, max_len, prompt=prompt, session=session)
+        request.dp_rank = dp_rank
+        return request
+
+    def _reset_caches(self) -> None:
+        """Empty the caches, and the slots of idle sessions, which hold parts of them."""
+        self._sessions.release_all()
+        for rank in self.ranks:
+            rank.memory.cache.reset()
+
+    def _max_len(self, message: GenerateRequest, prompt_len: int) -> int:
         """Prompt and output tokens at most. Raises `InvalidRequestError` if it cannot fit."""
-        prompt_len, limit = len(message.input_ids), self.sizes.max_request_tokens
+        limit = self.sizes.max_request_tokens
         if prompt_len == 0:
             raise InvalidRequestError("the prompt is empty", "input_ids")
         if message.dp_rank is not None and not 0 <= message.dp_rank < self.sizes.dp_size:
@@ -329,7 +367,7 @@ class Scheduler:
             RequestOutput(request.rid, [], request.cached_tokens, request.dp_rank or 0, finish)
         )
         if request.state is RequestState.RUNNING:
-            self._rank_of(request).finish(_row(request), insert=insert)
+            self._rank_of(request).end(_row(request), insert=insert)
 
     def _time_out(self, rid: str, text: str, status_code: int) -> None:
         self._timed_out += 1
@@ -344,12 +382,13 @@ class Scheduler:
         reason = FinishReason("abort", message=text, status_code=500)
         self._end(rank.running.request(row), reason)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: Request, *, succeeded: bool = False) -> None:
         del self._requests[request.rid]
         self._finished += 1
         self._deadlines.forget(request.rid)
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
+        self._sessions.end_turn(request, succeeded=succeeded)
 
 
 def _row(request: Request) -> int:

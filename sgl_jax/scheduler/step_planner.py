@@ -149,6 +149,8 @@ class StepDraft:
     def _grow_or_retract(self, rows: Int32Array) -> Int32Array:
         """Reserve one more slot for each of `rows`, retracting until they fit; those that do."""
         while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):
+            if self.rank.evict_idle_session():
+                continue
             victim = self._retract_one()
             if victim is None:
                 # Alone and still short: wait for finished requests to be read, if there are any.
@@ -213,12 +215,18 @@ class StepDraft:
         rows = np.array([row], np.int32)
         committed = int(memory.rows.kv_committed_len[row])
         count = min(int(self._wanted(rows)[0]), self._budget)
-        held = memory.pages_for(int(memory.rows.kv_allocated_len[row]))
-        capacity = (held + memory.num_available_pages) * memory.page_size
-        count = min(count, capacity - committed)
+        while (room := self._room(row) - committed) < count and self.rank.evict_idle_session():
+            pass
+        count = min(count, room)
         if count <= 0 or not memory.grow_rows(rows, np.array([committed + count], np.int32)):
             return False
         self._chunk_rows.append(row)
         self._chunk_lens.append(count)
         self._budget -= count
         return True
+
+    def _room(self, row: int) -> int:
+        """Tokens that `row` could hold with all that is free or evictable."""
+        memory = self.rank.memory
+        held = memory.pages_for(int(memory.rows.kv_allocated_len[row]))
+        return (held + memory.num_available_pages) * memory.page_size

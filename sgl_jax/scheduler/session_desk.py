@@ -1,0 +1,143 @@
+"""What clients ask about sessions, answered: the book of conversations and the slots that hold
+their memory, kept in step.
+
+Owns the order of things when a session is opened, closed, forked or rolled back. The turns
+themselves are requests like any other.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, assert_never
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import (
+    CloseSession,
+    ForkSession,
+    GenerateRequest,
+    ListSessions,
+    OpenSession,
+    Reply,
+    RollbackSession,
+    SessionMessage,
+)
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.release import release_idle_lease, roll_back_lease
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.sessions import Session, SessionBook, StreamingSession
+
+
+class SessionDesk:
+    """Sessions of a scheduler with these `ranks` and `requests` (in flight, by id)."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankScheduler],
+        requests: Mapping[str, Request],
+        max_sessions: int,
+    ) -> None:
+        self.book = SessionBook(max_sessions)
+        self._ranks = ranks
+        self._requests = requests
+
+    def answer(self, message: SessionMessage) -> Reply:
+        """Do what is asked, or say why it cannot be done; nothing has changed then."""
+        try:
+            data = self._do(message)
+        except InvalidRequestError as error:
+            return Reply(rid=message.rid, ok=False, message=str(error))
+        return Reply(rid=message.rid, ok=True, data=data)
+
+    def begin_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, int | None]:
+        """A request of a session: the session, its whole prompt, and the rank it must run on.
+
+        Raises `InvalidRequestError`, changing nothing, if it cannot be a turn.
+        """
+        assert message.session is not None
+        home = self._home(message.session.id)
+        if home is not None and message.dp_rank not in (None, home.dp_rank):
+            raise InvalidRequestError(
+                f"session {message.session.id!r} is held by rank {home.dp_rank}, its turn cannot "
+                f"run on rank {message.dp_rank}",
+                "dp_rank",
+            )
+        session, prompt = self.book.begin_turn(message)
+        return session, prompt, message.dp_rank if home is None else home.dp_rank
+
+    def end_turn(self, request: Request, *, succeeded: bool) -> None:
+        """A turn's request has ended, and its lease, if it had one, with it."""
+        if request.session is not None:
+            tokens = request.tokens if succeeded else None
+            self.book.end_turn(request.session, request.rid, tokens)
+
+    def tick(self, now_s: float) -> None:
+        """The time: close what was idle for too long."""
+        for session_id in self.book.tick(now_s):
+            self.close(session_id)
+
+    def close(self, session_id: str) -> None:
+        """Close a session; its memory goes at once, or with the turn in flight."""
+        session = self.book.close(session_id)
+        for request in self._requests.values():
+            if request.session is session:
+                request.slot_id = None
+                if request.lease is not None and request.dp_rank is not None:
+                    self._ranks[request.dp_rank].memory.cache.unbind(request.lease)
+        self._release(session_id)
+
+    def release_all(self) -> None:
+        """Take the memory of every idle session; they keep their tokens."""
+        for rank in self._ranks:
+            while (session_id := rank.memory.cache.oldest_idle()) is not None:
+                release_idle_lease(rank.memory, session_id)
+
+    def _do(self, message: SessionMessage) -> dict[str, Any]:
+        match message:
+            case OpenSession():
+                self.book.open(message)
+                return {"session_id": message.session_id}
+            case CloseSession():
+                self.close(message.session_id)
+                return {}
+            case RollbackSession():
+                return self._roll_back(message)
+            case ForkSession():
+                session = self.book.idle_streaming(message.session_id)
+                self.book.fork(session, message.new_session_id)
+                return {"session_id": message.new_session_id, "num_tokens": session.num_tokens}
+            case ListSessions():
+                return {"sessions": [self._describe(*entry) for entry in self.book.all()]}
+            case _:
+                assert_never(message)
+
+    def _roll_back(self, message: RollbackSession) -> dict[str, Any]:
+        session = self.book.idle_streaming(message.session_id)
+        session.roll_back(message.num_turns)
+        home = self._home(message.session_id)
+        if home is not None:
+            roll_back_lease(home.memory, message.session_id, session.num_tokens)
+        return {"num_turns": session.num_turns, "num_tokens": session.num_tokens}
+
+    def _describe(self, session: Session, idle_s: float, is_closing: bool) -> dict[str, Any]:
+        home = self._home(session.session_id)
+        lease = None if home is None else home.memory.cache.idle_lease(session.session_id)
+        return {
+            "session_id": session.session_id,
+            "streaming": isinstance(session, StreamingSession),
+            "num_turns": session.num_turns,
+            "num_tokens": session.num_tokens,
+            "num_running": session.num_running,
+            "is_closing": is_closing,
+            "idle_s": idle_s,
+            "timeout_s": session.timeout_s,
+            "dp_rank": None if home is None else home.dp_rank,
+            "cached_tokens": 0 if lease is None else lease.kv_committed_len,
+        }
+
+    def _home(self, session_id: str) -> RankScheduler | None:
+        """The rank that holds the session's lease."""
+        return next((rank for rank in self._ranks if rank.memory.cache.holds(session_id)), None)
+
+    def _release(self, session_id: str) -> None:
+        home = self._home(session_id)
+        if home is not None:
+            release_idle_lease(home.memory, session_id)
