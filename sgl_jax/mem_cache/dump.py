@@ -35,6 +35,7 @@ def dump_rank(memory: RankMemory) -> dict[str, Any]:
         "view": lambda memory: memory.view()._asdict(),
         "findings": _findings,
         "leases": _leases,
+        "sessions": _sessions,
         "rows": _rows,
         "free_rows": lambda memory: memory.rows.free_rows().tolist(),
         "tree": _tree,
@@ -65,6 +66,17 @@ def _leases(memory: RankMemory) -> list[dict[str, Any]]:
             "node": None if lease.node is None else lease.node.node_id,
         }
         for row, lease in memory.leases.items()
+    ]
+
+
+def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
+    """Sessions that hold a row of this rank: the idle ones, used longest ago first, then others."""
+    cache = memory.cache
+    idle = [(session_id, lease.row, True) for session_id, lease in cache.idle()]
+    lent = [(session_id, row, False) for session_id, row in cache.lent()]
+    return [
+        {"session_id": session_id, "row": row, "idle": is_idle}
+        for session_id, row, is_idle in idle + lent
     ]
 
 

@@ -15,26 +15,29 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 _FINDINGS_SHOWN = 6
 
 
-def check_balance(memory: RankMemory) -> None:
+def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
     """Prove that counts agree, in time that does not grow with the pool. Raises `LedgerError`.
+
+    `num_running`, where it is known, counts the requests that hold a lease: the other leases are
+    those of idle sessions, so that none is counted for both, and none is nobody's.
 
     Proved: `free + leased + cached + session_held + reserved == total`, where leased is what the
     rows hold and cached what the tree counts; the locks that were taken are those of the rows,
     in number and in tokens, so that a lock too many is not hidden in "protected"; rows likewise.
     If they disagree, a walk finds the pages and their owners for the error's text.
     """
-    imbalance = _imbalance(memory)
+    imbalance = _imbalance(memory) or _ownerless(memory, num_running)
     if imbalance is not None:
         raise _error(memory, [Finding(imbalance), *_suspects(memory)])
 
 
-def audit(memory: RankMemory) -> None:
+def audit(memory: RankMemory, num_running: int | None = None) -> None:
     """Prove by a full walk that every page has exactly one owner and every lock a live lease.
 
     O(pages + nodes). Raises `LedgerError` that names the rank, the pages, their owners and how
     they came by them.
     """
-    check_balance(memory)
+    check_balance(memory, num_running)
     findings = list(find_defects(memory))
     if findings:
         raise _error(memory, findings)
@@ -71,6 +74,17 @@ def _imbalance(memory: RankMemory) -> str | None:
     if held != len(memory.leases) or held + free != total:
         return f"{held} rows are held by {len(memory.leases)} leases, {free} are free, of {total}"
     return None
+
+
+def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
+    """What is wrong with the number of leases, if anything."""
+    num_idle = memory.cache.num_idle
+    if num_running is None or len(memory.leases) == num_running + num_idle:
+        return None
+    return (
+        f"{num_running} requests run and {num_idle} sessions are idle, but there are "
+        f"{len(memory.leases)} leases"
+    )
 
 
 def _suspects(memory: RankMemory) -> list[Finding]:

@@ -32,6 +32,7 @@ def find_defects(memory: RankMemory) -> Iterator[Finding]:
     for lease in memory.leases.values():
         if lease.released:
             yield Finding(f"{lease!r} is still listed for row {lease.row}")
+    yield from _check_sessions(memory)
     try:
         memory.cache.audit([lease.node for lease in leases if lease.node is not None])
     except LedgerError as error:
@@ -65,6 +66,26 @@ def _check_rows(memory: RankMemory) -> Iterator[Finding]:
         yield Finding(f"row {row} lists pages beyond its allocated length", beyond)
     for row in np.flatnonzero(rows.cache_protected_len % page_size).tolist():
         yield Finding(f"row {row} protects {rows.cache_protected_len[row]} tokens: no whole pages")
+
+
+def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
+    """A session has one lease, idle or lent, which is listed and no other session's."""
+    holders = {row: session_id for session_id, row in memory.cache.lent()}
+    sessions = set(holders.values())
+    if len(sessions) < len(holders):
+        yield Finding(f"a session runs on two rows: {holders}")
+    for session_id, row in memory.cache.lent():
+        if row not in memory.leases:
+            yield Finding(f"session {session_id!r} runs on row {row}, which has no lease")
+    for session_id, lease in memory.cache.idle():
+        if memory.leases.get(lease.row) is not lease or lease.released:
+            yield Finding(f"idle session {session_id!r} holds {lease!r}, which is not listed")
+        if lease.row in holders:
+            other = holders[lease.row]
+            yield Finding(f"sessions {other!r} and {session_id!r} both have row {lease.row}")
+        if session_id in sessions:
+            yield Finding(f"idle session {session_id!r} holds {lease!r}, but runs as well")
+        holders[lease.row] = session_id
 
 
 def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:

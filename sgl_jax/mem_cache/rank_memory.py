@@ -74,13 +74,13 @@ class RankMemory:
         """Pages of their own that idle sessions hold: those the tree owns are not among them."""
         return sum(
             self.pages_for(lease.kv_allocated_len) - lease.cache_protected_len // self.page_size
-            for lease in self.cache.idle_leases()
+            for _, lease in self.cache.idle()
         )
 
     @property
     def num_session_pages(self) -> int:
         """Pages that idle sessions keep from other use, a page for each session that reads it."""
-        return sum(self.pages_for(lease.kv_allocated_len) for lease in self.cache.idle_leases())
+        return sum(self.pages_for(lease.kv_allocated_len) for _, lease in self.cache.idle())
 
     @property
     def num_available_pages(self) -> int:

@@ -38,9 +38,13 @@ class SessionAwareCache:
         """Sessions that hold a lease and run nothing."""
         return len(self._idle)
 
-    def idle_leases(self) -> Iterator[KVLease]:
-        """The leases of idle sessions, used longest ago first."""
-        return iter(self._idle.values())
+    def idle(self) -> Iterator[tuple[str, KVLease]]:
+        """Idle sessions and the leases that their slots hold, used longest ago first."""
+        return iter(self._idle.items())
+
+    def lent(self) -> Iterator[tuple[str, int]]:
+        """Sessions whose turn runs, and the row of the lease that it runs on."""
+        return ((session_id, row) for row, session_id in self._lent.items())
 
     def idle_lease(self, session_id: str) -> KVLease | None:
         """What the slot holds; None if the session runs, was evicted, or is not known here."""
@@ -57,8 +61,10 @@ class SessionAwareCache:
     def bind(self, session_id: str, lease: KVLease) -> None:
         """A turn of the session runs on `lease`, newly opened: its slot will take it over."""
         lease.require_live()
-        if session_id in self._idle or session_id in self._lent.values():
+        if self.holds(session_id):
             raise LeaseError(f"session {session_id!r} has a lease already; {lease!r} is another")
+        if lease.row in self._lent:
+            raise LeaseError(f"{lease!r} is that of session {self._lent[lease.row]!r} already")
         self._lent[lease.row] = session_id
 
     def lend(self, session_id: str) -> KVLease:
@@ -157,10 +163,5 @@ class SessionAwareCache:
         return self.inner.held_pages()
 
     def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
-        """Prove the inner cache's books, and that slots hold live leases."""
-        for session_id, lease in self._idle.items():
-            if lease.released:
-                raise LeaseError(f"session {session_id!r} holds {lease!r}")
-            if lease.row in self._lent:
-                raise LeaseError(f"session {session_id!r} holds {lease!r}, which is lent as well")
+        """Prove the inner cache's books; slots are looked at with the leases that they hold."""
         self.inner.audit(locked_nodes)

@@ -57,15 +57,15 @@ class RankScheduler:
         Idle sessions are evicted for it, used longest ago first. Answers the row; None if memory
         is short even so.
         """
-        is_resumed = self._can_resume(request)
-        while not self._fits(request, is_resumed):
+        slot = self._slot_of(request)
+        while not self._fits(request, slot):
             if not self.evict_idle_session(except_id=request.slot_id):
                 self._is_short = True
                 return None
-        lease = self._take_lease(request, is_resumed)
+        lease = self._take_lease(request, slot)
         request.lease, request.dp_rank = lease, self.dp_rank
         # A row that goes on where it was still has its tokens on the device.
-        start = lease.kv_committed_len if is_resumed else 0
+        start = 0 if slot is None else lease.kv_committed_len
         if request.num_retractions == 0:
             request.cached_tokens = lease.kv_committed_len
             self.num_prompt_tokens += request.prompt_len
@@ -85,33 +85,28 @@ class RankScheduler:
         )
         return lease.row
 
-    def _can_resume(self, request: Request) -> bool:
-        """Whether its session's slot holds a lease that it can go on with; else, it holds none."""
+    def _slot_of(self, request: Request) -> KVLease | None:
+        """The lease in its session's slot, if it can go on with that; else the slot is emptied."""
         if request.slot_id is None:
-            return False
+            return None
         lease = self.memory.cache.idle_lease(request.slot_id)
-        if lease is None:
-            return False
-        if self._reusable_len(request) >= lease.cache_protected_len:
-            return True
-        # More of it is the tree's than the turn may read: it is matched anew instead.
-        release_idle_lease(self.memory, request.slot_id)
-        return False
+        if lease is not None and self._reusable_len(request) < lease.cache_protected_len:
+            # More of it is the tree's than the turn may read: it is matched anew instead.
+            release_idle_lease(self.memory, request.slot_id)
+            return None
+        return lease
 
     def _reusable_len(self, request: Request) -> int:
         """Tokens of its session's history that a turn may find in its slot."""
         return min(request.kept_len, len(request.matchable()))
 
-    def _fits(self, request: Request, is_resumed: bool) -> bool:
+    def _fits(self, request: Request, slot: KVLease | None) -> bool:
         """Whether row, tokens and reserve fit what is free or evictable, idle sessions left out."""
         memory = self.memory
         needed = memory.pages_for(len(request.tokens) + 1)
-        if is_resumed:
-            assert request.slot_id is not None
-            lease = memory.cache.idle_lease(request.slot_id)
-            assert lease is not None
+        if slot is not None:
             # What it holds past the tokens it goes on with is freed, and counts as much.
-            needed -= memory.pages_for(lease.kv_allocated_len)
+            needed -= memory.pages_for(slot.kv_allocated_len)
         elif memory.rows.num_free == 0:
             return False
         else:
@@ -120,13 +115,12 @@ class RankScheduler:
             needed += peek.num_evictable_pages - peek.length // memory.page_size
         return needed + self.reserve.pages(memory, self.running) <= memory.num_available_pages
 
-    def _take_lease(self, request: Request, is_resumed: bool) -> KVLease:
-        if request.slot_id is None:
-            return self.memory.open_lease(request.matchable())
-        if is_resumed:
+    def _take_lease(self, request: Request, slot: KVLease | None) -> KVLease:
+        if slot is not None and request.slot_id is not None:
             return resume_lease(self.memory, request.slot_id, self._reusable_len(request))
         lease = self.memory.open_lease(request.matchable())
-        self.memory.cache.bind(request.slot_id, lease)
+        if request.slot_id is not None:
+            self.memory.cache.bind(request.slot_id, lease)
         return lease
 
     def evict_idle_session(self, except_id: str | None = None) -> bool:
@@ -151,8 +145,7 @@ class RankScheduler:
         """End the request in `row` well; its first `num_tokens` tokens (all) are kept."""
         request = self._leave(row, num_tokens=num_tokens)
         request.state = RequestState.FINISHED
-        while self.memory.num_session_pages > self._max_session_pages:
-            self.evict_idle_session()
+        self._bound_sessions()
         return request
 
     def end(self, row: int, *, insert: bool = True) -> Request:
@@ -168,6 +161,7 @@ class RankScheduler:
             kept = None
         self._leave(row, insert=insert, num_tokens=kept)
         request.state = RequestState.FINISHED
+        self._bound_sessions()
         return request
 
     def retract(self, row: int, *, forced: bool = False) -> Request:
@@ -202,12 +196,20 @@ class RankScheduler:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
         request.tokens = tokens
-        self._unsent_admissions.pop(row, None)
         assert request.lease is not None, "a running request holds a lease"
+        unsent = self._unsent_admissions.pop(row, None)
+        if unsent is not None and unsent.start == 0:
+            # The device was never told the row's tokens: no later turn can go on with it.
+            self.memory.cache.unbind(request.lease)
         release_kv_cache(self.memory, request.lease, tokens, insert=insert)
         request.lease = None
         self._is_short = False
         return request
+
+    def _bound_sessions(self) -> None:
+        """Idle sessions hold no more than their share: those used longest ago give theirs up."""
+        while self.memory.num_session_pages > self._max_session_pages:
+            self.evict_idle_session()
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         sampling = request.message.sampling

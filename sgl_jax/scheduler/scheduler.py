@@ -103,6 +103,7 @@ class Scheduler:
         """The front found a stop string: keep that many output tokens, forget the rest."""
         request = self._requests.get(message.rid)
         if request is None:
+            self._sessions.cut_turn(message)
             return
         num_tokens = request.prompt_len + message.num_output_tokens
         if request.state is RequestState.RUNNING:
@@ -118,8 +119,8 @@ class Scheduler:
     def tick(self, now_s: float) -> None:
         """The time, in seconds from any origin: end what has taken too long.
 
-        Needed only if there is a time limit (`needs_ticks`); a request arrives, and a session is
-        used, at the time of the last tick.
+        Needed only if there is a time limit (`needs_ticks`); a request arrives at the time of the
+        last tick, a session is used at that of the next.
         """
         config, expired = self.config, self._deadlines.tick(now_s)
         for rid in expired.to_finish:
@@ -134,9 +135,14 @@ class Scheduler:
 
     @property
     def needs_ticks(self) -> bool:
-        """Whether any request or session may time out."""
+        """Whether a request or session that is here may time out."""
         limits = (self.config.waiting_timeout_s, self.config.request_timeout_s)
-        return any(limits) or self._sessions.book.needs_ticks
+        return (any(limits) and not self.is_idle) or self._sessions.book.needs_ticks
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self._sessions.book)
 
     def flush(self) -> bool:
         """Empty all prefix caches; False, changing nothing, while requests are in flight."""
@@ -161,6 +167,7 @@ class Scheduler:
         """
         ends = [output for output in self._outputs.outputs if output.finish is not None]
         ended = {output.rid for output in ends}
+        succeeded = {o.rid for o in ends if o.finish is not None and o.finish.type != "abort"}
         finish = FinishReason("abort", message=reason, status_code=500)
         for request in self._requests.values():
             if request.rid not in ended:
@@ -168,7 +175,7 @@ class Scheduler:
                 ends.append(RequestOutput(request.rid, [], request.cached_tokens, dp_rank, finish))
             request.state, request.lease = RequestState.FINISHED, None
             self._deadlines.forget(request.rid)
-            self._sessions.end_turn(request, succeeded=False)
+            self._sessions.end_turn(request, succeeded=request.rid in succeeded)
         self._outputs = OutputBatch(ends, [], [])
         self._finished += len(self._requests)
         self._requests.clear()
@@ -234,12 +241,12 @@ class Scheduler:
     def check_balance(self) -> None:
         """Prove every rank's counts. Raises `LedgerError`."""
         for rank in self.ranks:
-            check_balance(rank.memory)
+            check_balance(rank.memory, len(rank.running))
 
     def audit(self) -> None:
         """Prove by a full walk that every page of every rank has one owner."""
         for rank in self.ranks:
-            audit(rank.memory)
+            audit(rank.memory, len(rank.running))
 
     def memory_views(self) -> list[MemoryView]:
         """Where every page is, per rank."""
@@ -317,12 +324,9 @@ class Scheduler:
         if message.session is None:
             max_len = self._max_len(message, len(message.input_ids))
             return Request(message, self._arrivals, max_len)
-        session, prompt, dp_rank = self._sessions.begin_turn(message)
-        try:
-            max_len = self._max_len(message, len(prompt))
-        except InvalidRequestError:
-            self._sessions.book.end_turn(session, message.rid, None)
-            raise
+        session, prompt, dp_rank = self._sessions.compose_turn(message)
+        max_len = self._max_len(message, len(prompt))
+        self._sessions.book.begin_turn(session, message, prompt)
         request = Request(message, self._arrivals, max_len, prompt=prompt, session=session)
         request.dp_rank = dp_rank
         return request

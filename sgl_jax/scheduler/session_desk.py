@@ -18,12 +18,14 @@ from sgl_jax.core.messages import (
     Reply,
     RollbackSession,
     SessionMessage,
+    StopRequest,
 )
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.release import release_idle_lease, roll_back_lease
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.sessions import Session, SessionBook, StreamingSession
+from sgl_jax.scheduler.session_book import SessionBook
+from sgl_jax.scheduler.sessions import Session, StreamingSession
 
 
 class SessionDesk:
@@ -44,13 +46,13 @@ class SessionDesk:
         try:
             data = self._do(message)
         except InvalidRequestError as error:
-            return Reply(rid=message.rid, ok=False, message=str(error))
+            return Reply(rid=message.rid, ok=False, message=str(error), data={"param": error.param})
         return Reply(rid=message.rid, ok=True, data=data)
 
-    def begin_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, int | None]:
+    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, int | None]:
         """A request of a session: the session, its whole prompt, and the rank it must run on.
 
-        Raises `InvalidRequestError`, changing nothing, if it cannot be a turn.
+        Changes nothing. Raises `InvalidRequestError` if it cannot be a turn.
         """
         assert message.session is not None
         home = self._home(message.session.id)
@@ -60,7 +62,7 @@ class SessionDesk:
                 f"run on rank {message.dp_rank}",
                 "dp_rank",
             )
-        session, prompt = self.book.begin_turn(message)
+        session, prompt = self.book.compose_turn(message)
         return session, prompt, message.dp_rank if home is None else home.dp_rank
 
     def end_turn(self, request: Request, *, succeeded: bool) -> None:
@@ -68,6 +70,19 @@ class SessionDesk:
         if request.session is not None:
             tokens = request.tokens if succeeded else None
             self.book.end_turn(request.session, request.rid, tokens)
+
+    def cut_turn(self, stop: StopRequest) -> None:
+        """A turn ended before it was known where its stop string was: drop what follows."""
+        if stop.session is None:
+            return
+        session = self.book.find(stop.session.id)
+        if session is None:
+            return
+        before = session.num_tokens
+        session.cut(stop)
+        home = self._home(session.session_id)
+        if home is not None and session.num_tokens < before:
+            roll_back_lease(home.memory, session.session_id, session.num_tokens)
 
     def tick(self, now_s: float) -> None:
         """The time: close what was idle for too long."""

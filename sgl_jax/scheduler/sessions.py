@@ -6,13 +6,12 @@ continuation of another, computed like any other request. Where the KV of either
 business of `SessionAwareCache` and the prefix cache.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, OpenSession, SessionTurn
+from sgl_jax.core.messages import OpenSession, SessionTurn, StopRequest
 from sgl_jax.core.step_plan import Int32Array
 
 _NO_TOKENS: Int32Array = np.zeros(0, np.int32)
@@ -20,9 +19,12 @@ _NO_TOKENS.flags.writeable = False
 
 
 class Turn(NamedTuple):
-    """A turn that succeeded: its request, and where the history stood when it ended."""
+    """A turn that succeeded: its request, how the client calls it, the tokens of its prompt
+    (history and all), and where the history stood when it ended."""
 
     rid: str
+    name: str
+    prompt_len: int
     num_tokens: int
 
 
@@ -38,6 +40,7 @@ class StreamingSession:
         self.tokens = _NO_TOKENS
         self.turns: list[Turn] = []
         self._running: str | None = None
+        self._name = ""  # of the running turn
         self._pending: Int32Array = _NO_TOKENS  # the prompt of the running turn, whole
 
     @property
@@ -55,19 +58,22 @@ class StreamingSession:
         """Requests in flight: one, or none."""
         return int(self._running is not None)
 
-    def begin(self, rid: str, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
-        """A turn starts; the whole prompt. Raises `InvalidRequestError`, changing nothing."""
+    def compose(self, rid: str, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
+        """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
         if self._running is not None:
             raise InvalidRequestError(
-                f"session {self.session_id!r} has request {self._running!r} in flight",
+                f"session {self.session_id!r} has request {self._name!r} in flight",
                 "session_params",
             )
         _require_plain_append(self, turn)
         new = np.array(input_ids, np.int32)
-        if not turn.is_whole:
-            new = np.concatenate([self.tokens, _without_bos(new, turn, bool(self.num_tokens))])
-        self._running, self._pending = rid, new
-        return new
+        if turn.is_whole:
+            return new
+        return np.concatenate([self.tokens, _without_bos(new, turn, bool(self.num_tokens))])
+
+    def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
+        """A turn starts, with the prompt that `compose` made."""
+        self._running, self._name, self._pending = rid, turn.name or rid, prompt
 
     def kept_len(self) -> int:
         """Tokens that the running turn's prompt and the history before it have in common."""
@@ -81,9 +87,17 @@ class StreamingSession:
         if tokens is not None:
             kept = self.kept_len()
             self.turns = [turn for turn in self.turns if turn.num_tokens <= kept]
-            self.turns.append(Turn(rid, len(tokens)))
+            self.turns.append(Turn(rid, self._name, len(self._pending), len(tokens)))
             self.tokens = tokens.copy()
         self._running, self._pending = None, _NO_TOKENS
+
+    def cut(self, stop: StopRequest) -> None:
+        """The last turn has ended, but further on than the client saw it end."""
+        if self._running is None and self.turns and self.turns[-1].rid == stop.rid:
+            last = self.turns[-1]
+            num_tokens = min(last.num_tokens, last.prompt_len + stop.num_output_tokens)
+            self.turns[-1] = last._replace(num_tokens=num_tokens)
+            self.tokens = self.tokens[:num_tokens]
 
     def roll_back(self, num_turns: int) -> None:
         """Forget all but the first `num_turns` turns."""
@@ -113,9 +127,10 @@ class StreamingSession:
 class _Node:
     """A turn of a regular session; `output` is None while it runs."""
 
-    __slots__ = ("children", "output", "parent", "prompt")
+    __slots__ = ("children", "output", "parent", "prompt", "rid")
 
-    def __init__(self, prompt: Int32Array, parent: str | None) -> None:
+    def __init__(self, rid: str, prompt: Int32Array, parent: str | None) -> None:
+        self.rid = rid
         self.prompt = prompt
         self.output: Int32Array | None = None
         self.parent = parent
@@ -123,7 +138,7 @@ class _Node:
 
 
 class RegularSession:
-    """A tree of turns, keyed by request id."""
+    """A tree of turns, keyed by the names that the client gave them."""
 
     kind = "regular"
 
@@ -132,6 +147,7 @@ class RegularSession:
         self.capacity = opened.capacity_of_str_len
         self.timeout_s = opened.timeout_s
         self._nodes: dict[str, _Node] = {}
+        self._names: dict[str, str] = {}  # of the turns in flight, by request id
 
     @property
     def num_tokens(self) -> int:
@@ -149,42 +165,53 @@ class RegularSession:
         """Requests in flight."""
         return sum(node.output is None for node in self._nodes.values())
 
-    def begin(self, rid: str, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
-        """A turn starts; the whole prompt. Raises `InvalidRequestError`, changing nothing."""
+    def compose(self, rid: str, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
+        """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
         if turn.is_whole:
             raise InvalidRequestError(
                 f"session {self.session_id!r} is a regular one: only a streaming session finds "
                 "by itself what is new in a conversation",
                 "session_id",
             )
-        if rid in self._nodes:
-            raise InvalidRequestError(f"request id {rid!r} is a turn of the session already", "rid")
+        name = turn.name or rid
+        if name in self._nodes:
+            raise InvalidRequestError(f"session {self.session_id!r} has a turn {name!r}", "rid")
         new = np.array(input_ids, np.int32)
-        parent = turn.rid
-        if parent is not None:
-            node = self._finished(parent)
-            history = node.prompt if turn.drop_previous_output else _whole(node)
-            if turn.offset:
-                history = history[: turn.offset]
-            new = np.concatenate([history, _without_bos(new, turn, bool(len(history)))])
+        if turn.rid is None:
+            return new
+        node = self._finished(turn.rid)
+        history = node.prompt if turn.drop_previous_output else _whole(node)
+        if turn.offset:
+            history = history[: turn.offset]
+        return np.concatenate([history, _without_bos(new, turn, bool(len(history)))])
+
+    def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
+        """A turn starts, with the prompt that `compose` made."""
+        name = turn.name or rid
         if turn.replace:
-            self._drop_below(parent)
-        self._nodes[rid] = _Node(new, parent)
-        if parent is not None:
-            self._nodes[parent].children.append(rid)
-        return new
+            self._drop_below(turn.rid)
+        self._nodes[name], self._names[rid] = _Node(rid, prompt, turn.rid), name
+        if turn.rid is not None:
+            self._nodes[turn.rid].children.append(name)
 
     def end(self, rid: str, tokens: Int32Array | None) -> None:
         """A turn ended; one that failed leaves the tree as if it had never been."""
-        node = self._nodes.get(rid)
-        if node is None:
+        name = self._names.pop(rid)
+        node = self._nodes.get(name)
+        if node is None or node.rid != rid:
             return  # replaced while it ran
         if tokens is not None:
             node.output = tokens[len(node.prompt) :].copy()
             return
-        del self._nodes[rid]
+        del self._nodes[name]
         if node.parent is not None and node.parent in self._nodes:
-            self._nodes[node.parent].children.remove(rid)
+            self._nodes[node.parent].children.remove(name)
+
+    def cut(self, stop: StopRequest) -> None:
+        """A turn has ended, but further on than the client saw it end."""
+        node = self._nodes.get(stop.session.name or stop.rid) if stop.session else None
+        if node is not None and node.rid == stop.rid and node.output is not None:
+            node.output = node.output[: stop.num_output_tokens]
 
     def _finished(self, rid: str) -> _Node:
         node = self._nodes.get(rid)
@@ -213,134 +240,6 @@ class RegularSession:
 Session = StreamingSession | RegularSession
 
 
-class SessionBook:
-    """All sessions of an engine by id, and when each was used last, by the ticks of the engine."""
-
-    def __init__(self, max_sessions: int) -> None:
-        self._max_sessions = max_sessions
-        self._sessions: dict[str, Session] = {}
-        self._used_at: dict[str, float] = {}
-        self._closing: set[str] = set()
-        self._now_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    @property
-    def needs_ticks(self) -> bool:
-        """Whether any session may time out."""
-        return any(session.timeout_s is not None for session in self._sessions.values())
-
-    def open(self, opened: OpenSession) -> None:
-        """Raises `InvalidRequestError` if the id is taken or there are too many."""
-        self._require_free(opened.session_id)
-        session = StreamingSession(opened) if opened.streaming else RegularSession(opened)
-        self._add(session)
-
-    def get(self, session_id: str) -> Session:
-        """Raises `InvalidRequestError` if there is none, or it is about to be closed."""
-        session = self._sessions.get(session_id)
-        if session is None or session_id in self._closing:
-            raise InvalidRequestError(
-                f"there is no session {session_id!r}, or it was closed", "session_id"
-            )
-        return session
-
-    def idle_streaming(self, session_id: str) -> StreamingSession:
-        """A streaming session with nothing in flight; raises `InvalidRequestError` else."""
-        session = self.get(session_id)
-        if not isinstance(session, StreamingSession):
-            raise InvalidRequestError(
-                f"session {session_id!r} is a regular one: any of its turns can be continued",
-                "session_id",
-            )
-        if session.num_running:
-            raise InvalidRequestError(
-                f"session {session_id!r} has a request in flight", "session_id"
-            )
-        return session
-
-    def fork(self, session: StreamingSession, new_session_id: str) -> None:
-        """Raises `InvalidRequestError` if the new id is taken or there are too many."""
-        self._require_free(new_session_id)
-        self._add(session.fork(new_session_id))
-
-    def begin_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array]:
-        """A request of a session arrives: its session and its whole prompt.
-
-        Raises `InvalidRequestError`, changing nothing, if the session cannot take it.
-        """
-        turn = message.session
-        assert turn is not None
-        session = self.get(turn.id)
-        whole = session.begin(message.rid, turn, message.input_ids)
-        if session.capacity and len(whole) > session.capacity:
-            session.end(message.rid, None)
-            raise InvalidRequestError(
-                f"the turn makes {len(whole)} tokens, session {turn.id!r} holds "
-                f"{session.capacity} at most",
-                "session_params",
-            )
-        self._used_at[turn.id] = self._now_s
-        return session, whole
-
-    def end_turn(self, session: Session, rid: str, tokens: Int32Array | None) -> bool:
-        """A turn ended, with its tokens if it succeeded; whether its session is closed by that."""
-        session.end(rid, tokens)
-        if self._sessions.get(session.session_id) is not session:
-            return True
-        self._used_at[session.session_id] = self._now_s
-        if session.session_id in self._closing and not session.num_running:
-            self._forget(session.session_id)
-            return True
-        return session.session_id in self._closing
-
-    def close(self, session_id: str) -> Session:
-        """Close a session, or if it has requests in flight, let it take no more."""
-        session = self.get(session_id)
-        if session.num_running:
-            self._closing.add(session_id)
-        else:
-            self._forget(session_id)
-        return session
-
-    def tick(self, now_s: float) -> list[str]:
-        """The time: sessions that were idle for too long, to be closed."""
-        self._now_s = now_s
-        return [
-            session_id
-            for session_id, session in self._sessions.items()
-            if session.timeout_s is not None
-            and not session.num_running
-            and now_s - self._used_at[session_id] > session.timeout_s
-        ]
-
-    def all(self) -> Iterator[tuple[Session, float, bool]]:
-        """Each session, the seconds since it was used, and whether it is about to be closed."""
-        for session_id, session in self._sessions.items():
-            idle_s = 0.0 if session.num_running else self._now_s - self._used_at[session_id]
-            yield session, idle_s, session_id in self._closing
-
-    def _add(self, session: Session) -> None:
-        self._sessions[session.session_id] = session
-        self._used_at[session.session_id] = self._now_s
-
-    def _forget(self, session_id: str) -> None:
-        del self._sessions[session_id], self._used_at[session_id]
-        self._closing.discard(session_id)
-
-    def _require_free(self, session_id: str) -> None:
-        if not session_id:
-            raise InvalidRequestError("a session needs an id that is not empty", "session_id")
-        if session_id in self._sessions:
-            raise InvalidRequestError(f"session {session_id!r} exists already", "session_id")
-        if len(self._sessions) >= self._max_sessions:
-            raise InvalidRequestError(
-                f"{self._max_sessions} sessions are open, which is the most there may be",
-                "session_id",
-            )
-
-
 def _whole(node: _Node) -> Int32Array:
     assert node.output is not None
     return np.concatenate([node.prompt, node.output])
@@ -365,7 +264,7 @@ def _require_plain_append(session: StreamingSession, turn: SessionTurn) -> None:
                 f"{name}; use /rollback_session or /fork_session",
                 "session_params",
             )
-    last = session.turns[-1].rid if session.turns else None
+    last = session.turns[-1].name if session.turns else None
     if turn.rid is not None and turn.rid != last:
         raise InvalidRequestError(
             f"session {session.session_id!r} is a streaming one: it appends to its last turn "

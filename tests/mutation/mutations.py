@@ -299,8 +299,7 @@ MUTATIONS = (
     Mutation(
         "keep what a failed device has written",
         _SCHEDULER,
-        "            self._end(request, finish, insert=False)\n        for rank in self.ranks:\n"
-        "            rank.memory.cache.reset()",
+        "            self._end(request, finish, insert=False)\n        self._reset_caches()",
         "            self._end(request, finish, insert=True)",
     ),
     Mutation(

@@ -1,0 +1,159 @@
+"""Which sessions are open, by id: the rules of opening, closing and idling that all kinds share.
+
+Owns when each was used last, and which of them are only waiting for a turn to end before they
+close. What a turn does to a conversation is told in `sessions.py`.
+"""
+
+from collections.abc import Iterator
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import GenerateRequest, OpenSession
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.scheduler.sessions import RegularSession, Session, StreamingSession
+
+
+class SessionBook:
+    """All sessions of an engine by id, and when each was used last, by the ticks of the engine.
+
+    Ticks may be far apart while no session needs them, so a session counts as used at the first
+    tick after its use, not at the last one before.
+    """
+
+    def __init__(self, max_sessions: int) -> None:
+        self._max_sessions = max_sessions
+        self._sessions: dict[str, Session] = {}
+        self._used_at: dict[str, float] = {}
+        self._used_since_tick: set[str] = set()
+        self._num_timed = 0  # sessions that may time out
+        self._closing: set[str] = set()
+        self._now_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether any session may time out."""
+        return self._num_timed > 0
+
+    def open(self, opened: OpenSession) -> None:
+        """Raises `InvalidRequestError` if the id is taken or there are too many."""
+        self._require_free(opened.session_id)
+        session = StreamingSession(opened) if opened.streaming else RegularSession(opened)
+        self._add(session)
+
+    def find(self, session_id: str) -> Session | None:
+        """The session of this id, if it exists."""
+        return self._sessions.get(session_id)
+
+    def get(self, session_id: str) -> Session:
+        """Raises `InvalidRequestError` if there is none, or it is about to be closed."""
+        session = self._sessions.get(session_id)
+        if session is None or session_id in self._closing:
+            raise InvalidRequestError(
+                f"there is no session {session_id!r}, or it was closed", "session_id"
+            )
+        return session
+
+    def idle_streaming(self, session_id: str) -> StreamingSession:
+        """A streaming session with nothing in flight; raises `InvalidRequestError` else."""
+        session = self.get(session_id)
+        if not isinstance(session, StreamingSession):
+            raise InvalidRequestError(
+                f"session {session_id!r} is a regular one: any of its turns can be continued",
+                "session_id",
+            )
+        if session.num_running:
+            raise InvalidRequestError(
+                f"session {session_id!r} has a request in flight", "session_id"
+            )
+        return session
+
+    def fork(self, session: StreamingSession, new_session_id: str) -> None:
+        """Raises `InvalidRequestError` if the new id is taken or there are too many."""
+        self._require_free(new_session_id)
+        self._add(session.fork(new_session_id))
+
+    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array]:
+        """The session that a request is a turn of, and the whole prompt. Changes nothing.
+
+        Raises `InvalidRequestError` if the session cannot take it.
+        """
+        turn = message.session
+        assert turn is not None
+        session = self.get(turn.id)
+        whole = session.compose(message.rid, turn, message.input_ids)
+        if session.capacity and len(whole) > session.capacity:
+            raise InvalidRequestError(
+                f"the turn makes {len(whole)} tokens, session {turn.id!r} holds "
+                f"{session.capacity} at most",
+                "session_params",
+            )
+        return session, whole
+
+    def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
+        """A turn is in flight, as `compose_turn` made it."""
+        assert message.session is not None
+        session.begin(message.rid, message.session, prompt)
+        self._used_since_tick.add(session.session_id)
+
+    def end_turn(self, session: Session, rid: str, tokens: Int32Array | None) -> None:
+        """A turn ended, with its tokens if it succeeded. Closes a session that waited for that."""
+        session.end(rid, tokens)
+        if self._sessions.get(session.session_id) is not session:
+            return  # closed, while a turn ran that had been replaced
+        self._used_since_tick.add(session.session_id)
+        if session.session_id in self._closing and not session.num_running:
+            self._forget(session.session_id)
+
+    def close(self, session_id: str) -> Session:
+        """Close a session, or if it has requests in flight, let it take no more."""
+        session = self.get(session_id)
+        if session.num_running:
+            self._closing.add(session_id)
+        else:
+            self._forget(session_id)
+        return session
+
+    def tick(self, now_s: float) -> list[str]:
+        """The time: sessions that were idle for too long, to be closed."""
+        self._now_s = max(self._now_s, now_s)
+        self._used_at.update(dict.fromkeys(self._used_since_tick, self._now_s))
+        self._used_since_tick.clear()
+        return [
+            session_id
+            for session_id, session in self._sessions.items()
+            if session.timeout_s is not None
+            and not session.num_running
+            and self._now_s - self._used_at[session_id] > session.timeout_s
+        ]
+
+    def all(self) -> Iterator[tuple[Session, float, bool]]:
+        """Each session, the seconds since it was used, and whether it is about to be closed."""
+        for session_id, session in self._sessions.items():
+            is_in_use = session.num_running > 0 or session_id in self._used_since_tick
+            idle_s = 0.0 if is_in_use else self._now_s - self._used_at[session_id]
+            yield session, idle_s, session_id in self._closing
+
+    def _add(self, session: Session) -> None:
+        self._sessions[session.session_id] = session
+        self._used_since_tick.add(session.session_id)
+        self._num_timed += session.timeout_s is not None
+
+    def _forget(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id)
+        self._num_timed -= session.timeout_s is not None
+        self._used_at.pop(session_id, None)
+        self._used_since_tick.discard(session_id)
+        self._closing.discard(session_id)
+
+    def _require_free(self, session_id: str) -> None:
+        if not session_id:
+            raise InvalidRequestError("a session needs an id that is not empty", "session_id")
+        if session_id in self._sessions:
+            raise InvalidRequestError(f"session {session_id!r} exists already", "session_id")
+        if len(self._sessions) >= self._max_sessions:
+            raise InvalidRequestError(
+                f"{self._max_sessions} sessions are open, which is the most there may be",
+                "session_id",
+            )
