@@ -36,6 +36,8 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
         is_whole: streaming sessions: `input_ids` are the whole conversation, not what is new; the
             session finds what it has of it.
         bos_token_id: dropped from the front of an appended turn.
+        name: how the client calls this turn; by default its request's rid, which the front may
+            have made unique.
     """
 
     id: str
@@ -45,6 +47,7 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
     drop_previous_output: bool = False
     is_whole: bool = False
     bos_token_id: int | None = None
+    name: str | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -82,11 +85,13 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A stop string was found in the text: the output is finished at `num_output_tokens`.
 
-    Later tokens of the request are overshoot; the engine forgets them and does not answer.
+    Later tokens of the request are overshoot; the engine forgets them and does not answer. It may
+    have ended the request meanwhile: then a `session` that it was a turn of forgets them.
     """
 
     rid: str
     num_output_tokens: int
+    session: SessionTurn | None = None
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -23,6 +23,8 @@ _BOUNDS = {
     "mem_fraction_static": (0.05, 0.98),
     "max_running_requests": (0, 65536),
     "max_queued_requests": (1, 10_000_000),
+    "session_memory_fraction": (0.0, 1.0),
+    "max_sessions": (1, 1_000_000),
     "chunked_prefill_size": (0, 1_048_576),
     "schedule_conservativeness": (0.0, 10.0),
     "port": (0, 65535),  # 0 takes any free one
@@ -90,6 +92,12 @@ class ServerArgs:
     waiting_timeout: float = _arg(0.0, "seconds a request may wait to start; 0: no limit")
     request_timeout: float = _arg(0.0, "seconds from arrival to the last token; 0: no limit")
     random_seed: int = _arg(0, "of everything random, and of dummy weights")
+
+    # Sessions
+    session_memory_fraction: float = _arg(
+        0.8, "share of a rank's KV pages that idle sessions may hold"
+    )
+    max_sessions: int = _arg(4096, "sessions that may be open")
 
     # Speculative decoding
     speculative_algorithm: str = _arg(

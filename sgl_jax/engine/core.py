@@ -13,12 +13,18 @@ from typing import Any
 
 from sgl_jax.core.messages import (
     AbortRequest,
+    CloseSession,
     FlushCache,
+    ForkSession,
     FrontMessage,
     GenerateRequest,
     GetState,
+    ListSessions,
+    OpenSession,
     Profile,
     Reply,
+    RollbackSession,
+    SessionMessage,
     Shutdown,
     StopRequest,
 )
@@ -72,7 +78,6 @@ class EngineCore:
         self.scheduler = Scheduler(sizes, config)
         self._recorder = None if writer is None else Recorder(self.scheduler, writer)
         self.events: SchedulerEvents = self._recorder or self.scheduler
-        self._is_timed = args.waiting_timeout > 0 or args.request_timeout > 0
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._log = StepLog(args.decode_log_interval)
@@ -98,9 +103,10 @@ class EngineCore:
                 is_resting = self.scheduler.is_idle and not self._in_flight
                 watchdog.feed()
                 messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
-                if self._is_timed and (messages or not is_resting):
+                # Sessions may time out at rest; what arrives must not find an old time.
+                if messages or self.scheduler.needs_ticks:
                     with self._answering_defects():
-                        self.events.tick(time.monotonic())
+                        self._tick()
                 for message in messages:
                     with self._answering_defects():
                         self._handle(message, channel)
@@ -121,6 +127,13 @@ class EngineCore:
         self.executor.close()
 
     # -- steps ------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Tell the scheduler the time; what that ends gave memory back, to be proved again."""
+        num_sessions = self.scheduler.num_sessions
+        self.events.tick(time.monotonic())
+        if self.scheduler.num_sessions != num_sessions:
+            self._is_audited = False
 
     def _turn(self) -> None:
         """Plan and launch one step; read the oldest once enough are in flight."""
@@ -189,6 +202,10 @@ class EngineCore:
                 self.events.stop(message)
             case FlushCache():
                 channel.send(self._flush(message))
+            case (
+                OpenSession() | CloseSession() | RollbackSession() | ForkSession() | ListSessions()
+            ):
+                channel.send(self._session(message))
             case GetState():
                 channel.send(Reply(rid=message.rid, ok=True, data=self.state()))
             case Profile():
@@ -215,6 +232,14 @@ class EngineCore:
             self._answer_defect(error)
             done, text = False, _REBUILT
         return Reply(rid=message.rid, ok=done, message="" if done else text)
+
+    def _session(self, message: SessionMessage) -> Reply:
+        self._is_audited = False
+        try:
+            return self.events.session(message)
+        except MemoryDefectError as error:
+            self._answer_defect(error)
+            return Reply(rid=message.rid, ok=False, message=_REBUILT, data={"status_code": 500})
 
     def _profile(self, message: Profile) -> Reply:
         try:
@@ -243,4 +268,9 @@ class EngineCore:
             "memory_errors": self._defects.num_defects,
             "compiles_after_ready": self.executor.num_compiles_after_ready,
         }
-        return {"ranks": ranks, "num_waiting": scheduler.num_waiting, "counters": counters}
+        return {
+            "ranks": ranks,
+            "num_waiting": scheduler.num_waiting,
+            "num_sessions": scheduler.num_sessions,
+            "counters": counters,
+        }

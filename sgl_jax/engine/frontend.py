@@ -25,6 +25,7 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     OutputBatch,
     Reply,
+    SessionTurn,
     StopRequest,
 )
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
@@ -36,6 +37,7 @@ from sgl_jax.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_RID_CHARS = 256
+MAX_SESSION_ID_CHARS = 256
 # A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
 _MAX_NORMALIZER_SHRINK = 4
 
@@ -120,12 +122,15 @@ class Frontend:
         top_logprobs_num: int = 0,
         logprob_start_len: int = -1,
         dp_rank: int | None = None,
+        session: SessionTurn | None = None,
     ) -> GenerateRequest:
         """Check everything that can be checked before the engine sees it.
 
         Args:
             default_max_new_tokens: if `sampling` sets no limit; None means what the context
-                leaves. A default never makes a request too long.
+                leaves. A default never makes a request too long, but a session's turn: only the
+                engine knows the history that is put before it.
+            session: of which the request is a turn, `prompt_ids` what it adds.
 
         Raises:
             InvalidRequestError: names the field and what is allowed.
@@ -146,21 +151,26 @@ class Frontend:
                 "max_new_tokens",
             )
         _check_between("top_logprobs_num", top_logprobs_num, 0, MAX_TOP_LOGPROBS)
-        _check_between("logprob_start_len", logprob_start_len, -1, len(prompt_ids))
+        longest = len(prompt_ids) if session is None else self.facts.max_request_tokens
+        _check_between("logprob_start_len", logprob_start_len, -1, longest)
         if dp_rank is not None:
             _check_between("dp_rank", dp_rank, 0, self.facts.dp_size - 1)
         if rid is not None and not 1 <= len(rid) <= MAX_RID_CHARS:
             raise InvalidRequestError(
                 f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(rid)}", "rid"
             )
+        rid = uuid.uuid4().hex if rid is None else rid
+        if session is not None:
+            session = self._check_session(session, rid)
         return GenerateRequest(
-            rid=uuid.uuid4().hex if rid is None else rid,
+            rid=rid,
             input_ids=prompt_ids,
             sampling=sampling,
             return_logprob=return_logprob,
             top_logprobs_num=top_logprobs_num,
             logprob_start_len=logprob_start_len,
             dp_rank=dp_rank,
+            session=session,
         )
 
     def start(
@@ -305,7 +315,8 @@ class Frontend:
                 if gained:
                     self._note_tokens(stream, gained, now)
                 if stream.finish is not None:
-                    self._end(stream, now, stopped_here=output.finish is None)
+                    # It may have ended by itself beyond the stop string.
+                    self._end(stream, now, stopped_here=stream.finish is not output.finish)
                 if stream.streaming or stream.finish is not None:
                     ready.append(stream)
         self.metrics.count_generated(num_tokens)
@@ -327,7 +338,11 @@ class Frontend:
         if stopped_here:
             with contextlib.suppress(EngineDeadError):
                 self._client.send(
-                    StopRequest(rid=stream.request.rid, num_output_tokens=stream.num_output_tokens)
+                    StopRequest(
+                        rid=stream.request.rid,
+                        num_output_tokens=stream.num_output_tokens,
+                        session=stream.request.session,
+                    )
                 )
         if stream.finish.type == "abort":
             self.metrics.count_abort()
@@ -347,6 +362,20 @@ class Frontend:
                 stream.e2e_latency_s,
             )
 
+    def _check_session(self, turn: SessionTurn, rid: str) -> SessionTurn:
+        """The turn under the name that its client gave it, and without a second BOS."""
+        check_session_id(turn.id, "session_params.id")
+        if turn.rid is not None and not 1 <= len(turn.rid) <= MAX_RID_CHARS:
+            raise InvalidRequestError(
+                f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(turn.rid)}",
+                "session_params.rid",
+            )
+        if turn.offset < 0:
+            raise InvalidRequestError(
+                f"offset must be at least 0, got {turn.offset}", "session_params.offset"
+            )
+        return msgspec.structs.replace(turn, name=rid, bos_token_id=self.tokenizer.bos_token_id)
+
     def _check_prompt(self, prompt_ids: list[int]) -> None:
         if not prompt_ids:
             raise InvalidRequestError("the prompt is empty", "input_ids")
@@ -363,6 +392,16 @@ class Frontend:
                     f"[0, {self.facts.vocab_size})",
                     "input_ids",
                 )
+
+
+def check_session_id(session_id: str, param: str = "session_id") -> None:
+    """Raise `InvalidRequestError` unless it can name a session."""
+    if not 1 <= len(session_id) <= MAX_SESSION_ID_CHARS:
+        raise InvalidRequestError(
+            f"a session's id must have 1 to {MAX_SESSION_ID_CHARS} characters, "
+            f"got {len(session_id)}",
+            param,
+        )
 
 
 def _check_between(name: str, value: int, low: int, high: int) -> None:

@@ -49,6 +49,8 @@ class RequestStream:
         self.on_ready = on_ready
         self.streaming = streaming
         self.num_output_tokens = 0
+        # Until its first output a session's turn knows only what was sent, not the history.
+        self.num_prompt_tokens = len(request.input_ids)
         self.cached_tokens = 0
         self.dp_rank = 0
         self.finish: FinishReason | None = None
@@ -74,10 +76,6 @@ class RequestStream:
         self._last_chunk_taken = False
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.input_ids)
-
-    @property
     def e2e_latency_s(self) -> float:
         """Seconds from arrival to the end, or to now."""
         end = time.perf_counter() if self.finished_at is None else self.finished_at
@@ -95,6 +93,8 @@ class RequestStream:
         """An output with more to say. Sets `finish` at the end, or if a stop string is complete."""
         self.cached_tokens = output.cached_tokens
         self.dp_rank = output.dp_rank
+        if output.prompt_tokens is not None:
+            self.num_prompt_tokens = output.prompt_tokens
         self._logprobs += output.logprobs or ()
         self._prompt_logprobs += output.prompt_logprobs or ()
         ids = output.token_ids

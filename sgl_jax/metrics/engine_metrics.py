@@ -19,6 +19,7 @@ _RANK_GAUGES = {
     "kv_pages_total": ("total_pages", "KV pages of the rank"),
     "free_rows": ("free_rows", "rows that a request can take"),
     "total_rows": ("total_rows", "rows of the rank"),
+    "session_rows": ("session_rows", "rows that idle sessions hold"),
 }
 
 
@@ -31,7 +32,7 @@ class EngineMetrics:
         requests.registry.register(self)
 
     def update(self, state: Mapping[str, Any]) -> None:
-        """Take in `Reply.data` of a `GetState`: `{"ranks": [...], "counters": {...}}`."""
+        """Take in `Reply.data` of a `GetState`: `ranks`, `num_sessions`, `counters`."""
         self._state = state
 
     def collect(self) -> Iterable[Metric]:
@@ -45,6 +46,8 @@ class EngineMetrics:
             [(rank, _usage(rank)) for rank in ranks],
         )
         yield _page_states(ranks)
+        num_sessions = self._state.get("num_sessions", 0)
+        yield GaugeMetricFamily("sglang:num_sessions", "sessions open", value=num_sessions)
         yield _gauge("gen_throughput", "tokens generated per second", self._requests)
         yield _gauge("cache_hit_rate", "share of prompt tokens found cached", self._requests)
         for name, value in self._state.get("counters", {}).items():

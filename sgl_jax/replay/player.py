@@ -6,12 +6,15 @@ The results of steps come from the recording; there is no device and no executor
 from collections.abc import Callable
 from typing import Any
 
+from sgl_jax.core.messages import Reply
 from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.replay.difference import first_difference
 from sgl_jax.scheduler.event_log import RecordingError
 from sgl_jax.scheduler.events import (
     Aborted,
+    AnsweredSession,
+    AskedSession,
     Committed,
     Event,
     FailedAll,
@@ -30,6 +33,9 @@ from sgl_jax.scheduler.events import (
 )
 from sgl_jax.scheduler.recorder import describe
 from sgl_jax.scheduler.scheduler import Scheduler
+
+# Events after which the scheduler may have come to rest.
+_MAY_REST = (Committed, Aborted, FailedAll, AskedSession)
 
 
 class DifferenceError(Exception):
@@ -53,6 +59,7 @@ class Player:
         self._check_memory = check_memory
         self._mirror = PageTableMirror(started.sizes)
         self._unread: dict[int, StepPlan] = {}  # planned, not committed, by step id
+        self._reply: Reply | None = None  # to the last question about sessions
         self._error: str | None = None  # raised by the last event
 
     def feed(self, event: Event) -> None:
@@ -92,6 +99,10 @@ class Player:
                 scheduler.abort(event.message)
             case Stopped():
                 scheduler.stop(event.message)
+            case AskedSession():
+                self._reply = scheduler.session(event.message)
+            case AnsweredSession():
+                self._compare(event, "reply", event.reply, self._reply)
             case Flushed():
                 scheduler.flush()
             case FailedAll():
@@ -143,7 +154,7 @@ class Player:
             return
         if self._check_memory == "busy":
             self._run_check(self.scheduler.check_balance)
-        if self.scheduler.is_idle and isinstance(event, Committed | Aborted | FailedAll):
+        if self.scheduler.is_idle and isinstance(event, _MAY_REST):
             self._run_check(self.scheduler.audit)
 
     def _run_check(self, check: Callable[[], None]) -> None:

@@ -40,6 +40,8 @@ class SchedulerConfig(NamedTuple):
             use_radix_cache=not args.disable_radix_cache,
             random_seed=args.random_seed,
             num_draft_tokens=args.num_draft_tokens,
+            session_memory_fraction=args.session_memory_fraction,
+            max_sessions=args.max_sessions,
             check_every_step=args.check_memory == "busy",
             forced_retract_interval=args.test_retract_interval if args.test_retract else 0,
             forced_retract_no_prefill_bs=args.test_retract_no_prefill_bs,

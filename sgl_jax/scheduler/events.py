@@ -13,7 +13,9 @@ from sgl_jax.core.messages import (
     AbortRequest,
     GenerateRequest,
     OutputBatch,
+    Reply,
     RequestOutput,
+    SessionMessage,
     StopRequest,
     TokenLogprobs,
 )
@@ -51,6 +53,18 @@ class Aborted(msgspec.Struct, frozen=True, tag=True):
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
     message: StopRequest
+
+
+class AskedSession(msgspec.Struct, frozen=True, tag=True):
+    """A client asked about sessions."""
+
+    message: SessionMessage
+
+
+class AnsweredSession(msgspec.Struct, frozen=True, tag=True):
+    """What `session` answered to the event before this."""
+
+    reply: Reply
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True):
@@ -113,6 +127,8 @@ Event: TypeAlias = (
     | Refused
     | Aborted
     | Stopped
+    | AskedSession
+    | AnsweredSession
     | Flushed
     | FailedAll
     | Rebuilt

@@ -7,11 +7,20 @@ raises, that is written too. Must never change what the scheduler does.
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from sgl_jax.core.messages import AbortRequest, GenerateRequest, OutputBatch, StopRequest
+from sgl_jax.core.messages import (
+    AbortRequest,
+    GenerateRequest,
+    OutputBatch,
+    Reply,
+    SessionMessage,
+    StopRequest,
+)
 from sgl_jax.core.step_plan import RankResult, StepPlan
 from sgl_jax.scheduler.event_log import EventWriter
 from sgl_jax.scheduler.events import (
     Aborted,
+    AnsweredSession,
+    AskedSession,
     Committed,
     Event,
     FailedAll,
@@ -40,6 +49,7 @@ class SchedulerEvents(Protocol):
     def refuse(self, message: GenerateRequest, text: str, status_code: int) -> None: ...
     def abort(self, message: AbortRequest) -> None: ...
     def stop(self, message: StopRequest) -> None: ...
+    def session(self, message: SessionMessage) -> Reply: ...
     def flush(self) -> bool: ...
     def fail_all(self, reason: str) -> None: ...
     def rebuild(self, reason: str) -> None: ...
@@ -81,6 +91,11 @@ class Recorder:
 
     def stop(self, message: StopRequest) -> None:
         self._tell(Stopped(message), lambda: self._scheduler.stop(message))
+
+    def session(self, message: SessionMessage) -> Reply:
+        reply = self._tell(AskedSession(message), lambda: self._scheduler.session(message))
+        self._writer.write(AnsweredSession(reply))
+        return reply
 
     def flush(self) -> bool:
         return self._tell(Flushed(), self._scheduler.flush)

@@ -71,6 +71,11 @@ class Tokenizer:
         return None if self._hf.eos_token_id is None else int(self._hf.eos_token_id)
 
     @property
+    def bos_token_id(self) -> int | None:
+        """The tokenizer's beginning-of-sequence token, if it names one."""
+        return None if self._hf.bos_token_id is None else int(self._hf.bos_token_id)
+
+    @property
     def longest_token_chars(self) -> int:
         """Characters of the longest token: bounds how few tokens a long text can have."""
         if self._longest_token is None:
