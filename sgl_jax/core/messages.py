@@ -23,14 +23,15 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     status_code: int | None = None
 
 
-class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
+class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a request continues a session.
 
     Args:
         id: of the session.
         rid: regular sessions: the turn to append to, or with `replace` the one to replace; None
             starts anew. Streaming sessions always append to their last turn.
-        offset: regular sessions: keep so many tokens of the history (0: all).
+        offset: regular sessions: keep so many tokens of the history (0: all), or if negative, all
+            but so many.
         replace: regular sessions: drop what followed `rid` (everything, without one).
         drop_previous_output: regular sessions: append to the last turn's prompt, not its output.
         is_whole: streaming sessions: `input_ids` are the whole conversation, not what is new; the

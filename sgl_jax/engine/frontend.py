@@ -370,10 +370,8 @@ class Frontend:
                 f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(turn.rid)}",
                 "session_params.rid",
             )
-        if turn.offset < 0:
-            raise InvalidRequestError(
-                f"offset must be at least 0, got {turn.offset}", "session_params.offset"
-            )
+        most = self.facts.max_request_tokens
+        _check_between("session_params.offset", turn.offset, -most, most)
         return msgspec.structs.replace(turn, name=rid, bos_token_id=self.tokenizer.bos_token_id)
 
     def _check_prompt(self, prompt_ids: list[int]) -> None:

@@ -14,24 +14,35 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, overload
 
-import msgspec
 from tqdm import tqdm
 
 from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
 from sgl_jax.core.messages import (
+    CloseSession,
     FinishReason,
     FlushCache,
+    ForkSession,
     FrontMessage,
     GetState,
+    ListSessions,
+    OpenSession,
     Reply,
+    RollbackSession,
     Shutdown,
     TokenLogprobs,
 )
-from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.engine.frontend import EngineFacts, Frontend
 from sgl_jax.engine.in_process import InProcessChannel, InProcessClient
+from sgl_jax.engine.offline_inputs import (
+    Prompt,
+    Sampling,
+    as_batch,
+    as_new_id,
+    as_sampling,
+    as_turn,
+)
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -42,16 +53,14 @@ _NO_QUEUE_LIMIT = 10_000_000
 # From this many prompts on, a progress bar is worth its line.
 _MANY_PROMPTS = 16
 
-Prompt = str | Sequence[int]
-Sampling = SamplingParams | Mapping[str, Any] | None
-
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """What was generated for one prompt (so far, while streaming).
 
     `logprobs` has one entry per output token, `prompt_logprobs` one per prompt token from
-    `logprob_start_len` on; both are empty unless asked for.
+    `logprob_start_len` on; both are empty unless asked for. `rid` names the request, and so the
+    turn of a session; the prompt of a turn counts the history.
     """
 
     text: str
@@ -62,6 +71,7 @@ class Generation:
     dp_rank: int
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs]
+    rid: str
 
 
 class GenerationError(RuntimeError):
@@ -126,14 +136,16 @@ class Engine:
             sampling_params: for all, or one for each.
             input_ids: token id lists, instead of `prompts`.
             progress: show a progress bar; None shows one for many prompts on a terminal.
-            options: `return_logprob`, `top_logprobs_num`, `logprob_start_len`, `dp_rank`.
+            options: `rid`, `return_logprob`, `top_logprobs_num`, `logprob_start_len`, `dp_rank`;
+                for a single prompt also `session_params`, a `SessionTurn` or a mapping of its
+                fields (`{"id": ...}`), whose session the prompt continues.
 
         Raises:
             InvalidRequestError: a prompt or parameter cannot be served; nothing was started.
             GenerationError: the engine could not finish a request, though it goes on.
             EngineDeadError: the engine ended.
         """
-        batch, params = _as_batch(prompts, sampling_params, input_ids)
+        batch, params = as_batch(prompts, sampling_params, input_ids)
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
         streams = self._start(
             batch, params, options, lambda i: lambda: finished.put(i), streaming=False
@@ -212,6 +224,66 @@ class Engine:
         finally:
             self._abandon(streams)
 
+    def open_session(
+        self,
+        capacity_of_str_len: int = 0,
+        session_id: str | None = None,
+        *,
+        streaming: bool = False,
+        timeout: float | None = None,
+    ) -> str:
+        """Open a session; returns its id, which is a new one unless given.
+
+        Args:
+            capacity_of_str_len: tokens the history may hold; 0 for no limit but the context's.
+            streaming: append-only, one request in flight, KV kept in place between turns.
+            timeout: idle seconds after which the session is closed; None never does.
+
+        Raises:
+            InvalidRequestError: the id is taken, or too many sessions are open.
+        """
+        name = as_new_id(session_id)
+        if capacity_of_str_len < 0 or (timeout is not None and not timeout > 0):
+            raise InvalidRequestError(
+                "capacity_of_str_len must be at least 0 and timeout above 0, got "
+                f"{capacity_of_str_len} and {timeout}",
+                "timeout" if capacity_of_str_len >= 0 else "capacity_of_str_len",
+            )
+        self._demand(
+            lambda rid: OpenSession(
+                rid=rid,
+                session_id=name,
+                streaming=streaming,
+                capacity_of_str_len=capacity_of_str_len,
+                timeout_s=timeout,
+            )
+        )
+        return name
+
+    def close_session(self, session_id: str) -> None:
+        """Close a session; if a turn is in flight, when that has ended."""
+        self._demand(lambda rid: CloseSession(rid=rid, session_id=session_id))
+
+    def rollback_session(self, session_id: str, num_turns: int) -> dict[str, Any]:
+        """Take a streaming session back to its first `num_turns` turns.
+
+        Returns `num_turns` and `num_tokens`, which it holds now.
+        """
+        return self._demand(
+            lambda rid: RollbackSession(rid=rid, session_id=session_id, num_turns=num_turns)
+        )
+
+    def fork_session(self, session_id: str, new_session_id: str | None = None) -> str:
+        """Open a streaming session with the history of another; returns its id."""
+        name = as_new_id(new_session_id)
+        self._demand(lambda rid: ForkSession(rid=rid, session_id=session_id, new_session_id=name))
+        return name
+
+    def list_sessions(self) -> list[dict[str, Any]]:
+        """All open sessions: id, kind, turns, tokens, what runs, and where the KV is."""
+        sessions: list[dict[str, Any]] = self._demand(lambda rid: ListSessions(rid=rid))["sessions"]
+        return sessions
+
     def server_info(self) -> dict[str, Any]:
         """The memory view of each rank, and counters."""
         return self._ask(lambda rid: GetState(rid=rid)).data
@@ -266,11 +338,14 @@ class Engine:
         streaming: bool,
     ) -> list[RequestStream]:
         """Check everything first, then start everything."""
+        session = as_turn(options.get("session_params"), len(prompts))
+        options = {name: value for name, value in options.items() if name != "session_params"}
         requests = [
             self._frontend.prepare(
                 self._frontend.encode(prompt) if isinstance(prompt, str) else list(prompt),
-                _as_sampling(sampling),
+                as_sampling(sampling),
                 default_max_new_tokens=128,
+                session=session,
                 **options,
             )
             for prompt, sampling in zip(prompts, params, strict=True)
@@ -292,45 +367,21 @@ class Engine:
             raise EngineDeadError(self._frontend.death)
         return reply
 
-
-def _as_batch(
-    prompts: str | Sequence[Prompt] | None,
-    sampling_params: Sampling | Sequence[Sampling],
-    input_ids: Sequence[Sequence[int]] | None,
-) -> tuple[list[Prompt], list[Sampling]]:
-    if (prompts is None) == (input_ids is None):
-        raise InvalidRequestError("give either prompts or input_ids", "prompts")
-    batch: list[Prompt] = (
-        [prompts] if isinstance(prompts, str) else list(prompts or input_ids or ())
-    )
-    if any(isinstance(prompt, int) for prompt in batch):
-        raise InvalidRequestError(
-            "a prompt is a string or a list of token ids; give a list of prompts: [[1, 2, 3]]",
-            "prompts" if prompts is not None else "input_ids",
-        )
-    if isinstance(sampling_params, SamplingParams | Mapping) or sampling_params is None:
-        return batch, [sampling_params] * len(batch)
-    if len(sampling_params) != len(batch):
-        raise InvalidRequestError(
-            f"{len(sampling_params)} sampling_params for {len(batch)} prompts", "sampling_params"
-        )
-    return batch, list(sampling_params)
-
-
-def _as_sampling(sampling: Sampling) -> SamplingParams:
-    if isinstance(sampling, SamplingParams):
-        return sampling
-    try:
-        return msgspec.convert(dict(sampling or {}), SamplingParams)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(str(error), "sampling_params") from error
+    def _demand(self, make_message: Callable[[str], FrontMessage]) -> dict[str, Any]:
+        """The engine's answer. Raises `InvalidRequestError` if it refused."""
+        reply = self._ask(make_message)
+        if not reply.ok:
+            raise InvalidRequestError(reply.message, reply.data.get("param"))
+        return reply.data
 
 
 def _extend(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> Generation:
     """`so_far` with what `chunk` adds. Raises `GenerationError` if the engine gave up on it."""
     if chunk.finish is not None and chunk.finish.status_code is not None:
         raise GenerationError(chunk.finish.message or "the engine gave up on the request")
-    before = so_far or Generation("", [], None, stream.num_prompt_tokens, 0, 0, [], [])
+    before = so_far or Generation(
+        "", [], None, stream.num_prompt_tokens, 0, 0, [], [], stream.client_rid
+    )
     return dataclasses.replace(
         before,
         text=before.text + chunk.text,

@@ -4,13 +4,14 @@ from importlib import metadata
 
 from fastapi import FastAPI
 
-from sgl_jax.server import management_routes, native_routes, openai_routes
+from sgl_jax.server import management_routes, native_routes, openai_routes, session_routes
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import install_error_handlers
 from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from sgl_jax.server.native_protocol import Generated
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import install_openapi
+from sgl_jax.server.session_protocol import Forked, RolledBack, SessionList
 
 
 def build_app(context: ServerContext) -> FastAPI:
@@ -22,12 +23,15 @@ def build_app(context: ServerContext) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.context = context
-    for routes in (openai_routes, native_routes, management_routes):
+    for routes in (openai_routes, native_routes, session_routes, management_routes):
         app.include_router(routes.router)
     install_error_handlers(app)
     app.add_middleware(BodyLimitMiddleware)
     if context.args.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=context.args.api_key)
-    structs: list[type] = [ChatCompletion, Completion, ModelCard, ModelList, Generated]
+    structs: list[type] = [
+        *(ChatCompletion, Completion, ModelCard, ModelList, Generated),
+        *(Forked, RolledBack, SessionList),
+    ]
     install_openapi(app, structs, needs_key=context.args.api_key is not None)
     return app

@@ -8,7 +8,9 @@ from pydantic import Field
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.server.logprobs import NativeLogprob
-from sgl_jax.server.openai_protocol import MAX_CHOICES, StrictModel, TokenIds, given_sampling
+from sgl_jax.server.openai_protocol import MAX_CHOICES, given_sampling
+from sgl_jax.server.session_protocol import SessionParams, refuse_several
+from sgl_jax.server.strict_model import StrictModel, TokenIds
 
 Rid = Annotated[str, Field(min_length=1, max_length=200)]
 
@@ -62,7 +64,7 @@ class GenerateBody(StrictModel):
     stream: bool | None = None
     rid: Rid | list[Rid] | None = None
     dp_rank: int | None = Field(default=None, ge=0)
-    session_params: dict[str, Any] | None = None
+    session_params: SessionParams | None = None
 
     @property
     def is_list(self) -> bool:
@@ -79,6 +81,8 @@ class GenerateBody(StrictModel):
         prompts: list[str | list[int]] = given if self.is_list else [given]
         if not prompts:
             raise InvalidRequestError("the list of prompts is empty", self.prompt_field)
+        if self.session_params is not None:
+            refuse_several(len(prompts), self.prompt_field)
         return prompts
 
     @property

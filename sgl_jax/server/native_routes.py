@@ -22,6 +22,7 @@ from sgl_jax.server.native_protocol import (
     NativeSampling,
 )
 from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.session_protocol import session_turn
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # as in SGLang
 
@@ -33,7 +34,6 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue one or several prompts; the answer to a list is a list."""
     context = context_of(request)
     context.check_open()
-    _refuse_sessions(body)
     prompts = body.prompts
     samplings, rids = body.sampling_of(len(prompts)), body.rids_of(len(prompts))
     requests = []
@@ -50,6 +50,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                     top_logprobs_num=(body.top_logprobs_num or 0) if body.return_logprob else 0,
                     logprob_start_len=_logprob_start(body),
                     dp_rank=body.dp_rank,
+                    session=session_turn(body.session_params),
                 )
             )
     return await respond(
@@ -128,11 +129,6 @@ def _finish(finish: FinishReason, num_tokens: int) -> dict[str, int | str | None
         case "length":
             return {"type": "length", "length": num_tokens}
     return {"type": "abort", "message": finish.message}
-
-
-def _refuse_sessions(body: GenerateBody) -> None:
-    if body.session_params is not None:
-        raise InvalidRequestError("sessions are not enabled on this server", "session_params")
 
 
 def _logprob_start(body: GenerateBody) -> int:

@@ -6,30 +6,16 @@ refused by name rather than ignored. A null counts as not given.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
+from sgl_jax.server.session_protocol import SessionId, SessionParams, refuse_several
+from sgl_jax.server.strict_model import StrictModel, TokenIds
 
 MAX_CHOICES = 1024  # engine requests behind one HTTP request
 _MAX_MESSAGES = 16_384
 _INT64 = 2**63
-
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
-Nothing = Annotated[Any, Field(json_schema_extra={"type": "null"})]
-
-
-class StrictModel(BaseModel):
-    """No coercion, no unknown fields, no NaN."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unknown_nulls(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {k: v for k, v in body.items() if v is not None or k in cls.model_fields}
 
 
 class StreamOptions(StrictModel):
@@ -144,6 +130,9 @@ class ChatRequest(GenerationFields):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    session_id: SessionId | None = Field(
+        default=None, description="of a streaming session, which finds what is new by itself"
+    )
 
     parallel_tool_calls: bool | None = None  # without effect: there are no tools
     tools: Annotated[list[Any], Field(json_schema_extra={"maxItems": 0})] | None = None
@@ -161,6 +150,12 @@ class ChatRequest(GenerationFields):
     def _logprobs_for_top_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _one_turn(self) -> "ChatRequest":
+        if self.session_id is not None:
+            refuse_several(self.num_choices, "n")
         return self
 
     @property
@@ -186,6 +181,7 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=128, description="must equal n")
     suffix: Annotated[str, Field(max_length=0)] | None = None
+    session_params: SessionParams | None = None
 
     @model_validator(mode="after")
     def _supported_combination(self) -> "CompletionRequest":
@@ -195,6 +191,15 @@ class CompletionRequest(GenerationFields):
             )
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError("max_tokens 0 is allowed only with echo", "max_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _one_turn(self) -> "CompletionRequest":
+        if self.session_params is not None:
+            refuse_several(self.num_choices, "n")
+            refuse_several(len(self.prompts), "prompt")
+            if self.echo:
+                raise InvalidRequestError("a session's turn cannot be echoed", "echo")
         return self
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.generation import json_response, respond
@@ -19,6 +19,7 @@ from sgl_jax.server.openai_protocol import (
 )
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.session_protocol import session_turn
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's legacy API
 
@@ -46,6 +47,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     context.check_open()
     context.check_model(body.model)
     messages = [message.for_template() for message in body.messages]
+    turn = None if body.session_id is None else SessionTurn(id=body.session_id, is_whole=True)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with client_names(_names(body, limit, "messages")):
         prompt = await context.off_loop_if_long(
@@ -64,6 +66,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
                 return_logprob=bool(body.logprobs),
                 top_logprobs_num=body.top_logprobs or 0,
                 dp_rank=body.dp_rank,
+                session=turn,
             )
             for choice in range(body.num_choices)
         ]
@@ -122,6 +125,7 @@ def _completion_choices(
             top_logprobs_num=body.logprobs or 0,
             logprob_start_len=0 if wants_prompt_logprobs else -1,
             dp_rank=body.dp_rank,
+            session=session_turn(body.session_params),
         )
         for choice in range(body.num_choices)
     ]

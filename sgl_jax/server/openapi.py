@@ -21,7 +21,7 @@ _ERRORS = {
 Responses = dict[int | str, dict[str, Any]]
 
 
-def answers(kind: type[msgspec.Struct] | None = None) -> Responses:
+def answers(kind: type[msgspec.Struct] | type[str] | None = None) -> Responses:
     """What a route may answer: `kind` as JSON (None: any object), and the errors."""
     responses: Responses = {
         200: {"description": "done", "content": {"application/json": _of(kind)}}
@@ -75,7 +75,9 @@ def install_openapi(app: FastAPI, structs: list[type], *, needs_key: bool) -> No
     app.openapi = describe  # type: ignore[method-assign]
 
 
-def _of(kind: type[msgspec.Struct] | None) -> dict[str, Any]:
+def _of(kind: type[msgspec.Struct] | type[str] | None) -> dict[str, Any]:
     if kind is None:
         return {"schema": {"type": "object"}}
+    if issubclass(kind, str):
+        return {"schema": {"type": "string"}}
     return {"schema": {"$ref": _REF.format(name=kind.__name__)}}

@@ -1,0 +1,102 @@
+"""Sessions: opened, closed, listed, rolled back and forked. Their turns come as requests."""
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from sgl_jax.core.messages import (
+    CloseSession,
+    ForkSession,
+    ListSessions,
+    OpenSession,
+    RollbackSession,
+    SessionMessage,
+)
+from sgl_jax.server.context import context_of
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.generation import json_response
+from sgl_jax.server.json_route import JsonRoute
+from sgl_jax.server.openapi import answers
+from sgl_jax.server.session_protocol import (
+    CloseSessionBody,
+    Forked,
+    ForkSessionBody,
+    OpenSessionBody,
+    RollbackSessionBody,
+    RolledBack,
+    SessionList,
+)
+
+router = APIRouter(tags=["sessions"], route_class=JsonRoute)
+
+
+@router.post("/open_session", responses=answers(str))
+async def open_session(body: OpenSessionBody, request: Request) -> Response:
+    """Open a session; answers its id."""
+    context_of(request).check_open()
+    session_id = body.session_id or uuid.uuid4().hex
+    await _ask(
+        request,
+        lambda rid: OpenSession(
+            rid=rid,
+            session_id=session_id,
+            streaming=bool(body.streaming),
+            capacity_of_str_len=body.capacity_of_str_len,
+            timeout_s=body.timeout,
+        ),
+    )
+    return json_response(session_id)
+
+
+@router.post("/close_session", responses=answers())
+async def close_session(body: CloseSessionBody, request: Request) -> Response:
+    """Close a session and free its memory; a turn in flight is finished first."""
+    await _ask(request, lambda rid: CloseSession(rid=rid, session_id=body.session_id))
+    return json_response({})
+
+
+@router.post("/rollback_session", responses=answers(RolledBack))
+async def rollback_session(body: RollbackSessionBody, request: Request) -> Response:
+    """Take a streaming session back to the end of an earlier turn."""
+    data = await _ask(
+        request,
+        lambda rid: RollbackSession(rid=rid, session_id=body.session_id, num_turns=body.num_turns),
+    )
+    return json_response(msgspec.convert(data, RolledBack))
+
+
+@router.post("/fork_session", responses=answers(Forked))
+async def fork_session(body: ForkSessionBody, request: Request) -> Response:
+    """Open a streaming session with the history of another; what is cached of it is shared."""
+    context_of(request).check_open()
+    new_id = body.new_session_id or uuid.uuid4().hex
+    data = await _ask(
+        request,
+        lambda rid: ForkSession(rid=rid, session_id=body.session_id, new_session_id=new_id),
+    )
+    return json_response(msgspec.convert(data, Forked))
+
+
+@router.get("/list_sessions", responses=answers(SessionList))
+@router.post("/list_sessions", responses=answers(SessionList))
+async def list_sessions(request: Request) -> Response:
+    """All open sessions."""
+    return json_response(
+        msgspec.convert(await _ask(request, lambda rid: ListSessions(rid=rid)), SessionList)
+    )
+
+
+async def _ask(request: Request, make_message: Callable[[str], SessionMessage]) -> dict[str, Any]:
+    """The engine's answer. Raises `ApiError` with its reason if it refused."""
+    context = context_of(request)
+    reply = await context.ask(make_message)
+    if reply.ok:
+        return reply.data
+    if context.frontend.death is not None:
+        raise ApiError(503, context.frontend.death, code="engine_dead")
+    status_code = int(reply.data.get("status_code", 400))
+    code = "invalid_value" if status_code == 400 else None
+    raise ApiError(status_code, reply.message, param=reply.data.get("param"), code=code)
