@@ -1,0 +1,183 @@
+"""What a turn costs in a streaming session, against sending the whole conversation again.
+
+    python -m sgl_jax.bench.session_turns --base-url http://127.0.0.1:30000 --label "radix cache" \
+        --output turns.jsonl
+    python -m sgl_jax.bench.session_turns --plot turns.jsonl docs/images/session_turns.svg
+
+For each length of the history, one conversation is brought to that length, and then grows by
+short turns, each taken twice in turn: in the session, which gets the new tokens alone, and
+without one, which gets them all. Random tokens, greedy, a few tokens out. Medians over the turns;
+the two ways alternate, so that whatever else the machine does befalls both alike.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_TOKENS = range(300, 700)  # of any vocabulary
+
+
+class Point(NamedTuple):
+    """Latency of a turn after `history_len` tokens, both ways."""
+
+    label: str
+    history_len: int
+    session_ms: float
+    resend_ms: float
+    session_cached: int  # tokens of the last turn's prompt that were not computed
+    resend_cached: int
+
+    def line(self) -> str:
+        """The line of the table."""
+        return (
+            f"| {self.label} | {self.history_len:,} | {self.session_ms:.1f} | "
+            f"{self.resend_ms:.1f} | {self.resend_ms / self.session_ms:.2f} | "
+            f"{self.session_cached:,} | {self.resend_cached:,} |"
+        )
+
+
+HEADER = (
+    "| server | tokens of history | in a session, ms | sent whole, ms | ratio | "
+    "cached, session | cached, whole |\n|---|---|---|---|---|---|---|"
+)
+
+
+class Client:
+    """The few calls that the measurement makes, on one connection after another."""
+
+    def __init__(self, base_url: str) -> None:
+        self._base_url = base_url.rstrip("/")
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Post JSON and return the JSON answered, or None for an empty answer."""
+        request = urllib.request.Request(
+            self._base_url + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=600) as response:
+            text = response.read()
+        return json.loads(text) if text else None
+
+    def generate(
+        self, tokens: list[int], num_output: int, session_id: str | None
+    ) -> tuple[list[int], int, float]:
+        """Output tokens, cached tokens, and the milliseconds it took."""
+        body: dict[str, Any] = {
+            "input_ids": tokens,
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": num_output,
+                "ignore_eos": True,
+            },
+        }
+        if session_id is not None:
+            body["session_params"] = {"id": session_id}
+        start = time.perf_counter()
+        answer = self.post("/generate", body)
+        elapsed_ms = 1000 * (time.perf_counter() - start)
+        return answer["output_ids"], answer["meta_info"]["cached_tokens"], elapsed_ms
+
+
+def measure(
+    client: Client, label: str, history_len: int, num_turns: int, num_new: int, num_output: int
+) -> Point:
+    """One conversation of `history_len` tokens, and `num_turns` turns after it."""
+    rng = random.Random(history_len)
+    session_id = client.post("/open_session", {"capacity_of_str_len": 0, "streaming": True})
+    history = rng.choices(_TOKENS, k=history_len - num_output)
+    output, _, _ = client.generate(history, num_output, session_id)
+    history += output
+    times: dict[str, list[float]] = {"session": [], "resend": []}
+    cached = {"session": 0, "resend": 0}
+    for _ in range(num_turns):
+        new = rng.choices(_TOKENS, k=num_new)
+        output, cached["session"], ms = client.generate(new, num_output, session_id)
+        times["session"].append(ms)
+        again, cached["resend"], ms = client.generate(history + new, num_output, None)
+        times["resend"].append(ms)
+        if again != output:
+            print(f"outputs differ after {len(history)} tokens: a near tie?", file=sys.stderr)
+        history += new + output
+    client.post("/close_session", {"session_id": session_id})
+    return Point(
+        label,
+        history_len,
+        statistics.median(times["session"]),
+        statistics.median(times["resend"]),
+        cached["session"],
+        cached["resend"],
+    )
+
+
+def plot(source: Path, target: Path) -> None:
+    """Draw what `measure` found, a pair of lines for each label."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    by_label: dict[str, list[Point]] = defaultdict(list)
+    for line in source.read_text().splitlines():
+        point = Point(**json.loads(line))
+        by_label[point.label].append(point)
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
+    for color, (label, points) in zip(("C0", "C1", "C2", "C3"), by_label.items(), strict=False):
+        lens = [point.history_len for point in points]
+        axes.plot(
+            lens, [p.session_ms for p in points], "o-", color=color, label=f"{label}: session"
+        )
+        axes.plot(
+            lens, [p.resend_ms for p in points], "s--", color=color, label=f"{label}: sent whole"
+        )
+    axes.set(xscale="log", yscale="log", xlabel="tokens of history", ylabel="latency of a turn, ms")
+    axes.set_xticks(lens, [f"{n:,}" for n in lens])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(target, metadata={"Date": None})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print a table, or plot what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base-url", default="http://127.0.0.1:30000")
+    parser.add_argument("--label", default="server")
+    parser.add_argument("--history-lens", default="256,512,1024,2048,4096,8192")
+    parser.add_argument("--num-turns", type=int, default=15)
+    parser.add_argument("--num-new", type=int, default=16)
+    parser.add_argument("--num-output", type=int, default=8)
+    parser.add_argument("--output", type=Path, help="append a line of JSON for each length")
+    parser.add_argument("--plot", type=Path, nargs=2, metavar=("JSONL", "SVG"))
+    options = parser.parse_args(argv)
+    if options.plot:
+        plot(*options.plot)
+        return
+    client = Client(options.base_url)
+    print(HEADER)
+    for history_len in map(int, options.history_lens.split(",")):
+        point = measure(
+            client,
+            options.label,
+            history_len,
+            options.num_turns,
+            options.num_new,
+            options.num_output,
+        )
+        print(point.line(), flush=True)
+        if options.output:
+            with options.output.open("a") as file:
+                file.write(json.dumps(point._asdict()) + "\n")
+
+
+if __name__ == "__main__":
+    main()
