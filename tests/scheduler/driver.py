@@ -5,7 +5,14 @@ from collections import defaultdict, deque
 from pathlib import Path
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import AbortRequest, FinishReason, GenerateRequest, TokenLogprobs
+from sgl_jax.core.messages import (
+    AbortRequest,
+    FinishReason,
+    GenerateRequest,
+    Reply,
+    SessionMessage,
+    TokenLogprobs,
+)
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
 from sgl_jax.replay.player import Player
@@ -85,14 +92,16 @@ class Driver:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finish: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
+        self.prompt_tokens: dict[str, int] = {}  # as reported, of sessions' turns
         self.dp_rank: dict[str, int] = {}
         self.prompts: dict[str, list[int]] = {}
         self.logprob_start: dict[str, int] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.plans: list[StepPlan] = []
 
-    def submit(self, message: GenerateRequest) -> None:
-        self.prompts[message.rid] = message.input_ids
+    def submit(self, message: GenerateRequest, history: list[int] | None = None) -> None:
+        """`history` is what the session of the request puts before its tokens."""
+        self.prompts[message.rid] = (history or []) + message.input_ids
         self.logprob_start[message.rid] = message.logprob_start_len
         self.events.submit(message)
         self.collect()
@@ -100,6 +109,9 @@ class Driver:
     def abort(self, rid: str) -> None:
         self.events.abort(AbortRequest(rid=rid))
         self.collect()
+
+    def session(self, message: SessionMessage) -> Reply:
+        return self.events.session(message)
 
     def tick(self, now_s: float) -> None:
         self.events.tick(now_s)
@@ -177,6 +189,9 @@ class Driver:
             self.prompt_logprobs[output.rid].extend(output.prompt_logprobs or [])
             self.cached[output.rid] = output.cached_tokens
             self.dp_rank[output.rid] = output.dp_rank
+            if output.prompt_tokens is not None:
+                assert output.rid not in self.prompt_tokens, f"{output.rid} told its prompt twice"
+                self.prompt_tokens[output.rid] = output.prompt_tokens
             if output.finish is not None:
                 self.finish[output.rid] = output.finish
 
@@ -184,8 +199,9 @@ class Driver:
         self.scheduler.audit()
         for view in self.scheduler.memory_views():
             assert view.leased_pages == 0
-            assert view.protected_pages == 0
-            assert view.free_rows == view.total_rows
+            assert view.free_rows + view.session_rows == view.total_rows
+            if view.session_rows == 0:
+                assert view.protected_pages == view.session_held_pages == 0
 
     def check_tokens(self, rid: str) -> None:
         """Every token of a request must be what its prefix alone determines."""

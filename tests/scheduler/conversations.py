@@ -1,0 +1,183 @@
+"""Streaming sessions of a driver, with a model of what each must remember.
+
+The model knows nothing of memory: a conversation is a list of tokens that a successful turn makes
+longer, and that any other end leaves as it was.
+"""
+
+from dataclasses import dataclass, field
+
+from sgl_jax.core.messages import (
+    CloseSession,
+    ForkSession,
+    ListSessions,
+    OpenSession,
+    Reply,
+    RollbackSession,
+    SessionTurn,
+)
+from sgl_jax.mem_cache.lease import KVLease
+from tests.scheduler.driver import Driver, generate
+
+
+@dataclass
+class Conversation:
+    """What a session must remember."""
+
+    tokens: list[int] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
+    running: str | None = None
+    max_output: int = 0  # of the running turn, where a stop string cut it short
+
+    def take(self, prompt: list[int], output: list[int]) -> None:
+        """A turn succeeded."""
+        kept = common_len(self.tokens, prompt)
+        self.turn_ends = [end for end in self.turn_ends if end <= kept]
+        self.tokens = prompt + output
+        self.turn_ends.append(len(self.tokens))
+
+
+class Conversations:
+    """Sessions by id. Turns are named after their session, with a number."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.of: dict[str, Conversation] = {}
+        self.closing: dict[str, Conversation] = {}
+        self._num_turns = 0
+
+    def open(self, session_id: str, **kwargs: object) -> None:
+        message = OpenSession(rid="", session_id=session_id, streaming=True, **kwargs)  # type: ignore[arg-type]
+        reply = self.driver.session(message)
+        assert reply.ok, reply.message
+        self.of[session_id] = Conversation()
+
+    def begin(
+        self,
+        session_id: str,
+        new: list[int],
+        max_new_tokens: int = 4,
+        *,
+        turn: SessionTurn | None = None,
+        **kwargs: object,
+    ) -> str:
+        """A turn starts; `turn` where it does more than to append. Answers its request id."""
+        rid = f"{session_id}.{self._num_turns}"
+        self._num_turns += 1
+        conversation = self.of[session_id]
+        turn = turn or SessionTurn(id=session_id)
+        history = [] if turn.is_whole else conversation.tokens
+        message = generate(rid, new, max_new_tokens, session=turn, **kwargs)
+        self.driver.submit(message, history)
+        if rid not in self.driver.finish:
+            conversation.running = rid
+        return rid
+
+    def say(
+        self, session_id: str, new: list[int], max_new_tokens: int = 4, **kwargs: object
+    ) -> str:
+        """A turn from beginning to end, among whatever else runs."""
+        rid = self.begin(session_id, new, max_new_tokens, **kwargs)  # type: ignore[arg-type]
+        self.run()
+        assert self.driver.finish[rid].type != "abort", self.driver.finish[rid].message
+        return rid
+
+    def run(self) -> None:
+        """Everything in flight comes to its end."""
+        self.driver.run()
+        self.settle()
+
+    def settle(self) -> list[str]:
+        """Learn from the turns that ended; answers the sessions concerned."""
+        ended = []
+        for session_id, conversation in (*self.of.items(), *self.closing.items()):
+            rid = conversation.running
+            if rid is None or rid not in self.driver.finish:
+                continue
+            conversation.running = None
+            ended.append(session_id)
+            driver, prompt = self.driver, self.driver.prompts[rid]
+            driver.check_tokens(rid)
+            if driver.tokens[rid]:
+                assert driver.prompt_tokens[rid] == len(prompt), rid
+                assert 0 <= driver.cached[rid] < len(prompt), rid
+            if driver.finish[rid].type != "abort":
+                conversation.take(prompt, driver.tokens[rid])
+        self.closing = {k: v for k, v in self.closing.items() if v.running is not None}
+        return ended
+
+    def stopped(self, rid: str, num_tokens: int) -> str | None:
+        """The front stopped a request; answers its session, if it is the turn of one."""
+        for session_id, conversation in (*self.of.items(), *self.closing.items()):
+            if conversation.running == rid:
+                output = self.driver.tokens[rid][:num_tokens]
+                conversation.take(self.driver.prompts[rid], output)
+                conversation.running = None
+                self.closing.pop(session_id, None)
+                return session_id
+        return None
+
+    def close(self, session_id: str) -> None:
+        reply = self.driver.session(CloseSession(rid="", session_id=session_id))
+        assert reply.ok, reply.message
+        conversation = self.of.pop(session_id)
+        if conversation.running is not None:
+            self.closing[session_id] = conversation
+
+    def roll_back(self, session_id: str, num_turns: int) -> None:
+        message = RollbackSession(rid="", session_id=session_id, num_turns=num_turns)
+        reply = self.driver.session(message)
+        assert reply.ok, reply.message
+        conversation = self.of[session_id]
+        conversation.turn_ends = conversation.turn_ends[:num_turns]
+        conversation.tokens = conversation.tokens[: [0, *conversation.turn_ends][-1]]
+        assert reply.data == {"num_turns": num_turns, "num_tokens": len(conversation.tokens)}
+
+    def fork(self, session_id: str, new_session_id: str) -> None:
+        message = ForkSession(rid="", session_id=session_id, new_session_id=new_session_id)
+        reply = self.driver.session(message)
+        assert reply.ok, reply.message
+        origin = self.of[session_id]
+        self.of[new_session_id] = Conversation(list(origin.tokens), list(origin.turn_ends))
+        assert reply.data["num_tokens"] == len(origin.tokens)
+
+    def listed(self) -> dict[str, dict[str, object]]:
+        """What `ListSessions` answers, by session."""
+        reply: Reply = self.driver.session(ListSessions(rid=""))
+        return {entry["session_id"]: entry for entry in reply.data["sessions"]}
+
+    def check(self) -> None:
+        """The scheduler's sessions are the model's, and remember what they should."""
+        listed = self.listed()
+        assert set(listed) == set(self.of) | set(self.closing)
+        for session_id, conversation in (*self.of.items(), *self.closing.items()):
+            entry = listed[session_id]
+            assert entry["num_tokens"] == len(conversation.tokens), session_id
+            assert entry["num_turns"] == len(conversation.turn_ends), session_id
+            assert entry["num_running"] == int(conversation.running is not None), session_id
+            assert entry["is_closing"] == (session_id in self.closing), session_id
+
+    def lease(self, session_id: str) -> KVLease | None:
+        """What the session's slot holds, on whatever rank."""
+        found = [
+            rank.memory.cache.idle_lease(session_id)
+            for rank in self.driver.scheduler.ranks
+            if rank.memory.cache.holds(session_id)
+        ]
+        assert len(found) <= 1, f"{session_id} has leases on several ranks"
+        return found[0] if found else None
+
+    def close_all(self) -> None:
+        """And all pages are free, as soon as the caches are flushed."""
+        for session_id in list(self.of):
+            self.close(session_id)
+        self.driver.check_idle()
+        assert all(view.session_rows == 0 for view in self.driver.scheduler.memory_views())
+        assert self.driver.events.flush()
+        for view in self.driver.scheduler.memory_views():
+            assert view.free_pages == view.total_pages - view.reserved_pages
+
+
+def common_len(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix."""
+    same = [x == y for x, y in zip(a, b, strict=False)]
+    return same.index(False) if False in same else len(same)

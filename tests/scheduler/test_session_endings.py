@@ -1,0 +1,448 @@
+"""However a turn ends, its session goes on from its last successful turn, and nothing leaks."""
+
+from collections.abc import Callable
+
+import pytest
+
+from sgl_jax.core.messages import (
+    AbortRequest,
+    CloseSession,
+    ForkSession,
+    OpenSession,
+    RollbackSession,
+    SessionTurn,
+    StopRequest,
+)
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from tests.faults import FaultyExecutor, no_more_pages
+from tests.scheduler.conversations import Conversations
+from tests.scheduler.driver import generate
+from tests.scheduler.test_sessions import talk
+
+NEW = list(range(10, 40))  # in chunks of 8: four steps
+
+
+def go_on(s: Conversations, history: list[int]) -> None:
+    """The session is where it was, takes another turn, and leaves nothing when it is closed."""
+    s.settle()
+    s.check()
+    assert s.of["s"].tokens == history
+    rid = s.say("s", [41, 42])
+    assert s.driver.prompt_tokens[rid] == len(history) + 2
+    s.say("s", [43])
+    s.check()
+    s.close_all()
+
+
+# -- aborts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 3])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("radix", [False, True])
+def test_a_turn_aborted_at_any_point_never_was(
+    num_turns: int, num_steps: int, page_size: int, overlap: bool, radix: bool
+) -> None:
+    """Before it starts, between the chunks of its prefill, and while it decodes. A disconnect is
+    an abort, too."""
+    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix)
+    for number in range(num_turns):
+        s.say("s", [number, 1, 2], 3)
+    history = s.of["s"].tokens
+    before = s.lease("s")
+    committed = before.kv_committed_len if before is not None else 0
+    rid = s.begin("s", NEW, 20)
+    for _ in range(num_steps):
+        s.driver.step()
+    s.driver.events.abort(AbortRequest(rid=rid, message="the client went away"))
+    s.run()
+    after = s.lease("s")
+    if num_turns:
+        assert after is before
+        assert after is not None
+        assert committed <= after.kv_committed_len <= len(history)
+    else:
+        assert after is None
+    go_on(s, history)
+
+
+@pytest.mark.parametrize("num_turns", [0, 2])
+@pytest.mark.parametrize("num_steps", [1, 3, 6])
+@pytest.mark.parametrize("radix", [False, True])
+def test_a_turn_aborted_while_it_waits_after_a_retract_never_was(
+    num_turns: int, num_steps: int, radix: bool
+) -> None:
+    s = talk(use_radix_cache=radix)
+    for number in range(num_turns):
+        s.say("s", [number, 1, 2], 3)
+    history = s.of["s"].tokens
+    rid = s.begin("s", NEW, 20)
+    for _ in range(num_steps):
+        s.driver.step()
+    s.driver.retract(rid)
+    s.driver.abort(rid)
+    assert s.lease("s") is None
+    s.run()
+    go_on(s, history)
+
+
+@pytest.mark.parametrize("end", ["abort", "stop", "shortage"])
+def test_a_row_whose_tokens_were_never_sent_to_the_device_is_not_kept(end: str) -> None:
+    """A retracted turn gets a row again, but no step runs before it ends: on the device the row's
+    tokens are those of whoever had it before, though its pages hold the history."""
+    s = talk(page_size=4)
+    for number in range(3):
+        s.say("s", [number, 1, 2, 3], 3)
+    history = s.of["s"].tokens
+    rid = s.begin("s", [1, 2, 3], 20)
+    while not s.driver.tokens[rid]:
+        s.driver.step()
+    rank = s.driver.scheduler.ranks[0]
+    s.driver.retract(rid)
+    rank.memory.rows._free.reverse()  # another row than before
+    with no_more_pages(rank.memory):
+        while s.driver.scheduler.num_waiting or s.driver.in_flight:
+            s.driver.step()
+        request = s.driver.scheduler._requests[rid]
+        assert request.lease is not None
+        assert request.lease.kv_committed_len > len(history) // 4 * 4 - 4
+        if end == "shortage":
+            s.driver.step()
+            assert "needs more KV memory" in (s.driver.finish[rid].message or "")
+    if end == "abort":
+        s.driver.abort(rid)
+    elif end == "stop":
+        s.driver.events.stop(StopRequest(rid=rid, num_output_tokens=1))
+        s.stopped(rid, 1)
+    assert s.lease("s") is None
+    go_on(s, s.of["s"].tokens if end == "stop" else history)
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 3])
+@pytest.mark.parametrize("num_steps", [1, 2, 4, 6])
+@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_retracted_turn_goes_on_and_succeeds(
+    num_turns: int, num_steps: int, radix: bool, num_drafts: int
+) -> None:
+    s = talk(use_radix_cache=radix, num_drafts=num_drafts)
+    for number in range(num_turns):
+        s.say("s", [number, 1, 2], 3)
+    history = s.of["s"].tokens
+    rid = s.begin("s", NEW, 6)
+    for _ in range(num_steps):
+        s.driver.step()
+    if rid not in s.driver.finish:
+        s.driver.retract(rid)
+    s.run()
+    assert s.driver.finish[rid].type == "length"
+    go_on(s, [*history, *NEW, *s.driver.tokens[rid]])
+
+
+def test_a_failed_step_takes_the_memory_of_all_sessions_but_not_what_was_said() -> None:
+    s = talk()
+    s.open("idle")
+    s.say("idle", [1, 2, 3])
+    s.say("s", [1, 2, 3])
+    history, of_idle = s.of["s"].tokens, s.of["idle"].tokens
+    rid = s.begin("s", NEW, 20)
+    s.driver.step()
+    s.driver.executor = FaultyExecutor(s.driver.oracle, failing_launches={0})
+    s.driver.step()
+    assert s.driver.finish[rid].status_code == 500
+    assert all(view.cached_pages == 0 for view in s.driver.scheduler.memory_views())
+    assert all(view.session_rows == 0 for view in s.driver.scheduler.memory_views())
+    s.driver.executor = s.driver.oracle
+    rid = s.say("idle", [4])
+    assert s.driver.cached[rid] == 0
+    assert s.driver.prompt_tokens[rid] == len(of_idle) + 1
+    go_on(s, history)
+
+
+def test_a_memory_that_is_rebuilt_leaves_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a turn whose end was stated when the books were found wrong."""
+    s = talk()
+    s.open("runs")
+    s.say("s", [1, 2, 3])
+    s.say("runs", [7])
+    s.begin("runs", NEW, 30)
+    rid = s.begin("s", [4, 5], 2)
+    finish = RankScheduler.finish
+
+    def finish_in_vain(self: RankScheduler, row: int, **kwargs: object) -> None:
+        finish(self, row, **kwargs)  # type: ignore[arg-type]
+        raise LedgerError("the books are wrong")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankScheduler, "finish", finish_in_vain)
+        with pytest.raises(LedgerError):
+            s.run()
+    s.driver.in_flight.clear()
+    s.driver.events.rebuild("the books were wrong")
+    s.driver.collect()
+    assert s.driver.finish[rid].type == "length"
+    s.settle()
+    assert len(s.of["s"].turn_ends) == 2
+    go_on(s, s.of["s"].tokens)
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def ask(s: Conversations, words: str, new: list[int], **kwargs: object) -> None:
+    """A turn that must be refused, and change nothing."""
+    lease, views = s.lease("s"), s.driver.scheduler.memory_views()
+    lengths = lease and (lease.kv_committed_len, lease.kv_allocated_len)
+    rid = s.begin("s", new, **kwargs)  # type: ignore[arg-type]
+    finish = s.driver.finish[rid]
+    assert (finish.type, finish.status_code) == ("abort", 400)
+    assert words in (finish.message or "")
+    assert s.driver.scheduler.memory_views() == views
+    assert s.lease("s") is lease
+    assert (lease and (lease.kv_committed_len, lease.kv_allocated_len)) == lengths
+    s.check()
+
+
+def test_what_a_streaming_session_does_not_take_is_refused_and_changes_nothing() -> None:
+    s = talk(dp_size=2)
+    s.say("s", [1, 2, 3])
+    history = s.of["s"].tokens
+    home = next(r.dp_rank for r in s.driver.scheduler.ranks if r.memory.cache.holds("s"))
+    ask(s, "without replace", [4], turn=SessionTurn(id="s", replace=True))
+    ask(s, "without drop_previous", [4], turn=SessionTurn(id="s", drop_previous_output=True))
+    ask(s, "without offset", [4], turn=SessionTurn(id="s", offset=2))
+    ask(s, "not to 'nobody'", [4], turn=SessionTurn(id="s", rid="nobody"))
+    ask(s, "there is no session 'x'", [4], turn=SessionTurn(id="x"))
+    ask(s, "exceed the", [4] * 300)
+    ask(s, "exceed the", [4], max_new_tokens=250)
+    ask(s, f"held by rank {home}", [4], dp_rank=1 - home)
+    s.say("s", [4], turn=SessionTurn(id="s", rid="s.0"))
+    go_on(s, s.of["s"].tokens)
+    assert history
+
+
+def test_a_second_turn_is_refused_while_one_is_in_flight_and_does_not_disturb_it() -> None:
+    s = talk()
+    s.say("s", [1, 2, 3])
+    rid = s.begin("s", [4], 10)
+    for _ in range(3):
+        refused = generate(f"again{_}", [5], 3, session=SessionTurn(id="s"))
+        s.driver.submit(refused)
+        assert "in flight" in (s.driver.finish[refused.rid].message or "")
+        s.driver.step()
+    for message in (
+        RollbackSession(rid="q", session_id="s", num_turns=0),
+        ForkSession(rid="q", session_id="s", new_session_id="t"),
+    ):
+        reply = s.driver.session(message)
+        assert not reply.ok
+        assert "in flight" in reply.message
+    s.run()
+    assert s.driver.finish[rid].type == "length"
+    go_on(s, s.of["s"].tokens)
+
+
+def test_a_history_holds_no_more_than_its_capacity() -> None:
+    s = talk()
+    s.open("small", capacity_of_str_len=10)
+    s.say("small", [1] * 5, 3)
+    rid = s.begin("small", [2, 2, 2])
+    assert "holds 10 at most" in (s.driver.finish[rid].message or "")
+    s.say("small", [2, 2], 3)
+    s.check()
+    rid = s.begin("small", [3])
+    assert s.driver.finish[rid].status_code == 400
+    s.roll_back("small", 1)
+    s.say("small", [3, 3])
+    s.close_all()
+
+
+def test_sessions_are_limited_and_their_ids_are_their_own() -> None:
+    s = talk(max_sessions=2)
+    for session_id, words in (("s", "exists already"), ("", "not empty")):
+        reply = s.driver.session(OpenSession(rid="q", session_id=session_id, streaming=True))
+        assert not reply.ok
+        assert words in reply.message
+    s.open("second")
+    reply = s.driver.session(OpenSession(rid="q", session_id="third"))
+    assert (reply.rid, reply.ok) == ("q", False)
+    assert "2 sessions are open" in reply.message
+    reply = s.driver.session(ForkSession(rid="q", session_id="s", new_session_id="third"))
+    assert not reply.ok
+    s.close("second")
+    s.open("third")
+    s.check()
+    reply = s.driver.session(CloseSession(rid="q", session_id="second"))
+    assert not reply.ok
+    reply = s.driver.session(RollbackSession(rid="q", session_id="s", num_turns=1))
+    assert "it cannot go back to 1" in reply.message
+    s.close_all()
+
+
+# -- closing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_turns", [0, 2])
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
+@pytest.mark.parametrize("end", ["length", "abort", "retract"])
+@pytest.mark.parametrize("radix", [False, True])
+def test_a_session_closed_with_a_turn_in_flight_goes_when_that_has_ended(
+    num_turns: int, num_steps: int, end: str, radix: bool
+) -> None:
+    s = talk(use_radix_cache=radix)
+    for number in range(num_turns):
+        s.say("s", [number, 1, 2], 3)
+    rid = s.begin("s", NEW, 8)
+    for _ in range(num_steps):
+        s.driver.step()
+    if end == "retract" and num_steps:
+        s.driver.retract(rid)
+    s.close("s")
+    s.check()
+    assert s.driver.session(OpenSession(rid="q", session_id="s")).ok is False
+    s.driver.submit(generate("late", [1], 2, session=SessionTurn(id="s")))
+    assert s.driver.finish["late"].status_code == 400
+    if end == "abort":
+        s.driver.abort(rid)
+    s.run()
+    assert s.driver.finish[rid].type == ("abort" if end == "abort" else "length")
+    s.check()
+    assert s.lease("s") is None
+    s.open("s")
+    s.say("s", [1])
+    s.close_all()
+
+
+def test_closing_an_idle_session_frees_all_but_what_the_tree_keeps() -> None:
+    s = talk(page_size=4, use_radix_cache=False)
+    s.say("s", list(range(10)), 4)
+    (view,) = s.driver.scheduler.memory_views()
+    assert (view.session_rows, view.session_held_pages) == (1, 4)
+    s.close("s")
+    (view,) = s.driver.scheduler.memory_views()
+    assert (view.session_rows, view.session_held_pages) == (0, 0)
+    assert view.free_pages == view.total_pages - 1
+
+
+# -- time --------------------------------------------------------------------------------------
+
+
+def test_a_session_is_closed_when_it_was_idle_for_too_long() -> None:
+    """Ticks may pause while nobody needs them: time counts from the first one after a use."""
+    s = talk()
+    assert not s.driver.scheduler.needs_ticks
+    s.open("short", timeout_s=5.0)
+    assert s.driver.scheduler.needs_ticks
+    s.driver.tick(1e6)
+    s.driver.tick(1e6 + 5)
+    s.say("short", [1, 2, 3])
+    s.driver.tick(1e6 + 8)
+    s.driver.tick(1e6 + 13)
+    s.check()
+    assert s.listed()["short"]["idle_s"] == 5.0
+    rid = s.begin("short", [4], 3)
+    s.driver.step()
+    s.driver.tick(1e6 + 100)
+    s.run()
+    assert s.driver.finish[rid].type == "length"
+    s.driver.tick(1e6 + 101)
+    s.check()
+    s.driver.tick(1e6 + 106.5)
+    assert set(s.listed()) == {"s"}
+    assert s.lease("short") is None
+    assert not s.driver.scheduler.needs_ticks
+    del s.of["short"]
+    s.close_all()
+
+
+def test_time_does_not_run_back() -> None:
+    s = talk()
+    s.open("short", timeout_s=5.0)
+    s.driver.tick(100.0)
+    s.driver.tick(50.0)
+    s.say("short", [1])
+    s.driver.tick(60.0)
+    s.driver.tick(104.0)
+    s.check()
+    assert s.listed()["short"]["idle_s"] == 4.0
+
+
+def out_of_the_queue(s: Conversations, rid: str) -> None:
+    s.driver.abort(rid)
+
+
+def waited_too_long(s: Conversations, rid: str) -> None:
+    s.driver.tick(7.0)
+
+
+def took_too_long(s: Conversations, rid: str) -> None:
+    s.driver.tick(60.0)
+
+
+def out_of_memory(s: Conversations, rid: str) -> None:
+    s.driver.abort("plain")
+    with no_more_pages(s.driver.scheduler.ranks[0].memory):
+        while rid not in s.driver.finish:
+            s.driver.step()
+
+
+def device_failed(s: Conversations, rid: str) -> None:
+    s.driver.fail_all("the device failed")
+
+
+def shut_down(s: Conversations, rid: str) -> None:
+    s.driver.events.abort(AbortRequest(abort_all=True))
+    s.driver.collect()
+
+
+EXITS: list[tuple[Callable[[Conversations, str], None], int | None, bool]] = [
+    (out_of_the_queue, None, False),
+    (waited_too_long, 503, False),
+    (took_too_long, 504, True),
+    (out_of_memory, 500, True),
+    (device_failed, 500, True),
+    (shut_down, None, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "is_started"), EXITS, ids=lambda e: getattr(e, "__name__", "")
+)
+@pytest.mark.parametrize("num_turns", [0, 2])
+def test_every_end_of_a_turn_before_its_time_frees_its_session_for_the_next(
+    end: Callable[[Conversations, str], None], status: int | None, is_started: bool, num_turns: int
+) -> None:
+    s = talk(num_rows=2, waiting_timeout_s=6.0, request_timeout_s=50.0)
+    s.driver.tick(0.5)
+    for number in range(num_turns):
+        s.say("s", [number, 1, 2], 3)
+    history = s.of["s"].tokens
+    if not is_started:
+        s.driver.submit(generate("plain", [9] * 9, 100))
+        s.driver.step()
+    rid = s.begin("s", [3], 100)
+    for _ in range(3):
+        s.driver.step()
+    end(s, rid)
+    assert s.driver.finish[rid].type == "abort"
+    assert s.driver.finish[rid].status_code == status
+    if not is_started:
+        s.driver.abort("plain")
+    s.run()
+    go_on(s, history)
+
+
+def test_a_turn_that_the_full_queue_refuses_leaves_its_session_free() -> None:
+    s = talk(num_rows=2, max_queued_requests=1)
+    s.say("s", [1, 2, 3])
+    history = s.of["s"].tokens
+    s.driver.submit(generate("runs", [9] * 9, 20))
+    s.driver.step()
+    s.driver.submit(generate("waits", [9] * 9, 2))
+    rid = s.begin("s", [3])
+    assert s.driver.finish[rid].status_code == 503
+    s.run()
+    go_on(s, history)
