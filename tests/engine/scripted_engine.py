@@ -13,16 +13,22 @@ from typing import Any
 
 from sgl_jax.core.messages import (
     AbortRequest,
+    CloseSession,
     EngineMessage,
     FinishReason,
     FlushCache,
+    ForkSession,
     FrontMessage,
     GenerateRequest,
     GetState,
+    ListSessions,
+    OpenSession,
     OutputBatch,
     Profile,
     Reply,
     RequestOutput,
+    RollbackSession,
+    SessionMessage,
     Shutdown,
     StopRequest,
     TokenLogprobs,
@@ -35,6 +41,7 @@ CRASH_SEED = 666  # a request with this seed is a defect of the engine
 FULL_SEED = 503  # and with this one, the queue is full
 LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
 LATE_TOKENS = 3
+HISTORY = 100  # tokens of every session
 DP_SIZE = 2
 LOGPROB = -0.5
 EOS = 1
@@ -55,6 +62,7 @@ class ScriptedEngine:
     vocab_size: int = 512
     seen: list[FrontMessage] = field(default_factory=list)
     running: dict[str, Running] = field(default_factory=dict)
+    sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
 
     @property
@@ -99,9 +107,33 @@ class ScriptedEngine:
                 return Reply(rid=message.rid, ok=not busy, message="busy" if busy else "")
             case GetState():
                 return Reply(rid=message.rid, ok=True, data=self.state())
+            case (
+                OpenSession() | CloseSession() | RollbackSession() | ForkSession() | ListSessions()
+            ):
+                return self.ask_session(message)
             case Profile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": message.output_dir})
         return None
+
+    def ask_session(self, message: SessionMessage) -> Reply:
+        """Ids are known or not; every session has a turn and `HISTORY` tokens."""
+        data: dict[str, Any] = {}
+        match message:
+            case ListSessions():
+                data = {"sessions": [described_session(name) for name in sorted(self.sessions)]}
+            case OpenSession(session_id=name) if name not in self.sessions:
+                self.sessions.add(name)
+            case CloseSession(session_id=name) if name in self.sessions:
+                self.sessions.remove(name)
+            case RollbackSession(session_id=name, num_turns=num_turns) if name in self.sessions:
+                data = {"num_turns": num_turns, "num_tokens": HISTORY}
+            case ForkSession(session_id=name, new_session_id=other) if name in self.sessions:
+                self.sessions.add(other)
+                data = {"session_id": other, "num_tokens": HISTORY}
+            case _:
+                refusal = {"param": "session_id"}
+                return Reply(rid=message.rid, ok=False, message="the script refuses", data=refusal)
+        return Reply(rid=message.rid, ok=True, data=data)
 
     def admit(self, request: GenerateRequest) -> EngineMessage | None:
         seed = request.sampling.seed
@@ -109,6 +141,9 @@ class ScriptedEngine:
             raise RuntimeError("the script says to crash")
         if seed == FULL_SEED:
             finish = FinishReason(type="abort", message="the queue is full", status_code=503)
+            return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
+        if request.session is not None and request.session.id not in self.sessions:
+            finish = FinishReason(type="abort", message="there is no such session", status_code=400)
             return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
         self.running[request.rid] = Running(request)
         return None
@@ -136,6 +171,7 @@ class ScriptedEngine:
                     finish=finish,
                     logprobs=[self.logprobs(request, token)] if request.return_logprob else None,
                     prompt_logprobs=self.prompt_logprobs(request) if first else None,
+                    prompt_tokens=self.prompt_tokens(request) if first else None,
                 )
             )
         return batch
@@ -164,12 +200,31 @@ class ScriptedEngine:
             entries[0] = TokenLogprobs(wanted[0], None, [], [])
         return entries
 
+    def prompt_tokens(self, request: GenerateRequest) -> int | None:
+        return None if request.session is None else HISTORY + len(request.input_ids)
+
     def state(self) -> dict[str, Any]:
         pages = {"total_pages": 10, "free_pages": 6, "leased_pages": 2, "cached_pages": 1}
         rank = pages | {"reserved_pages": 1, "session_held_pages": 0}
-        rank |= {"free_rows": 7, "total_rows": 8, "num_waiting": 0}
+        rank |= {"free_rows": 7, "total_rows": 8, "session_rows": 1, "num_waiting": 0}
         ranks = [{"dp_rank": r, "num_running": len(self.running), **rank} for r in range(DP_SIZE)]
-        return {"ranks": ranks, "counters": {"steps": 1, "retracted": 0}}
+        counters = {"steps": 1, "retracted": 0}
+        return {"ranks": ranks, "num_sessions": len(self.sessions), "counters": counters}
+
+
+def described_session(name: str) -> dict[str, Any]:
+    return {
+        "session_id": name,
+        "streaming": True,
+        "num_turns": 1,
+        "num_tokens": HISTORY,
+        "num_running": 0,
+        "is_closing": False,
+        "idle_s": 1.5,
+        "timeout_s": None,
+        "dp_rank": 0,
+        "cached_tokens": HISTORY - 1,
+    }
 
 
 def build(args: ServerArgs) -> ScriptedEngine:

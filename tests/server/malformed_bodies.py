@@ -43,6 +43,14 @@ def sample(name: str, param: str, **sampling: Any) -> Malformed:
     return generate(name, f"sampling_params.{param}", text="hi", sampling_params=sampling)
 
 
+def in_session(name: str, param: str, **session: Any) -> Malformed:
+    return generate(f"session, {name}", param, text="hi", session_params=session)
+
+
+def ask(path: str, name: str, param: str | None, **fields: Any) -> Malformed:
+    return Malformed(f"{path}: {name}", f"/{path}", json.dumps(fields).encode(), param)
+
+
 def raw(name: str, body: bytes, content_type: str | None = JSON) -> Malformed:
     return Malformed(f"raw: {name}", COMPLETIONS, body, None, 400, content_type)
 
@@ -191,7 +199,19 @@ MALFORMED = [
     generate("an empty list of texts", "text", text=[]),
     generate("empty ids", "input_ids", input_ids=[]),
     generate("text as a number", "text", text=5),
-    generate("a session", "session_params", text="hi", session_params={"id": "s"}),
+    in_session("no id", "session_params.id"),
+    in_session("an empty id", "session_params.id", id=""),
+    in_session("an id of 257 characters", "session_params.id", id="s" * 257),
+    in_session("id as a number", "session_params.id", id=5),
+    in_session("an empty rid", "session_params.rid", id="s", rid=""),
+    in_session("offset as a string", "session_params.offset", id="s", offset="5"),
+    in_session("an offset of 40 bits", "session_params.offset", id="s", offset=2**40),
+    in_session("an offset beyond the context", "session_params.offset", id="s", offset=10**9),
+    in_session("replace as a number", "session_params.replace", id="s", replace=1),
+    in_session("an unknown field", "session_params.branch", id="s", branch="x"),
+    generate("session_params as a string", "session_params", text="hi", session_params="s"),
+    generate("a list of session_params", "session_params", text="hi", session_params=[{"id": "s"}]),
+    generate("several prompts for a session", "text", text=["a", "b"], session_params={"id": "s"}),
     generate("an empty rid", "rid", text="hi", rid=""),
     generate("two names for one prompt", "rid", text="hi", rid=["a", "b"]),
     generate("an unknown field", "lora_path", text="hi", lora_path="x"),
@@ -214,4 +234,32 @@ MALFORMED = [
     sample("temperature below 0", "temperature", temperature=-1),
     sample("top_p as a string", "top_p", top_p="0.5"),
     sample("several answers", "n", n=2),
+    # Sessions
+    chat("two answers in a session", "n", session_id="s", n=2),
+    chat("an empty session_id", "session_id", session_id=""),
+    chat("session_id as a number", "session_id", session_id=7),
+    chat("session_params in chat", "session_params", session_params={"id": "s"}),
+    complete("two answers in a session", "n", session_params={"id": "s"}, n=2),
+    complete("two prompts in a session", "prompt", session_params={"id": "s"}, prompt=["a", "b"]),
+    complete("an echo in a session", "echo", session_params={"id": "s"}, echo=True),
+    complete("a session without an id", "session_params.id", session_params={}),
+    ask("open_session", "capacity below 0", "capacity_of_str_len", capacity_of_str_len=-1),
+    ask("open_session", "capacity as a string", "capacity_of_str_len", capacity_of_str_len="9"),
+    ask("open_session", "capacity of 40 bits", "capacity_of_str_len", capacity_of_str_len=2**40),
+    ask("open_session", "an empty id", "session_id", session_id=""),
+    ask("open_session", "an id of 257 characters", "session_id", session_id="s" * 257),
+    ask("open_session", "streaming as a string", "streaming", streaming="yes"),
+    ask("open_session", "timeout 0", "timeout", timeout=0),
+    ask("open_session", "timeout below 0", "timeout", timeout=-1.5),
+    ask("open_session", "timeout as a string", "timeout", timeout="5"),
+    ask("open_session", "a timeout of 317 years", "timeout", timeout=1e10),
+    ask("open_session", "an unknown field", "mode", mode="fast"),
+    ask("close_session", "no id", "session_id"),
+    ask("close_session", "id as a list", "session_id", session_id=["s"]),
+    ask("rollback_session", "no number of turns", "num_turns", session_id="s"),
+    ask("rollback_session", "turns below 0", "num_turns", session_id="s", num_turns=-1),
+    ask("rollback_session", "turns as a fraction", "num_turns", session_id="s", num_turns=1.5),
+    ask("rollback_session", "turns of 40 bits", "num_turns", session_id="s", num_turns=2**40),
+    ask("fork_session", "no id", "session_id"),
+    ask("fork_session", "an empty new id", "new_session_id", session_id="s", new_session_id=""),
 ]
