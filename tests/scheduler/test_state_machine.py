@@ -33,7 +33,10 @@ STEMS = [[stem * 10 + i % (5 + stem) for i in range(40)] for stem in range(3)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """One engine; rules are what a front may send and what a loop may do, in any order."""
+    """One engine; rules are what a front may send and what a loop may do, in any order.
+
+    `test_session_machine.py` adds conversations to it.
+    """
 
     @initialize(
         dp_size=st.integers(1, 4),
@@ -69,7 +72,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         no_prefill_bs: int,
         is_replayed: bool,
         timeouts_s: tuple[float, float],
+        **settings: Any,
     ) -> None:
+        """`settings` are further ones of `SchedulerConfig`."""
         sizes = make_sizes(
             dp_size=dp_size,
             page_size=page_size,
@@ -91,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             forced_retract_no_prefill_bs=no_prefill_bs,
             waiting_timeout_s=timeouts_s[0],
             request_timeout_s=timeouts_s[1],
+            **settings,
         )
         self.driver = Driver(sizes, config, max_unread=max_unread)
         self.executor = FaultyExecutor(self.driver.oracle)
@@ -221,6 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert status == 503
             else:
                 assert status is None
+        self.after_tick()
 
     @rule(dice=st.integers(0, 9), in_launch=st.booleans())
     def fail_a_step(self, dice: int, in_launch: bool) -> None:
@@ -258,6 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return  # after a failure the recording ends with what led to it
         driver = self.driver
         driver.run()
+        self.come_to_rest()
         assert driver.scheduler.num_waiting == 0
         for rid, prompt in driver.prompts.items():
             if rid in self.stopped:
@@ -273,8 +281,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.is_replayed:
             driver.check_replay()
 
+    def after_tick(self) -> None:
+        """Time went on to `now_s`."""
 
-def run_machine(folder: Path, **options: Any) -> int:
+    def come_to_rest(self) -> None:
+        """All requests have ended."""
+
+
+def run_machine(
+    folder: Path, kind: type[SchedulerMachine] = SchedulerMachine, **options: Any
+) -> int:
     """Run it; should it fail, say where the events of the smallest failing run are.
 
     Returns how many steps all its runs took together.
@@ -289,7 +305,7 @@ def run_machine(folder: Path, **options: Any) -> int:
 
     def make() -> SchedulerMachine:
         count()
-        machines[:] = [SchedulerMachine()]
+        machines[:] = [kind()]
         return machines[0]
 
     try:

@@ -1,0 +1,268 @@
+"""Random conversations among random events: every session remembers what it should, no more.
+
+The machine of `test_state_machine.py`, with all its rules, and those of sessions. A model that
+knows nothing of memory (`conversations.py`) says what each session's history must be.
+"""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
+from tests.scheduler.conversations import Conversations
+from tests.scheduler.test_state_machine import MAX_QUEUED, STEMS, SchedulerMachine, run_machine
+
+MAX_SESSIONS = 6
+TIMEOUT_S = 8.0
+
+
+class SessionMachine(SchedulerMachine):
+    """Conversations beside plain requests."""
+
+    @initialize(
+        dp_size=st.integers(1, 4),
+        page_size=st.sampled_from([1, 4, 16]),
+        pool_tokens=st.sampled_from([48, 80, 128]),
+        num_rows=st.integers(3, 7),
+        chunk=st.sampled_from([1, 3, 8, 16]),
+        max_unread=st.integers(0, 2),
+        radix=st.booleans(),
+        num_draft_tokens=st.sampled_from([0, 0, 1, 4]),
+        retract_interval=st.sampled_from([0, 0, 0, 1, 3]),
+        is_replayed=st.sampled_from([False, False, False, True]),
+        timeouts_s=st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0)]),
+        fraction=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
+        balance=st.sampled_from(["prefix_aware", "round_robin"]),
+        conservativeness=st.sampled_from([0.0, 0.3]),
+    )
+    def start(  # type: ignore[override]
+        self,
+        dp_size: int,
+        page_size: int,
+        pool_tokens: int,
+        num_rows: int,
+        chunk: int,
+        max_unread: int,
+        radix: bool,
+        num_draft_tokens: int,
+        retract_interval: int,
+        is_replayed: bool,
+        timeouts_s: tuple[float, float],
+        fraction: float,
+        balance: str,
+        conservativeness: float,
+    ) -> None:
+        super().start(
+            dp_size=dp_size,
+            page_size=page_size,
+            pool_tokens=pool_tokens,
+            num_rows=num_rows,
+            chunk=chunk,
+            max_unread=max_unread,
+            radix=radix,
+            policy="lpm",
+            balance=balance,
+            conservativeness=conservativeness,
+            num_draft_tokens=num_draft_tokens,
+            retract_interval=retract_interval,
+            no_prefill_bs=0,
+            is_replayed=is_replayed,
+            timeouts_s=timeouts_s,
+            session_memory_fraction=fraction,
+            max_sessions=MAX_SESSIONS,
+        )
+        self.talk = Conversations(self.driver)
+        self.num_opened = 0
+        self.timed: dict[str, float | None] = {}  # session -> used at; None: since the last tick
+        # Of turns in flight: sessions evicted before them, and tokens that their slot held.
+        self.slot_at_begin: dict[str, tuple[int, int]] = {}
+        for _ in range(2):
+            self.open(is_timed=False)
+
+    # -- what clients do --------------------------------------------------------------------
+
+    @rule(is_timed=st.booleans())
+    def open(self, is_timed: bool) -> None:
+        if len(self.talk.of) + len(self.talk.closing) == MAX_SESSIONS:
+            return
+        session_id = f"s{self.num_opened}"
+        self.num_opened += 1
+        self.talk.open(session_id, timeout_s=TIMEOUT_S if is_timed else None)
+        if is_timed:
+            self.timed[session_id] = None
+
+    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 5))
+    def turns(self, seed: int, count: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(count):
+            if self.talk.of:
+                self.turn(rng)
+
+    def turn(self, rng: random.Random) -> None:
+        driver, sizes = self.driver, self.driver.scheduler.sizes
+        session_id = rng.choice(list(self.talk.of))
+        conversation = self.talk.of[session_id]
+        was_running = conversation.running
+        history = conversation.tokens
+        is_whole = rng.random() < 0.25
+        new = rng.choice(STEMS)[: rng.choice([0, 0, 0, 3, 12])] + rng.choices([40, 41], k=2)
+        if is_whole:
+            new = history[: rng.randrange(len(history) + 1)] + new[rng.randrange(2) :]
+        max_new_tokens, num_stop_ids = rng.randint(1, 10), rng.choice([0, 0, 3])
+        prompt = new if is_whole else history + new
+        lease = self.talk.lease(session_id)
+        is_full = driver.scheduler.num_waiting >= MAX_QUEUED
+        has_logprobs = rng.random() < 0.15
+        rid = self.talk.begin(
+            session_id,
+            new,
+            max_new_tokens,
+            turn=SessionTurn(id=session_id, is_whole=is_whole),
+            logprob_start_len=rng.randrange(len(prompt) + 2) if has_logprobs else -1,
+            stop_token_ids=tuple(range(num_stop_ids)),
+        )
+        fits = len(prompt) + max_new_tokens <= sizes.max_request_tokens
+        assert (rid in driver.finish) == (is_full or not fits or was_running is not None)
+        if was_running is not None:
+            conversation.running = was_running
+        elif rid not in driver.finish:
+            self.note_use(session_id)
+            if lease is not None and not is_whole and not has_logprobs:
+                num_evicted = driver.scheduler.counters()["sessions_evicted"]
+                self.slot_at_begin[rid] = num_evicted, lease.kv_committed_len
+        self.arrived_s[rid] = self.now_s
+        self.num_tokens_wanted[rid] = self.expected_count(prompt, max_new_tokens, num_stop_ids, 0)
+
+    @precondition(lambda self: self.talk.of)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        session_id = data.draw(st.sampled_from(sorted(self.talk.of)))
+        self.settle()
+        self.talk.close(session_id)
+        self.timed.pop(session_id, None)
+        reply = self.driver.session(CloseSession(rid="", session_id=session_id))
+        assert not reply.ok
+
+    @precondition(lambda self: self.talk.of)
+    @rule(data=st.data(), share=st.floats(0.0, 1.0))
+    def roll_back(self, data: st.DataObject, share: float) -> None:
+        self.settle()
+        session_id = data.draw(st.sampled_from(sorted(self.talk.of)))
+        conversation = self.talk.of[session_id]
+        num_turns = round(share * len(conversation.turn_ends))
+        if conversation.running is None:
+            self.talk.roll_back(session_id, num_turns)
+        else:
+            message = RollbackSession(rid="", session_id=session_id, num_turns=num_turns)
+            assert not self.driver.session(message).ok
+
+    @precondition(lambda self: self.talk.of)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        self.settle()
+        idle = [key for key, each in sorted(self.talk.of.items()) if each.running is None]
+        if not idle or len(self.talk.of) + len(self.talk.closing) == MAX_SESSIONS:
+            return
+        session_id, new_session_id = data.draw(st.sampled_from(idle)), f"s{self.num_opened}"
+        self.num_opened += 1
+        self.talk.fork(session_id, new_session_id)
+        if session_id in self.timed:
+            self.timed[new_session_id] = None
+
+    @rule(rank=st.integers(0, 3))
+    def evict(self, rank: int) -> None:
+        """As a rank that is short does, but sooner."""
+        driver = self.driver
+        self.is_replayed = False  # no replay can know of this whim
+        chosen = driver.scheduler.ranks[rank % driver.scheduler.sizes.dp_size]
+        driver.events.note(f"rank {chosen.dp_rank} evicts an idle session")
+        num_idle = chosen.memory.cache.num_idle
+        assert chosen.evict_idle_session() == (num_idle > 0)
+
+    # -- what must hold ---------------------------------------------------------------------
+
+    def after_tick(self) -> None:
+        """Exactly those sessions were closed that were idle for too long."""
+        self.settle()
+        for session_id, used_at in list(self.timed.items()):
+            self.timed[session_id] = used_at = self.now_s if used_at is None else used_at
+            is_idle = self.talk.of[session_id].running is None
+            if is_idle and self.now_s - used_at > TIMEOUT_S:
+                del self.timed[session_id], self.talk.of[session_id]
+
+    def note_use(self, session_id: str) -> None:
+        if session_id in self.timed:
+            self.timed[session_id] = None
+
+    def settle(self) -> None:
+        """Learn what ended since."""
+        driver = self.driver
+        for rid, count in self.stopped.items():
+            session_id = self.talk.stopped(rid, count)
+            if session_id is not None:
+                self.note_use(session_id)
+        for session_id in self.talk.settle():
+            self.note_use(session_id)
+        for rid in list(self.slot_at_begin):
+            if rid not in driver.prompt_tokens:
+                continue
+            num_evicted, num_held = self.slot_at_begin.pop(rid)
+            if driver.scheduler.counters()["sessions_evicted"] == num_evicted:
+                assert driver.cached[rid] == num_held
+
+    @invariant()
+    def sessions_remember(self) -> None:
+        if not hasattr(self, "talk"):
+            return
+        self.settle()
+        self.talk.check()
+        for rank in self.driver.scheduler.ranks:
+            view, memory = rank.memory.view(), rank.memory
+            assert view.free_rows + view.session_rows + len(rank.running) == view.total_rows
+            assert view.leased_pages >= 0
+            idle = [lease for _, lease in memory.cache.idle()]
+            assert view.session_held_pages == sum(
+                len(lease.pages(view.page_size, lease.cache_protected_len)) for lease in idle
+            )
+            for session_id, lease in memory.cache.idle():
+                known = len(self.talk.of[session_id].tokens)
+                assert lease.cache_protected_len <= lease.kv_committed_len <= known
+
+    def come_to_rest(self) -> None:
+        self.settle()
+        self.talk.check()
+        assert not self.talk.closing
+        self.talk.close_all()
+
+
+def test_random_conversations_among_random_events_remember_what_they_should(
+    tmp_path: Path,
+) -> None:
+    run_machine(
+        tmp_path,
+        SessionMachine,
+        max_examples=100,
+        stateful_step_count=25,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_a_long_run_of_conversations_among_random_events(tmp_path: Path) -> None:
+    """`SGL_JAX_EXAMPLES` sets how many runs."""
+    num_examples = int(os.environ.get("SGL_JAX_EXAMPLES", "1500"))
+    num_steps = run_machine(
+        tmp_path,
+        SessionMachine,
+        max_examples=num_examples,
+        stateful_step_count=60,
+        suppress_health_check=list(HealthCheck),
+    )
+    print(f"{num_steps} steps planned")
+    assert num_steps >= 60 * num_examples
