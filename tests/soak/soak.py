@@ -35,6 +35,7 @@ MAX_FAILURES = 10
 _ROUNDS = 20  # at least, so that there are samples enough
 _ROUND_S = 15.0  # at most
 _LINE_EVERY_S = 60.0
+_FAILURE_CHARS = 500
 HEADER = (
     f"{'minute':>6} {'requests':>9} {'retracts':>9} {'evicted':>8} {'accepted':>9} "
     f"{'right':>7} {'near ties':>9} {'server MiB':>11} {'engine MiB':>11} {'failures':>8}"
@@ -82,14 +83,17 @@ class Soak:
             try:
                 await self._clients.one(rng)
             except AssertionError as error:
-                self.failures.append(str(error))
+                self._fail(str(error))
             except (httpx.HTTPError, openai.OpenAIError) as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
+                self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, text: str) -> None:
+        self.failures.append(" ".join(text.split())[:_FAILURE_CHARS])
 
     def _prove_at_rest(self) -> bool:
         """Nothing runs now: is all memory accounted for? False if the server is gone."""
         if (code := self._server.process.poll()) is not None:
-            self.failures.append(f"the server ended with exit code {code}")
+            self._fail(f"the server ended with exit code {code}")
             return False
         try:
             self._server.assert_nothing_leaked()
@@ -98,7 +102,7 @@ class Soak:
                 self._server.assert_flush_frees_everything()
             self._counters = self._server.get("/get_server_info")["counters"]
         except (AssertionError, httpx.HTTPError, psutil.NoSuchProcess) as error:
-            self.failures.append(f"at rest: {error}")
+            self._fail(f"at rest: {error}")
         return True
 
     def _line(self) -> str:
