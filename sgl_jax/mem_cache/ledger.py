@@ -35,7 +35,7 @@ def audit(memory: RankMemory) -> None:
     they came by them.
     """
     check_balance(memory)
-    findings = list(find_defects(memory))
+    findings = _suspects(memory)
     if findings:
         raise _error(memory, findings)
 
@@ -74,7 +74,7 @@ def _imbalance(memory: RankMemory) -> str | None:
 
 
 def _suspects(memory: RankMemory) -> list[Finding]:
-    """What a walk finds when counts disagree; books this broken may break the walk as well."""
+    """What a walk finds; books that are broken enough may break the walk as well."""
     findings: list[Finding] = []
     try:
         findings.extend(find_defects(memory))

@@ -1,6 +1,7 @@
 """The one way out: the only code that frees a request's pages.
 
 `publish_prefix` offers what a lease has written to the prefix cache while the request goes on;
+`free_tail` gives back slots that were reserved ahead and are not needed after all;
 `release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
 retract, disconnect, error and shutdown all end a lease here.
 
@@ -64,3 +65,27 @@ def release_kv_cache(
     del memory.leases[lease.row]
     memory.rows.free(lease.row)
     lease.released = True
+
+
+def free_tail(memory: RankMemory, lease: KVLease, length: int) -> int:
+    """Free whole pages past the first `length` tokens; the lease goes on. Returns how many.
+
+    Slots are reserved for drafts before it is known how many are accepted, so a lease may hold
+    more than it needs. A partial page at `length` stays and is filled further.
+    """
+    lease.require_live()
+    if length >= lease.kv_allocated_len:
+        return 0
+    if length < lease.cache_protected_len:
+        raise LeaseError(f"{lease!r} cannot be cut to {length} tokens: the tree owns more of it")
+    page_size, row = memory.page_size, lease.row
+    first = -(-length // page_size)
+    pages = lease.pages(page_size, first * page_size)
+    memory.allocator.free(pages, owner=row)
+    memory.rows.pages[row, first:] = 0
+    lease.set_lengths(
+        protected=lease.cache_protected_len,
+        committed=min(lease.kv_committed_len, length),
+        allocated=length,
+    )
+    return len(pages)

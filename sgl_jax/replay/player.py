@@ -143,7 +143,8 @@ class Player:
             return
         if self._check_memory == "busy":
             self._run_check(self.scheduler.check_balance)
-        if self.scheduler.is_idle and isinstance(event, Committed | Aborted | FailedAll):
+        ends = Committed | Aborted | Stopped | Ticked | Flushed | FailedAll | Rebuilt
+        if self.scheduler.is_idle and isinstance(event, ends):
             self._run_check(self.scheduler.audit)
 
     def _run_check(self, check: Callable[[], None]) -> None:
