@@ -31,6 +31,11 @@ class EngineSizes(NamedTuple):
         return -(-self.max_context_len // self.page_size)
 
     @property
+    def max_chunk_tokens(self) -> int:
+        """Query tokens of a step that drafts have no claim on."""
+        return self.max_step_tokens - (self.num_rows - 1) * self.max_draft_tokens
+
+    @property
     def max_request_tokens(self) -> int:
         """Tokens of the longest request one rank can hold when it is alone there."""
         return min(self.max_context_len, (self.num_pages - 1) * self.page_size)

@@ -222,7 +222,9 @@ def _decide_sizes(
     return EngineSizes(
         dp_size=args.dp_size,
         page_size=args.page_size,
-        num_pages=choose_num_pages(args, pool, mesh, limits.rows, pages_per_row),
+        num_pages=choose_num_pages(
+            args, pool, mesh, limits.rows, pages_per_row, _logit_bytes(limits, config.vocab_size)
+        ),
         num_rows=limits.rows + 1,
         max_context_len=context_len,
         max_step_tokens=limits.tokens,
@@ -231,6 +233,12 @@ def _decide_sizes(
         step_token_shapes=tuple(bucket.tokens for bucket in buckets.plain),
         max_draft_tokens=args.num_draft_tokens,
     )
+
+
+def _logit_bytes(limits: StepLimits, vocab_size: int) -> int:
+    """Logits of the largest step, float32, as drawn from: given, changed, and with noise."""
+    num_slots = min(limits.tokens, limits.rows * (1 + limits.draft_tokens))
+    return 3 * 4 * num_slots * vocab_size
 
 
 def _resolve_dtype(name: str, platform: str) -> jnp.dtype:

@@ -8,7 +8,11 @@ from sgl_jax.core.step_plan import RankPlan, StepPlan
 
 
 def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
-    """Raise ValueError, naming rank and limit, if `plan` exceeds `sizes`."""
+    """Raise ValueError, naming rank and limit, if `plan` exceeds `sizes`.
+
+    Of relayed rows only the least is known of where they lie; that their page tables are wide
+    enough is the scheduler's care.
+    """
     if len(plan.ranks) != sizes.dp_size:
         raise ValueError(f"the plan has {len(plan.ranks)} ranks, the engine {sizes.dp_size}")
     max_prefill = sizes.max_prompt_logprob_tokens if reports_prompt_logprobs(plan) else None

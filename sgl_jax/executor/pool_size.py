@@ -24,7 +24,12 @@ _CPU_MEMORY_SHARE = 0.25
 
 
 def choose_num_pages(
-    args: ServerArgs, layout: KVPoolLayout, mesh: Mesh, rows_per_rank: int, pages_per_row: int
+    args: ServerArgs,
+    layout: KVPoolLayout,
+    mesh: Mesh,
+    rows_per_rank: int,
+    pages_per_row: int,
+    workspace_bytes: int = 0,
 ) -> int:
     """Pages of one rank, the null page included. Called when the weights are on the devices.
 
@@ -34,6 +39,7 @@ def choose_num_pages(
         mesh: the devices in use.
         rows_per_rank: requests that run on a rank at most.
         pages_per_row: pages of a request of the full context.
+        workspace_bytes: what a step needs on each device for a while, beside weights and pages.
 
     Raises:
         RuntimeError: not even one page beside the null page fits.
@@ -52,8 +58,12 @@ def choose_num_pages(
         free_bytes = min(
             _free_device_bytes(device, args.mem_fraction_static) for device in mesh.local_devices
         )
-        num_pages = free_bytes // (layout.page_bytes // mesh.shape["tensor"]) - 1
-        reason = f"--mem-fraction-static {args.mem_fraction_static} after weights"
+        num_pages = (free_bytes - workspace_bytes) // (
+            layout.page_bytes // mesh.shape["tensor"]
+        ) - 1
+        reason = (
+            f"--mem-fraction-static {args.mem_fraction_static} after weights and a step's logits"
+        )
     if num_pages < 1:
         raise RuntimeError(
             f"no memory for KV: not one page of {layout.page_size} tokens "

@@ -80,24 +80,20 @@ def run_step(
         prompt_logprobs: static; whether to score each token's successor in the token table.
         max_drafts: static; tokens drafted per row at most.
     """
-    is_decode = jnp.arange(controls.rows.shape[0]) < controls.num_decode
-    drafts = jnp.where(is_decode, controls.q_lens - 1, 0)
-    known_lens = state.row_lens[controls.rows]
-    kv_starts = jnp.where(controls.relayed, known_lens - 1, controls.kv_starts)
-    # Where each row's first new token goes.
-    new_starts = kv_starts + controls.q_lens - drafts
-    token_table = state.token_table
-    if max_drafts:
-        guesses = propose_drafts(token_table, controls.rows, new_starts, drafts > 0, max_drafts)
-        token_table = _write_tokens(token_table, controls.rows, new_starts, guesses, drafts)
+    token_table, queries = _place_queries(state, controls, max_drafts)
     batch = AttentionBatch.build(
-        page_table, kv_starts, controls.q_lens, controls.num_decode, num_tokens, max_drafts
+        page_table,
+        queries.kv_starts,
+        controls.q_lens,
+        controls.num_decode,
+        num_tokens,
+        max_drafts,
     )
     # Padding tokens read the null row.
     token_rows = jnp.where(batch.valid, controls.rows[batch.token_rows], 0)
     hidden, kv_pool = model(token_table[token_rows, batch.positions], batch, state.kv_pool)
 
-    slots = SampledSlots.build(batch, controls.samples, drafts, max_drafts)
+    slots = SampledSlots.build(batch, controls.samples, queries.drafts, max_drafts)
     logits = model.logits(hidden[slots.tokens])
     where = SampledRows(controls.rows[slots.rows], batch.positions[slots.tokens] + 1, slots.valid)
     params = unpack_row_params(row_params[where.rows])
@@ -109,13 +105,11 @@ def run_step(
     )
 
     new_tokens = slots.by_row(drawn, 1 + max_drafts)
-    counts = jnp.ones_like(drafts)
-    if max_drafts:
-        counts += count_accepted(new_tokens, guesses, drafts)
+    counts = 1 + count_accepted(new_tokens, queries.guesses, queries.drafts)
     counts = jnp.where(controls.samples, counts, 0)
-    token_table = _write_tokens(token_table, controls.rows, new_starts, new_tokens, counts)
+    token_table = _write_tokens(token_table, controls.rows, queries.new_starts, new_tokens, counts)
     row_lens = state.row_lens.at[jnp.where(controls.samples, controls.rows, 0)].set(
-        new_starts + counts
+        queries.new_starts + counts
     )
     scored = None
     if prompt_logprobs:
@@ -129,6 +123,32 @@ def run_step(
         scored,
     )
     return StepState(token_table, row_lens, kv_pool), output
+
+
+class _Queries(NamedTuple):
+    """Where B rows compute, and what they draft."""
+
+    kv_starts: jax.Array  # int32[B] position of each row's first query
+    drafts: jax.Array  # int32[B] how many of its queries are drafts: the last ones
+    new_starts: jax.Array  # int32[B] where its first new token goes, and its first draft lies
+    guesses: jax.Array  # int32[B, max_drafts]
+
+
+def _place_queries(
+    state: StepState, controls: RankControls, max_drafts: int
+) -> tuple[jax.Array, _Queries]:
+    """Look up relayed lengths and draft; the token table with the drafts in it."""
+    rows = controls.rows
+    is_decode = jnp.arange(rows.shape[0]) < controls.num_decode
+    drafts = jnp.where(is_decode, controls.q_lens - 1, 0)
+    kv_starts = jnp.where(controls.relayed, state.row_lens[rows] - 1, controls.kv_starts)
+    new_starts = kv_starts + controls.q_lens - drafts
+    token_table = state.token_table
+    guesses = jnp.zeros((rows.shape[0], 0), jnp.int32)
+    if max_drafts:
+        guesses = propose_drafts(token_table, rows, new_starts, drafts > 0, max_drafts)
+        token_table = _write_tokens(token_table, rows, new_starts, guesses, drafts)
+    return token_table, _Queries(kv_starts, drafts, new_starts, guesses)
 
 
 def _write_tokens(

@@ -38,7 +38,7 @@ def audit(memory: RankMemory, num_running: int | None = None) -> None:
     they came by them.
     """
     check_balance(memory, num_running)
-    findings = list(find_defects(memory))
+    findings = _suspects(memory)
     if findings:
         raise _error(memory, findings)
 
@@ -88,7 +88,7 @@ def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
 
 
 def _suspects(memory: RankMemory) -> list[Finding]:
-    """What a walk finds when counts disagree; books this broken may break the walk as well."""
+    """What a walk finds; books that are broken enough may break the walk as well."""
     findings: list[Finding] = []
     try:
         findings.extend(find_defects(memory))

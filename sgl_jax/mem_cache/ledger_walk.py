@@ -12,7 +12,13 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.mem_cache.page_allocator import FREE, NULL_PAGE, RESERVED, TREE
+from sgl_jax.mem_cache.page_allocator import (
+    FREE,
+    NULL_PAGE,
+    RESERVED,
+    TREE,
+    describe_owner,
+)
 from sgl_jax.mem_cache.rank_memory import RankMemory
 
 _NO_PAGES = np.zeros(0, np.int32)
@@ -114,7 +120,12 @@ def _check_owners(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding
     claims += [
         (lease.row, lease.pages(memory.page_size, lease.cache_protected_len)) for lease in leases
     ]
-    for owner, pages in claims:
+    for owner, claimed in claims:
+        exists = (claimed >= 0) & (claimed < allocator.num_pages)
+        if not exists.all():
+            foreign = claimed[~exists].tolist()
+            yield Finding(f"{describe_owner(owner)} claims no such pages: {foreign}")
+        pages = claimed[exists]
         expected[pages] = owner
         np.add.at(num_claims, pages, 1)
     twice = np.flatnonzero(num_claims > 1).astype(np.int32)

@@ -1,6 +1,7 @@
 """The one way out: the only code that frees a request's pages.
 
 `publish_prefix` offers what a lease has written to the prefix cache while the request goes on;
+`free_tail` gives back slots that were reserved ahead and are not needed after all;
 `release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
 retract, disconnect, error and shutdown all end a lease here. Unless the cache takes the lease
 over: that of a session's turn goes to its slot, and nothing is freed. `resume_lease` hands it to
@@ -85,7 +86,7 @@ def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLeas
     Returns the lease, its committed and allocated length the prefix that is there.
     """
     lease = memory.cache.lend(session_id)
-    _free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
+    free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
     return lease
 
 
@@ -113,15 +114,25 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
         lease.change_holder(num_tokens)
 
 
-def _free_tail(memory: RankMemory, lease: KVLease, length: int) -> None:
-    """Free whole pages past the first `length` tokens: all that follows is written anew.
+def free_tail(memory: RankMemory, lease: KVLease, length: int) -> int:
+    """Free whole pages past the first `length` tokens; the lease goes on. Returns how many.
 
-    A turn leaves a tail for two reasons: slots are reserved ahead of what is committed, and the
-    last token is always computed again. The partial page at `length` stays and is filled further.
+    Slots are reserved for drafts before it is known how many are accepted, so a lease may hold
+    more than it needs. A partial page at `length` stays and is filled further.
     """
+    lease.require_live()
+    if length >= lease.kv_allocated_len:
+        return 0
     if length < lease.cache_protected_len:
         raise LeaseError(f"{lease!r} cannot be cut to {length} tokens: the tree owns more of it")
     page_size, row = memory.page_size, lease.row
-    memory.allocator.free(lease.pages(page_size, -(-length // page_size) * page_size), owner=row)
-    memory.rows.pages[row, -(-length // page_size) :] = 0
-    lease.set_lengths(protected=lease.cache_protected_len, committed=length, allocated=length)
+    first = -(-length // page_size)
+    pages = lease.pages(page_size, first * page_size)
+    memory.allocator.free(pages, owner=row)
+    memory.rows.pages[row, first:] = 0
+    lease.set_lengths(
+        protected=lease.cache_protected_len,
+        committed=min(lease.kv_committed_len, length),
+        allocated=length,
+    )
+    return len(pages)

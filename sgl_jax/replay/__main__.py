@@ -51,7 +51,9 @@ def _replay(reader: EventReader, args: argparse.Namespace) -> int:
                 print(f"{player.num_events + 1:>8}  {_in_a_line(event)}")
             player.feed(event)
         else:
-            player.finish()
+            # What the last event raised is not known if the recording was cut off there.
+            if not reader.is_truncated:
+                player.finish()
     except DifferenceError as difference:
         for note in player.notes:
             print(f"note, {note}")

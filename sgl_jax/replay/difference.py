@@ -26,7 +26,8 @@ def first_difference(path: str, recorded: Any, got: Any) -> str | None:
             return _first(first_difference(f"{path}[{k!r}]", recorded[k], got[k]) for k in recorded)
         if isinstance(recorded, (list, tuple)):
             return _sequence_difference(path, recorded, got)
-    return None if recorded == got else f"{path}: recorded {_cut(recorded)}, got {_cut(got)}"
+    is_same = recorded == got or (recorded != recorded and got != got)  # NaN is as recorded
+    return None if is_same else f"{path}: recorded {_cut(recorded)}, got {_cut(got)}"
 
 
 def _fields(value: Any) -> Sequence[str]:
@@ -54,7 +55,8 @@ def _array_difference(path: str, recorded: np.ndarray, got: np.ndarray) -> str |
             f"{path}: recorded shape {recorded.shape} {_short(recorded)}, "
             f"got shape {got.shape} {_short(got)}"
         )
-    different = np.argwhere(recorded != got)
+    is_nan = (recorded != recorded) & (got != got)
+    different = np.argwhere((recorded != got) & ~is_nan)
     if len(different) == 0:
         return None
     index = tuple(different[0].tolist())

@@ -31,10 +31,10 @@ class DraftPolicy:
         self._resume_len = np.zeros(sizes.num_rows, np.int32)
         self._pause = np.zeros(sizes.num_rows, np.int32)
         self.num_drafted = 0  # tokens whose result was read, and of these:
-        self.num_accepted = 0
+        self.num_accepted = 0  # past a stop as well
 
     def add(self, row: int) -> None:
-        """A request starts in `row`: it may draft until it proves useless."""
+        """A request starts in `row`, be it after a retract: it drafts until it proves useless."""
         self._accepted_per_step[row] = self._most
         self._resume_len[row] = 0
         self._pause[row] = _FIRST_PAUSE

@@ -6,6 +6,7 @@ Each frame is handed to the operating system at once, so a crash of this process
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from os import PathLike
 from typing import BinaryIO, Self
@@ -38,8 +39,12 @@ class EventWriter:
 
     @classmethod
     def create(cls, path: str | PathLike[str]) -> Self:
-        """A writer to a new file. Raises `OSError` if it cannot be made."""
-        return cls(open(path, "wb"))
+        """A writer to a new file, for this user's eyes: it holds what clients sent.
+
+        Raises `OSError` if it cannot be made.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        return cls(os.fdopen(os.open(path, flags, 0o600), "wb"))
 
     def write(self, event: Event) -> None:
         """Append one event."""

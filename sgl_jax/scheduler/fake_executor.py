@@ -104,40 +104,74 @@ class OracleExecutor:
             tokens[admission.row, start:end] = admission.tokens
             _hash_span(tokens[admission.row], hashes[admission.row], start, end)
             self._lens[rank][admission.row] = end
-        sampled = np.full((len(plan.rows), 1 + self.sizes.max_draft_tokens), -1, np.int32)
+        result = self._no_result(plan)
         self._check_rows_distinct(rank, plan)
-        num_drafts = plan.num_drafts
+        num_drafts = plan.num_drafts.tolist()
         for i, row in enumerate(plan.rows.tolist()):
-            drafted = int(num_drafts[i])
             start = self._start(rank, plan, i)
-            end = start + int(plan.q_lens[i]) - drafted
-            drafts = self._draft(int(hashes[row, end - 1]), drafted)
-            slots = self._slots(plan.page_table[i], end + drafted)
-            kv = self._kv[rank].reshape(-1)
-            wrong = np.flatnonzero(kv[slots[:start]] != hashes[row, :start])
-            if len(wrong):
-                raise ContentError(
-                    f"rank {rank}, row {row}: position {int(wrong[0])} of {start} holds foreign KV "
-                    f"in page {int(slots[wrong[0]]) // self.sizes.page_size}"
-                )
-            kv[slots[start:end]] = hashes[row, start:end]
+            end = start + int(plan.q_lens[i]) - num_drafts[i]
             state = int(hashes[row, end - 1])
-            for draft, slot in zip(drafts, slots[end:], strict=True):
-                state = _extend(state, draft)
-                kv[slot] = state
+            drafts = self._draft(state, num_drafts[i])
+            slots = self._slots(plan.page_table[i], end + len(drafts))
+            self._read_and_write(rank, row, slots, start, end, drafts)
             if plan.samples[i]:
-                gained = self._verify(int(hashes[row, end - 1]), drafts)
-                sampled[i, : len(gained)] = gained
+                gained = self._verify(state, drafts)
+                result.tokens[i, : len(gained)] = gained
+                self._report(result, i, state, gained)
                 stored = tokens[row, end : end + len(gained)]
                 stored[:] = gained[: len(stored)]  # the last one may lie past the table's end
                 _hash_span(tokens[row], hashes[row], end, end + len(stored))
                 self._lens[rank][row] = end + len(gained)
         if plan.prompt_logprobs is None:
-            return RankResult(sampled)
+            return result
         scored = np.flatnonzero(plan.prompt_logprobs).tolist()
-        return RankResult(
-            sampled, prompt_logprobs={i: self._score(plan, i, hashes) for i in scored}
+        return result._replace(prompt_logprobs={i: self._score(plan, i, hashes) for i in scored})
+
+    def _no_result(self, plan: RankPlan) -> RankResult:
+        """A result to be filled in, with log-probabilities if the plan asks for them."""
+        shape = (len(plan.rows), 1 + self.sizes.max_draft_tokens)
+        result = RankResult(np.full(shape, -1, np.int32))
+        if not plan.return_logprob:
+            return result
+        return result._replace(
+            logprobs=np.zeros(shape, np.float32),
+            top_ids=np.zeros((*shape, MAX_TOP_LOGPROBS), np.int32),
+            top_logprobs=np.zeros((*shape, MAX_TOP_LOGPROBS), np.float32),
         )
+
+    def _report(self, result: RankResult, i: int, state: int, gained: list[int]) -> None:
+        """Made-up log-probabilities of row i's new tokens, that only their prefix determines."""
+        if result.logprobs is None or result.top_ids is None or result.top_logprobs is None:
+            return
+        for j, token in enumerate(gained):
+            state = _extend(state, token)
+            value = made_up_logprobs(np.array([state], np.uint64))
+            result.logprobs[i, j] = value[0]
+            result.top_ids[i, j] = token + np.arange(MAX_TOP_LOGPROBS)
+            result.top_logprobs[i, j] = value - np.arange(MAX_TOP_LOGPROBS)
+
+    def _read_and_write(
+        self,
+        rank: int,
+        row: int,
+        slots: NDArray[np.int64],
+        start: int,
+        end: int,
+        drafts: list[int],
+    ) -> None:
+        """Check the KV before `start`, write that of [start, end), and that of drafts behind."""
+        kv, hashes = self._kv[rank].reshape(-1), self._hashes[rank][row]
+        wrong = np.flatnonzero(kv[slots[:start]] != hashes[:start])
+        if len(wrong):
+            raise ContentError(
+                f"rank {rank}, row {row}: position {int(wrong[0])} of {start} holds foreign KV "
+                f"in page {int(slots[wrong[0]]) // self.sizes.page_size}"
+            )
+        kv[slots[start:end]] = hashes[start:end]
+        state = int(hashes[end - 1])
+        for draft, slot in zip(drafts, slots[end:], strict=True):
+            state = _extend(state, draft)
+            kv[slot] = state
 
     def _start(self, rank: int, plan: RankPlan, i: int) -> int:
         """Where row i's first query lies: the device knows, and the host where it says so."""

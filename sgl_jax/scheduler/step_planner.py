@@ -12,6 +12,7 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RankPlan
+from sgl_jax.mem_cache.release import free_tail
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 
@@ -149,7 +150,7 @@ class StepDraft:
     def _grow_or_retract(self, rows: Int32Array) -> Int32Array:
         """Reserve one more slot for each of `rows`, retracting until they fit; those that do."""
         while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):
-            if self.rank.evict_idle_session():
+            if self._give_back_tails(rows) or self.rank.evict_idle_session():
                 continue
             victim = self._retract_one()
             if victim is None:
@@ -159,6 +160,15 @@ class StepDraft:
                 return rows[:0]
             rows = rows[rows != victim]
         return rows
+
+    def _give_back_tails(self, rows: Int32Array) -> bool:
+        """Free the slots of drafts that were not accepted; whether that gave any page."""
+        memory, ends = self.rank.memory, self._decode_ends(rows)
+        has_tail = memory.pages_to_grow(rows, ends) == 0
+        freed = 0
+        for row, end in zip(rows[has_tail].tolist(), ends[has_tail].tolist(), strict=True):
+            freed += free_tail(memory, memory.leases[row], end)
+        return freed > 0
 
     def _decode_ends(self, rows: Int32Array) -> Int32Array:
         """Slots each row needs to decode one token, if all its unread drafts were accepted."""

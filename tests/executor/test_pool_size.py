@@ -51,6 +51,14 @@ def test_on_a_cpu_all_ranks_together_take_a_quarter_of_what_is_available(mesh, a
     assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 100, 1000) == 1024
 
 
+def test_on_an_accelerator_pages_get_what_weights_and_a_steps_logits_leave(mesh, monkeypatch):
+    monkeypatch.setattr(pool_size, "platform_of", lambda mesh: "tpu")
+    monkeypatch.setattr(pool_size, "_free_device_bytes", lambda device, fraction: GIB)
+    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 4, 8) == 8192
+    logits = 256 * 131_072
+    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 4, 8, logits) == 8192 - 256
+
+
 def test_no_room_for_a_page_is_an_error_that_says_what_to_change(mesh, available):
     available(131_072 * 4)
     with pytest.raises(RuntimeError, match=r"not one page of 16 tokens .* smaller model"):

@@ -65,8 +65,11 @@ def test_what_followed_repeats_when_it_is_too_short() -> None:
     assert propose([[9, 9]] * 3)[0] == [9, 9, 9]
 
 
-def test_a_row_that_is_not_wanted_costs_no_search() -> None:
+def test_a_row_that_is_not_wanted_is_not_searched() -> None:
+    """It gets what a row without any match gets: its last token, again and again."""
     table = np.zeros((2, WIDTH), np.int32)
+    table[1, :6] = [4, 5, 6, 4, 5, 9]
     rows, lens = np.array([1], np.int32), np.array([5], np.int32)
-    drafts = _propose(table, rows, lens, np.zeros(1, np.bool_))
-    assert drafts.shape == (1, NUM_DRAFTS)
+    wanted = np.ones(1, np.bool_)
+    assert np.asarray(_propose(table, rows, lens, wanted)).tolist() == [[6, 4, 5]]
+    assert np.asarray(_propose(table, rows, lens, ~wanted)).tolist() == [[5, 5, 5]]

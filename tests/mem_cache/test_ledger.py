@@ -278,9 +278,25 @@ def test_when_counts_disagree_the_error_names_pages_owners_and_their_last_transi
 def test_a_walk_that_breaks_on_broken_books_is_part_of_the_message() -> None:
     memory = busy_memory()
     leak_a_page(memory)
-    memory.rows.pages[2, 0] = 10_000
-    with pytest.raises(LedgerError, match=r"rows hold 4 pages.*the walk itself failed: IndexError"):
+    memory.cache.nodes()[0].values[0] = None
+    with pytest.raises(LedgerError, match=r"rows hold 4 pages.*the walk itself failed: TypeError"):
         check_balance(memory)
+
+
+def test_an_audit_whose_walk_breaks_is_a_ledger_error() -> None:
+    memory = busy_memory()
+    memory.cache.nodes()[0].values[0] = None
+    check_balance(memory)
+    with pytest.raises(LedgerError, match="the walk itself failed: TypeError"):
+        audit(memory)
+
+
+@pytest.mark.parametrize("page", [10_000, 32, -1, -5])
+def test_an_audit_finds_a_row_that_lists_a_page_that_does_not_exist(page: int) -> None:
+    memory = busy_memory()
+    memory.rows.pages[2, 0] = page
+    with pytest.raises(LedgerError, match=rf"row 2 claims no such pages: \[{page}\]"):
+        audit(memory)
 
 
 def test_a_rebuilt_rank_is_empty_and_sound_whatever_was_wrong_with_it() -> None:

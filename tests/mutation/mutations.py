@@ -263,6 +263,24 @@ MUTATIONS = (
         "committed + 1",
     ),
     Mutation(
+        "plan more tokens than a step holds",
+        _PLANNER,
+        "self._budget = min(chunk_size, room - int(self._drafts.sum()))",
+        "self._budget = min(chunk_size, room)",
+    ),
+    Mutation(
+        "report the log-probability of the first token for every accepted one",
+        _COMMIT,
+        "TokenLogprobs(t, logprobs[i], top_ids[i], top_logprobs[i])",
+        "TokenLogprobs(t, logprobs[0], top_ids[0], top_logprobs[0])",
+    ),
+    Mutation(
+        "keep the slots of refused drafts while others are retracted",
+        _PLANNER,
+        "        return freed > 0\n",
+        "        return False\n",
+    ),
+    Mutation(
         "commit drafts at launch",
         _PLANNER,
         "memory.commit_rows(rows, ends)",

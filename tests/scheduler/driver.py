@@ -15,6 +15,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
+from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.replay.player import Player
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.event_log import EventReader, EventWriter
@@ -97,6 +98,7 @@ class Driver:
         self.prompts: dict[str, list[int]] = {}
         self.logprob_start: dict[str, int] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+        self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.plans: list[StepPlan] = []
 
     def submit(self, message: GenerateRequest, history: list[int] | None = None) -> None:
@@ -132,6 +134,7 @@ class Driver:
         """Launch `plan`; commit the oldest step once enough are unread."""
         if plan is not None:
             self.plans.append(plan)
+            check_plan(plan, self.scheduler.sizes)  # as the real executor does
             self.in_flight.append((plan, self.executor.launch(plan)))
         if self.in_flight and (plan is None or len(self.in_flight) > self.max_unread):
             done, handle = self.in_flight.popleft()
@@ -187,6 +190,7 @@ class Driver:
             assert output.rid not in self.finish, f"{output.rid} got an output after its end"
             self.tokens[output.rid].extend(output.token_ids)
             self.prompt_logprobs[output.rid].extend(output.prompt_logprobs or [])
+            self.logprobs[output.rid].extend(output.logprobs or [])
             self.cached[output.rid] = output.cached_tokens
             self.dp_rank[output.rid] = output.dp_rank
             if output.prompt_tokens is not None:
@@ -207,6 +211,16 @@ class Driver:
         """Every token of a request must be what its prefix alone determines."""
         got = self.tokens[rid]
         assert got == self.oracle.expected_output(self.prompts[rid], len(got)), rid
+
+    def check_logprobs(self, rid: str, num_top: int) -> None:
+        """Each token was reported with its own log-probability and its own `num_top` others."""
+        prompt, got = self.prompts[rid], self.logprobs[rid]
+        expected = self.oracle.expected_logprobs(prompt + self.tokens[rid])[len(prompt) :]
+        assert [entry.token_id for entry in got] == self.tokens[rid], rid
+        assert [entry.logprob for entry in got] == expected, rid
+        for entry, value in zip(got, expected, strict=True):
+            assert entry.top_ids == [entry.token_id + i for i in range(num_top)], rid
+            assert entry.top_logprobs == [value - i for i in range(num_top)], rid
 
     def check_prompt_logprobs(self, rid: str, prompt: list[int]) -> None:
         """Each prompt position asked for was reported once, in order, with its own value."""

@@ -186,6 +186,30 @@ def test_a_retract_drops_what_unread_steps_accepted_and_loses_nothing() -> None:
     assert len(driver.tokens["r"]) == 40
 
 
+def test_every_accepted_token_has_its_own_log_probability() -> None:
+    driver = make_driver(num_pages=64)
+    driver.submit(generate("plain", [1, 2, 3], 40))
+    driver.submit(generate("r", [4, 5, 6], 40, return_logprob=True, top_logprobs_num=3))
+    driver.run()
+    driver.check_tokens("r")
+    driver.check_logprobs("r", 3)
+    assert not driver.logprobs["plain"]
+
+
+def test_refused_drafts_hold_no_memory_that_others_are_retracted_for() -> None:
+    """Always wrong drafts, in a pool that is just large enough without them."""
+    driver = with_executor(
+        make_driver(num_drafts=32, max_step_tokens=300, page_size=1, num_pages=1 + 8 * 40),
+        UselessDrafts,
+    )
+    for i in range(8):
+        driver.submit(generate(f"r{i}", [i + 1] * 4, 36))
+    driver.run()
+    assert driver.scheduler.counters()["requests_retracted"] == 0
+    for i in range(8):
+        driver.check_tokens(f"r{i}")
+
+
 def test_rows_that_owe_prompt_log_probabilities_do_not_draft() -> None:
     driver = make_driver(max_prompt_logprob_tokens=8)
     driver.submit(generate("plain", [1, 2, 3], 40))

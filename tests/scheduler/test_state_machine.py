@@ -131,6 +131,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 dp_rank=rng.randrange(sizes.dp_size) if rng.random() < 0.2 else None,
                 logprob_start_len=rng.randrange(45) if rng.random() < 0.25 else -1,
                 stop_token_ids=tuple(range(num_stop_ids)),
+                return_logprob=self.num_top(rid) >= 0,
+                top_logprobs_num=max(self.num_top(rid), 0),
                 min_new_tokens=min_new_tokens,
             )
         )
@@ -140,6 +142,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_tokens_wanted[rid] = self.expected_count(
             prompt, max_new_tokens, num_stop_ids, min_new_tokens
         )
+
+    def num_top(self, rid: str) -> int:
+        """How many alternatives a request asks for at each token; -1: not even its own value."""
+        return int(rid[1:]) % 5 - 2
 
     def expected_count(
         self, prompt: list[int], max_new_tokens: int, num_stop_ids: int, min_new_tokens: int
@@ -256,6 +262,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.driver.scheduler.check_balance()
         self.driver.scheduler.audit()
+        for rank in self.driver.scheduler.ranks:
+            running, rows = rank.running, rank.running.active
+            unread, lengths = running.unread_drafts[rows], rank.memory.rows
+            assert (unread >= 0).all()
+            assert (running.planned_len[rows] + unread <= running.max_len[rows]).all()
+            possible = lengths.kv_committed_len[rows] + unread
+            assert (possible <= lengths.kv_allocated_len[rows]).all()
         for rid in self.driver.prompts:
             self.driver.check_tokens(rid)
 
@@ -273,6 +286,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             elif driver.finish[rid].type != "abort":
                 assert len(driver.tokens[rid]) == self.num_tokens_wanted[rid]
                 driver.check_prompt_logprobs(rid, prompt)
+                if self.num_top(rid) >= 0:
+                    driver.check_logprobs(rid, self.num_top(rid))
             else:
                 assert driver.finish[rid].status_code in (None, 400, 500, 503, 504)
         assert driver.events.flush()
