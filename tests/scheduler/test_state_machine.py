@@ -145,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def num_top(self, rid: str) -> int:
         """How many alternatives a request asks for at each token; -1: not even its own value."""
-        return int(rid[1:]) % 5 - 2
+        return sum(rid.encode()) % 5 - 2
 
     def expected_count(
         self, prompt: list[int], max_new_tokens: int, num_stop_ids: int, min_new_tokens: int
