@@ -121,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = prompt + rng.choices([40, 41, 42], k=rng.randint(1, 6))
         max_new_tokens = rng.randint(1, 24)
         num_stop_ids = rng.choice([0, 0, 1, 3])
+        num_top = rng.choice([-1, -1, -1, 0, 2])
         min_new_tokens = min(rng.choice([0, 0, 3]), max_new_tokens)
         is_full = driver.scheduler.num_waiting >= MAX_QUEUED
         driver.submit(
@@ -131,8 +132,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 dp_rank=rng.randrange(sizes.dp_size) if rng.random() < 0.2 else None,
                 logprob_start_len=rng.randrange(45) if rng.random() < 0.25 else -1,
                 stop_token_ids=tuple(range(num_stop_ids)),
-                return_logprob=self.num_top(rid) >= 0,
-                top_logprobs_num=max(self.num_top(rid), 0),
+                return_logprob=num_top >= 0,
+                top_logprobs_num=max(num_top, 0),
                 min_new_tokens=min_new_tokens,
             )
         )
@@ -142,10 +143,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_tokens_wanted[rid] = self.expected_count(
             prompt, max_new_tokens, num_stop_ids, min_new_tokens
         )
-
-    def num_top(self, rid: str) -> int:
-        """How many alternatives a request asks for at each token; -1: not even its own value."""
-        return sum(rid.encode()) % 5 - 2
 
     def expected_count(
         self, prompt: list[int], max_new_tokens: int, num_stop_ids: int, min_new_tokens: int
@@ -286,8 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             elif driver.finish[rid].type != "abort":
                 assert len(driver.tokens[rid]) == self.num_tokens_wanted[rid]
                 driver.check_prompt_logprobs(rid, prompt)
-                if self.num_top(rid) >= 0:
-                    driver.check_logprobs(rid, self.num_top(rid))
+                driver.check_logprobs(rid)
             else:
                 assert driver.finish[rid].status_code in (None, 400, 500, 503, 504)
         assert driver.events.flush()
