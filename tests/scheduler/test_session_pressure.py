@@ -194,6 +194,19 @@ def test_a_session_grows_to_all_that_a_rank_can_hold() -> None:
     s.close_all()
 
 
+def test_a_shortage_that_eviction_cannot_mend_ends_a_request_and_no_conversation() -> None:
+    s = talk(page_size=4)
+    s.say("s", [1, 2, 3])
+    s.driver.submit(generate("plain", [9] * 4, 20))
+    with no_more_pages(s.driver.scheduler.ranks[0].memory):
+        while "plain" not in s.driver.finish:
+            s.driver.step()
+    s.run()
+    s.say("s", [4])
+    s.check()
+    s.close_all()
+
+
 # -- ranks --------------------------------------------------------------------------------------
 
 
