@@ -103,7 +103,8 @@ def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
 def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> None:
     """A session goes back to its first `num_tokens` tokens, and with it the lease of its slot.
 
-    If the tree owns more of it than that, the lease ends: the next turn matches the tree.
+    What the slot held behind them is freed. If the tree owns more of it than that, the lease
+    ends: the next turn matches the tree.
     """
     lease = memory.cache.idle_lease(session_id)
     if lease is None:
@@ -111,7 +112,7 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
     if num_tokens < max(lease.cache_protected_len, 1):
         release_idle_lease(memory, session_id)
     else:
-        lease.change_holder(num_tokens)
+        _free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
 
 
 def free_tail(memory: RankMemory, lease: KVLease, length: int) -> int:

@@ -11,7 +11,12 @@ from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.release import release_idle_lease, release_kv_cache, resume_lease
+from sgl_jax.mem_cache.release import (
+    release_idle_lease,
+    release_kv_cache,
+    resume_lease,
+    roll_back_lease,
+)
 from sgl_jax.scheduler.admission import AdmissionReserve
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.draft_policy import DraftPolicy
@@ -161,6 +166,9 @@ class RankScheduler:
             kept = None
         self._leave(row, insert=insert, num_tokens=kept)
         request.state = RequestState.FINISHED
+        if request.slot_id is not None:
+            # What the turn had reserved is of no use to an idle session.
+            roll_back_lease(self.memory, request.slot_id, request.kept_len)
         self._bound_sessions()
         return request
 

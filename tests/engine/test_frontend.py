@@ -13,6 +13,7 @@ from sgl_jax.core.messages import (
     OutputBatch,
     Reply,
     RequestOutput,
+    SessionTurn,
     StopRequest,
 )
 from sgl_jax.core.sampling_params import SamplingParams
@@ -305,3 +306,41 @@ def test_the_text_does_not_depend_on_when_it_is_taken(
         text += chunk.text if chunk else ""
     whole = rig.front.tokenizer.decode((stream.request.input_ids * 40)[:40])
     assert text == (whole.split(stop[0])[0] if stop else whole)
+
+
+def test_a_turn_that_ended_beyond_its_stop_string_is_cut_in_its_session(rig: Rig) -> None:
+    turn = SessionTurn(id="s")
+    sampling = SamplingParams(max_new_tokens=50, stop=("thr",))
+    rig.client.engine.sessions.add("s")
+    request = rig.front.prepare(
+        rig.front.encode("one two three "), sampling, rid="me", session=turn
+    )
+    stream = rig.front.start(request, rig.wake)
+    ids = list(request.input_ids)
+    ended = RequestOutput(stream.request.rid, ids, 0, 0, FinishReason("length"), prompt_tokens=99)
+    rig.front.handle(OutputBatch([ended]))
+    chunk = take(stream)
+    assert chunk.finish == FinishReason(type="stop", matched="thr")
+    assert len(chunk.token_ids) < len(ids)
+    assert stream.num_prompt_tokens == 99
+    (told,) = rig.sent(StopRequest)
+    assert told == StopRequest(
+        rid=stream.request.rid,
+        num_output_tokens=len(chunk.token_ids),
+        session=SessionTurn(id="s", name="me", bos_token_id=rig.front.tokenizer.bos_token_id),
+    )
+
+
+@pytest.mark.parametrize(
+    ("turn", "param"),
+    [
+        (SessionTurn(id=""), "session_params.id"),
+        (SessionTurn(id="s" * 257), "session_params.id"),
+        (SessionTurn(id="s", rid=""), "session_params.rid"),
+        (SessionTurn(id="s", offset=-(10**6)), "session_params.offset"),
+    ],
+)
+def test_what_no_session_can_be_asked_is_refused(rig: Rig, turn: SessionTurn, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        rig.front.prepare([5], SamplingParams(), session=turn)
+    assert refusal.value.param == param

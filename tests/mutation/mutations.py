@@ -29,6 +29,10 @@ _PLANNER = "sgl_jax/scheduler/step_planner.py"
 _COMMIT = "sgl_jax/scheduler/commit.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
+_SLOTS = "sgl_jax/mem_cache/session_cache.py"
+_SESSIONS = "sgl_jax/scheduler/sessions.py"
+_BOOK = "sgl_jax/scheduler/session_book.py"
+_DESK = "sgl_jax/scheduler/session_desk.py"
 
 _FREE_REST = (
     "    memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), "
@@ -326,5 +330,189 @@ MUTATIONS = (
         "        if request.state is RequestState.WAITING:\n"
         "            self._waiting.remove(request)\n",
         "",
+    ),
+    # -- sessions
+    Mutation(
+        "resume a session with its tail",
+        _RELEASE,
+        "    lease = memory.cache.lend(session_id)\n"
+        "    _free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
+        "    lease = memory.cache.lend(session_id)\n",
+    ),
+    Mutation(
+        "free a tail from the page that its prefix ends in",
+        _RELEASE,
+        "lease.pages(page_size, -(-length // page_size) * page_size), owner=row",
+        "lease.pages(page_size, length // page_size * page_size), owner=row",
+    ),
+    Mutation(
+        "free a tail one page too late",
+        _RELEASE,
+        "lease.pages(page_size, -(-length // page_size) * page_size), owner=row",
+        "lease.pages(page_size, (length // page_size + 1) * page_size), owner=row",
+    ),
+    Mutation(
+        "free a tail and go on listing it",
+        _RELEASE,
+        "    memory.rows.pages[row, -(-length // page_size) :] = 0\n",
+        "",
+    ),
+    Mutation(
+        "take what was committed for the prefix of a turn",
+        _RELEASE,
+        "    _free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n    return lease",
+        "    _free_tail(memory, lease, lease.kv_committed_len)\n    return lease",
+    ),
+    Mutation(
+        "a rolled back session keeps what followed",
+        _RELEASE,
+        "    else:\n        _free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
+        "",
+    ),
+    Mutation(
+        "cut a lease though the tree owns more of it",
+        _RELEASE,
+        "    if num_tokens < max(lease.cache_protected_len, 1):\n",
+        "    if num_tokens < 1:\n",
+    ),
+    Mutation(
+        "hand a lease to its slot with the epoch of the turn before",
+        _LEASE,
+        "        self._rows.epoch[self.row] += 1\n        committed",
+        "        committed",
+    ),
+    Mutation(
+        "save the lengths of an aborted turn",
+        _LEASE,
+        "committed = min(self.kv_committed_len, num_tokens)",
+        "committed = self.kv_committed_len",
+    ),
+    Mutation(
+        "take a lease over and forget whose it is",
+        _SLOTS,
+        "        session_id = self._lent.pop(lease.row, None)\n        if session_id is None:",
+        "        session_id = self._lent.get(lease.row)\n        if session_id is None:",
+    ),
+    Mutation(
+        "give a session a second lease",
+        _SLOTS,
+        "        if self.holds(session_id):\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "evict the session used last",
+        _SLOTS,
+        "next((each for each in self._idle if",
+        "next((each for each in reversed(self._idle) if",
+    ),
+    Mutation(
+        "keep the slot's lease over a retract",
+        _RANK,
+        "        self.memory.cache.unbind(lease)\n        request = self._leave(row)",
+        "        request = self._leave(row)",
+    ),
+    Mutation(
+        "keep all of an aborted turn",
+        _RANK,
+        "kept = request.kept_len if request.slot_id is not None else None",
+        "kept = 10**6 if request.slot_id is not None else None",
+    ),
+    Mutation(
+        "keep the tail of an aborted turn",
+        _RANK,
+        "            roll_back_lease(self.memory, request.slot_id, request.kept_len)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "keep a session's lease though the device failed",
+        _RANK,
+        "if not insert or kept is None or kept <",
+        "if kept is None or kept <",
+    ),
+    Mutation(
+        "keep a row whose tokens the device was never told",
+        _RANK,
+        "        if unsent is not None and unsent.start == 0:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "tell the device only the last tokens of a new row",
+        _RANK,
+        "start = 0 if slot is None else lease.kv_committed_len",
+        "start = lease.kv_committed_len",
+    ),
+    Mutation(
+        "never evict a session",
+        _RANK,
+        "        if session_id is None:\n            return False\n        release_idle_lease",
+        "        if True:\n            return False\n        release_idle_lease",
+    ),
+    Mutation(
+        "evict the slot that a turn is about to use",
+        _RANK,
+        "self.evict_idle_session(except_id=request.slot_id)",
+        "self.evict_idle_session()",
+    ),
+    Mutation(
+        "let idle sessions hold what they like",
+        _RANK,
+        "        while self.memory.num_session_pages > self._max_session_pages:\n",
+        "        while False:\n",
+    ),
+    Mutation(
+        "resume on tokens that the tree owns and the turn must compute",
+        _RANK,
+        "self._reusable_len(request) < lease.cache_protected_len:",
+        "False:",
+    ),
+    Mutation(
+        "retract before an idle session is evicted",
+        _PLANNER,
+        "            if self.rank.evict_idle_session():\n                continue\n",
+        "",
+    ),
+    Mutation(
+        "publish a turn before it has succeeded",
+        _COMMIT,
+        "if current[i] and not rank.running.request(row).kept_len:",
+        "if current[i]:",
+    ),
+    Mutation(
+        "leave the slot of a closed session full",
+        _DESK,
+        "                    self._ranks[request.dp_rank].memory.cache.unbind(request.lease)\n"
+        "        self._release(session_id)\n",
+        "                    self._ranks[request.dp_rank].memory.cache.unbind(request.lease)\n",
+    ),
+    Mutation(
+        "let the slot of a closed session take over what its turn leaves",
+        _DESK,
+        "                    self._ranks[request.dp_rank].memory.cache.unbind(request.lease)\n",
+        "                    pass\n",
+    ),
+    Mutation(
+        "roll a session back without its memory",
+        _DESK,
+        "            roll_back_lease(home.memory, message.session_id, session.num_tokens)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "let a turn go to any rank",
+        _DESK,
+        "return session, prompt, message.dp_rank if home is None else home.dp_rank",
+        "return session, prompt, message.dp_rank",
+    ),
+    Mutation(
+        "leave the mark of a turn that failed",
+        _SESSIONS,
+        "        self._running, self._pending = None, _NO_TOKENS\n",
+        "        if tokens is not None:\n"
+        "            self._running, self._pending = None, _NO_TOKENS\n",
+    ),
+    Mutation(
+        "close a timed session at the first tick after it was opened",
+        _BOOK,
+        "        self._used_at.update(dict.fromkeys(self._used_since_tick, self._now_s))\n",
+        "        self._used_at.update(dict.fromkeys(self._used_since_tick, 0.0))\n",
     ),
 )

@@ -12,12 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sgl_jax.core.messages import StopRequest
+from sgl_jax.core.messages import (
+    CloseSession,
+    ForkSession,
+    ListSessions,
+    OpenSession,
+    RollbackSession,
+    SessionTurn,
+    StopRequest,
+)
 from sgl_jax.replay.__main__ import main
 from sgl_jax.replay.difference import first_difference
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.event_log import EventReader, EventWriter, RecordingError
-from sgl_jax.scheduler.events import Committed, Event, Planned, Submitted, TookOutputs
+from sgl_jax.scheduler.events import (
+    AnsweredSession,
+    Committed,
+    Event,
+    Planned,
+    Submitted,
+    TookOutputs,
+)
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.faults import FaultyExecutor
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -59,8 +74,34 @@ def eventful_driver() -> Driver:
     driver.collect()
     driver.submit(generate("after", [1, 2, 3], 20))
     driver.run()
+    converse(driver)
     assert driver.events.flush()
     return driver
+
+
+def converse(driver: Driver) -> None:
+    """Everything a session can be asked; all are closed afterwards, one of them by the clock."""
+    driver.session(OpenSession(rid="q0", session_id="s", streaming=True, timeout_s=5.0))
+    driver.session(OpenSession(rid="q1", session_id="tree"))
+    assert not driver.session(OpenSession(rid="q2", session_id="s")).ok
+    for i in range(3):
+        turn = SessionTurn(id="s", name="turn")
+        driver.submit(generate(f"turn#{i}", [i, i], 9, session=turn))
+        driver.submit(generate(f"branch#{i}", [i, i], 9, session=SessionTurn(id="tree")))
+        driver.run()
+    driver.events.stop(StopRequest(rid="turn#2", num_output_tokens=4, session=turn))
+    driver.session(RollbackSession(rid="q3", session_id="s", num_turns=1))
+    driver.session(ForkSession(rid="q4", session_id="s", new_session_id="fork"))
+    driver.submit(generate("aborted", [3], 9, session=turn))
+    driver.step()
+    driver.abort("aborted")
+    driver.run()
+    for session_id in ("tree", "fork"):
+        driver.session(CloseSession(rid="q5", session_id=session_id))
+    driver.tick(70.0)
+    assert len(driver.session(ListSessions(rid="q6")).data["sessions"]) == 1
+    driver.tick(80.0)
+    assert driver.session(ListSessions(rid="q7")).data == {"sessions": []}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +136,7 @@ def test_an_eventful_run_is_decided_alike_again(
     assert main([str(path), "--check-memory", "busy"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("as recorded: ")
-    for words in ("15 requests", "rank 0: 24 pages, 23 free", "rank 1: 24 pages", "0 running"):
+    for words in ("22 requests", "rank 0: 24 pages, 23 free", "rank 1: 24 pages", "0 running"):
         assert words in out
     assert " 0 retracts" not in out
 
@@ -146,6 +187,13 @@ def other_prompt(event: Event) -> Event | None:
     return Submitted(generate("r5", [7], 30))
 
 
+def other_reply(event: Event) -> Event | None:
+    if not isinstance(event, AnsweredSession) or "num_tokens" not in event.reply.data:
+        return None
+    data = event.reply.data | {"num_tokens": 1000}
+    return AnsweredSession(type(event.reply)(rid=event.reply.rid, ok=True, data=data))
+
+
 DIFFERENCES = {
     "page": (
         other_page,
@@ -154,6 +202,7 @@ DIFFERENCES = {
     "start": (other_start, r"plan.ranks\[0\].kv_starts\[0\]: recorded \d+, got \d+"),
     "token": (other_token, r"\(TookOutputs\), outputs.tokens\[0\]: recorded 48, got \d+"),
     "prompt": (other_prompt, r"\(Planned\), plan.ranks\[\d\]"),
+    "reply": (other_reply, r"\(AnsweredSession\), reply.data\['num_tokens'\]: recorded 1000, got"),
 }
 
 

@@ -232,6 +232,9 @@ class SessionMachine(SchedulerMachine):
             for session_id, lease in memory.cache.idle():
                 known = len(self.talk.of[session_id].tokens)
                 assert lease.cache_protected_len <= lease.kv_committed_len <= known
+                # Of a turn that failed nothing is left; of one that succeeded, slots ahead.
+                num_ahead = lease.kv_allocated_len - lease.kv_committed_len
+                assert num_ahead <= 3 * (1 + self.driver.scheduler.sizes.max_draft_tokens)
 
     def come_to_rest(self) -> None:
         self.settle()

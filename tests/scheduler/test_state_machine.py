@@ -274,7 +274,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver") or sys.exc_info()[0] is not None:
             return  # after a failure the recording ends with what led to it
         driver = self.driver
-        driver.run()
+        # With chunks of a token, no tree and many retracts, each token costs a whole prefill.
+        driver.run(max_steps=50_000)
         self.come_to_rest()
         assert driver.scheduler.num_waiting == 0
         for rid, prompt in driver.prompts.items():

@@ -1,0 +1,431 @@
+"""Whose lease is whose: slots that lend and take over, and what a lease holds between turns."""
+
+import numpy as np
+import pytest
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.mem_cache.dump import dump_rank
+from sgl_jax.mem_cache.errors import LeaseError, LedgerError
+from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.mem_cache.page_allocator import PageAllocator
+from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
+from sgl_jax.mem_cache.radix_cache import RadixCache
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.release import (
+    publish_prefix,
+    release_idle_lease,
+    release_kv_cache,
+    resume_lease,
+    roll_back_lease,
+)
+from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool
+from sgl_jax.mem_cache.session_cache import SessionAwareCache
+from sgl_jax.mem_cache.tree_component import LeaseOffer
+
+PAGE_SIZES = [1, 4, 16, 256]
+
+
+def array(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+# -- slots alone ------------------------------------------------------------------------------
+
+
+def make_slots(num_leases: int) -> tuple[SessionAwareCache, list[KVLease]]:
+    rows = ReqToTokenPool(num_leases + 1, 4)
+    leases = [KVLease(0, rows.alloc(), rows) for _ in range(num_leases)]
+    for lease in leases:
+        lease.set_lengths(protected=0, committed=5, allocated=8)
+    return SessionAwareCache(ChunkCache()), leases
+
+
+def test_a_lease_goes_from_the_turn_to_the_slot_and_back() -> None:
+    cache, (lease,) = make_slots(1)
+    assert not cache.holds("s")
+    cache.bind("s", lease)
+    assert cache.holds("s")
+    assert (cache.num_idle, cache.idle_lease("s"), cache.oldest_idle()) == (0, None, None)
+    assert list(cache.lent()) == [("s", lease.row)]
+    assert cache.take_over(lease, 3)
+    assert cache.holds("s")
+    assert cache.idle_lease("s") is lease
+    assert (cache.num_idle, list(cache.lent())) == (1, [])
+    assert cache.lend("s") is lease
+    assert (cache.num_idle, list(cache.lent())) == (0, [("s", lease.row)])
+    cache.unbind(lease)
+    cache.unbind(lease)
+    assert not cache.holds("s")
+    assert not cache.take_over(lease, 3)
+
+
+def test_who_takes_a_lease_over_keeps_the_tokens_it_knows_and_drops_unread_results() -> None:
+    cache, (lease,) = make_slots(1)
+    cache.bind("s", lease)
+    epoch = int(lease._rows.epoch[lease.row])
+    cache.take_over(lease, 3)
+    assert (lease.kv_committed_len, lease.kv_allocated_len) == (3, 8)
+    assert lease._rows.epoch[lease.row] == epoch + 1
+    cache.lend("s")
+    cache.take_over(lease, 7)
+    assert lease.kv_committed_len == 3
+
+
+def test_the_idle_session_used_longest_ago_comes_first() -> None:
+    cache, leases = make_slots(3)
+    for session_id, lease in zip("abc", leases, strict=True):
+        cache.bind(session_id, lease)
+    for lease in (leases[1], leases[2], leases[0]):
+        cache.take_over(lease, 5)
+    assert [each for each, _ in cache.idle()] == ["b", "c", "a"]
+    cache.lend("b")
+    assert cache.oldest_idle() == "c"
+    assert cache.oldest_idle(except_id="c") == "a"
+    cache.take_over(leases[1], 5)
+    assert [each for each, _ in cache.idle()] == ["c", "a", "b"]
+    assert cache.remove("c") is leases[2]
+    assert cache.remove("c") is None
+    assert cache.oldest_idle() == "a"
+    assert cache.oldest_idle(except_id="a") == "b"
+
+
+def test_a_session_has_one_lease_and_a_lease_one_session() -> None:
+    cache, (first, second, third) = make_slots(3)
+    cache.bind("s", first)
+    with pytest.raises(LeaseError, match="'s' has a lease already"):
+        cache.bind("s", second)
+    with pytest.raises(LeaseError, match="is that of session 's' already"):
+        cache.bind("t", first)
+    with pytest.raises(LeaseError, match="'s' has no lease to lend"):
+        cache.lend("s")
+    cache.take_over(first, 5)
+    with pytest.raises(LeaseError, match="'s' has a lease already"):
+        cache.bind("s", second)
+    third.released = True
+    with pytest.raises(LeaseError, match="after its release"):
+        cache.bind("t", third)
+    assert [each for each, _ in cache.idle()] == ["s"]
+
+
+@pytest.mark.parametrize("use_tree", [False, True])
+def test_of_prefixes_it_says_what_the_cache_inside_says(use_tree: bool) -> None:
+    allocator = PageAllocator(8)
+    inner: PrefixCache = RadixCache(allocator, 2) if use_tree else ChunkCache()
+    cache = SessionAwareCache(inner)
+    tokens = array(1, 2, 3, 4)
+    kept = cache.accept(tokens, LeaseOffer(1, 0, allocator.alloc(2, owner=1)))
+    assert (kept is not None) == use_tree
+    expected = {
+        "num_evicted": 0,
+        "num_evictable": 0,
+        "num_protected": 2 if use_tree else 0,
+        "num_locks": int(use_tree),
+        "num_locked_tokens": 4 if use_tree else 0,
+    }
+    for name, value in expected.items():
+        assert getattr(cache, name) == getattr(inner, name) == value
+    assert cache.peek(tokens) == inner.peek(tokens)
+    assert cache.held_pages().tolist() == inner.held_pages().tolist()
+    assert len(cache.nodes()) == int(use_tree)
+    if kept is None or kept.node is None:
+        assert cache.match_prefix(tokens).length == cache.evict(2) == 0
+        return
+    assert cache.pages_to(kept.node).tolist() == kept.pages.tolist()
+    cache.audit([kept.node])
+    with pytest.raises(LedgerError):
+        cache.audit([])
+    with pytest.raises(LedgerError, match="locked"):
+        cache.reset()
+    cache.unlock(kept.node)
+    assert cache.evict(1) == cache.num_evicted == 1
+    match = cache.match_prefix(tokens)
+    assert match.length == 2
+    assert match.node is not None
+    cache.unlock(match.node)
+    cache.reset()
+    assert cache.num_evicted == inner.num_evicted == 2
+
+
+# -- slots of a rank --------------------------------------------------------------------------
+
+
+def make_memory(page_size: int, *, radix: bool = True, num_rows: int = 5) -> RankMemory:
+    sizes = EngineSizes(
+        dp_size=1,
+        page_size=page_size,
+        num_pages=41,
+        num_rows=num_rows,
+        max_context_len=20 * page_size,
+        max_step_tokens=64,
+        max_prompt_logprob_tokens=64,
+        vocab_size=100,
+    )
+    return RankMemory(3, sizes, use_radix_cache=radix)
+
+
+def known(num_tokens: int) -> np.ndarray:
+    return np.arange(num_tokens, dtype=np.int32)
+
+
+def take_turn(
+    memory: RankMemory, committed: int, allocated: int, num_known: int, session_id: str = "s"
+) -> KVLease:
+    """The first turn of a session, from its beginning to where its slot takes over."""
+    lease = memory.open_lease(known(0))
+    memory.cache.bind(session_id, lease)
+    assert memory.grow_rows(array(lease.row), array(allocated))
+    memory.commit_rows(array(lease.row), array(committed))
+    release_kv_cache(memory, lease, known(num_known), insert=True)
+    return lease
+
+
+def check(memory: RankMemory) -> None:
+    """The books of a rank on which no request runs."""
+    check_balance(memory, num_running=0)
+    audit(memory, num_running=0)
+    view = memory.view()
+    counted = view.free_pages + view.leased_pages + view.cached_pages + view.session_held_pages
+    assert counted + view.reserved_pages == view.total_pages
+    assert view.leased_pages == 0
+    assert view.free_rows + view.session_rows == view.total_rows
+    idle = [lease for _, lease in memory.cache.idle()]
+    locked = {
+        page
+        for lease in idle
+        for page in lease.pages(view.page_size, 0, lease.cache_protected_len).tolist()
+    }
+    assert view.protected_pages == len(locked)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("radix", [False, True])
+def test_a_slot_holds_what_the_tree_does_not_and_both_are_counted_once(
+    page_size: int, radix: bool
+) -> None:
+    memory = make_memory(page_size, radix=radix)
+    committed, allocated = 3 * page_size + page_size // 2, 6 * page_size
+    lease = take_turn(memory, committed, allocated, committed + 1)
+    assert not lease.released
+    assert memory.leases == {lease.row: lease}
+    num_cached = 3 if radix else 0
+    view = memory.view()
+    assert (view.cached_pages, view.session_held_pages) == (num_cached, 6 - num_cached)
+    assert memory.num_session_pages == 6
+    check(memory)
+    lent = resume_lease(memory, "s", committed)
+    assert lent is lease
+    view = memory.view()
+    assert (view.session_held_pages, view.session_rows) == (0, 0)
+    assert view.leased_pages == -(-committed // page_size) - num_cached
+    check_balance(memory, num_running=1)
+    audit(memory, num_running=1)
+    with pytest.raises(LedgerError, match="2 requests run and 0 sessions are idle"):
+        check_balance(memory, num_running=2)
+    release_kv_cache(memory, lease, known(committed), insert=True)
+    check(memory)
+    assert release_idle_lease(memory, "s")
+    assert not release_idle_lease(memory, "s")
+    assert lease.released
+    assert memory.view().free_pages == 40 - num_cached
+    check(memory)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+@pytest.mark.parametrize("num_ahead", [0, 1, 5])
+def test_the_tail_of_a_resumed_lease_is_freed_by_whole_pages_from_the_next_border_on(
+    page_size: int, radix: bool, offset: int, num_ahead: int
+) -> None:
+    """Slots reserved ahead, and a prefix at, before and after the border of a page."""
+    memory = make_memory(page_size, radix=radix)
+    committed = 3 * page_size + offset
+    allocated = committed + num_ahead
+    lease = take_turn(memory, committed, allocated, committed + 1)
+    pages, free = lease.pages(page_size), memory.view().free_pages
+    resume_lease(memory, "s", committed + 1)
+    kept = -(-committed // page_size)
+    assert (lease.kv_committed_len, lease.kv_allocated_len) == (committed, committed)
+    assert lease.pages(page_size).tolist() == pages[:kept].tolist()
+    assert (memory.rows.pages[lease.row, kept:] == 0).all()
+    assert memory.view().free_pages == free + len(pages) - kept
+    audit(memory, num_running=1)
+    assert memory.grow_rows(array(lease.row), array(committed + 2 * page_size))
+    audit(memory, num_running=1)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("less", range(4))
+def test_a_prefix_shorter_than_what_was_committed_cuts_the_lease(page_size: int, less: int) -> None:
+    """The last token is computed again, and a turn may keep less of the history than there is."""
+    memory = make_memory(page_size, radix=False)
+    committed = 3 * page_size
+    lease = take_turn(memory, committed, committed, committed)
+    prefix = max(committed - less, 0)
+    pages = lease.pages(page_size).tolist()
+    resume_lease(memory, "s", prefix)
+    assert (lease.kv_committed_len, lease.kv_allocated_len) == (prefix, prefix)
+    # The page that the prefix ends in stays: the next tokens fill it.
+    assert lease.pages(page_size).tolist() == pages[: -(-prefix // page_size)]
+    audit(memory, num_running=1)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_lease_is_never_cut_below_what_the_tree_owns_of_it(page_size: int) -> None:
+    memory = make_memory(page_size)
+    lease = take_turn(memory, 3 * page_size, 3 * page_size, 3 * page_size)
+    assert lease.cache_protected_len == 3 * page_size
+    view = memory.view()
+    with pytest.raises(LeaseError, match="the tree owns more of it"):
+        resume_lease(memory, "s", 3 * page_size - 1)
+    assert memory.view().free_pages == view.free_pages
+
+
+def test_a_session_that_is_not_idle_cannot_be_resumed() -> None:
+    memory = make_memory(4)
+    with pytest.raises(LeaseError, match="'s' has no lease to lend"):
+        resume_lease(memory, "s", 3)
+    take_turn(memory, 6, 6, 6)
+    resume_lease(memory, "s", 6)
+    with pytest.raises(LeaseError, match="'s' has no lease to lend"):
+        resume_lease(memory, "s", 6)
+    assert not release_idle_lease(memory, "s")
+    roll_back_lease(memory, "s", 0)
+    assert memory.cache.holds("s")
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize("kept_pages", [0.0, 0.5, 1.0, 2.0, 2.5, 3.0, 4.0])
+def test_a_rolled_back_lease_keeps_what_is_left_unless_the_tree_owns_more(
+    page_size: int, radix: bool, kept_pages: float
+) -> None:
+    memory = make_memory(page_size, radix=radix)
+    committed = int(3.5 * page_size)
+    lease = take_turn(memory, committed, 6 * page_size, committed)
+    num_tokens = int(kept_pages * page_size)
+    roll_back_lease(memory, "s", num_tokens)
+    check(memory)
+    if num_tokens < (3 * page_size if radix else 1):
+        assert lease.released
+        assert memory.view().cached_pages == (3 if radix else 0)
+        return
+    assert memory.cache.idle_lease("s") is lease
+    left = min(committed, num_tokens)
+    assert (lease.kv_committed_len, lease.kv_allocated_len) == (left, left)
+    assert memory.num_session_pages == -(-left // page_size)
+
+
+def test_a_turn_whose_result_must_not_be_kept_leaves_the_slot_empty() -> None:
+    """A failed step: neither the tree nor the slot takes anything."""
+    memory = make_memory(4)
+    take_turn(memory, 6, 6, 6)
+    lease = resume_lease(memory, "s", 6)
+    memory.cache.unbind(lease)
+    release_kv_cache(memory, lease, known(6), insert=False)
+    assert lease.released
+    assert not memory.cache.holds("s")
+    assert memory.view().session_rows == 0
+    check(memory)
+
+
+def test_two_sessions_share_the_pages_of_what_both_have_said() -> None:
+    memory = make_memory(4)
+    first = take_turn(memory, 10, 12, 11, "a")
+    second = take_turn(memory, 10, 12, 11, "b")
+    assert first.pages(4, 0, 8).tolist() == second.pages(4, 0, 8).tolist()
+    view = memory.view()
+    assert (view.cached_pages, view.protected_pages, view.session_held_pages) == (2, 2, 2)
+    assert memory.num_session_pages == 6  # each would keep the shared ones from other use
+    check(memory)
+    release_idle_lease(memory, "a")
+    assert memory.view().protected_pages == 2
+    release_idle_lease(memory, "b")
+    assert memory.view().protected_pages == 0
+    check(memory)
+
+
+def test_a_rebuilt_rank_has_no_sessions() -> None:
+    memory = make_memory(4)
+    idle = take_turn(memory, 6, 8, 6, "idle")
+    take_turn(memory, 6, 8, 6, "runs")
+    running = resume_lease(memory, "runs", 6)
+    memory.rebuild()
+    assert idle.released
+    assert running.released
+    assert not memory.cache.holds("idle")
+    assert not memory.cache.holds("runs")
+    assert memory.view().free_pages == 40
+    check(memory)
+
+
+# -- what the books say -----------------------------------------------------------------------
+
+
+def busy_memory() -> tuple[RankMemory, KVLease, KVLease]:
+    """Session "idle" holds row 1, "runs" has lent row 2, and a plain request has row 3."""
+    memory = make_memory(4)
+    idle = take_turn(memory, 10, 12, 10, "idle")
+    take_turn(memory, 6, 8, 6, "runs")
+    running = resume_lease(memory, "runs", 6)
+    plain = memory.open_lease(known(0))
+    assert memory.grow_rows(array(plain.row), array(3))
+    publish_prefix(memory, running, known(6))
+    audit(memory, num_running=2)
+    return memory, idle, running
+
+
+def test_a_slot_whose_lease_is_not_listed_is_found() -> None:
+    memory, idle, _ = busy_memory()
+    memory.cache._idle["idle"] = KVLease(3, idle.row, memory.rows)
+    with pytest.raises(LedgerError, match=r"idle session 'idle' holds .*, which is not listed"):
+        audit(memory)
+
+
+def test_a_slot_that_holds_a_released_lease_is_found() -> None:
+    memory, idle, _ = busy_memory()
+    release_kv_cache(memory, idle, known(0), insert=False)
+    with pytest.raises(LedgerError, match=r"'idle' holds KVLease.*released.*not listed"):
+        audit(memory)
+
+
+def test_a_lease_both_idle_and_lent_is_found() -> None:
+    memory, _, running = busy_memory()
+    memory.cache._idle["third"] = running
+    with pytest.raises(LedgerError, match="'runs' and 'third' both have row 2"):
+        audit(memory)
+    with pytest.raises(
+        LedgerError, match="2 requests run and 2 sessions are idle, but there are 3"
+    ):
+        check_balance(memory, num_running=2)
+
+
+def test_a_session_with_two_leases_is_found() -> None:
+    memory, _, _ = busy_memory()
+    memory.cache._idle["runs"] = memory.cache._idle.pop("idle")
+    with pytest.raises(LedgerError, match=r"idle session 'runs' holds .*, but runs as well"):
+        audit(memory)
+    memory, _, _ = busy_memory()
+    memory.cache._lent[3] = "runs"
+    with pytest.raises(LedgerError, match="a session runs on two rows"):
+        audit(memory)
+
+
+def test_a_lent_row_without_a_lease_is_found() -> None:
+    memory, _, _ = busy_memory()
+    memory.cache._lent[4] = "ghost"
+    with pytest.raises(LedgerError, match="'ghost' runs on row 4, which has no lease"):
+        audit(memory)
+
+
+def test_the_dump_shows_sessions() -> None:
+    memory, idle, running = busy_memory()
+    dump = dump_rank(memory)
+    assert dump["sessions"] == [
+        {"session_id": "idle", "row": idle.row, "idle": True},
+        {"session_id": "runs", "row": running.row, "idle": False},
+    ]
+    assert dump["view"]["session_rows"] == 1
+    assert dump["view"]["session_held_pages"] == 1
+    assert dump["findings"] == []

@@ -1,0 +1,194 @@
+"""Regular sessions: a tree of turns, each of them computed like any other request."""
+
+import pytest
+
+from sgl_jax.core.messages import (
+    CloseSession,
+    ForkSession,
+    ListSessions,
+    OpenSession,
+    RollbackSession,
+    SessionTurn,
+)
+from sgl_jax.scheduler.config import SchedulerConfig
+from tests.scheduler.driver import Driver, generate, make_sizes
+
+
+class Tree:
+    """A regular session "t" of a driver, and its turns as they must be."""
+
+    def __init__(self, **kwargs: object) -> None:
+        config = SchedulerConfig(chunked_prefill_size=8)
+        self.driver = Driver(make_sizes(num_pages=200), config)
+        opened = OpenSession(rid="q", session_id="t", **kwargs)  # type: ignore[arg-type]
+        reply = self.driver.session(opened)
+        assert (reply.ok, reply.data) == (True, {"session_id": "t"})
+
+    def begin(self, name: str, new: list[int], history: list[int], /, **turn: object) -> None:
+        message = generate(name, new, 3, session=SessionTurn(id="t", **turn))  # type: ignore[arg-type]
+        self.driver.submit(message, history)
+
+    def say(self, name: str, new: list[int], history: list[int], /, **turn: object) -> list[int]:
+        """A turn whose whole prompt must be `history` and `new`; answers all of its tokens."""
+        self.begin(name, new, history, **turn)
+        self.driver.run()
+        assert self.driver.finish[name].type == "length", self.driver.finish[name].message
+        assert self.driver.prompt_tokens[name] == len(history) + len(new)
+        self.driver.check_tokens(name)
+        return [*history, *new, *self.driver.tokens[name]]
+
+    def refused(self, name: str, words: str, new: list[int], /, **turn: object) -> None:
+        before = self.described()
+        self.begin(name, new, [], **turn)
+        assert self.driver.finish[name].status_code == 400
+        assert words in (self.driver.finish[name].message or "")
+        assert self.described() == before
+
+    def described(self) -> dict[str, object]:
+        (entry,) = self.driver.session(ListSessions(rid="q")).data["sessions"]
+        return dict(entry)
+
+
+def test_a_turn_appends_to_the_one_it_names() -> None:
+    tree = Tree()
+    first = tree.say("a", [1, 2, 3, 4, 5], [])
+    second = tree.say("b", [6], first, rid="a")
+    third = tree.say("c", [7], second, rid="b")
+    branch = tree.say("d", [8], first, rid="a")
+    root = tree.say("e", [9], [])
+    assert len({tuple(each) for each in (first, second, third, branch, root)}) == 5
+    entry = tree.described()
+    assert (entry["streaming"], entry["num_turns"], entry["num_tokens"]) == (False, 5, len(third))
+    # What was computed before is found in the tree: regular sessions hold no memory themselves.
+    assert tree.driver.cached["d"] >= (len(first) - 1) // 4 * 4
+    assert tree.driver.scheduler.memory_views()[0].session_rows == 0
+    tree.driver.check_idle()
+
+
+def test_an_offset_cuts_the_history_and_an_output_may_be_dropped() -> None:
+    tree = Tree()
+    first = tree.say("a", [1, 2, 3, 4, 5], [])
+    tree.say("b", [6], first[:4], rid="a", offset=4)
+    tree.say("c", [6], [1, 2, 3, 4, 5], rid="a", drop_previous_output=True)
+    tree.say("d", [6], [1, 2], rid="a", drop_previous_output=True, offset=2)
+    tree.say("e", [6], first, rid="a", offset=99)
+
+
+def test_replacing_drops_what_followed() -> None:
+    tree = Tree()
+    first = tree.say("a", [1, 2, 3], [])
+    second = tree.say("b", [4], first, rid="a")
+    tree.say("c", [5], second, rid="b")
+    tree.say("d", [6], first, rid="a", replace=True)
+    assert tree.described()["num_turns"] == 2
+    tree.refused("e", "has no turn 'b'", [7], rid="b")
+    tree.refused("f", "has no turn 'c'", [7], rid="c")
+    tree.say("b2", [7], first, rid="a", name="b")  # its name is free again
+    tree.say("g", [8], [], replace=True)
+    assert tree.described()["num_turns"] == 1
+    tree.refused("h", "has no turn 'a'", [7], rid="a")
+
+
+def test_a_bos_is_dropped_where_something_stands_before_it() -> None:
+    tree = Tree()
+    first = tree.say("a", [49, 1], [], bos_token_id=49)
+    tree.begin("b", [49, 2], [], rid="a", bos_token_id=49)
+    tree.driver.run()
+    assert tree.driver.prompt_tokens["b"] == len(first) + 1
+    assert tree.driver.tokens["b"] == tree.driver.oracle.expected_output([*first, 2], 3)
+
+
+def test_a_turn_cannot_continue_what_has_not_finished() -> None:
+    tree = Tree()
+    tree.begin("a", [1, 2, 3], [])
+    tree.driver.step()
+    tree.refused("b", "'a' of session 't' has not finished", [4], rid="a")
+    tree.begin("c", [5], [])  # but several may run side by side
+    assert tree.described()["num_running"] == 2
+    tree.driver.run()
+    assert tree.described()["num_turns"] == 2
+
+
+@pytest.mark.parametrize("parent", [None, "a"])
+def test_a_turn_replaced_while_it_runs_goes_on_but_is_no_part_of_the_session(
+    parent: str | None,
+) -> None:
+    tree = Tree()
+    first = tree.say("a", [1, 2, 3], [])
+    tree.begin("b", [4], first, rid="a")
+    tree.driver.step()
+    tree.begin("c", [5], first if parent else [], rid=parent, replace=True)
+    tree.driver.run()
+    for rid in ("b", "c"):
+        assert tree.driver.finish[rid].type == "length"
+        tree.driver.check_tokens(rid)
+    assert tree.described()["num_turns"] == (2 if parent else 1)
+    tree.refused("d", "has no turn 'b'", [6], rid="b")
+
+
+def test_a_turn_that_fails_leaves_the_tree_as_it_was() -> None:
+    tree = Tree()
+    first = tree.say("a", [1, 2, 3], [])
+    tree.begin("b", [4], first, rid="a")
+    tree.driver.step()
+    tree.driver.abort("b")
+    assert tree.described()["num_turns"] == 1
+    tree.refused("c", "has no turn 'b'", [5], rid="b")
+    tree.say("b2", [4], first, rid="a")
+
+
+def test_a_refused_turn_that_would_replace_others_replaces_nothing() -> None:
+    tree = Tree(capacity_of_str_len=20)
+    first = tree.say("a", [1, 2, 3], [])
+    tree.say("b", [4], first, rid="a")
+    tree.refused("c", "holds 20 at most", [5] * 21, replace=True)
+    tree.refused("d", "holds 20 at most", [5] * 20, rid="a", replace=True)
+    tree.refused("e", "the prompt is empty", [], replace=True)
+    message = generate("f", [1], 500, session=SessionTurn(id="t", replace=True))
+    tree.driver.submit(message)
+    assert tree.driver.finish["f"].status_code == 400
+    assert tree.described()["num_turns"] == 2
+
+
+def test_what_only_streaming_sessions_can_is_refused() -> None:
+    tree = Tree()
+    tree.say("a", [1, 2, 3], [])
+    tree.refused("b", "is a regular one", [1, 2, 3], is_whole=True)
+    tree.refused("a2", "has a turn 'a'", [1], name="a")
+    for message in (
+        RollbackSession(rid="q", session_id="t", num_turns=0),
+        ForkSession(rid="q", session_id="t", new_session_id="u"),
+    ):
+        reply = tree.driver.session(message)
+        assert not reply.ok
+        assert "is a regular one" in reply.message
+
+
+def test_it_closes_when_the_last_of_its_turns_has_ended() -> None:
+    tree = Tree()
+    tree.begin("a", [1, 2, 3], [])
+    tree.begin("b", [4], [])
+    tree.driver.step()
+    assert tree.driver.session(CloseSession(rid="q", session_id="t")).ok
+    assert tree.described()["is_closing"] is True
+    tree.begin("c", [5], [])
+    assert tree.driver.finish["c"].status_code == 400
+    tree.driver.abort("a")
+    assert tree.described()["num_running"] == 1
+    tree.driver.run()
+    assert tree.driver.finish["b"].type == "length"
+    assert tree.driver.session(ListSessions(rid="q")).data == {"sessions": []}
+
+
+def test_a_session_opened_anew_knows_nothing_of_a_turn_of_the_one_before() -> None:
+    tree = Tree()
+    tree.begin("a", [1, 2, 3], [])
+    tree.driver.step()
+    tree.begin("b", [4], [], replace=True)
+    tree.driver.abort("b")
+    assert tree.driver.session(CloseSession(rid="q", session_id="t")).ok
+    assert tree.driver.session(OpenSession(rid="q", session_id="t")).ok
+    tree.driver.run()
+    assert tree.driver.finish["a"].type == "length"
+    assert tree.described()["num_turns"] == 0
+    tree.say("c", [5], [])
