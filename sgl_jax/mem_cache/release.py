@@ -112,7 +112,7 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
     if num_tokens < max(lease.cache_protected_len, 1):
         release_idle_lease(memory, session_id)
     else:
-        _free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
+        free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
 
 
 def free_tail(memory: RankMemory, lease: KVLease, length: int) -> int:

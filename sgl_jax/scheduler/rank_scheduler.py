@@ -206,8 +206,10 @@ class RankScheduler:
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         unsent = self._unsent_admissions.pop(row, None)
-        if unsent is not None and unsent.start == 0:
-            # The device was never told the row's tokens: no later turn can go on with it.
+        is_untold = unsent is not None and unsent.start == 0
+        if is_untold or len(tokens) < request.lease.cache_protected_len:
+            # No later turn can go on with a row whose tokens the device was never told, nor
+            # where the tree owns more than the session will know (a stop found late).
             self.memory.cache.unbind(request.lease)
         release_kv_cache(self.memory, request.lease, tokens, insert=insert)
         request.lease = None

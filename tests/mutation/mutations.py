@@ -336,7 +336,7 @@ MUTATIONS = (
         "resume a session with its tail",
         _RELEASE,
         "    lease = memory.cache.lend(session_id)\n"
-        "    _free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
+        "    free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
         "    lease = memory.cache.lend(session_id)\n",
     ),
     Mutation(
@@ -360,13 +360,13 @@ MUTATIONS = (
     Mutation(
         "take what was committed for the prefix of a turn",
         _RELEASE,
-        "    _free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n    return lease",
-        "    _free_tail(memory, lease, lease.kv_committed_len)\n    return lease",
+        "    free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n    return lease",
+        "    free_tail(memory, lease, lease.kv_committed_len)\n    return lease",
     ),
     Mutation(
         "a rolled back session keeps what followed",
         _RELEASE,
-        "    else:\n        _free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
+        "    else:\n        free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
         "",
     ),
     Mutation(
