@@ -220,7 +220,11 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to a message that carries `rid` and expects one."""
+    """The answer to a message that carries `rid` and expects one.
+
+    If not `ok`, `message` says why, and `data` may name the `param` at fault and the `status_code`
+    that a client should see, if not 400.
+    """
 
     rid: str
     ok: bool

@@ -368,8 +368,11 @@ class Engine:
         return reply
 
     def _demand(self, make_message: Callable[[str], FrontMessage]) -> dict[str, Any]:
-        """The engine's answer. Raises `InvalidRequestError` if it refused."""
+        """The engine's answer. Raises `InvalidRequestError` if it refused, `GenerationError` if
+        it could not."""
         reply = self._ask(make_message)
+        if reply.data.get("status_code") is not None:
+            raise GenerationError(reply.message)
         if not reply.ok:
             raise InvalidRequestError(reply.message, reply.data.get("param"))
         return reply.data

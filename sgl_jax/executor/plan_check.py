@@ -34,6 +34,8 @@ def _problem(rank: RankPlan, sizes: EngineSizes, max_prefill: int | None) -> str
         if not 0 < admission.row < sizes.num_rows:
             return f"admits row {admission.row}, allowed are 1 to {sizes.num_rows - 1}"
         num_tokens = admission.start + len(admission.tokens)
+        if admission.start < 0:
+            return f"admits tokens to row {admission.row} from position {admission.start} on"
         if num_tokens > sizes.max_context_len:
             return (
                 f"admits {num_tokens} tokens to row {admission.row}, at most "

@@ -337,3 +337,21 @@ def test_idle_sessions_hold_no_more_than_their_share() -> None:
         result = turn(engine, session_id, [303])
         assert result.cached_tokens == 0
         assert result.output_ids == whole(engine, [*history, 303])
+
+
+def test_books_found_wrong_by_a_close_are_repaired_and_sessions_go_on(tmp_path: Path) -> None:
+    with Engine(DEMO, **SETTINGS, memory_dump_dir=str(tmp_path)) as engine:
+        doomed, survivor = engine.open_session(streaming=True), engine.open_session(streaming=True)
+        for session_id in (doomed, survivor):
+            turn(engine, session_id, [301, 302])
+        allocator = engine._core.scheduler.ranks[0].memory.allocator
+        lease = engine._core.scheduler.ranks[0].memory.cache.idle_lease(doomed)
+        assert lease is not None
+        allocator.free(lease.pages(16), owner=lease.row)  # as no code may: the slot still has them
+        with pytest.raises(GenerationError, match="started afresh"):
+            engine.close_session(doomed)
+        assert engine.server_info()["counters"]["memory_errors"] == 1
+        assert [e["session_id"] for e in engine.list_sessions()] == [survivor]
+        assert turn(engine, survivor, [303]).num_prompt_tokens == 2 + 8 + 1
+        engine.close_session(survivor)
+        assert_nothing_held(engine)

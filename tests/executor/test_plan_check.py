@@ -39,8 +39,8 @@ def ints(*values):
     return np.array(values, np.int32)
 
 
-def admission(row, length):
-    return RowAdmission(row, np.zeros(length, np.int32), length, SamplingParams(), 0, ())
+def admission(row, length, start=0):
+    return RowAdmission(row, np.zeros(length, np.int32), length, SamplingParams(), 0, (), start)
 
 
 BROKEN = {
@@ -58,12 +58,14 @@ BROKEN = {
     "8 prefill tokens and 0 drafts, at most 6": {"prompt_logprobs": np.array([False, True])},
     "admits row 4": {"admissions": (admission(4, 3),)},
     "admits 33 tokens to row 2, at most 32": {"admissions": (admission(2, 33),)},
+    "admits 33 tokens to row 1, at most 32": {"admissions": (admission(1, 3, start=30),)},
+    "admits tokens to row 2 from position -1 on": {"admissions": (admission(2, 3, start=-1),)},
 }
 
 
 def test_a_plan_within_the_sizes_passes():
     check_plan(plan(), SIZES)
-    check_plan(plan(admissions=(admission(3, 32),)), SIZES)
+    check_plan(plan(admissions=(admission(3, 32), admission(2, 2, start=30))), SIZES)
     check_plan(plan(prompt_logprobs=np.array([False, False])), SIZES)
 
 

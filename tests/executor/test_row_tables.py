@@ -18,9 +18,10 @@ from sgl_jax.layers.sampling import PACKED_WIDTH, pack_row_params, unpack_row_pa
 _write = jax.jit(write_piece)
 
 
-def admission(row, length, **sampling):
+def admission(row, length, start=0, **sampling):
     tokens = np.arange(row * 10_000, row * 10_000 + length, dtype=np.int32)
-    return RowAdmission(row, tokens, length, SamplingParams(**sampling), 2**32 - row, (7, row))
+    params = SamplingParams(**sampling)
+    return RowAdmission(row, tokens, length, params, 2**32 - row, (7, row), start)
 
 
 def admitted(pieces, rank, num_rows=30, context=3000):
@@ -54,6 +55,23 @@ def test_long_prompts_and_many_rows_arrive_whole_on_every_rank():
         assert (tables.tokens[others] == -1).all()
         assert not tables.params[others].any()
         assert not tables.lens[others].any()
+
+
+def test_a_row_that_goes_on_keeps_the_tokens_it_has():
+    """Those of the turn before; what was behind them is written over, and no longer counts."""
+    for start, length in ((5, 3), (1500, 1200), (1023, 1), (8, 2)):
+        pieces = [
+            *cut_admissions([[admission(4, 2000), admission(5, 3)]]),
+            *cut_admissions([[admission(4, length, start=start)]]),
+        ]
+        tables = admitted(pieces, 0)
+        first = np.arange(40_000, 42_000)
+        np.testing.assert_array_equal(tables.tokens[4, :start], first[:start])
+        new = tables.tokens[4, start : start + length]
+        np.testing.assert_array_equal(new, np.arange(40_000, 40_000 + length))
+        assert tables.lens[4] == start + length
+        assert tables.lens[5] == 3
+        np.testing.assert_array_equal(tables.tokens[5, :3], [50_000, 50_001, 50_002])
 
 
 def test_an_empty_piece_changes_the_null_row_only():

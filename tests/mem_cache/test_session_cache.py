@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.mem_cache.dump import dump_rank
 from sgl_jax.mem_cache.errors import LeaseError, LedgerError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
@@ -13,7 +12,6 @@ from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
-    publish_prefix,
     release_idle_lease,
     release_kv_cache,
     resume_lease,
@@ -358,74 +356,3 @@ def test_a_rebuilt_rank_has_no_sessions() -> None:
     assert not memory.cache.holds("runs")
     assert memory.view().free_pages == 40
     check(memory)
-
-
-# -- what the books say -----------------------------------------------------------------------
-
-
-def busy_memory() -> tuple[RankMemory, KVLease, KVLease]:
-    """Session "idle" holds row 1, "runs" has lent row 2, and a plain request has row 3."""
-    memory = make_memory(4)
-    idle = take_turn(memory, 10, 12, 10, "idle")
-    take_turn(memory, 6, 8, 6, "runs")
-    running = resume_lease(memory, "runs", 6)
-    plain = memory.open_lease(known(0))
-    assert memory.grow_rows(array(plain.row), array(3))
-    publish_prefix(memory, running, known(6))
-    audit(memory, num_running=2)
-    return memory, idle, running
-
-
-def test_a_slot_whose_lease_is_not_listed_is_found() -> None:
-    memory, idle, _ = busy_memory()
-    memory.cache._idle["idle"] = KVLease(3, idle.row, memory.rows)
-    with pytest.raises(LedgerError, match=r"idle session 'idle' holds .*, which is not listed"):
-        audit(memory)
-
-
-def test_a_slot_that_holds_a_released_lease_is_found() -> None:
-    memory, idle, _ = busy_memory()
-    release_kv_cache(memory, idle, known(0), insert=False)
-    with pytest.raises(LedgerError, match=r"'idle' holds KVLease.*released.*not listed"):
-        audit(memory)
-
-
-def test_a_lease_both_idle_and_lent_is_found() -> None:
-    memory, _, running = busy_memory()
-    memory.cache._idle["third"] = running
-    with pytest.raises(LedgerError, match="'runs' and 'third' both have row 2"):
-        audit(memory)
-    with pytest.raises(
-        LedgerError, match="2 requests run and 2 sessions are idle, but there are 3"
-    ):
-        check_balance(memory, num_running=2)
-
-
-def test_a_session_with_two_leases_is_found() -> None:
-    memory, _, _ = busy_memory()
-    memory.cache._idle["runs"] = memory.cache._idle.pop("idle")
-    with pytest.raises(LedgerError, match=r"idle session 'runs' holds .*, but runs as well"):
-        audit(memory)
-    memory, _, _ = busy_memory()
-    memory.cache._lent[3] = "runs"
-    with pytest.raises(LedgerError, match="a session runs on two rows"):
-        audit(memory)
-
-
-def test_a_lent_row_without_a_lease_is_found() -> None:
-    memory, _, _ = busy_memory()
-    memory.cache._lent[4] = "ghost"
-    with pytest.raises(LedgerError, match="'ghost' runs on row 4, which has no lease"):
-        audit(memory)
-
-
-def test_the_dump_shows_sessions() -> None:
-    memory, idle, running = busy_memory()
-    dump = dump_rank(memory)
-    assert dump["sessions"] == [
-        {"session_id": "idle", "row": idle.row, "idle": True},
-        {"session_id": "runs", "row": running.row, "idle": False},
-    ]
-    assert dump["view"]["session_rows"] == 1
-    assert dump["view"]["session_held_pages"] == 1
-    assert dump["findings"] == []

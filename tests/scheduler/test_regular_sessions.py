@@ -9,6 +9,7 @@ from sgl_jax.core.messages import (
     OpenSession,
     RollbackSession,
     SessionTurn,
+    StopRequest,
 )
 from sgl_jax.scheduler.config import SchedulerConfig
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -124,6 +125,17 @@ def test_a_turn_replaced_while_it_runs_goes_on_but_is_no_part_of_the_session(
         tree.driver.check_tokens(rid)
     assert tree.described()["num_turns"] == (2 if parent else 1)
     tree.refused("d", "has no turn 'b'", [6], rid="b")
+
+
+def test_a_stop_string_found_after_the_turn_had_ended_cuts_its_output() -> None:
+    tree = Tree()
+    first = tree.say("a", [1, 2, 3], [], name="first")
+    turn = SessionTurn(id="t", name="first")
+    tree.driver.events.stop(StopRequest(rid="b", num_output_tokens=1, session=turn))
+    assert tree.described()["num_tokens"] == 6
+    tree.driver.events.stop(StopRequest(rid="a", num_output_tokens=1, session=turn))
+    assert tree.described()["num_tokens"] == 4
+    tree.say("b", [4], first[:4], rid="first")
 
 
 def test_a_turn_that_fails_leaves_the_tree_as_it_was() -> None:

@@ -249,7 +249,7 @@ def test_random_conversations_among_random_events_remember_what_they_should(
     run_machine(
         tmp_path,
         SessionMachine,
-        max_examples=100,
+        max_examples=60,
         stateful_step_count=25,
         suppress_health_check=[HealthCheck.too_slow],
     )

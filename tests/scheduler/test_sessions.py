@@ -114,6 +114,27 @@ def test_a_stop_string_cuts_the_history_where_it_was_found(
     s.close_all()
 
 
+@pytest.mark.parametrize("num_kept", [1, 2, 4])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("radix", [False, True])
+def test_a_stop_string_found_after_the_turn_had_ended_cuts_the_history_all_the_same(
+    num_kept: int, page_size: int, radix: bool
+) -> None:
+    s = talk(page_size=page_size, use_radix_cache=radix)
+    s.say("s", [1, 2, 3])
+    rid = s.say("s", [4, 5], 4)
+    stop = StopRequest(rid=rid, num_output_tokens=num_kept, session=SessionTurn(id="s"))
+    s.driver.events.stop(stop)
+    conversation = s.of["s"]
+    conversation.tokens = conversation.tokens[: 9 + num_kept]
+    conversation.turn_ends[-1] = 9 + num_kept
+    s.check()
+    s.driver.events.stop(StopRequest(rid="s.0", num_output_tokens=1, session=stop.session))
+    s.check()  # too late: another turn has followed
+    s.say("s", [6])
+    s.close_all()
+
+
 @pytest.mark.parametrize("start", [0, 1, 6, 9, 14, 40])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("radix", [False, True])
@@ -217,8 +238,7 @@ def test_an_aborted_whole_turn_leaves_the_old_history(
 # -- the same answers as without a session -----------------------------------------------------
 
 
-@pytest.mark.parametrize("dp_size", [1, 3])
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize(("dp_size", "num_drafts"), [(1, 3), (3, 0)])
 @pytest.mark.parametrize("interval", [0, 2])
 @pytest.mark.parametrize("radix", [False, True])
 def test_many_conversations_at_once_in_a_small_pool_are_all_right(

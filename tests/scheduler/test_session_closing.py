@@ -1,0 +1,95 @@
+"""Sessions come to their end: closed by their client, at rest or in flight, or by the clock."""
+
+import pytest
+
+from sgl_jax.core.messages import OpenSession, SessionTurn
+from tests.scheduler.driver import generate
+from tests.scheduler.test_session_endings import NEW
+from tests.scheduler.test_sessions import talk
+
+# -- closing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_turns", [0, 2])
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
+@pytest.mark.parametrize("end", ["length", "abort", "retract"])
+@pytest.mark.parametrize("radix", [False, True])
+def test_a_session_closed_with_a_turn_in_flight_goes_when_that_has_ended(
+    num_turns: int, num_steps: int, end: str, radix: bool
+) -> None:
+    s = talk(use_radix_cache=radix)
+    for number in range(num_turns):
+        s.say("s", [number, 1, 2], 3)
+    rid = s.begin("s", NEW, 8)
+    for _ in range(num_steps):
+        s.driver.step()
+    if end == "retract" and num_steps:
+        s.driver.retract(rid)
+    s.close("s")
+    s.check()
+    assert s.driver.session(OpenSession(rid="q", session_id="s")).ok is False
+    s.driver.submit(generate("late", [1], 2, session=SessionTurn(id="s")))
+    assert s.driver.finish["late"].status_code == 400
+    if end == "abort":
+        s.driver.abort(rid)
+    s.run()
+    assert s.driver.finish[rid].type == ("abort" if end == "abort" else "length")
+    s.check()
+    assert s.lease("s") is None
+    s.open("s")
+    s.say("s", [1])
+    s.close_all()
+
+
+def test_closing_an_idle_session_frees_all_but_what_the_tree_keeps() -> None:
+    s = talk(page_size=4, use_radix_cache=False)
+    s.say("s", list(range(10)), 4)
+    (view,) = s.driver.scheduler.memory_views()
+    assert (view.session_rows, view.session_held_pages) == (1, 4)
+    s.close("s")
+    (view,) = s.driver.scheduler.memory_views()
+    assert (view.session_rows, view.session_held_pages) == (0, 0)
+    assert view.free_pages == view.total_pages - 1
+
+
+# -- time --------------------------------------------------------------------------------------
+
+
+def test_a_session_is_closed_when_it_was_idle_for_too_long() -> None:
+    """Ticks may pause while nobody needs them: time counts from the first one after a use."""
+    s = talk()
+    assert not s.driver.scheduler.needs_ticks
+    s.open("short", timeout_s=5.0)
+    assert s.driver.scheduler.needs_ticks
+    s.driver.tick(1e6)
+    s.driver.tick(1e6 + 5)
+    s.say("short", [1, 2, 3])
+    s.driver.tick(1e6 + 8)
+    s.driver.tick(1e6 + 13)
+    s.check()
+    assert s.listed()["short"]["idle_s"] == 5.0
+    rid = s.begin("short", [4], 3)
+    s.driver.step()
+    s.driver.tick(1e6 + 100)
+    s.run()
+    assert s.driver.finish[rid].type == "length"
+    s.driver.tick(1e6 + 101)
+    s.check()
+    s.driver.tick(1e6 + 106.5)
+    assert set(s.listed()) == {"s"}
+    assert s.lease("short") is None
+    assert not s.driver.scheduler.needs_ticks
+    del s.of["short"]
+    s.close_all()
+
+
+def test_time_does_not_run_back() -> None:
+    s = talk()
+    s.open("short", timeout_s=5.0)
+    s.driver.tick(100.0)
+    s.driver.tick(50.0)
+    s.say("short", [1])
+    s.driver.tick(60.0)
+    s.driver.tick(104.0)
+    s.check()
+    assert s.listed()["short"]["idle_s"] == 4.0
