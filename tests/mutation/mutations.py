@@ -342,19 +342,19 @@ MUTATIONS = (
     Mutation(
         "free a tail from the page that its prefix ends in",
         _RELEASE,
-        "lease.pages(page_size, -(-length // page_size) * page_size), owner=row",
-        "lease.pages(page_size, length // page_size * page_size), owner=row",
+        "    pages = lease.pages(page_size, first * page_size)\n",
+        "    pages = lease.pages(page_size, length // page_size * page_size)\n",
     ),
     Mutation(
         "free a tail one page too late",
         _RELEASE,
-        "lease.pages(page_size, -(-length // page_size) * page_size), owner=row",
-        "lease.pages(page_size, (length // page_size + 1) * page_size), owner=row",
+        "    pages = lease.pages(page_size, first * page_size)\n",
+        "    pages = lease.pages(page_size, (length // page_size + 1) * page_size)\n",
     ),
     Mutation(
         "free a tail and go on listing it",
         _RELEASE,
-        "    memory.rows.pages[row, -(-length // page_size) :] = 0\n",
+        "    memory.rows.pages[row, first:] = 0\n",
         "",
     ),
     Mutation(
@@ -432,8 +432,8 @@ MUTATIONS = (
     Mutation(
         "keep a row whose tokens the device was never told",
         _RANK,
-        "        if unsent is not None and unsent.start == 0:\n",
-        "        if False:\n",
+        "is_untold = unsent is not None and unsent.start == 0",
+        "is_untold = False",
     ),
     Mutation(
         "tell the device only the last tokens of a new row",
@@ -468,8 +468,8 @@ MUTATIONS = (
     Mutation(
         "retract before an idle session is evicted",
         _PLANNER,
-        "            if self.rank.evict_idle_session():\n                continue\n",
-        "",
+        "if self._give_back_tails(rows) or self.rank.evict_idle_session():",
+        "if self._give_back_tails(rows):",
     ),
     Mutation(
         "publish a turn before it has succeeded",
