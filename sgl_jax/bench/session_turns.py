@@ -3,11 +3,14 @@
     python -m sgl_jax.bench.session_turns --base-url http://127.0.0.1:30000 --label "radix cache" \
         --output turns.jsonl
     python -m sgl_jax.bench.session_turns --plot turns.jsonl docs/images/session_turns.svg
+    python -m sgl_jax.bench.session_turns --num-sessions 8 --num-turns 150
 
-For each length of the history, one conversation is brought to that length, and then grows by
-short turns, each taken twice in turn: in the session, which gets the new tokens alone, and
-without one, which gets them all. Random tokens, greedy, a few tokens out. Medians over the turns;
-the two ways alternate, so that whatever else the machine does befalls both alike.
+The last of these takes many turns of several sessions at once, and says how much slower the last
+ones were than the first. The others compare: for each length of the history, one conversation is
+brought to that length, and then grows by short turns, each taken twice in turn: in the session,
+which gets the new tokens alone, and without one, which gets them all. Random tokens, greedy, a
+few tokens out. Medians over the turns; the two ways alternate, so that whatever else the machine
+does befalls both alike.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,6 +122,33 @@ def measure(
     )
 
 
+def measure_growth(
+    client: Client, num_sessions: int, num_turns: int, num_new: int, num_output: int
+) -> str:
+    """Latency of the last turns over that of the first ones, the first of all left out."""
+
+    def converse(seed: int) -> list[float]:
+        rng = random.Random(seed)
+        session_id = client.post("/open_session", {"capacity_of_str_len": 0, "streaming": True})
+        times = []
+        for _ in range(num_turns):
+            _, _, ms = client.generate(rng.choices(_TOKENS, k=num_new), num_output, session_id)
+            times.append(ms)
+        client.post("/close_session", {"session_id": session_id})
+        return times
+
+    with ThreadPoolExecutor(num_sessions) as pool:
+        by_session = list(pool.map(converse, range(num_sessions)))
+    part = max(num_turns // 5, 1)
+    first = statistics.median(ms for times in by_session for ms in times[1 : 1 + part])
+    last = statistics.median(ms for times in by_session for ms in times[-part:])
+    return (
+        f"{num_sessions} sessions x {num_turns} turns of {num_new} + {num_output} tokens: median "
+        f"of the first {part} turns {first:.1f} ms, of the last {last:.1f} ms, ratio "
+        f"{last / first:.2f}"
+    )
+
+
 def plot(source: Path, target: Path) -> None:
     """Draw what `measure` found, a pair of lines for each label."""
     import matplotlib
@@ -154,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--label", default="server")
     parser.add_argument("--history-lens", default="256,512,1024,2048,4096,8192")
     parser.add_argument("--num-turns", type=int, default=15)
+    parser.add_argument("--num-sessions", type=int, default=0, help="measure growth, of so many")
     parser.add_argument("--num-new", type=int, default=16)
     parser.add_argument("--num-output", type=int, default=8)
     parser.add_argument("--output", type=Path, help="append a line of JSON for each length")
@@ -163,6 +195,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot(*options.plot)
         return
     client = Client(options.base_url)
+    if options.num_sessions:
+        sizes = (options.num_sessions, options.num_turns, options.num_new, options.num_output)
+        print(measure_growth(client, *sizes))
+        return
     print(HEADER)
     for history_len in map(int, options.history_lens.split(",")):
         point = measure(

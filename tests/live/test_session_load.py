@@ -1,0 +1,106 @@
+"""Many conversations on a server that can hold a quarter of them: all are right, none leaks."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live.live_server import LiveServer, live_server
+
+NUM_SESSIONS, NUM_TURNS, NUM_PLAIN = 64, 20, 16
+NUM_NEW, NUM_OUTPUT = 8, 6
+HISTORY = NUM_TURNS * (NUM_NEW + NUM_OUTPUT)
+NEAR_TIE = 1e-4
+
+
+def generate(client: httpx.Client, ids: list[int], **more: Any) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": NUM_OUTPUT, "ignore_eos": True}
+    body = {"input_ids": ids, "sampling_params": sampling, **more}
+    answer = client.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def is_near_tie(client: httpx.Client, ids: list[int], got: list[int]) -> bool:
+    """Whether the first token of `got` that is not what `ids` alone bring is all but as likely."""
+    wanted = generate(client, ids)["output_ids"]
+    first = next(
+        (i for i, pair in enumerate(zip(wanted, got, strict=True)) if len({*pair}) > 1), -1
+    )
+    if first < 0:
+        return True
+    answer = generate(client, ids + wanted[:first], return_logprob=True, top_logprobs_num=2)[
+        "meta_info"
+    ]
+    best, second = answer["output_top_logprobs"][0][:2]
+    return float(best[0] - second[0]) < NEAR_TIE
+
+
+def converse(client: httpx.Client, seed: int) -> list[tuple[list[int], list[int]]]:
+    """A whole conversation in a session; each turn's whole prompt and output."""
+    rng = random.Random(seed)
+    opened = client.post("/open_session", json={"capacity_of_str_len": 0, "streaming": True})
+    session_id, history, turns = opened.json(), [], []
+    for _ in range(NUM_TURNS):
+        new = [rng.randrange(300, 700) for _ in range(NUM_NEW)]
+        answer = generate(client, new, session_params={"id": session_id})
+        assert answer["meta_info"]["prompt_tokens"] == len(history) + NUM_NEW
+        turns.append((history + new, answer["output_ids"]))
+        history = history + new + answer["output_ids"]
+    assert client.post("/close_session", json={"session_id": session_id}).status_code == 200
+    return turns
+
+
+def ask_plainly(client: httpx.Client, seed: int) -> list[tuple[list[int], list[int]]]:
+    """Requests without a session, one after the other."""
+    rng = random.Random(-seed - 1)
+    turns = []
+    for _ in range(NUM_TURNS):
+        ids = [rng.randrange(300, 700) for _ in range(rng.randrange(4, 120))]
+        turns.append((ids, generate(client, ids)["output_ids"]))
+    return turns
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_sessions_that_do_not_fit_are_all_right_and_leave_nothing(tmp_path: Path) -> None:
+    pool = NUM_SESSIONS * HISTORY // 4
+    flags = (
+        *("--context-length", "512", "--max-running-requests", "24", "--dp-size", "2"),
+        *("--max-total-tokens", str(pool // 2), "--check-memory", "busy"),
+        *("--memory-error-action", "crash"),
+    )
+    with (
+        live_server(tmp_path, *flags) as server,
+        httpx.Client(
+            base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None)
+        ) as client,
+    ):
+        with ThreadPoolExecutor(NUM_SESSIONS + NUM_PLAIN) as threads:
+            jobs = [threads.submit(converse, client, i) for i in range(NUM_SESSIONS)]
+            jobs += [threads.submit(ask_plainly, client, i) for i in range(NUM_PLAIN)]
+            turns = [turn for job in jobs for turn in job.result()]
+        check(client, server, turns)
+
+
+def check(
+    client: httpx.Client, server: LiveServer, turns: list[tuple[list[int], list[int]]]
+) -> None:
+    """Each output is that of the whole prompt sent alone; all pages are free in the end."""
+    assert len(turns) == (NUM_SESSIONS + NUM_PLAIN) * NUM_TURNS
+    wrong = [
+        (ids, got)
+        for ids, got in turns
+        if generate(client, ids)["output_ids"] != got and not is_near_tie(client, ids, got)
+    ]
+    assert not wrong
+    server.assert_nothing_leaked()
+    info = server.get("/get_server_info")
+    assert info["counters"]["sessions_evicted"] > 0
+    assert all(rank["session_rows"] == rank["session_held_pages"] == 0 for rank in info["ranks"])
+    server.assert_flush_frees_everything()
+    print(f"{info['counters']}")
