@@ -143,6 +143,8 @@ class SessionMachine(SchedulerMachine):
     def close(self, data: st.DataObject) -> None:
         session_id = data.draw(st.sampled_from(sorted(self.talk.of)))
         self.settle()
+        # A turn that waits loses the slot that it would have gone on with.
+        self.slot_at_begin.pop(self.talk.of[session_id].running or "", None)
         self.talk.close(session_id)
         self.timed.pop(session_id, None)
         reply = self.driver.session(CloseSession(rid="", session_id=session_id))
