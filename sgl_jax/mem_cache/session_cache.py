@@ -29,6 +29,7 @@ class SessionAwareCache:
     def __init__(self, inner: PrefixCache) -> None:
         self.inner = inner
         self._idle: OrderedDict[str, KVLease] = OrderedDict()  # used longest ago first
+        self.num_removed = 0  # leases that slots gave up, since the start
         self._lent: dict[int, str] = {}  # row of the lease that a running turn holds -> session
 
     # -- sessions ---------------------------------------------------------------------------
@@ -97,7 +98,14 @@ class SessionAwareCache:
 
     def remove(self, session_id: str) -> KVLease | None:
         """Empty the slot; the caller releases the lease it held, if any."""
-        return self._idle.pop(session_id, None)
+        lease = self._idle.pop(session_id, None)
+        self.num_removed += lease is not None
+        return lease
+
+    def touch(self, session_id: str) -> None:
+        """A turn of the session waits: it is now the one used last, and evicted last."""
+        if session_id in self._idle:
+            self._idle.move_to_end(session_id)
 
     # -- the prefix cache -------------------------------------------------------------------
 

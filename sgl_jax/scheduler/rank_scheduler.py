@@ -63,6 +63,9 @@ class RankScheduler:
         is short even so.
         """
         slot = self._slot_of(request)
+        if not self._fits(request, slot, with_idle=True):
+            self._is_short = True
+            return None
         while not self._fits(request, slot):
             if not self.evict_idle_session(except_id=request.slot_id):
                 self._is_short = True
@@ -105,20 +108,25 @@ class RankScheduler:
         """Tokens of its session's history that a turn may find in its slot."""
         return min(request.kept_len, len(request.matchable()))
 
-    def _fits(self, request: Request, slot: KVLease | None) -> bool:
+    def _fits(self, request: Request, slot: KVLease | None, *, with_idle: bool = False) -> bool:
         """Whether row, tokens and reserve fit what is free or evictable, idle sessions left out."""
         memory = self.memory
         needed = memory.pages_for(len(request.tokens) + 1)
         if slot is not None:
             # What it holds past the tokens it goes on with is freed, and counts as much.
             needed -= memory.pages_for(slot.kv_allocated_len)
-        elif memory.rows.num_free == 0:
+        elif memory.rows.num_free == 0 and not (with_idle and memory.cache.num_idle):
             return False
         else:
             peek = memory.cache.peek(request.matchable())
             # Locking a cached prefix takes it from the evictable pages, so it counts as needed.
             needed += peek.num_evictable_pages - peek.length // memory.page_size
-        return needed + self.reserve.pages(memory, self.running) <= memory.num_available_pages
+        available = memory.num_available_pages
+        if with_idle:  # at most so much more: pages that sessions share count for each
+            available += memory.num_session_pages
+            if slot is not None:
+                available -= memory.pages_for(slot.kv_allocated_len)
+        return needed + self.reserve.pages(memory, self.running) <= available
 
     def _take_lease(self, request: Request, slot: KVLease | None) -> KVLease:
         if slot is not None and request.slot_id is not None:
@@ -136,9 +144,19 @@ class RankScheduler:
         session_id = self.memory.cache.oldest_idle(except_id)
         if session_id is None:
             return False
-        release_idle_lease(self.memory, session_id)
+        self.release_session(session_id)
         self.num_evicted_sessions += 1
         return True
+
+    def release_session(self, session_id: str) -> None:
+        """Take what an idle session holds, if anything."""
+        release_idle_lease(self.memory, session_id)
+        self._is_short = False
+
+    def roll_back_session(self, session_id: str, num_tokens: int) -> None:
+        """An idle session keeps no more than its first `num_tokens` tokens."""
+        roll_back_lease(self.memory, session_id, num_tokens)
+        self._is_short = False
 
     def take_admissions(self) -> tuple[RowAdmission, ...]:
         """What the next launched step must tell the device; the caller sends it, once."""

@@ -304,6 +304,7 @@ class Scheduler:
         open_ranks = [draft.rank.dp_rank for draft in drafts if draft.can_admit]
         if not len(self._waiting) or not open_ranks:
             return
+        self._sessions.let_move(self._waiting)
         for request in self._waiting.ordered(open_ranks):
             while True:
                 candidates = [
@@ -326,7 +327,7 @@ class Scheduler:
             return Request(message, self._arrivals, max_len)
         session, prompt, dp_rank = self._sessions.compose_turn(message)
         max_len = self._max_len(message, len(prompt))
-        self._sessions.book.begin_turn(session, message, prompt)
+        self._sessions.begin_turn(session, message, prompt)
         request = Request(message, self._arrivals, max_len, prompt=prompt, session=session)
         request.dp_rank = dp_rank
         return request

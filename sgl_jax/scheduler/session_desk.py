@@ -5,7 +5,7 @@ Owns the order of things when a session is opened, closed, forked or rolled back
 themselves are requests like any other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, assert_never
 
 from sgl_jax.core.errors import InvalidRequestError
@@ -21,7 +21,6 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.mem_cache.release import release_idle_lease, roll_back_lease
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.session_book import SessionBook
@@ -40,6 +39,7 @@ class SessionDesk:
         self.book = SessionBook(max_sessions)
         self._ranks = ranks
         self._requests = requests
+        self._num_removed = 0  # leases that slots had given up when turns were last let move
 
     def answer(self, message: SessionMessage) -> Reply:
         """Do what is asked, or say why it cannot be done; nothing has changed then."""
@@ -82,7 +82,25 @@ class SessionDesk:
         session.cut(stop)
         home = self._home(session.session_id)
         if home is not None and session.num_tokens < before:
-            roll_back_lease(home.memory, session.session_id, session.num_tokens)
+            home.roll_back_session(session.session_id, session.num_tokens)
+
+    def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
+        """The request that was composed is accepted."""
+        self.book.begin_turn(session, message, prompt)
+        home = self._home(session.session_id)
+        if home is not None:
+            home.memory.cache.touch(session.session_id)
+
+    def let_move(self, waiting: Iterable[Request]) -> None:
+        """Waiting turns whose slot was evicted, or closed, need not wait for its rank any more."""
+        num_removed = sum(rank.memory.cache.num_removed for rank in self._ranks)
+        if num_removed == self._num_removed:
+            return
+        self._num_removed = num_removed
+        for request in waiting:
+            if isinstance(request.session, StreamingSession) and request.message.dp_rank is None:
+                home = None if request.slot_id is None else self._home(request.slot_id)
+                request.dp_rank = None if home is None else home.dp_rank
 
     def tick(self, now_s: float) -> None:
         """The time: close what was idle for too long."""
@@ -103,7 +121,7 @@ class SessionDesk:
         """Take the memory of every idle session; they keep their tokens."""
         for rank in self._ranks:
             while (session_id := rank.memory.cache.oldest_idle()) is not None:
-                release_idle_lease(rank.memory, session_id)
+                rank.release_session(session_id)
 
     def _do(self, message: SessionMessage) -> dict[str, Any]:
         match message:
@@ -129,7 +147,7 @@ class SessionDesk:
         session.roll_back(message.num_turns)
         home = self._home(message.session_id)
         if home is not None:
-            roll_back_lease(home.memory, message.session_id, session.num_tokens)
+            home.roll_back_session(message.session_id, session.num_tokens)
         return {"num_turns": session.num_turns, "num_tokens": session.num_tokens}
 
     def _describe(self, session: Session, idle_s: float, is_closing: bool) -> dict[str, Any]:
@@ -155,4 +173,4 @@ class SessionDesk:
     def _release(self, session_id: str) -> None:
         home = self._home(session_id)
         if home is not None:
-            release_idle_lease(home.memory, session_id)
+            home.release_session(session_id)

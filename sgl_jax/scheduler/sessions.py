@@ -152,8 +152,8 @@ class RegularSession:
     @property
     def num_tokens(self) -> int:
         """Length of the longest finished branch."""
-        finished = [node for node in self._nodes.values() if node.output is not None]
-        return max((len(_whole(node)) for node in finished), default=0)
+        lens = (len(n.prompt) + len(n.output) for n in self._nodes.values() if n.output is not None)
+        return max(lens, default=0)
 
     @property
     def num_turns(self) -> int:

@@ -197,16 +197,25 @@ def test_every_accepted_token_has_its_own_log_probability() -> None:
 
 
 def test_refused_drafts_hold_no_memory_that_others_are_retracted_for() -> None:
-    """Always wrong drafts, in a pool that is just large enough without them."""
-    driver = with_executor(
-        make_driver(num_drafts=32, max_step_tokens=300, page_size=1, num_pages=1 + 8 * 40),
-        UselessDrafts,
+    """Always wrong drafts, many of them, in a pool that suffices without any retract."""
+    num_drafts = 32
+    sizes = make_sizes(
+        page_size=1,
+        num_pages=1 + 640,
+        max_step_tokens=64 + 8 * num_drafts,
+        max_draft_tokens=num_drafts,
     )
-    for i in range(8):
-        driver.submit(generate(f"r{i}", [i + 1] * 4, 36))
+    config = SchedulerConfig(
+        chunked_prefill_size=64, num_draft_tokens=num_drafts, schedule_conservativeness=0.0
+    )
+    driver = with_executor(Driver(sizes, config), UselessDrafts)
+    for i in range(40):
+        # Stop tokens end the outputs early, here and there: far from the most they might be.
+        prompt = [i % 13 + 1] * (10 + i % 30)
+        driver.submit(generate(f"r{i}", prompt, 200, stop_token_ids=(1, 2)))
     driver.run()
     assert driver.scheduler.counters()["requests_retracted"] == 0
-    for i in range(8):
+    for i in range(40):
         driver.check_tokens(f"r{i}")
 
 
