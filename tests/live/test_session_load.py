@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.live.live_server import LiveServer, live_server
@@ -63,6 +64,40 @@ def ask_plainly(client: httpx.Client, seed: int) -> list[tuple[list[int], list[i
         ids = [rng.randrange(300, 700) for _ in range(rng.randrange(4, 120))]
         turns.append((ids, generate(client, ids)["output_ids"]))
     return turns
+
+
+def test_a_fact_of_the_first_turn_is_known_in_the_twentieth(tmp_path: Path) -> None:
+    """Though every turn is retracted on its way, and the session evicted between them."""
+    flags = ("--context-length", "1024", "--max-running-requests", "2", "--check-memory", "busy")
+    texts = ["The code of Anna is 471.", *(f"What is {i} + {i + 3}?" for i in range(11, 29))]
+    messages: list[Any] = []
+    with (
+        live_server(tmp_path, *flags, "--test-retract") as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        chat = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        opened = client.post("/open_session", json={"capacity_of_str_len": 0, "streaming": True})
+        session_id = opened.json()
+        for text in (*texts, "What is the code of Anna?"):
+            messages.append({"role": "user", "content": text})
+            answer = chat.chat.completions.create(
+                model="demo",
+                messages=messages,
+                temperature=0,
+                extra_body={"session_id": session_id},
+            )
+            content = answer.choices[0].message.content
+            messages.append({"role": "assistant", "content": content})
+            # Two requests at once need both rows, the session's among them.
+            list(threads.map(lambda i: generate(client, [300 + i] * 20), range(2)))
+        counters = server.get("/get_server_info")["counters"]
+        client.post("/close_session", json={"session_id": session_id})
+        server.assert_nothing_leaked()
+    assert len(messages) == 2 * 20
+    assert "471" in content
+    assert counters["sessions_evicted"] > 10
+    assert counters["requests_force_retracted"] > 20
 
 
 @pytest.mark.long

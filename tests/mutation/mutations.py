@@ -444,8 +444,14 @@ MUTATIONS = (
     Mutation(
         "never evict a session",
         _RANK,
-        "        if session_id is None:\n            return False\n        release_idle_lease",
-        "        if True:\n            return False\n        release_idle_lease",
+        "        if session_id is None:\n            return False\n        self.release_session",
+        "        if True:\n            return False\n        self.release_session",
+    ),
+    Mutation(
+        "evict sessions for a request that does not fit even so",
+        _RANK,
+        "        if not self._fits(request, slot, with_idle=True):\n",
+        "        if False:\n",
     ),
     Mutation(
         "evict the slot that a turn is about to use",
@@ -493,7 +499,7 @@ MUTATIONS = (
     Mutation(
         "roll a session back without its memory",
         _DESK,
-        "            roll_back_lease(home.memory, message.session_id, session.num_tokens)\n",
+        "            home.roll_back_session(message.session_id, session.num_tokens)\n",
         "            pass\n",
     ),
     Mutation(

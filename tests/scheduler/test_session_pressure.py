@@ -30,6 +30,51 @@ def test_idle_sessions_go_used_longest_ago_first_before_anything_is_retracted(ra
     s.close_all()
 
 
+def test_nobody_is_evicted_for_a_request_that_does_not_fit_even_so() -> None:
+    s = talk(page_size=4, pool_tokens=128, use_radix_cache=False, schedule_conservativeness=0.0)
+    for session_id in ("a", "b", "c"):
+        s.open(session_id)
+        s.say(session_id, [1] * 4, 2)
+    s.driver.submit(generate("running", [2] * 40, 30))
+    s.driver.step()
+    s.driver.submit(generate("big", [3] * 90, 4))
+    for _ in range(4):
+        s.driver.step()
+    assert s.driver.scheduler.num_waiting == 1
+    assert s.driver.scheduler.counters()["sessions_evicted"] == 0
+    s.run()
+    s.driver.check_tokens("big")
+    s.close_all()
+
+
+def test_a_session_whose_turn_waits_goes_after_those_with_none() -> None:
+    s = talk(page_size=4, pool_tokens=64, num_rows=4)
+    for session_id in ("a", "b"):
+        s.open(session_id)
+        s.say(session_id, [ord(session_id) - 80] * 6, 2)
+    s.begin("a", [1], 2)
+    cache = s.driver.scheduler.ranks[0].memory.cache
+    assert [each for each, _ in cache.idle()] == ["b", "a"]
+    s.run()
+    s.close_all()
+
+
+def test_a_waiting_turn_whose_slot_was_taken_goes_where_there_is_room() -> None:
+    s = talk(page_size=4, pool_tokens=64, num_rows=3, dp_size=2, schedule_policy="fcfs")
+    s.say("s", [5] * 6, 2)
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.cache.holds("s")).dp_rank
+    for i in range(2):
+        s.driver.submit(generate(f"r{i}", [10 + i] * 4, 20, dp_rank=home))
+    rid = s.begin("s", [1], 2)
+    for _ in range(8):
+        s.driver.step()
+    s.driver.collect()
+    assert s.driver.dp_rank[rid] == 1 - home
+    assert s.driver.finish[rid].type == "length"
+    s.run()
+    s.close_all()
+
+
 def test_what_only_the_tree_has_goes_before_any_session() -> None:
     s = talk(page_size=4, pool_tokens=64)
     s.say("s", [1] * 10, 4)
