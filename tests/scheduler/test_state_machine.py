@@ -347,7 +347,7 @@ def test_a_million_steps_of_random_events_leave_the_books_balanced_and_the_token
     tmp_path: Path, half: int
 ) -> None:
     """In two halves, that two workers may share. `SGL_JAX_EXAMPLES` sets how many runs."""
-    num_examples = int(os.environ.get("SGL_JAX_EXAMPLES", "3000"))
+    num_examples = int(os.environ.get("SGL_JAX_EXAMPLES", "4000"))
     num_steps = run_machine(
         tmp_path,
         max_examples=num_examples,
@@ -355,4 +355,4 @@ def test_a_million_steps_of_random_events_leave_the_books_balanced_and_the_token
         suppress_health_check=list(HealthCheck),
     )
     print(f"half {half}: {num_steps} steps planned")
-    assert num_steps >= 500_000 * num_examples // 3000
+    assert num_steps >= 500_000 * num_examples // 4000
