@@ -30,14 +30,13 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.engine.channel import EngineClient
+from sgl_jax.engine.request_limits import check_between, check_rid, check_session_id
 from sgl_jax.engine.request_stream import RequestStream
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_RID_CHARS = 256
-MAX_SESSION_ID_CHARS = 256
 # A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
 _MAX_NORMALIZER_SHRINK = 4
 
@@ -150,16 +149,13 @@ class Frontend:
                 "that this server holds per request",
                 "max_new_tokens",
             )
-        _check_between("top_logprobs_num", top_logprobs_num, 0, MAX_TOP_LOGPROBS)
+        check_between("top_logprobs_num", top_logprobs_num, 0, MAX_TOP_LOGPROBS)
         longest = len(prompt_ids) if session is None else self.facts.max_request_tokens
-        _check_between("logprob_start_len", logprob_start_len, -1, longest)
+        check_between("logprob_start_len", logprob_start_len, -1, longest)
         if dp_rank is not None:
-            _check_between("dp_rank", dp_rank, 0, self.facts.dp_size - 1)
-        if rid is not None and not 1 <= len(rid) <= MAX_RID_CHARS:
-            raise InvalidRequestError(
-                f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(rid)}", "rid"
-            )
+            check_between("dp_rank", dp_rank, 0, self.facts.dp_size - 1)
         rid = uuid.uuid4().hex if rid is None else rid
+        check_rid(rid)
         if session is not None:
             session = self._check_session(session, rid)
         return GenerateRequest(
@@ -365,13 +361,10 @@ class Frontend:
     def _check_session(self, turn: SessionTurn, rid: str) -> SessionTurn:
         """The turn under the name that its client gave it, and without a second BOS."""
         check_session_id(turn.id, "session_params.id")
-        if turn.rid is not None and not 1 <= len(turn.rid) <= MAX_RID_CHARS:
-            raise InvalidRequestError(
-                f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(turn.rid)}",
-                "session_params.rid",
-            )
+        if turn.rid is not None:
+            check_rid(turn.rid, "session_params.rid")
         most = self.facts.max_request_tokens
-        _check_between("session_params.offset", turn.offset, -most, most)
+        check_between("session_params.offset", turn.offset, -most, most)
         return msgspec.structs.replace(turn, name=rid, bos_token_id=self.tokenizer.bos_token_id)
 
     def _check_prompt(self, prompt_ids: list[int]) -> None:
@@ -390,18 +383,3 @@ class Frontend:
                     f"[0, {self.facts.vocab_size})",
                     "input_ids",
                 )
-
-
-def check_session_id(session_id: str, param: str = "session_id") -> None:
-    """Raise `InvalidRequestError` unless it can name a session."""
-    if not 1 <= len(session_id) <= MAX_SESSION_ID_CHARS:
-        raise InvalidRequestError(
-            f"a session's id must have 1 to {MAX_SESSION_ID_CHARS} characters, "
-            f"got {len(session_id)}",
-            param,
-        )
-
-
-def _check_between(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)

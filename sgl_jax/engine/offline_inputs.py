@@ -9,7 +9,7 @@ import msgspec
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.engine.frontend import check_session_id
+from sgl_jax.engine.request_limits import check_session_id
 
 Prompt = str | Sequence[int]
 Sampling = SamplingParams | Mapping[str, Any] | None

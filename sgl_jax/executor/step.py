@@ -81,14 +81,8 @@ def run_step(
         max_drafts: static; tokens drafted per row at most.
     """
     token_table, queries = _place_queries(state, controls, max_drafts)
-    batch = AttentionBatch.build(
-        page_table,
-        queries.kv_starts,
-        controls.q_lens,
-        controls.num_decode,
-        num_tokens,
-        max_drafts,
-    )
+    rows = (page_table, queries.kv_starts, controls.q_lens, controls.num_decode)
+    batch = AttentionBatch.build(*rows, num_tokens, max_drafts)
     # Padding tokens read the null row.
     token_rows = jnp.where(batch.valid, controls.rows[batch.token_rows], 0)
     hidden, kv_pool = model(token_table[token_rows, batch.positions], batch, state.kv_pool)
@@ -117,11 +111,8 @@ def run_step(
         successors = token_table.at[token_rows, batch.positions + 1].get(mode="clip")
         scored = _score(model, hidden, successors)
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
-    output = StepOutput(
-        jnp.where(is_new, new_tokens, -1),
-        TokenLogprobs(*(slots.by_row(values, 1 + max_drafts) for values in wanted)),
-        scored,
-    )
+    by_row = TokenLogprobs(*(slots.by_row(values, 1 + max_drafts) for values in wanted))
+    output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, scored)
     return StepState(token_table, row_lens, kv_pool), output
 
 

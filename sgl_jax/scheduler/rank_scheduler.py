@@ -63,11 +63,10 @@ class RankScheduler:
         is short even so.
         """
         slot = self._slot_of(request)
-        if not self._fits(request, slot, with_idle=True):
-            self._is_short = True
-            return None
         while not self._fits(request, slot):
-            if not self.evict_idle_session(except_id=request.slot_id):
+            # Nobody is evicted in vain.
+            may_fit = self._fits(request, slot, with_idle=True)
+            if not may_fit or not self.evict_idle_session(except_id=request.slot_id):
                 self._is_short = True
                 return None
         lease = self._take_lease(request, slot)
@@ -100,7 +99,7 @@ class RankScheduler:
         lease = self.memory.cache.idle_lease(request.slot_id)
         if lease is not None and self._reusable_len(request) < lease.cache_protected_len:
             # More of it is the tree's than the turn may read: it is matched anew instead.
-            release_idle_lease(self.memory, request.slot_id)
+            self.release_session(request.slot_id)
             return None
         return lease
 
@@ -186,7 +185,7 @@ class RankScheduler:
         request.state = RequestState.FINISHED
         if request.slot_id is not None:
             # What the turn had reserved is of no use to an idle session.
-            roll_back_lease(self.memory, request.slot_id, request.kept_len)
+            self.roll_back_session(request.slot_id, request.kept_len)
         self._bound_sessions()
         return request
 

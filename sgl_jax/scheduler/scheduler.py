@@ -169,16 +169,12 @@ class Scheduler:
         ended = {output.rid for output in ends}
         succeeded = {o.rid for o in ends if o.finish is not None and o.finish.type != "abort"}
         finish = FinishReason("abort", message=reason, status_code=500)
-        for request in self._requests.values():
+        for request in list(self._requests.values()):
             if request.rid not in ended:
-                dp_rank = request.dp_rank or 0
-                ends.append(RequestOutput(request.rid, [], request.cached_tokens, dp_rank, finish))
+                ends.append(_last_output(request, finish))
             request.state, request.lease = RequestState.FINISHED, None
-            self._deadlines.forget(request.rid)
-            self._sessions.end_turn(request, succeeded=request.rid in succeeded)
+            self._forget(request, succeeded=request.rid in succeeded)
         self._outputs = OutputBatch(ends, [], [])
-        self._finished += len(self._requests)
-        self._requests.clear()
         self._waiting.clear()
         for rank in self.ranks:
             rank.rebuild()
@@ -368,9 +364,7 @@ class Scheduler:
         """End a request before its time, wherever it is, and say why."""
         self._forget(request)
         # Stated before the release: if that finds the books broken, the request has its answer.
-        self._outputs.outputs.append(
-            RequestOutput(request.rid, [], request.cached_tokens, request.dp_rank or 0, finish)
-        )
+        self._outputs.outputs.append(_last_output(request, finish))
         if request.state is RequestState.RUNNING:
             self._rank_of(request).end(_row(request), insert=insert)
 
@@ -394,6 +388,11 @@ class Scheduler:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         self._sessions.end_turn(request, succeeded=succeeded)
+
+
+def _last_output(request: Request, finish: FinishReason) -> RequestOutput:
+    """What a request is told that ends before its time."""
+    return RequestOutput(request.rid, [], request.cached_tokens, request.dp_rank or 0, finish)
 
 
 def _row(request: Request) -> int:

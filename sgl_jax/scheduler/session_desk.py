@@ -115,7 +115,9 @@ class SessionDesk:
                 request.slot_id = None
                 if request.lease is not None and request.dp_rank is not None:
                     self._ranks[request.dp_rank].memory.cache.unbind(request.lease)
-        self._release(session_id)
+        home = self._home(session_id)
+        if home is not None:
+            home.release_session(session_id)
 
     def release_all(self) -> None:
         """Take the memory of every idle session; they keep their tokens."""
@@ -169,8 +171,3 @@ class SessionDesk:
     def _home(self, session_id: str) -> RankScheduler | None:
         """The rank that holds the session's lease."""
         return next((rank for rank in self._ranks if rank.memory.cache.holds(session_id)), None)
-
-    def _release(self, session_id: str) -> None:
-        home = self._home(session_id)
-        if home is not None:
-            home.release_session(session_id)

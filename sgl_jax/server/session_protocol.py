@@ -7,7 +7,7 @@ from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionTurn
-from sgl_jax.engine.frontend import MAX_RID_CHARS, MAX_SESSION_ID_CHARS
+from sgl_jax.engine.request_limits import MAX_RID_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.server.strict_model import StrictModel
 
 _INT32 = 2**31

@@ -420,7 +420,7 @@ MUTATIONS = (
     Mutation(
         "keep the tail of an aborted turn",
         _RANK,
-        "            roll_back_lease(self.memory, request.slot_id, request.kept_len)\n",
+        "            self.roll_back_session(request.slot_id, request.kept_len)\n",
         "            pass\n",
     ),
     Mutation(
@@ -450,8 +450,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         _RANK,
-        "        if not self._fits(request, slot, with_idle=True):\n",
-        "        if False:\n",
+        "may_fit = self._fits(request, slot, with_idle=True)",
+        "may_fit = True",
     ),
     Mutation(
         "evict the slot that a turn is about to use",
@@ -486,9 +486,9 @@ MUTATIONS = (
     Mutation(
         "leave the slot of a closed session full",
         _DESK,
-        "                    self._ranks[request.dp_rank].memory.cache.unbind(request.lease)\n"
-        "        self._release(session_id)\n",
-        "                    self._ranks[request.dp_rank].memory.cache.unbind(request.lease)\n",
+        "        home = self._home(session_id)\n        if home is not None:\n"
+        "            home.release_session(session_id)\n",
+        "",
     ),
     Mutation(
         "let the slot of a closed session take over what its turn leaves",
