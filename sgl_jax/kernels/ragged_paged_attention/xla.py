@@ -19,6 +19,9 @@ DECODE_BLOCKS = 8
 DECODE_KEYS = 64
 PREFILL_QUERIES = 128
 PREFILL_KEYS = 128
+# The last few queries of a chunk, or all of a short one, such as a turn of a conversation: a block
+# of PREFILL_QUERIES would be mostly padding, and meet the whole history.
+SHORT_QUERIES = 16
 
 # Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
 # by exp(_MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
@@ -160,48 +163,66 @@ def _prefill(
     q: jax.Array, out: jax.Array, cached: _Layer, batch: AttentionBatch, options: _Options
 ) -> jax.Array:
     """Put the attention of the rows from `num_decode` on into out; q and out [T + padding, ...]."""
-    _, q_heads, head_dim = q.shape
-    group = q_heads // cached.kv_heads
-    sinks = options.sinks
-    if sinks is not None:
-        sinks = jnp.repeat(sinks, PREFILL_QUERIES).reshape(cached.kv_heads, -1)
     table = _BlockTable.of(batch.page_table, cached.page_size, PREFILL_KEYS)
-    block_keys = table.pages_per_block * cached.page_size
+    long = _QueryBlocks(PREFILL_QUERIES, table, cached, batch, options)
+    short = _QueryBlocks(SHORT_QUERIES, table, cached, batch, options)
 
-    def query_block(row: jax.Array, first: jax.Array, out: jax.Array) -> jax.Array:
-        """Queries `first`, `first` + 1, ... of a row."""
+    def row_blocks(row: jax.Array, out: jax.Array) -> jax.Array:
+        q_len = batch.q_lens[row]
+        num_long = -(-jnp.maximum(q_len - SHORT_QUERIES, 0) // PREFILL_QUERIES)
+        rest = num_long * PREFILL_QUERIES
+        out = lax.fori_loop(
+            0, num_long, lambda i, out: long.attend(q, out, row, i * PREFILL_QUERIES), out
+        )
+        has_rest = (rest < q_len).astype(jnp.int32)
+        return lax.fori_loop(0, has_rest, lambda _, out: short.attend(q, out, row, rest), out)
+
+    return lax.fori_loop(batch.num_decode, batch.num_rows, row_blocks, out)
+
+
+class _QueryBlocks(NamedTuple):
+    """Attention of `num_queries` neighbouring queries of a row at once."""
+
+    num_queries: int
+    table: "_BlockTable"
+    cached: _Layer
+    batch: AttentionBatch
+    options: _Options
+
+    def attend(self, q: jax.Array, out: jax.Array, row: jax.Array, first: jax.Array) -> jax.Array:
+        """Put the attention of the row's queries `first`, `first` + 1, ... into out."""
+        batch, kv_heads, head_dim = self.batch, self.cached.kv_heads, q.shape[-1]
+        block_keys = self.table.pages_per_block * self.cached.page_size
         start = batch.q_offsets[row] + first
-        block = lax.dynamic_slice_in_dim(q, start, PREFILL_QUERIES)
-        queries = _scaled_queries(block, cached.kv_heads, options)
-        queries = queries.transpose(1, 2, 0, 3).reshape(cached.kv_heads, -1, head_dim)
+        block = lax.dynamic_slice_in_dim(q, start, self.num_queries)
+        queries = _scaled_queries(block, kv_heads, self.options)
+        group = queries.shape[2]
+        queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
         q_start, kv_len = batch.kv_starts[row] + first, batch.kv_starts[row] + batch.q_lens[row]
         # Queries past the row's end see what its last one sees, never an unused slot.
-        ahead = jnp.arange(PREFILL_QUERIES, dtype=jnp.int32)
+        ahead = jnp.arange(self.num_queries, dtype=jnp.int32)
         q_positions = jnp.minimum(q_start + ahead, kv_len - 1)[:, None]
+        first_visible = _first_visible(q_positions, self.options)
 
         def key_block(index: jax.Array, state: _Partial) -> _Partial:
             positions = index * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
-            seen = (positions <= q_positions) & (positions >= _first_visible(q_positions, options))
+            seen = (positions <= q_positions) & (positions >= first_visible)
             seen = jnp.broadcast_to(seen, (group, *seen.shape)).reshape(-1, block_keys)
             used = positions < kv_len
-            pages = table.pages(row, index)
-            return _merge(state, _attend(queries, cached, pages, seen, used, options))
+            pages = self.table.pages(row, index)
+            found = _attend(queries, self.cached, pages, seen, used, self.options)
+            return _merge(state, found)
 
-        first_block = _first_visible(q_start, options) // block_keys
-        stop_block = -(-jnp.minimum(q_start + PREFILL_QUERIES, kv_len) // block_keys)
+        first_block = _first_visible(q_start, self.options) // block_keys
+        stop_block = -(-jnp.minimum(q_start + self.num_queries, kv_len) // block_keys)
+        sinks = self.options.sinks
+        if sinks is not None:
+            sinks = jnp.repeat(sinks, self.num_queries).reshape(kv_heads, -1)
         nothing = _nothing(queries.shape, sinks)
         state = lax.fori_loop(first_block, stop_block, key_block, nothing)
-        result = (state.weighted / state.total[..., None]).reshape(-1, PREFILL_QUERIES, head_dim)
+        result = (state.weighted / state.total[..., None]).reshape(-1, self.num_queries, head_dim)
         result = result.transpose(1, 0, 2).astype(q.dtype)
         return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
-
-    def row_blocks(row: jax.Array, out: jax.Array) -> jax.Array:
-        num_blocks = -(-batch.q_lens[row] // PREFILL_QUERIES)
-        return lax.fori_loop(
-            0, num_blocks, lambda i, out: query_block(row, i * PREFILL_QUERIES, out), out
-        )
-
-    return lax.fori_loop(batch.num_decode, batch.num_rows, row_blocks, out)
 
 
 class _BlockTable(NamedTuple):
