@@ -6,11 +6,11 @@
     python -m sgl_jax.bench.session_turns --num-sessions 8 --num-turns 150
 
 The last of these takes many turns of several sessions at once, and says how much slower the last
-ones were than the first. The others compare: for each length of the history, one conversation is
-brought to that length, and then grows by short turns, each taken twice in turn: in the session,
-which gets the new tokens alone, and without one, which gets them all. Random tokens, greedy, a
-few tokens out. Medians over the turns; the two ways alternate, so that whatever else the machine
-does befalls both alike.
+ones are than the first ones of new sessions. The others compare: for each length of the history,
+one conversation is brought to that length, and then grows by short turns, each taken twice in turn:
+in the session, which gets the new tokens alone, and without one, which gets them all. Random
+tokens, greedy, a few tokens out. Medians over the turns; the two ways alternate, so that whatever
+else the machine does befalls both alike.
 """
 
 import argparse
@@ -125,28 +125,59 @@ def measure(
 def measure_growth(
     client: Client, num_sessions: int, num_turns: int, num_new: int, num_output: int
 ) -> str:
-    """Latency of the last turns over that of the first ones, the first of all left out."""
+    """Latency of the last fifth of the turns over that of the first fifth.
 
-    def converse(seed: int) -> list[float]:
-        rng = random.Random(seed)
-        session_id = client.post("/open_session", {"capacity_of_str_len": 0, "streaming": True})
-        times = []
-        for _ in range(num_turns):
-            _, _, ms = client.generate(rng.choices(_TOKENS, k=num_new), num_output, session_id)
-            times.append(ms)
-        client.post("/close_session", {"session_id": session_id})
-        return times
-
-    with ThreadPoolExecutor(num_sessions) as pool:
-        by_session = list(pool.map(converse, range(num_sessions)))
+    Old sessions take all turns but the last fifth. Then they take those in turn with as many new
+    sessions that take their first ones: whatever else the machine does befalls both alike. The
+    very first turn, which opens a history, is not counted.
+    """
     part = max(num_turns // 5, 1)
-    first = statistics.median(ms for times in by_session for ms in times[1 : 1 + part])
-    last = statistics.median(ms for times in by_session for ms in times[-part:])
+    with ThreadPoolExecutor(num_sessions) as pool:
+        old = _Conversations(client, pool, num_sessions, num_new, num_output)
+        new = _Conversations(client, pool, num_sessions, num_new, num_output)
+        for _ in range(num_turns - part):
+            old.take_turn()
+        new.take_turn()
+        first, last = [], []
+        for _ in range(part):
+            last += old.take_turn()
+            first += new.take_turn()
+        old.close()
+        new.close()
+    first_ms, last_ms = statistics.median(first), statistics.median(last)
     return (
         f"{num_sessions} sessions x {num_turns} turns of {num_new} + {num_output} tokens: median "
-        f"of the first {part} turns {first:.1f} ms, of the last {last:.1f} ms, ratio "
-        f"{last / first:.2f}"
+        f"of the first {part} turns {first_ms:.1f} ms, of the last {last_ms:.1f} ms, ratio "
+        f"{last_ms / first_ms:.2f}"
     )
+
+
+class _Conversations:
+    """Streaming sessions that take their turns together."""
+
+    def __init__(
+        self, client: Client, pool: ThreadPoolExecutor, count: int, num_new: int, num_output: int
+    ) -> None:
+        self._client = client
+        self._pool = pool
+        self._num_new, self._num_output = num_new, num_output
+        opening = {"capacity_of_str_len": 0, "streaming": True}
+        self._ids = [client.post("/open_session", opening) for _ in range(count)]
+        self._rngs = [random.Random(seed) for seed in range(count)]
+
+    def take_turn(self) -> list[float]:
+        """Milliseconds of one turn of each session, all sent at once."""
+
+        def take(session_id: str, rng: random.Random) -> float:
+            new = rng.choices(_TOKENS, k=self._num_new)
+            return self._client.generate(new, self._num_output, session_id)[2]
+
+        return list(self._pool.map(take, self._ids, self._rngs))
+
+    def close(self) -> None:
+        """Close all of them."""
+        for session_id in self._ids:
+            self._client.post("/close_session", {"session_id": session_id})
 
 
 def plot(source: Path, target: Path) -> None:
