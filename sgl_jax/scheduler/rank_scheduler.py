@@ -235,7 +235,7 @@ class RankScheduler:
 
     def _bound_sessions(self) -> None:
         """Idle sessions hold no more than their share: those used longest ago give theirs up."""
-        while self.memory.num_session_pages > self._max_session_pages:
+        while self.memory.idle_sessions_keep_more_than(self._max_session_pages):
             self.evict_idle_session()
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:

@@ -121,15 +121,13 @@ def test_a_stop_string_found_after_the_turn_had_ended_cuts_the_history_all_the_s
     num_kept: int, page_size: int, radix: bool
 ) -> None:
     s = talk(page_size=page_size, use_radix_cache=radix)
-    s.say("s", [1, 2, 3])
-    rid = s.say("s", [4, 5], 4)
-    stop = StopRequest(rid=rid, num_output_tokens=num_kept, session=SessionTurn(id="s"))
-    s.driver.events.stop(stop)
-    conversation = s.of["s"]
-    conversation.tokens = conversation.tokens[: 9 + num_kept]
-    conversation.turn_ends[-1] = 9 + num_kept
+    first = s.say("s", [1, 2, 3])
+    s.say("s", [4, 5], 4)
+    assert not s.stop_late("s", num_kept)
+    assert len(s.of["s"].tokens) == 9 + num_kept
     s.check()
-    s.driver.events.stop(StopRequest(rid="s.0", num_output_tokens=1, session=stop.session))
+    turn = SessionTurn(id="s")
+    s.driver.events.stop(StopRequest(rid=first, num_output_tokens=1, session=turn))
     s.check()  # too late: another turn has followed
     s.say("s", [6])
     s.close_all()
@@ -157,7 +155,7 @@ def test_a_leading_bos_is_not_said_twice() -> None:
     message = generate("a", [49, 1], 2, session=turn)
     s.driver.submit(message)
     s.driver.run()
-    s.of["s"].take([49, 1], s.driver.tokens["a"])
+    s.of["s"].take("a", [49, 1], s.driver.tokens["a"])
     history = s.of["s"].tokens
     s.driver.submit(generate("b", [49, 2], 2, session=turn))
     s.driver.run()
