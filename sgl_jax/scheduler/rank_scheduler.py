@@ -167,6 +167,9 @@ class RankScheduler:
         """End the request in `row` well; its first `num_tokens` tokens (all) are kept."""
         request = self._leave(row, num_tokens=num_tokens)
         request.state = RequestState.FINISHED
+        if num_tokens is not None and request.slot_id is not None:
+            # What it had generated further is of no use to an idle session.
+            self.roll_back_session(request.slot_id, len(request.tokens))
         self._bound_sessions()
         return request
 

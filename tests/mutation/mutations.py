@@ -595,6 +595,12 @@ MUTATIONS = (
         "if wanted is None:",
     ),
     Mutation(
+        "keep what was generated past a stop string",
+        _RANK,
+        "            self.roll_back_session(request.slot_id, len(request.tokens))\n",
+        "            pass\n",
+    ),
+    Mutation(
         "tell the prompt of a turn twice",
         _REQUEST,
         "        self.is_prompt_told = True\n",

@@ -114,6 +114,25 @@ def test_a_stop_string_cuts_the_history_where_it_was_found(
     s.close_all()
 
 
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_an_idle_session_holds_nothing_of_what_was_generated_past_a_stop_string(
+    num_drafts: int,
+) -> None:
+    """However late the front has found it."""
+    s = talk(page_size=1, num_drafts=num_drafts)
+    rid = s.begin("s", [4, 5], 40)
+    while len(s.driver.tokens[rid]) < 12:
+        s.driver.step()
+    s.driver.events.stop(StopRequest(rid=rid, num_output_tokens=2))
+    s.stopped(rid, 2)
+    lease = s.lease("s")
+    assert lease is not None
+    assert lease.kv_committed_len == lease.kv_allocated_len == len(s.of["s"].tokens) == 4
+    s.run()
+    s.say("s", [6])
+    s.close_all()
+
+
 @pytest.mark.parametrize("num_kept", [1, 2, 4])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("radix", [False, True])
