@@ -63,6 +63,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
         dp_rank: pin the request to one data-parallel rank; None lets the balancer choose.
         session: the session this is a turn of; its history is put before `input_ids`.
+        is_length_default: nobody asked for `max_new_tokens`: a turn gets fewer where the history
+            of its session leaves less room.
     """
 
     rid: str
@@ -73,14 +75,20 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     logprob_start_len: int = -1
     dp_rank: int | None = None
     session: SessionTurn | None = None
+    is_length_default: bool = False
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End a request wherever it is. `rid` "" with `abort_all` ends every request."""
+    """End a request wherever it is. `rid` "" with `abort_all` ends every request.
+
+    The engine may have ended it well meanwhile. If nobody has seen that end, nor will, a `session`
+    that it was a turn of forgets the turn.
+    """
 
     rid: str = ""
     abort_all: bool = False
     message: str = "aborted by the client"
+    session: SessionTurn | None = None
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

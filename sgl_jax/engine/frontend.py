@@ -127,8 +127,8 @@ class Frontend:
 
         Args:
             default_max_new_tokens: if `sampling` sets no limit; None means what the context
-                leaves. A default never makes a request too long, but a session's turn: only the
-                engine knows the history that is put before it.
+                leaves. A default never makes a request too long: for a session's turn the
+                engine, which knows the history that is put before it, sees to that.
             session: of which the request is a turn, `prompt_ids` what it adds.
 
         Raises:
@@ -136,6 +136,7 @@ class Frontend:
         """
         self._check_prompt(prompt_ids)
         room = self.facts.max_request_tokens - len(prompt_ids)
+        is_length_default = sampling.max_new_tokens is None
         if sampling.max_new_tokens is None:
             wanted = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
             wanted = max(wanted, min(sampling.min_new_tokens, room))
@@ -167,6 +168,7 @@ class Frontend:
             logprob_start_len=logprob_start_len,
             dp_rank=dp_rank,
             session=session,
+            is_length_default=is_length_default,
         )
 
     def start(
@@ -213,14 +215,21 @@ class Frontend:
         return stream
 
     def abandon(self, stream: RequestStream, message: str = "the client went away") -> None:
-        """Nobody reads `stream` any more: end it in the engine, if it has not ended. Once only."""
+        """Nobody reads `stream` any more: end it in the engine, if it has not ended. Once only.
+
+        A turn of a session whose end nobody took never was: the engine, which may have ended it
+        well, hears of it all the same.
+        """
+        rid, session = stream.request.rid, stream.request.session
         with self._lock:
-            is_open = self._streams.pop(stream.request.rid, None) is not None
+            is_open = self._streams.pop(rid, None) is not None
+            is_unseen = stream.drop_unseen_end()
         if is_open:
             self._log_end(stream, message)
             self.metrics.count_abort()
+        if is_open or (is_unseen and session is not None):
             with contextlib.suppress(EngineDeadError):  # then it has ended there, too
-                self._client.send(AbortRequest(rid=stream.request.rid, message=message))
+                self._client.send(AbortRequest(rid=rid, message=message, session=session))
 
     def abort(self, client_rid: str) -> int:
         """Abort the requests a client named so; their streams end with an abort. Returns how many.

@@ -113,6 +113,13 @@ class RequestStream:
         """End the stream with an error instead of a finish reason."""
         self.error = error
 
+    def drop_unseen_end(self) -> bool:
+        """Nobody will `take` any more. True, once, if the end of the output was there to take."""
+        if self._last_chunk_taken or self.finish is None or self.finish.type == "abort":
+            return False
+        self._last_chunk_taken = True
+        return True
+
     def take(self) -> Chunk | None:
         """Everything gained since the last call; None if nothing.
 

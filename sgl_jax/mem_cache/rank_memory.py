@@ -82,6 +82,15 @@ class RankMemory:
         """Pages that idle sessions keep from other use, a page for each session that reads it."""
         return sum(self.pages_for(lease.kv_allocated_len) for _, lease in self.cache.idle())
 
+    def idle_sessions_keep_more_than(self, num_pages: int) -> bool:
+        """Whether idle sessions keep more pages than that from other use, each counted once."""
+        if self.num_session_pages <= num_pages:
+            return False  # as good as always, and cheap
+        is_kept = np.zeros(self.allocator.num_pages, np.bool_)
+        for _, lease in self.cache.idle():
+            is_kept[lease.pages(self.page_size)] = True
+        return int(is_kept.sum()) > num_pages
+
     @property
     def num_available_pages(self) -> int:
         """Pages that are free or can be made free by eviction."""

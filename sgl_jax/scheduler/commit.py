@@ -133,7 +133,6 @@ def _output(
     request = rank.running.request(row)
     prompt_logprobs = request.pending_prompt_logprobs or None
     request.pending_prompt_logprobs = []
-    is_first_of_turn = request.session is not None and bool(rank.running.is_unsent[row])
     rank.running.is_unsent[row] = False
     return RequestOutput(
         rid=request.rid,
@@ -143,7 +142,7 @@ def _output(
         finish=finish,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        prompt_tokens=request.prompt_len if is_first_of_turn else None,
+        prompt_tokens=request.tell_prompt_len(),
     )
 
 

@@ -167,6 +167,9 @@ class RankScheduler:
         """End the request in `row` well; its first `num_tokens` tokens (all) are kept."""
         request = self._leave(row, num_tokens=num_tokens)
         request.state = RequestState.FINISHED
+        if num_tokens is not None and request.slot_id is not None:
+            # What it had generated further is of no use to an idle session.
+            self.roll_back_session(request.slot_id, len(request.tokens))
         self._bound_sessions()
         return request
 
@@ -235,7 +238,7 @@ class RankScheduler:
 
     def _bound_sessions(self) -> None:
         """Idle sessions hold no more than their share: those used longest ago give theirs up."""
-        while self.memory.num_session_pages > self._max_session_pages:
+        while self.memory.idle_sessions_keep_more_than(self._max_session_pages):
             self.evict_idle_session()
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ import numpy as np
 from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.scheduler.sessions import Session, StreamingSession
+from sgl_jax.scheduler.sessions import Session
+from sgl_jax.scheduler.streaming_session import StreamingSession
 
 
 class RequestState(enum.Enum):
@@ -29,6 +30,7 @@ class Request:
         "arrival",
         "cached_tokens",
         "dp_rank",
+        "is_prompt_told",
         "kept_len",
         "lease",
         "logprob_next",
@@ -69,6 +71,7 @@ class Request:
             self.slot_id = session.session_id
             self.kept_len = session.kept_len()
         self.prompt_len = len(self.tokens)
+        self.is_prompt_told = session is None  # then whoever sent it knows
         self.max_len = max_len  # prompt and output tokens at most
         self.state = RequestState.WAITING
         self.lease: KVLease | None = None
@@ -89,6 +92,13 @@ class Request:
     def has_started(self) -> bool:
         """Whether it ever had memory."""
         return self.state is RequestState.RUNNING or self.num_retractions > 0
+
+    def tell_prompt_len(self) -> int | None:
+        """For its first output: tokens of the prompt of a session's turn. None afterwards."""
+        if self.is_prompt_told:
+            return None
+        self.is_prompt_told = True
+        return self.prompt_len
 
     def matchable(self) -> Int32Array:
         """The prefix a cache may serve.

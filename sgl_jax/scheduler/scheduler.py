@@ -30,6 +30,7 @@ from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request, RequestState
+from sgl_jax.scheduler.request_len import max_request_len
 from sgl_jax.scheduler.session_desk import SessionDesk
 from sgl_jax.scheduler.step_planner import StepDraft
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
@@ -93,6 +94,7 @@ class Scheduler:
 
     def abort(self, message: AbortRequest) -> None:
         """End one request, or all, wherever they are. Unknown ids have ended already."""
+        self._amend(message)
         rids = list(self._requests) if message.abort_all else [message.rid]
         for rid in rids:
             request = self._requests.get(rid)
@@ -101,9 +103,9 @@ class Scheduler:
 
     def stop(self, message: StopRequest) -> None:
         """The front found a stop string: keep that many output tokens, forget the rest."""
+        self._amend(message)
         request = self._requests.get(message.rid)
         if request is None:
-            self._sessions.cut_turn(message)
             return
         num_tokens = request.prompt_len + message.num_output_tokens
         if request.state is RequestState.RUNNING:
@@ -319,10 +321,10 @@ class Scheduler:
     def _make_request(self, message: GenerateRequest) -> Request:
         """A request from its message. Raises `InvalidRequestError` if it cannot be served."""
         if message.session is None:
-            max_len = self._max_len(message, len(message.input_ids))
+            max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self._arrivals, max_len)
         session, prompt, dp_rank = self._sessions.compose_turn(message)
-        max_len = self._max_len(message, len(prompt))
+        max_len = max_request_len(message, len(prompt), self.sizes)
         self._sessions.begin_turn(session, message, prompt)
         request = Request(message, self._arrivals, max_len, prompt=prompt, session=session)
         request.dp_rank = dp_rank
@@ -333,25 +335,6 @@ class Scheduler:
         self._sessions.release_all()
         for rank in self.ranks:
             rank.memory.cache.reset()
-
-    def _max_len(self, message: GenerateRequest, prompt_len: int) -> int:
-        """Prompt and output tokens at most. Raises `InvalidRequestError` if it cannot fit."""
-        limit = self.sizes.max_request_tokens
-        if prompt_len == 0:
-            raise InvalidRequestError("the prompt is empty", "input_ids")
-        if message.dp_rank is not None and not 0 <= message.dp_rank < self.sizes.dp_size:
-            raise InvalidRequestError(
-                f"dp_rank must be in [0, {self.sizes.dp_size}), got {message.dp_rank}", "dp_rank"
-            )
-        wanted = message.sampling.max_new_tokens
-        max_len = limit if wanted is None else prompt_len + wanted
-        if prompt_len >= limit or max_len > limit:
-            raise InvalidRequestError(
-                f"{prompt_len} prompt tokens and {wanted or 1} to generate exceed the "
-                f"{limit} tokens that one request can hold",
-                "max_new_tokens" if prompt_len < limit else "input_ids",
-            )
-        return max_len
 
     def _best_cached_len(self, request: Request) -> int:
         return max(rank.cached_len(request) for rank in self.ranks)
@@ -367,6 +350,17 @@ class Scheduler:
         self._outputs.outputs.append(_last_output(request, finish))
         if request.state is RequestState.RUNNING:
             self._rank_of(request).end(_row(request), insert=insert)
+
+    def _amend(self, message: StopRequest | AbortRequest) -> None:
+        """If the request was a turn and has ended well, its session has more than its client saw.
+
+        Turns that were sent before that was known, to continue it, would have been refused had it
+        still been in flight; so they are now.
+        """
+        text = "it continues a turn whose end its client had not seen; send it again"
+        for request in self._sessions.built_on(message):
+            self._end(request, FinishReason("abort", message=text, status_code=400))
+        self._sessions.amend_turn(message)
 
     def _time_out(self, rid: str, text: str, status_code: int) -> None:
         self._timed_out += 1
@@ -392,7 +386,14 @@ class Scheduler:
 
 def _last_output(request: Request, finish: FinishReason) -> RequestOutput:
     """What a request is told that ends before its time."""
-    return RequestOutput(request.rid, [], request.cached_tokens, request.dp_rank or 0, finish)
+    return RequestOutput(
+        rid=request.rid,
+        token_ids=[],
+        cached_tokens=request.cached_tokens,
+        dp_rank=request.dp_rank or 0,
+        finish=finish,
+        prompt_tokens=request.tell_prompt_len(),
+    )
 
 
 def _row(request: Request) -> int:

@@ -4,12 +4,25 @@ Owns when each was used last, and which of them are only waiting for a turn to e
 close. What a turn does to a conversation is told in `sessions.py`.
 """
 
+import heapq
+import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest, OpenSession
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.sessions import RegularSession, Session, StreamingSession
+from sgl_jax.scheduler.regular_session import RegularSession
+from sgl_jax.scheduler.sessions import Session
+from sgl_jax.scheduler.streaming_session import StreamingSession
+
+
+class _Check(NamedTuple):
+    """When to look whether a session has been idle for too long: never later than it has."""
+
+    at_s: float
+    order: int
+    session: Session
 
 
 class SessionBook:
@@ -25,6 +38,9 @@ class SessionBook:
         self._used_at: dict[str, float] = {}
         self._used_since_tick: set[str] = set()
         self._num_timed = 0  # sessions that may time out
+        self._new_timed: list[Session] = []  # of them, those opened since the last tick
+        self._checks: list[_Check] = []  # a heap: one for each of the others, and of some closed
+        self._orders = itertools.count()
         self._closing: set[str] = set()
         self._now_s = 0.0
 
@@ -116,17 +132,29 @@ class SessionBook:
         return session
 
     def tick(self, now_s: float) -> list[str]:
-        """The time: sessions that were idle for too long, to be closed."""
+        """The time: sessions that were idle for too long, to be closed.
+
+        A use puts the end of a session off, so it is enough to look again when it would have
+        ended at the last look: a tick costs nothing for all others.
+        """
         self._now_s = max(self._now_s, now_s)
         self._used_at.update(dict.fromkeys(self._used_since_tick, self._now_s))
         self._used_since_tick.clear()
-        return [
-            session_id
-            for session_id, session in self._sessions.items()
-            if session.timeout_s is not None
-            and not session.num_running
-            and self._now_s - self._used_at[session_id] > session.timeout_s
-        ]
+        due, self._new_timed = self._new_timed, []
+        while self._checks and self._checks[0].at_s < self._now_s:
+            due.append(heapq.heappop(self._checks).session)
+        expired = []
+        for session in due:
+            if self._sessions.get(session.session_id) is not session:
+                continue  # closed, and perhaps another opened under its name
+            assert session.timeout_s is not None
+            used_at = self._now_s if session.num_running else self._used_at[session.session_id]
+            ends_at = used_at + session.timeout_s
+            if ends_at < self._now_s:
+                expired.append(session.session_id)
+            else:
+                heapq.heappush(self._checks, _Check(ends_at, next(self._orders), session))
+        return expired
 
     def all(self) -> Iterator[tuple[Session, float, bool]]:
         """Each session, the seconds since it was used, and whether it is about to be closed."""
@@ -138,7 +166,9 @@ class SessionBook:
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session
         self._used_since_tick.add(session.session_id)
-        self._num_timed += session.timeout_s is not None
+        if session.timeout_s is not None:
+            self._num_timed += 1
+            self._new_timed.append(session)
 
     def _forget(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)

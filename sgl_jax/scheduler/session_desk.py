@@ -10,6 +10,7 @@ from typing import Any, assert_never
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
+    AbortRequest,
     CloseSession,
     ForkSession,
     GenerateRequest,
@@ -24,7 +25,8 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.session_book import SessionBook
-from sgl_jax.scheduler.sessions import Session, StreamingSession
+from sgl_jax.scheduler.sessions import Session
+from sgl_jax.scheduler.streaming_session import StreamingSession
 
 
 class SessionDesk:
@@ -71,18 +73,23 @@ class SessionDesk:
             tokens = request.tokens if succeeded else None
             self.book.end_turn(request.session, request.rid, tokens)
 
-    def cut_turn(self, stop: StopRequest) -> None:
-        """A turn ended before it was known where its stop string was: drop what follows."""
-        if stop.session is None:
+    def built_on(self, message: StopRequest | AbortRequest) -> list[Request]:
+        """Turns in flight that continue what `message` takes from a turn that has ended."""
+        session = None if message.session is None else self.book.find(message.session.id)
+        return [] if session is None else [self._requests[r] for r in session.built_on(message)]
+
+    def amend_turn(self, message: StopRequest | AbortRequest) -> None:
+        """A turn had ended before it was known where its client saw it end, or that nobody did.
+
+        What is `built_on` it has been ended.
+        """
+        session = None if message.session is None else self.book.find(message.session.id)
+        fitting = None if session is None else session.amend(message)
+        if session is None or fitting is None:
             return
-        session = self.book.find(stop.session.id)
-        if session is None:
-            return
-        before = session.num_tokens
-        session.cut(stop)
         home = self._home(session.session_id)
-        if home is not None and session.num_tokens < before:
-            home.roll_back_session(session.session_id, session.num_tokens)
+        if home is not None:
+            home.roll_back_session(session.session_id, fitting)
 
     def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
         """The request that was composed is accepted."""

@@ -183,6 +183,59 @@ def test_a_finished_stream_is_not_aborted(rig: Rig) -> None:
     assert rig.sent(AbortRequest) == []
 
 
+@pytest.mark.parametrize("has_session", [True, False])
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_of_a_turn_whose_end_nobody_took_the_engine_hears(
+    rig: Rig, has_session: bool, is_taken: bool
+) -> None:
+    """It ended well there, and the session would go on from it."""
+    session = SessionTurn(id="s") if has_session else None
+    rig.client.engine.sessions.add("s")
+    request = rig.front.prepare([5], SamplingParams(max_new_tokens=1), session=session)
+    stream = rig.front.start(request, rig.wake)
+    rig.step()
+    if is_taken:
+        take(stream)
+    rig.front.abandon(stream)
+    rig.front.abandon(stream)
+    sent = rig.sent(AbortRequest)
+    assert len(sent) == (has_session and not is_taken)
+    if sent:
+        (abort,) = sent
+        assert isinstance(abort, AbortRequest)
+        assert (abort.rid, abort.session) == (stream.request.rid, stream.request.session)
+    assert rig.front.num_open == 0
+
+
+def test_of_a_turn_left_in_flight_it_hears_whose_it_was(rig: Rig) -> None:
+    rig.client.engine.sessions.add("s")
+    request = rig.front.prepare([5], SamplingParams(), session=SessionTurn(id="s"))
+    stream = rig.front.start(request, rig.wake)
+    rig.step()
+    rig.front.abandon(stream)
+    (abort,) = rig.sent(AbortRequest)
+    assert isinstance(abort, AbortRequest)
+    assert abort.session == stream.request.session
+
+
+def test_a_turn_that_was_refused_is_not_taken_back(rig: Rig) -> None:
+    request = rig.front.prepare([5], SamplingParams(), session=SessionTurn(id="nobody"))
+    stream = rig.front.start(request, rig.wake)
+    rig.step()
+    assert stream.finish is not None
+    rig.front.abandon(stream)
+    assert rig.sent(AbortRequest) == []
+
+
+def test_a_length_that_nobody_asked_for_is_marked_as_such(rig: Rig) -> None:
+    for sampling, is_default in (
+        (SamplingParams(), True),
+        (SamplingParams(max_new_tokens=9), False),
+    ):
+        request = rig.front.prepare([5], sampling, default_max_new_tokens=9)
+        assert (request.sampling.max_new_tokens, request.is_length_default) == (9, is_default)
+
+
 def test_aborting_by_name_ends_the_stream_with_an_abort(rig: Rig) -> None:
     prompt = rig.front.encode("a")
     stream = rig.front.start(rig.front.prepare(prompt, SamplingParams(), rid="me"), rig.wake)

@@ -134,6 +134,27 @@ def test_a_turn_that_is_left_early_never_was(engine: Engine) -> None:
     assert_nothing_held(engine)
 
 
+def test_nor_was_one_that_had_ended_when_it_was_left(engine: Engine) -> None:
+    """In the engine, unseen: what it had to say was there, and nobody took it."""
+    session_id = engine.open_session(streaming=True)
+    first = [301, 302, 303]
+    history = first + turn(engine, session_id, first).output_ids
+    options = {**GREEDY, "max_new_tokens": 100}
+    stream = engine.stream([310, 311], options, session_params={"id": session_id})
+    assert next(stream).finish_reason is None
+    deadline = time.monotonic() + 30
+    while entry(engine, session_id)["num_turns"] == 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    stream.close()
+    assert entry(engine, session_id)["num_turns"] == 1
+    result = turn(engine, session_id, [320])
+    assert result.num_prompt_tokens == len(history) + 1
+    assert result.output_ids == whole(engine, [*history, 320])
+    engine.close_session(session_id)
+    assert_nothing_held(engine)
+
+
 def test_a_stop_string_ends_the_history_where_it_ends_the_text(engine: Engine) -> None:
     first = [301, 302, 303]
     free = turn(engine, session_id := engine.open_session(streaming=True), first)

@@ -30,7 +30,8 @@ _COMMIT = "sgl_jax/scheduler/commit.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
 _SLOTS = "sgl_jax/mem_cache/session_cache.py"
-_SESSIONS = "sgl_jax/scheduler/sessions.py"
+_STREAMING = "sgl_jax/scheduler/streaming_session.py"
+_REGULAR = "sgl_jax/scheduler/regular_session.py"
 _BOOK = "sgl_jax/scheduler/session_book.py"
 _DESK = "sgl_jax/scheduler/session_desk.py"
 
@@ -462,7 +463,7 @@ MUTATIONS = (
     Mutation(
         "let idle sessions hold what they like",
         _RANK,
-        "        while self.memory.num_session_pages > self._max_session_pages:\n",
+        "        while self.memory.idle_sessions_keep_more_than(self._max_session_pages):\n",
         "        while False:\n",
     ),
     Mutation(
@@ -510,15 +511,99 @@ MUTATIONS = (
     ),
     Mutation(
         "leave the mark of a turn that failed",
-        _SESSIONS,
-        "        self._running, self._pending = None, _NO_TOKENS\n",
+        _STREAMING,
+        "        self._running, self._pending = None, NO_TOKENS\n",
         "        if tokens is not None:\n"
-        "            self._running, self._pending = None, _NO_TOKENS\n",
+        "            self._running, self._pending = None, NO_TOKENS\n",
     ),
     Mutation(
         "close a timed session at the first tick after it was opened",
         _BOOK,
         "        self._used_at.update(dict.fromkeys(self._used_since_tick, self._now_s))\n",
         "        self._used_at.update(dict.fromkeys(self._used_since_tick, 0.0))\n",
+    ),
+    Mutation(
+        "look at a session that was used no more",
+        _BOOK,
+        "            else:\n                heapq.heappush(",
+        "            elif False:\n                heapq.heappush(",
+    ),
+    Mutation(
+        "let a turn run on what a late stop cuts",
+        _STREAMING,
+        "if self._running is None or self._len_after(message) == self.num_tokens:",
+        "if True:",
+    ),
+    Mutation(
+        "end a turn though the stop before it cuts nothing",
+        _STREAMING,
+        "if self._running is None or self._len_after(message) == self.num_tokens:",
+        "if self._running is None:",
+    ),
+    Mutation(
+        "a turn whose end nobody saw stays",
+        _SCHEDULER,
+        "        self._amend(message)\n        rids",
+        "        rids",
+    ),
+    Mutation(
+        "forget what a turn that never was had replaced",
+        _STREAMING,
+        "            self.tokens = np.concatenate([self.tokens, self._replaced.tokens])\n",
+        "",
+    ),
+    Mutation(
+        "keep the KV of a turn that never was for what it had replaced",
+        _DESK,
+        "            home.roll_back_session(session.session_id, fitting)\n",
+        "            home.roll_back_session(session.session_id, session.num_tokens)\n",
+    ),
+    Mutation(
+        "cut a turn late without its memory",
+        _DESK,
+        "            home.roll_back_session(session.session_id, fitting)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "cut what an ended turn of a tree has read",
+        _REGULAR,
+        "            if child.kept_len > standing:\n",
+        "            if False:\n",
+    ),
+    Mutation(
+        "take out a turn of a tree that another continues",
+        _REGULAR,
+        "        return None if is_continued else node\n",
+        "        return node\n",
+    ),
+    Mutation(
+        "a replaced turn ends as if it had not been",
+        _REGULAR,
+        "        if self._nodes.get(node.name) is not node:\n            return  # replaced",
+        "        if node.name not in self._nodes:\n            return  # replaced",
+    ),
+    Mutation(
+        "count a shared page for every session that reads it",
+        _MEMORY,
+        "        return int(is_kept.sum()) > num_pages\n",
+        "        return True\n",
+    ),
+    Mutation(
+        "refuse a turn for a length that nobody asked for",
+        "sgl_jax/scheduler/request_len.py",
+        "if wanted is None or message.is_length_default:",
+        "if wanted is None:",
+    ),
+    Mutation(
+        "keep what was generated past a stop string",
+        _RANK,
+        "            self.roll_back_session(request.slot_id, len(request.tokens))\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "tell the prompt of a turn twice",
+        _REQUEST,
+        "        self.is_prompt_told = True\n",
+        "",
     ),
 )

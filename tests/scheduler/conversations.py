@@ -7,6 +7,7 @@ longer, and that any other end leaves as it was.
 from dataclasses import dataclass, field
 
 from sgl_jax.core.messages import (
+    AbortRequest,
     CloseSession,
     ForkSession,
     ListSessions,
@@ -14,6 +15,7 @@ from sgl_jax.core.messages import (
     Reply,
     RollbackSession,
     SessionTurn,
+    StopRequest,
 )
 from sgl_jax.mem_cache.lease import KVLease
 from tests.scheduler.driver import Driver, generate
@@ -26,10 +28,12 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
     running: str | None = None
-    max_output: int = 0  # of the running turn, where a stop string cut it short
+    last: str | None = None  # the last turn, while it can be amended
+    before_last: tuple[list[int], list[int]] = ([], [])  # tokens and turn ends
 
-    def take(self, prompt: list[int], output: list[int]) -> None:
+    def take(self, rid: str, prompt: list[int], output: list[int]) -> None:
         """A turn succeeded."""
+        self.last, self.before_last = rid, (self.tokens, self.turn_ends)
         kept = common_len(self.tokens, prompt)
         self.turn_ends = [end for end in self.turn_ends if end <= kept]
         self.tokens = prompt + output
@@ -97,11 +101,10 @@ class Conversations:
             ended.append(session_id)
             driver, prompt = self.driver, self.driver.prompts[rid]
             driver.check_tokens(rid)
-            if driver.tokens[rid]:
-                assert driver.prompt_tokens[rid] == len(prompt), rid
-                assert 0 <= driver.cached[rid] < len(prompt), rid
+            assert driver.prompt_tokens[rid] == len(prompt), rid
+            assert 0 <= driver.cached[rid] < len(prompt), rid
             if driver.finish[rid].type != "abort":
-                conversation.take(prompt, driver.tokens[rid])
+                conversation.take(rid, prompt, driver.tokens[rid])
         self.closing = {k: v for k, v in self.closing.items() if v.running is not None}
         return ended
 
@@ -110,11 +113,48 @@ class Conversations:
         for session_id, conversation in (*self.of.items(), *self.closing.items()):
             if conversation.running == rid:
                 output = self.driver.tokens[rid][:num_tokens]
-                conversation.take(self.driver.prompts[rid], output)
+                conversation.take(rid, self.driver.prompts[rid], output)
                 conversation.running = None
                 self.closing.pop(session_id, None)
                 return session_id
         return None
+
+    def stop_late(self, session_id: str, num_tokens: int) -> bool:
+        """The front finds a stop string in the last turn, which has ended. Answers whether a turn
+        in flight was built on what is cut."""
+        conversation = self.of[session_id]
+        rid = conversation.last
+        assert rid is not None
+        end = len(self.driver.prompts[rid]) + num_tokens
+        is_cut = end < len(conversation.tokens)
+        turn = SessionTurn(id=session_id)
+        self.driver.events.stop(StopRequest(rid=rid, num_output_tokens=num_tokens, session=turn))
+        self.driver.collect()
+        if is_cut:
+            conversation.tokens = conversation.tokens[:end]
+            conversation.turn_ends = [*conversation.turn_ends[:-1], end]
+        return is_cut and self._was_refused(conversation)
+
+    def abort_late(self, session_id: str) -> bool:
+        """The client of the last turn, which has ended, has gone without seeing that. Answers
+        whether there was a turn in flight, which was built on it."""
+        conversation = self.of[session_id]
+        rid, conversation.last = conversation.last, None
+        assert rid is not None
+        turn = SessionTurn(id=session_id)
+        self.driver.events.abort(AbortRequest(rid=rid, session=turn))
+        self.driver.collect()
+        conversation.tokens, conversation.turn_ends = conversation.before_last
+        return self._was_refused(conversation)
+
+    def _was_refused(self, conversation: Conversation) -> bool:
+        rid, conversation.running = conversation.running, None
+        if rid is None:
+            return False
+        finish = self.driver.finish[rid]
+        assert (finish.type, finish.status_code) == ("abort", 400), rid
+        assert "whose end its client had not seen" in (finish.message or "")
+        return True
 
     def close(self, session_id: str) -> None:
         reply = self.driver.session(CloseSession(rid="", session_id=session_id))
@@ -128,6 +168,8 @@ class Conversations:
         reply = self.driver.session(message)
         assert reply.ok, reply.message
         conversation = self.of[session_id]
+        if num_turns < len(conversation.turn_ends):
+            conversation.last = None
         conversation.turn_ends = conversation.turn_ends[:num_turns]
         conversation.tokens = conversation.tokens[: [0, *conversation.turn_ends][-1]]
         assert reply.data == {"num_turns": num_turns, "num_tokens": len(conversation.tokens)}
@@ -145,9 +187,12 @@ class Conversations:
         reply: Reply = self.driver.session(ListSessions(rid=""))
         return {entry["session_id"]: entry for entry in reply.data["sessions"]}
 
+    def listed_streaming(self) -> dict[str, dict[str, object]]:
+        return {key: entry for key, entry in self.listed().items() if entry["streaming"]}
+
     def check(self) -> None:
         """The scheduler's sessions are the model's, and remember what they should."""
-        listed = self.listed()
+        listed = self.listed_streaming()
         assert set(listed) == set(self.of) | set(self.closing)
         for session_id, conversation in (*self.of.items(), *self.closing.items()):
             entry = listed[session_id]

@@ -3,6 +3,7 @@
 import pytest
 
 from sgl_jax.core.messages import (
+    AbortRequest,
     CloseSession,
     ForkSession,
     ListSessions,
@@ -11,7 +12,9 @@ from sgl_jax.core.messages import (
     SessionTurn,
     StopRequest,
 )
+from sgl_jax.scheduler import regular_session
 from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.regular_session import RegularSession
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
@@ -44,6 +47,21 @@ class Tree:
         assert self.driver.finish[name].status_code == 400
         assert words in (self.driver.finish[name].message or "")
         assert self.described() == before
+
+    def amend(self, name: str, num_output_tokens: int | None) -> None:
+        """Its client saw that turn end there, or (None) saw nothing of its end."""
+        turn = SessionTurn(id="t", name=name)
+        if num_output_tokens is None:
+            self.driver.events.abort(AbortRequest(rid=name, session=turn))
+        else:
+            stop = StopRequest(rid=name, num_output_tokens=num_output_tokens, session=turn)
+            self.driver.events.stop(stop)
+        self.driver.collect()
+
+    def session(self) -> RegularSession:
+        session = self.driver.scheduler._sessions.book.find("t")
+        assert isinstance(session, RegularSession)
+        return session
 
     def described(self) -> dict[str, object]:
         (entry,) = self.driver.session(ListSessions(rid="q")).data["sessions"]
@@ -88,6 +106,53 @@ def test_replacing_drops_what_followed() -> None:
     tree.say("g", [8], [], replace=True)
     assert tree.described()["num_turns"] == 1
     tree.refused("h", "has no turn 'a'", [7], rid="a")
+
+
+def test_a_turn_may_take_the_name_of_one_that_it_replaces() -> None:
+    """So an answer is generated anew under the name that it has."""
+    tree = Tree()
+    first = tree.say("1", [1, 2, 3], [], name="a")
+    tree.say("2", [4], first, rid="a", name="b")
+    again = tree.say("3", [5], first, rid="a", name="b", replace=True)
+    tree.say("4", [6], again, rid="b", name="c")
+    tree.refused("5", "has a turn 'a'", [7], rid="a", name="a", replace=True)
+    tree.refused("6", "has a turn 'c'", [7], rid="a", name="c")
+    tree.begin("7", [8], first, rid="a", name="b", replace=True)
+    tree.begin("8", [9], first, rid="a", name="b", replace=True)  # the other runs on, unlisted
+    tree.driver.run()
+    assert tree.described()["num_turns"] == 2
+    tree.say("9", [1], [*first, 9, *tree.driver.tokens["8"]], rid="b")
+
+
+def test_a_chain_of_turns_keeps_no_token_twice() -> None:
+    tree = Tree()
+    history: list[int] = []
+    parent: dict[str, object] = {}
+    for number in range(12):
+        history = tree.say(f"{number}", [number, 1], history, **parent)
+        parent = {"rid": f"{number}"}
+    branch = tree.say("branch", [7], history[:10], rid="11", offset=10)
+    kept = [node.num_kept for node in tree.session()._nodes.values()]
+    assert kept == [5] * 12 + [len(branch) - 10]
+    assert tree.session()._num_kept == sum(kept)
+    tree.say("all gone", [7], [], replace=True)
+    assert tree.session()._num_kept == 4
+
+
+def test_a_session_keeps_only_so_many_turns_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Tree()
+    first = tree.say("a", [1, 2, 3], [])
+    tree.say("b", [4], first, rid="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(regular_session, "MAX_TURNS", 2)
+        tree.refused("c", "2 turns and", [5], rid="b")
+        tree.say("b2", [5], first, rid="a", replace=True, name="c")
+    with monkeypatch.context() as patch:
+        patch.setattr(regular_session, "MAX_KEPT_TOKENS", 12)
+        tree.refused("d", "2 turns that keep 10 tokens", [6] * 3, rid="c")
+        tree.say("e", [6] * 2, [*first, 5, *tree.driver.tokens["b2"]], rid="c")
+        tree.say("f", [6] * 12, [], replace=True)
+    tree.say("g", [7], [], rid=None)
 
 
 def test_a_bos_is_dropped_where_something_stands_before_it() -> None:
@@ -136,6 +201,45 @@ def test_a_stop_string_found_after_the_turn_had_ended_cuts_its_output() -> None:
     tree.driver.events.stop(StopRequest(rid="a", num_output_tokens=1, session=turn))
     assert tree.described()["num_tokens"] == 4
     tree.say("b", [4], first[:4], rid="first")
+
+
+def test_what_continues_a_turn_that_is_cut_late_keeps_what_it_has_read() -> None:
+    """If it has ended: its client has the answer. In flight it is refused, as if it had come
+    before the end. One that read no more than what stands is none of that."""
+    tree = Tree()
+    first = tree.say("a", [1, 2, 3], [])
+    second = tree.say("b", [4], first, rid="a")
+    tree.begin("wrong", [5], first, rid="a")
+    tree.begin("right", [6], first[:4], rid="a", offset=4)
+    tree.begin("also right", [7], first[:3], rid="a", drop_previous_output=True)
+    tree.amend("a", 1)
+    assert tree.driver.finish["wrong"].status_code == 400
+    tree.driver.run()
+    for name in ("right", "also right"):
+        assert tree.driver.finish[name].type == "length"
+        tree.driver.check_tokens(name)
+    assert tree.described()["num_turns"] == 4
+    tree.say("c", [8], second, rid="b")
+    tree.say("d", [8], first[:4], rid="a")
+    assert tree.session()._num_kept == sum(n.num_kept for n in tree.session()._nodes.values())
+
+
+def test_a_turn_whose_end_nobody_saw_never_was_unless_another_has_continued_it() -> None:
+    tree = Tree()
+    first = tree.say("a", [1, 2, 3], [])
+    second = tree.say("b", [4], first, rid="a")
+    tree.say("c", [5], second, rid="b")
+    tree.begin("d", [6], second, rid="b")
+    tree.amend("b", None)  # too late
+    tree.driver.run()
+    assert tree.driver.finish["d"].type == "length"
+    tree.begin("e", [7], [1], rid="c", offset=1)
+    tree.amend("c", None)
+    assert tree.driver.finish["e"].status_code == 400
+    tree.amend("d", None)
+    tree.driver.abort("b")  # whoever asks by name is there, and sees the end
+    assert tree.described()["num_turns"] == 2
+    tree.say("c2", [5], second, rid="b", name="c")
 
 
 def test_a_turn_that_fails_leaves_the_tree_as_it_was() -> None:

@@ -83,6 +83,50 @@ def test_a_session_is_closed_when_it_was_idle_for_too_long() -> None:
     s.close_all()
 
 
+def test_a_tick_looks_only_at_sessions_whose_time_may_be_over() -> None:
+    s = talk()
+    book = s.driver.scheduler._sessions.book
+    looked: list[str] = []
+
+    class Watched(dict[str, float]):
+        def __getitem__(self, session_id: str) -> float:
+            looked.append(session_id)
+            return super().__getitem__(session_id)
+
+    for i in range(20):
+        s.open(f"{i}", timeout_s=10.0 + i)
+    book._used_at = Watched()
+    s.driver.tick(100.0)
+    assert len(looked) == 20
+    looked.clear()
+    for now in range(101, 110):
+        s.driver.tick(now)
+    assert looked == []
+    s.say("0", [1])
+    s.driver.tick(110.0)
+    assert looked == []  # not yet over, even if it had not been used
+    s.driver.tick(112.0)
+    assert sorted(looked) == ["0", "1"]
+    assert set(s.listed()) == {"s", "0", *(f"{i}" for i in range(2, 20))}
+    s.driver.tick(120.0)
+    s.driver.tick(120.5)
+    assert "0" not in s.listed()
+
+
+def test_a_session_of_the_same_name_has_a_time_of_its_own() -> None:
+    s = talk()
+    s.open("short", timeout_s=5.0)
+    s.driver.tick(100.0)
+    s.close("short")
+    s.open("short", timeout_s=50.0)
+    s.driver.tick(103.0)
+    s.driver.tick(140.0)
+    s.check()
+    s.driver.tick(153.5)
+    assert set(s.listed()) == {"s"}
+    assert not s.driver.scheduler.needs_ticks
+
+
 def test_time_does_not_run_back() -> None:
     s = talk()
     s.open("short", timeout_s=5.0)

@@ -189,6 +189,50 @@ def test_a_memory_that_is_rebuilt_leaves_what_was_said(monkeypatch: pytest.Monke
     go_on(s, s.of["s"].tokens)
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+@pytest.mark.parametrize("is_retracted", [False, True])
+def test_a_turn_that_ends_before_its_first_token_reports_its_whole_prompt_like_others(
+    num_steps: int, is_retracted: bool
+) -> None:
+    s = talk()
+    s.say("s", [1, 2, 3])
+    history = s.of["s"].tokens
+    rid = s.begin("s", NEW, 20)
+    for _ in range(num_steps):
+        s.driver.step()
+    if is_retracted and num_steps:
+        s.driver.retract(rid)
+    s.driver.abort(rid)
+    assert s.driver.tokens[rid] == []
+    assert s.driver.prompt_tokens[rid] == len(history) + len(NEW)
+    go_on(s, history)
+
+
+# -- lengths -----------------------------------------------------------------------------------
+
+
+def test_a_length_that_nobody_asked_for_gives_way_to_the_history() -> None:
+    """As for a plain request, whose prompt the front can count."""
+    s = talk()
+    limit = s.driver.scheduler.sizes.max_request_tokens
+    assert limit == 256
+    s.say("s", [1] * 240, 4)
+    before = s.driver.scheduler.memory_views()
+    rid = s.begin("s", [2] * 4, 128)
+    assert s.driver.finish[rid].status_code == 400
+    rid = s.begin("s", [2] * 4, 128, is_length_default=True, min_new_tokens=9)
+    assert "248 prompt tokens and 9 to generate" in (s.driver.finish[rid].message or "")
+    assert s.driver.scheduler.memory_views() == before
+    rid = s.say("s", [2] * 4, 128, is_length_default=True, min_new_tokens=8)
+    assert (s.driver.finish[rid].type, len(s.driver.tokens[rid])) == ("length", 8)
+    rid = s.begin("s", [3], 128, is_length_default=True)
+    assert s.driver.finish[rid].status_code == 400  # there is no room for even one
+    s.roll_back("s", 1)
+    rid = s.say("s", [3], 3, is_length_default=True)
+    assert len(s.driver.tokens[rid]) == 3
+    s.close_all()
+
+
 # -- refusals ----------------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """Random conversations among random events: every session remembers what it should, no more.
 
-The machine of `test_state_machine.py`, with all its rules, and those of sessions. A model that
-knows nothing of memory (`conversations.py`) says what each session's history must be.
+The machine of `test_state_machine.py`, with all its rules, and those of sessions. Models that
+know nothing of memory say what each streaming session must remember (`conversations.py`), and
+which tree of turns each regular one must be (`turn_trees.py`).
 """
 
 import os
@@ -16,6 +17,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
 from tests.scheduler.conversations import Conversations
 from tests.scheduler.test_state_machine import MAX_QUEUED, STEMS, SchedulerMachine, run_machine
+from tests.scheduler.turn_trees import TurnTrees
 
 MAX_SESSIONS = 6
 TIMEOUT_S = 8.0
@@ -26,7 +28,7 @@ class SessionMachine(SchedulerMachine):
 
     @initialize(
         dp_size=st.integers(1, 4),
-        page_size=st.sampled_from([1, 4, 16]),
+        page_size=st.sampled_from([1, 4, 16, 256]),
         pool_tokens=st.sampled_from([48, 80, 128]),
         num_rows=st.integers(3, 7),
         chunk=st.sampled_from([1, 3, 8, 16]),
@@ -77,18 +79,20 @@ class SessionMachine(SchedulerMachine):
             max_sessions=MAX_SESSIONS,
         )
         self.talk = Conversations(self.driver)
+        self.trees = TurnTrees(self.driver)
         self.num_opened = 0
         self.timed: dict[str, float | None] = {}  # session -> used at; None: since the last tick
         # Of turns in flight: sessions evicted before them, and tokens that their slot held.
         self.slot_at_begin: dict[str, tuple[int, int]] = {}
         for _ in range(2):
             self.open(is_timed=False)
+        self.open_tree()
 
     # -- what clients do --------------------------------------------------------------------
 
     @rule(is_timed=st.booleans())
     def open(self, is_timed: bool) -> None:
-        if len(self.talk.of) + len(self.talk.closing) == MAX_SESSIONS:
+        if self.is_full():
             return
         session_id = f"s{self.num_opened}"
         self.num_opened += 1
@@ -96,16 +100,24 @@ class SessionMachine(SchedulerMachine):
         if is_timed:
             self.timed[session_id] = None
 
+    def open_tree(self) -> None:
+        session_id = f"t{self.num_opened}"
+        self.num_opened += 1
+        self.trees.open(session_id)
+
+    def is_full(self) -> bool:
+        kinds = (self.talk.of, self.talk.closing, self.trees.of, self.trees.closing)
+        return sum(map(len, kinds)) == MAX_SESSIONS
+
     @rule(seed=st.integers(0, 2**32), count=st.integers(1, 5))
     def turns(self, seed: int, count: int) -> None:
         rng = random.Random(seed)
         for _ in range(count):
             if self.talk.of:
-                self.turn(rng)
+                self.turn(rng, rng.choice(list(self.talk.of)))
 
-    def turn(self, rng: random.Random) -> None:
+    def turn(self, rng: random.Random, session_id: str) -> None:
         driver, sizes = self.driver, self.driver.scheduler.sizes
-        session_id = rng.choice(list(self.talk.of))
         conversation = self.talk.of[session_id]
         was_running = conversation.running
         history = conversation.tokens
@@ -114,10 +126,14 @@ class SessionMachine(SchedulerMachine):
         if is_whole:
             new = history[: rng.randrange(len(history) + 1)] + new[rng.randrange(2) :]
         max_new_tokens, num_stop_ids = rng.randint(1, 10), rng.choice([0, 0, 3])
+        is_length_default = rng.random() < 0.2
         prompt = new if is_whole else history + new
         lease = self.talk.lease(session_id)
         is_full = driver.scheduler.num_waiting >= MAX_QUEUED
         has_logprobs = rng.random() < 0.15
+        dp_rank = rng.randrange(sizes.dp_size) if rng.random() < 0.15 else None
+        home = self.home(session_id)
+        is_elsewhere = dp_rank is not None and home is not None and dp_rank != home
         rid = self.talk.begin(
             session_id,
             new,
@@ -125,9 +141,14 @@ class SessionMachine(SchedulerMachine):
             turn=SessionTurn(id=session_id, is_whole=is_whole),
             logprob_start_len=rng.randrange(len(prompt) + 2) if has_logprobs else -1,
             stop_token_ids=tuple(range(num_stop_ids)),
+            dp_rank=dp_rank,
+            is_length_default=is_length_default,
         )
-        fits = len(prompt) + max_new_tokens <= sizes.max_request_tokens
-        assert (rid in driver.finish) == (is_full or not fits or was_running is not None)
+        room = sizes.max_request_tokens - len(prompt)
+        if is_length_default:
+            max_new_tokens = max(min(max_new_tokens, room), 1)
+        is_refused = is_full or max_new_tokens > room or was_running is not None or is_elsewhere
+        assert (rid in driver.finish) == is_refused
         if was_running is not None:
             conversation.running = was_running
         elif rid not in driver.finish:
@@ -137,6 +158,100 @@ class SessionMachine(SchedulerMachine):
                 self.slot_at_begin[rid] = num_evicted, lease.kv_committed_len
         self.arrived_s[rid] = self.now_s
         self.num_tokens_wanted[rid] = self.expected_count(prompt, max_new_tokens, num_stop_ids, 0)
+
+    def home(self, session_id: str) -> int | None:
+        """The rank that holds the session's lease."""
+        ranks = self.driver.scheduler.ranks
+        return next((r.dp_rank for r in ranks if r.memory.cache.holds(session_id)), None)
+
+    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 4))
+    def turns_of_trees(self, seed: int, count: int) -> None:
+        self.settle()
+        rng = random.Random(seed)
+        for _ in range(count):
+            if self.trees.of:
+                self.turn_of_tree(rng)
+            elif not self.is_full():
+                self.open_tree()
+
+    def turn_of_tree(self, rng: random.Random) -> None:
+        driver, sizes = self.driver, self.driver.scheduler.sizes
+        turn = self.trees.draw(rng, rng.choice(list(self.trees.of)))
+        new = rng.choice(STEMS)[: rng.choice([0, 0, 12])] + rng.choices([40, 41], k=2)
+        prompt, max_new_tokens = self.trees.history(turn) + new, rng.randint(1, 6)
+        fits = len(prompt) + max_new_tokens <= sizes.max_request_tokens
+        is_full = driver.scheduler.num_waiting >= MAX_QUEUED
+        is_refused = is_full or not fits or self.trees.is_refused(turn)
+        rid = self.trees.begin(turn, new, max_new_tokens)
+        assert (rid in driver.finish) == is_refused
+        self.arrived_s[rid] = self.now_s
+        self.num_tokens_wanted[rid] = max_new_tokens
+
+    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 3))
+    def amend(self, seed: int, count: int) -> None:
+        """Clients of turns that have ended saw them end earlier, or went and saw nothing; some
+        have sent the next turn without having seen the end."""
+        rng = random.Random(seed)
+        for _ in range(count):
+            self.settle()
+            if rng.random() < 0.7:
+                self.turns_to_amend(rng)
+            self.amend_one(rng)
+            self.amend_tree(rng)
+
+    def turns_to_amend(self, rng: random.Random) -> None:
+        """Some, that have a chance to end."""
+        if self.talk.of:
+            self.turn(rng, rng.choice(list(self.talk.of)))
+        if self.trees.of:
+            self.turn_of_tree(rng)
+        for _ in range(rng.randrange(15)):
+            self.driver.step()
+        self.settle()
+
+    def amend_one(self, rng: random.Random) -> None:
+        ended = [key for key, each in self.talk.of.items() if each.last is not None]
+        if not ended:
+            return
+        session_id = rng.choice(ended)
+        conversation = self.talk.of[session_id]
+        if conversation.running is None and rng.random() < 0.5:
+            self.turn(rng, session_id)
+            for _ in range(rng.choice([0, 0, 1, 3])):
+                self.driver.step()
+            self.settle()
+        rid = conversation.running
+        if rng.random() < 0.5:
+            was_refused = self.talk.abort_late(session_id)
+        else:
+            prompt_len = len(self.driver.prompts[conversation.last or ""])
+            num_output_tokens = len(conversation.tokens) - prompt_len
+            was_refused = self.talk.stop_late(session_id, rng.randint(1, num_output_tokens))
+        if was_refused:
+            self.note_use(session_id)
+            self.slot_at_begin.pop(rid or "", None)
+
+    def amend_tree(self, rng: random.Random) -> None:
+        ended = [
+            (session_id, name)
+            for session_id, tree in self.trees.of.items()
+            for name, turn in tree.items()
+            if turn.output
+        ]
+        if not ended:
+            return
+        session_id, name = rng.choice(ended)
+        if rng.random() < 0.5:
+            self.trees.abort_late(session_id, name)
+        else:
+            output = self.trees.of[session_id][name].output or []
+            self.trees.stop_late(session_id, name, rng.randint(1, len(output)))
+
+    @precondition(lambda self: self.trees.of)
+    @rule(data=st.data())
+    def close_tree(self, data: st.DataObject) -> None:
+        self.settle()
+        self.trees.close(data.draw(st.sampled_from(sorted(self.trees.of))))
 
     @precondition(lambda self: self.talk.of)
     @rule(data=st.data())
@@ -168,7 +283,7 @@ class SessionMachine(SchedulerMachine):
     def fork(self, data: st.DataObject) -> None:
         self.settle()
         idle = [key for key, each in sorted(self.talk.of.items()) if each.running is None]
-        if not idle or len(self.talk.of) + len(self.talk.closing) == MAX_SESSIONS:
+        if not idle or self.is_full():
             return
         session_id, new_session_id = data.draw(st.sampled_from(idle)), f"s{self.num_opened}"
         self.num_opened += 1
@@ -194,7 +309,7 @@ class SessionMachine(SchedulerMachine):
         for session_id, used_at in list(self.timed.items()):
             self.timed[session_id] = used_at = self.now_s if used_at is None else used_at
             is_idle = self.talk.of[session_id].running is None
-            if is_idle and self.now_s - used_at > TIMEOUT_S:
+            if is_idle and used_at + TIMEOUT_S < self.now_s:
                 del self.timed[session_id], self.talk.of[session_id]
 
     def note_use(self, session_id: str) -> None:
@@ -210,11 +325,13 @@ class SessionMachine(SchedulerMachine):
                 self.note_use(session_id)
         for session_id in self.talk.settle():
             self.note_use(session_id)
+        self.trees.settle(self.stopped)
         for rid in list(self.slot_at_begin):
             if rid not in driver.prompt_tokens:
                 continue
             num_evicted, num_held = self.slot_at_begin.pop(rid)
-            if driver.scheduler.counters()["sessions_evicted"] == num_evicted:
+            is_untouched = driver.scheduler.counters()["sessions_evicted"] == num_evicted
+            if is_untouched and driver.tokens[rid]:
                 assert driver.cached[rid] == num_held
 
     @invariant()
@@ -223,11 +340,15 @@ class SessionMachine(SchedulerMachine):
             return
         self.settle()
         self.talk.check()
+        self.check_trees()
         for rank in self.driver.scheduler.ranks:
             view, memory = rank.memory.view(), rank.memory
             assert view.free_rows + view.session_rows + len(rank.running) == view.total_rows
             assert view.leased_pages >= 0
             idle = [lease for _, lease in memory.cache.idle()]
+            kept = {page for lease in idle for page in lease.pages(view.page_size).tolist()}
+            share = self.driver.scheduler.config.session_memory_fraction
+            assert len(kept) <= int(share * view.total_pages)
             assert view.session_held_pages == sum(
                 len(lease.pages(view.page_size, lease.cache_protected_len)) for lease in idle
             )
@@ -238,10 +359,18 @@ class SessionMachine(SchedulerMachine):
                 num_ahead = lease.kv_allocated_len - lease.kv_committed_len
                 assert num_ahead <= 3 * (1 + self.driver.scheduler.sizes.max_draft_tokens)
 
+    def check_trees(self) -> None:
+        listed = self.talk.listed().items()
+        self.trees.check({key: entry for key, entry in listed if not entry["streaming"]})
+
     def come_to_rest(self) -> None:
         self.settle()
         self.talk.check()
+        self.check_trees()
         assert not self.talk.closing
+        assert not self.trees.closing
+        for session_id in list(self.trees.of):
+            self.trees.close(session_id)
         self.talk.close_all()
 
 

@@ -166,6 +166,19 @@ def test_idle_sessions_hold_no_more_than_their_share(
     s.close_all()
 
 
+@pytest.mark.parametrize(("fraction", "num_kept"), [(0.45, 4), (0.4, 3), (0.35, 2), (0.25, 0)])
+def test_a_page_that_idle_sessions_share_counts_once(fraction: float, num_kept: int) -> None:
+    """Four sessions: five pages that all of them read, and one of each one's own, of 21."""
+    s = talk(page_size=4, pool_tokens=80, session_memory_fraction=fraction)
+    s.say("s", list(range(20)), 2)
+    for name in ("a", "b", "c"):
+        s.fork("s", name)
+        s.say(name, [ord(name) % 50], 2)
+    assert s.driver.scheduler.memory_views()[0].session_rows == num_kept
+    assert s.driver.scheduler.counters()["requests_retracted"] == 0
+    s.close_all()
+
+
 def test_a_session_that_goes_back_after_an_abort_is_held_to_the_share_as_well() -> None:
     s = talk(page_size=4, pool_tokens=64, use_radix_cache=False, session_memory_fraction=0.4)
     s.say("s", [1] * 10, 5)

@@ -114,6 +114,25 @@ def test_a_stop_string_cuts_the_history_where_it_was_found(
     s.close_all()
 
 
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_an_idle_session_holds_nothing_of_what_was_generated_past_a_stop_string(
+    num_drafts: int,
+) -> None:
+    """However late the front has found it."""
+    s = talk(page_size=1, num_drafts=num_drafts)
+    rid = s.begin("s", [4, 5], 40)
+    while len(s.driver.tokens[rid]) < 12:
+        s.driver.step()
+    s.driver.events.stop(StopRequest(rid=rid, num_output_tokens=2))
+    s.stopped(rid, 2)
+    lease = s.lease("s")
+    assert lease is not None
+    assert lease.kv_committed_len == lease.kv_allocated_len == len(s.of["s"].tokens) == 4
+    s.run()
+    s.say("s", [6])
+    s.close_all()
+
+
 @pytest.mark.parametrize("num_kept", [1, 2, 4])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("radix", [False, True])
@@ -121,15 +140,13 @@ def test_a_stop_string_found_after_the_turn_had_ended_cuts_the_history_all_the_s
     num_kept: int, page_size: int, radix: bool
 ) -> None:
     s = talk(page_size=page_size, use_radix_cache=radix)
-    s.say("s", [1, 2, 3])
-    rid = s.say("s", [4, 5], 4)
-    stop = StopRequest(rid=rid, num_output_tokens=num_kept, session=SessionTurn(id="s"))
-    s.driver.events.stop(stop)
-    conversation = s.of["s"]
-    conversation.tokens = conversation.tokens[: 9 + num_kept]
-    conversation.turn_ends[-1] = 9 + num_kept
+    first = s.say("s", [1, 2, 3])
+    s.say("s", [4, 5], 4)
+    assert not s.stop_late("s", num_kept)
+    assert len(s.of["s"].tokens) == 9 + num_kept
     s.check()
-    s.driver.events.stop(StopRequest(rid="s.0", num_output_tokens=1, session=stop.session))
+    turn = SessionTurn(id="s")
+    s.driver.events.stop(StopRequest(rid=first, num_output_tokens=1, session=turn))
     s.check()  # too late: another turn has followed
     s.say("s", [6])
     s.close_all()
@@ -157,7 +174,7 @@ def test_a_leading_bos_is_not_said_twice() -> None:
     message = generate("a", [49, 1], 2, session=turn)
     s.driver.submit(message)
     s.driver.run()
-    s.of["s"].take([49, 1], s.driver.tokens["a"])
+    s.of["s"].take("a", [49, 1], s.driver.tokens["a"])
     history = s.of["s"].tokens
     s.driver.submit(generate("b", [49, 2], 2, session=turn))
     s.driver.run()

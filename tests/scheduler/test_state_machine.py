@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sizes = make_sizes(
             dp_size=dp_size,
             page_size=page_size,
-            num_pages=1 + pool_tokens // page_size,
+            num_pages=1 + max(pool_tokens // page_size, 3),
             num_rows=num_rows,
             max_step_tokens=10,
             max_prompt_logprob_tokens=5,

@@ -1,0 +1,236 @@
+"""A tree of turns, keyed by the names that their client gave them.
+
+A turn keeps what it adds, not what it continues: the history before it is that of its parent, cut
+at some length. So a chain of turns takes as much memory as its last one has tokens.
+"""
+
+import numpy as np
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import AbortRequest, OpenSession, SessionTurn, StopRequest
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.scheduler.turn_prompt import NO_TOKENS, append_turn
+
+# What one session may keep on the host; a client that wants more replaces turns, or opens another.
+MAX_TURNS = 16_384
+MAX_KEPT_TOKENS = 1 << 22  # 16 MiB
+
+
+class _Node:
+    """A turn: the first `kept_len` tokens of its parent, then `added`, then its output.
+
+    `output` is None while it runs.
+    """
+
+    __slots__ = ("added", "children", "kept_len", "name", "output", "parent", "rid")
+
+    def __init__(
+        self, rid: str, name: str, parent: "_Node | None", kept_len: int, added: Int32Array
+    ) -> None:
+        self.rid = rid
+        self.name = name
+        self.parent = parent
+        self.kept_len = kept_len
+        self.added = added
+        self.output: Int32Array | None = None
+        self.children: dict[str, _Node] = {}  # by name
+
+    @property
+    def prompt_len(self) -> int:
+        return self.kept_len + len(self.added)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_len + self.num_output_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return 0 if self.output is None else len(self.output)
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that it keeps itself."""
+        return len(self.added) + self.num_output_tokens
+
+    def tokens(self, length: int) -> Int32Array:
+        """The first `length` of its tokens, output included, collected from its ancestors."""
+        parts: list[Int32Array] = []
+        node: _Node | None = self
+        while length and node is not None:
+            if node.output is not None and length > node.prompt_len:
+                parts.append(node.output[: length - node.prompt_len])
+            if length > node.kept_len:
+                parts.append(node.added[: length - node.kept_len])
+            length, node = min(length, node.kept_len), node.parent
+        return np.concatenate(parts[::-1]) if parts else NO_TOKENS
+
+
+class RegularSession:
+    """A tree of turns, keyed by the names that the client gave them."""
+
+    def __init__(self, opened: OpenSession) -> None:
+        self.session_id = opened.session_id
+        self.capacity = opened.capacity_of_str_len
+        self.timeout_s = opened.timeout_s
+        self.num_running = 0  # turns of the tree in flight
+        self._nodes: dict[str, _Node] = {}
+        self._in_flight: dict[str, _Node] = {}  # by request id, also those replaced meanwhile
+        self._num_kept = 0  # tokens, over all nodes
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the longest finished branch."""
+        finished = (node for node in self._nodes.values() if node.output is not None)
+        return max((node.num_tokens for node in finished), default=0)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the tree that have finished."""
+        return len(self._nodes) - self.num_running
+
+    def compose(self, rid: str, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
+        """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
+        if turn.is_whole:
+            raise InvalidRequestError(
+                f"session {self.session_id!r} is a regular one: only a streaming session finds "
+                "by itself what is new in a conversation",
+                "session_id",
+            )
+        parent = None if turn.rid is None else self._finished(turn.rid)
+        dropped = self._below(parent) if turn.replace else {}
+        name = turn.name or rid
+        if name in self._nodes and name not in dropped:
+            raise InvalidRequestError(f"session {self.session_id!r} has a turn {name!r}", "rid")
+        self._require_room(len(input_ids), dropped)
+        history = NO_TOKENS if parent is None else parent.tokens(_kept_len(parent, turn))
+        return append_turn(history, input_ids, turn)
+
+    def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
+        """A turn starts, with the prompt that `compose` made."""
+        parent = None if turn.rid is None else self._nodes[turn.rid]
+        if turn.replace:
+            self._drop(parent)
+        kept_len = 0 if parent is None else _kept_len(parent, turn)
+        node = _Node(rid, turn.name or rid, parent, kept_len, prompt[kept_len:].copy())
+        self._nodes[node.name] = self._in_flight[rid] = node
+        self.num_running += 1
+        self._num_kept += node.num_kept
+        if parent is not None:
+            parent.children[node.name] = node
+
+    def end(self, rid: str, tokens: Int32Array | None) -> None:
+        """A turn ended; one that failed leaves the tree as if it had never been."""
+        node = self._in_flight.pop(rid)
+        if self._nodes.get(node.name) is not node:
+            return  # replaced while it ran
+        if tokens is None:
+            self._remove(node)
+        else:
+            node.output = tokens[node.prompt_len :].copy()
+            self.num_running -= 1
+            self._num_kept += node.num_output_tokens
+
+    def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
+        """Turns in flight whose prompt has what `message` takes from a turn that has ended."""
+        node = self._amendable(message)
+        if node is None:
+            return []
+        standing = -1  # though it took no token of it, a turn cannot continue one that never was
+        if isinstance(message, StopRequest):
+            standing = node.prompt_len + message.num_output_tokens
+        children = node.children.values()
+        return [c.rid for c in children if c.output is None and c.kept_len > standing]
+
+    def amend(self, message: StopRequest | AbortRequest) -> None:
+        """A turn ends where its client saw it end, or never was; none is running on it.
+
+        Turns that have continued it meanwhile stand as they are: a cut does not reach them, and
+        one that has them can no longer be taken out.
+        """
+        node = self._amendable(message)
+        if node is None:
+            return
+        if isinstance(message, AbortRequest):
+            self._remove(node)
+            return
+        assert node.output is not None
+        before = sum(each.num_kept for each in (node, *node.children.values()))
+        standing = node.prompt_len + message.num_output_tokens
+        for child in node.children.values():
+            if child.kept_len > standing:
+                child.added = np.concatenate([node.tokens(child.kept_len)[standing:], child.added])
+                child.kept_len = standing
+        node.output = node.output[: message.num_output_tokens].copy()
+        self._num_kept -= before
+        self._num_kept += sum(each.num_kept for each in (node, *node.children.values()))
+
+    def _amendable(self, message: StopRequest | AbortRequest) -> _Node | None:
+        """The turn that `message` is about, if it has ended well and can still be amended."""
+        name = message.rid if message.session is None else message.session.name or message.rid
+        node = self._nodes.get(name)
+        if node is None or node.rid != message.rid or node.output is None:
+            return None
+        if isinstance(message, StopRequest):
+            return node if message.num_output_tokens < len(node.output) else None
+        is_continued = any(child.output is not None for child in node.children.values())
+        return None if is_continued else node
+
+    def _finished(self, name: str) -> _Node:
+        node = self._nodes.get(name)
+        if node is None:
+            raise InvalidRequestError(
+                f"session {self.session_id!r} has no turn {name!r}", "session_params"
+            )
+        if node.output is None:
+            raise InvalidRequestError(
+                f"turn {name!r} of session {self.session_id!r} has not finished", "session_params"
+            )
+        return node
+
+    def _require_room(self, num_new: int, dropped: dict[str, _Node]) -> None:
+        """Raise `InvalidRequestError` if the session would keep too much, but for `dropped`."""
+        num_kept = self._num_kept - sum(node.num_kept for node in dropped.values())
+        if len(self._nodes) - len(dropped) < MAX_TURNS and num_kept + num_new <= MAX_KEPT_TOKENS:
+            return
+        raise InvalidRequestError(
+            f"session {self.session_id!r} has {self.num_turns} turns that keep {self._num_kept} "
+            f"tokens; {MAX_TURNS} turns and {MAX_KEPT_TOKENS} tokens are the most: replace some, "
+            "or open another session",
+            "session_params",
+        )
+
+    def _below(self, node: _Node | None) -> dict[str, _Node]:
+        """All descendants of a turn, or all turns, by name."""
+        if node is None:
+            return self._nodes
+        below: dict[str, _Node] = {}
+        stack = [node]
+        while stack:
+            children = stack.pop().children
+            below.update(children)
+            stack.extend(children.values())
+        return below
+
+    def _drop(self, parent: _Node | None) -> None:
+        """Forget the descendants of a turn, or all turns; what still runs goes on unlisted."""
+        dropped = dict(self._below(parent))
+        for name, node in dropped.items():
+            del self._nodes[name]
+            self.num_running -= node.output is None
+            self._num_kept -= node.num_kept
+        if parent is not None:
+            parent.children.clear()
+
+    def _remove(self, node: _Node) -> None:
+        """Forget a turn that nothing continues."""
+        del self._nodes[node.name]
+        self.num_running -= node.output is None
+        self._num_kept -= node.num_kept
+        if node.parent is not None:
+            node.parent.children.pop(node.name, None)
+
+
+def _kept_len(parent: _Node, turn: SessionTurn) -> int:
+    """Tokens of `parent` that a turn goes on with; an offset below 0 counts from their end."""
+    length = parent.prompt_len if turn.drop_previous_output else parent.num_tokens
+    return len(range(length)[: turn.offset or None])

@@ -1,0 +1,174 @@
+"""An append-only conversation: a list of tokens that each successful turn makes longer."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import AbortRequest, OpenSession, SessionTurn, StopRequest
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.scheduler.turn_prompt import NO_TOKENS, append_turn
+
+
+class Turn(NamedTuple):
+    """A turn that succeeded: its request, how the client calls it, the tokens of its prompt
+    (history and all), and where the history stood when it ended."""
+
+    rid: str
+    name: str
+    prompt_len: int
+    num_tokens: int
+
+
+class _Replaced(NamedTuple):
+    """What the last turn put itself in the place of: a whole conversation need not append."""
+
+    rid: str  # of that turn
+    kept_len: int  # tokens that it went on with
+    tokens: Int32Array  # of the history before it, behind them
+    turns: list[Turn]  # that had ended behind them
+
+
+class StreamingSession:
+    """An append-only conversation. `tokens` is its history up to its last successful turn."""
+
+    def __init__(self, opened: OpenSession) -> None:
+        self.session_id = opened.session_id
+        self.capacity = opened.capacity_of_str_len
+        self.timeout_s = opened.timeout_s
+        self.tokens = NO_TOKENS
+        self.turns: list[Turn] = []
+        self._replaced: _Replaced | None = None
+        self._running: str | None = None
+        self._name = ""  # of the running turn
+        self._pending: Int32Array = NO_TOKENS  # the prompt of the running turn, whole
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the history."""
+        return len(self.tokens)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that succeeded."""
+        return len(self.turns)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in flight: one, or none."""
+        return int(self._running is not None)
+
+    def compose(self, rid: str, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
+        """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
+        if self._running is not None:
+            raise InvalidRequestError(
+                f"session {self.session_id!r} has request {self._name!r} in flight",
+                "session_params",
+            )
+        _require_plain_append(self, turn)
+        return append_turn(NO_TOKENS if turn.is_whole else self.tokens, input_ids, turn)
+
+    def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
+        """A turn starts, with the prompt that `compose` made."""
+        self._running, self._name, self._pending = rid, turn.name or rid, prompt
+
+    def kept_len(self) -> int:
+        """Tokens that the running turn's prompt and the history before it have in common."""
+        size = min(len(self.tokens), len(self._pending))
+        differing = np.flatnonzero(self.tokens[:size] != self._pending[:size])
+        return int(differing[0]) if len(differing) else size
+
+    def end(self, rid: str, tokens: Int32Array | None) -> None:
+        """The running turn ended, with all its tokens if it succeeded, else with None."""
+        assert self._running == rid, f"{rid} is not the turn in flight of {self.session_id}"
+        if tokens is not None:
+            kept = self.kept_len()
+            turns = [turn for turn in self.turns if turn.num_tokens <= kept]
+            self._replaced = _Replaced(
+                rid, kept, self.tokens[kept:].copy(), self.turns[len(turns) :]
+            )
+            self.turns = [*turns, Turn(rid, self._name, len(self._pending), len(tokens))]
+            self.tokens = tokens.copy()
+        self._running, self._pending = None, NO_TOKENS
+
+    def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
+        """The running turn, if its prompt has what `message` takes from the turn before it."""
+        if self._running is None or self._len_after(message) == self.num_tokens:
+            return []
+        return [self._running]
+
+    def amend(self, message: StopRequest | AbortRequest) -> int | None:
+        """The last turn ends where its client saw it end, or never was; no turn is running on it.
+
+        Returns to how many tokens what was computed for the session still fits; None if nothing
+        changes, as when another turn has succeeded since.
+        """
+        fitting = self._len_after(message)
+        if fitting == self.num_tokens:
+            return None
+        assert self._running is None, "a turn runs on what is amended"
+        self.tokens = self.tokens[:fitting]
+        if isinstance(message, StopRequest):
+            self.turns[-1] = self.turns[-1]._replace(num_tokens=fitting)
+        else:
+            assert self._replaced is not None
+            self.tokens = np.concatenate([self.tokens, self._replaced.tokens])
+            self.turns = [*self.turns[:-1], *self._replaced.turns]
+            self._replaced = None
+        return fitting
+
+    def roll_back(self, num_turns: int) -> None:
+        """Forget all but the first `num_turns` turns."""
+        if not 0 <= num_turns <= len(self.turns):
+            raise InvalidRequestError(
+                f"session {self.session_id!r} has {len(self.turns)} turns, it cannot go back to "
+                f"{num_turns}",
+                "num_turns",
+            )
+        self.turns = self.turns[:num_turns]
+        self.tokens = self.tokens[: self.turns[-1].num_tokens if self.turns else 0]
+
+    def fork(self, new_session_id: str) -> "StreamingSession":
+        """Another session with the same history."""
+        opened = OpenSession(
+            rid="",
+            session_id=new_session_id,
+            streaming=True,
+            capacity_of_str_len=self.capacity,
+            timeout_s=self.timeout_s,
+        )
+        other = StreamingSession(opened)
+        other.tokens, other.turns = self.tokens, list(self.turns)
+        return other
+
+    def _len_after(self, message: StopRequest | AbortRequest) -> int:
+        """Tokens of the history that stand when `message` on its last turn is heeded."""
+        if not self.turns or self.turns[-1].rid != message.rid:
+            return self.num_tokens
+        if isinstance(message, StopRequest):
+            return min(self.num_tokens, self.turns[-1].prompt_len + message.num_output_tokens)
+        if self._replaced is None or self._replaced.rid != message.rid:
+            return self.num_tokens  # rolled back to since: a turn had followed it
+        return self._replaced.kept_len
+
+
+def _require_plain_append(session: StreamingSession, turn: SessionTurn) -> None:
+    """Raise `InvalidRequestError` if a turn asks a streaming session for more than to append."""
+    for name, asked in (
+        ("replace", turn.replace),
+        ("drop_previous_output", turn.drop_previous_output),
+        ("offset", turn.offset != 0),
+    ):
+        if asked:
+            raise InvalidRequestError(
+                f"session {session.session_id!r} is a streaming one: it only appends, without "
+                f"{name}; use /rollback_session or /fork_session",
+                "session_params",
+            )
+    last = session.turns[-1].name if session.turns else None
+    if turn.rid is not None and turn.rid != last:
+        raise InvalidRequestError(
+            f"session {session.session_id!r} is a streaming one: it appends to its last turn "
+            f"({last!r}), not to {turn.rid!r}",
+            "session_params",
+        )

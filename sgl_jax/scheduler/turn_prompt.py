@@ -1,0 +1,17 @@
+"""What a turn adds to a history, put behind it."""
+
+import numpy as np
+
+from sgl_jax.core.messages import SessionTurn
+from sgl_jax.core.step_plan import Int32Array
+
+NO_TOKENS: Int32Array = np.zeros(0, np.int32)
+NO_TOKENS.flags.writeable = False
+
+
+def append_turn(history: Int32Array, input_ids: list[int], turn: SessionTurn) -> Int32Array:
+    """`history` and the turn's tokens, int32; without a leading BOS where it would be a second."""
+    new = np.array(input_ids, np.int32)
+    if len(history) and len(new) and turn.bos_token_id is not None and new[0] == turn.bos_token_id:
+        new = new[1:]
+    return np.concatenate([history, new])
