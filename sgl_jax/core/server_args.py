@@ -68,6 +68,11 @@ class ServerArgs:
         "whether each rank holds all weights or gathers them layer by layer",
         ("replicated", "data"),
     )
+    attention_backend: str = _arg(
+        "auto",
+        "the TPU's kernel, simulated on a CPU, or XLA everywhere; auto is pallas on TPU, else xla",
+        ("auto", "pallas", "xla"),
+    )
 
     # Memory
     page_size: int = _arg(16, "tokens per KV page")

@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 
 from sgl_jax.kernels.ragged_paged_attention.interface import (
     AttentionBatch,
-    attention_implementation,
+    RaggedPagedAttention,
 )
 from sgl_jax.layers.layer_weights import project
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
@@ -51,10 +51,11 @@ class Attention(nnx.Module):
         dtype: DTypeLike,
         qkv_bias: bool = False,
         qk_norm_eps: float | None = None,
+        attend: RaggedPagedAttention,
         sliding_window: int | None = None,
-        attention_backend: str = "auto",
     ) -> None:
-        """`num_kv_heads` counts copies (`replicated_kv_heads`); `qk_norm_eps` adds Q, K norms."""
+        """`num_kv_heads` counts copies (`replicated_kv_heads`); `qk_norm_eps` adds Q, K norms;
+        `attend` is the kernel."""
         heads = (num_kv_heads, num_heads // num_kv_heads + 2, head_dim)
         self.qkv = parameter((hidden_size, *heads), dtype, None, TENSOR_AXIS)
         self.qkv_bias = parameter(heads, dtype, TENSOR_AXIS) if qkv_bias else None
@@ -62,7 +63,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
         self.output = parameter((num_heads * head_dim, hidden_size), dtype, TENSOR_AXIS)
         self.sliding_window = sliding_window
-        self.attention_backend = attention_backend
+        self.attend = attend
 
     def __call__(
         self,
@@ -76,8 +77,7 @@ class Attention(nnx.Module):
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        attend = attention_implementation(self.attention_backend)
-        out, kv_cache = attend(
+        out, kv_cache = self.attend(
             rotate(q, by),
             rotate(k, by),
             v,

@@ -3,8 +3,6 @@
 Every implementation has the signature of `RaggedPagedAttention` and is judged by `reference`.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Protocol
 
 import jax
@@ -14,7 +12,14 @@ from sgl_jax.kernels.ragged_paged_attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )
 
-__all__ = ["AttentionBatch", "RaggedPagedAttention", "attention_implementation"]
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "AttentionBatch",
+    "RaggedPagedAttention",
+    "attention_implementation",
+]
+
+ATTENTION_BACKENDS = ("auto", "pallas", "xla")
 
 
 class RaggedPagedAttention(Protocol):
@@ -57,19 +62,17 @@ class RaggedPagedAttention(Protocol):
         ...
 
 
-_IMPLEMENTATIONS: Mapping[str, RaggedPagedAttention] = MappingProxyType(
-    {"xla": xla_ragged_paged_attention}
-)
+def attention_implementation(backend: str, platform: str) -> RaggedPagedAttention:
+    """Who answers on `platform` ("cpu", "gpu", "tpu"): the one place that chooses.
 
-
-def attention_implementation(attention_backend: str = "auto") -> RaggedPagedAttention:
-    """Return the implementation called `attention_backend`; "auto" chooses by platform.
+    "auto" is "xla" everywhere; "pallas" is the TPU kernel, which a CPU simulates, slowly.
 
     Raises:
-        ValueError: no implementation has that name; the message lists those that exist.
+        ValueError: the backend is unknown, or cannot run on that platform.
     """
-    name = "xla" if attention_backend == "auto" else attention_backend
-    if name not in _IMPLEMENTATIONS:
-        known = ", ".join(["auto", *sorted(_IMPLEMENTATIONS)])
-        raise ValueError(f"attention_backend must be one of {known}, got {attention_backend!r}")
-    return _IMPLEMENTATIONS[name]
+    if backend not in ATTENTION_BACKENDS:
+        known = ", ".join(ATTENTION_BACKENDS)
+        raise ValueError(f"--attention-backend must be one of {known}, got {backend!r}")
+    if backend == "pallas":
+        raise ValueError("--attention-backend pallas: there is no Pallas kernel yet")
+    return xla_ragged_paged_attention

@@ -117,7 +117,7 @@ def attend(problem, sliding_window, soft_cap):
         TOKENS,
         MAX_DRAFTS,
     )
-    return attention_implementation("xla")(
+    return attention_implementation("xla", "cpu")(
         problem.q,
         problem.k,
         problem.v,
@@ -193,5 +193,5 @@ def test_the_cache_is_updated_in_place():
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"auto, xla, got 'cuda'"):
-        attention_implementation("cuda")
+    with pytest.raises(ValueError, match=r"auto, pallas, xla, got 'cuda'"):
+        attention_implementation("cuda", "cpu")
