@@ -41,9 +41,10 @@ def row_table_shapes(sizes: EngineSizes, mesh: Mesh) -> Any:
     num_rows = sizes.dp_size * sizes.num_rows
     sharding = NamedSharding(mesh, TABLE_SPEC)
     shapes = ((num_rows, sizes.max_context_len), (num_rows,), (num_rows, PACKED_WIDTH))
-    return RowTables(
-        *(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes)
-    )
+    tables: list[Any] = [
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes
+    ]
+    return RowTables(*tables)
 
 
 def make_row_tables(sizes: EngineSizes, mesh: Mesh) -> RowTables:
