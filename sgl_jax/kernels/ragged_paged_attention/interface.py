@@ -3,6 +3,7 @@
 Every implementation has the signature of `RaggedPagedAttention` and is judged by `reference`.
 """
 
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -65,7 +66,8 @@ class RaggedPagedAttention(Protocol):
 def attention_implementation(backend: str, platform: str) -> RaggedPagedAttention:
     """Who answers on `platform` ("cpu", "gpu", "tpu"): the one place that chooses.
 
-    "auto" is "xla" everywhere; "pallas" is the TPU kernel, which a CPU simulates, slowly.
+    "auto" is "pallas" on a TPU and "xla" elsewhere. "pallas" is the TPU's kernel; a CPU simulates
+    it with its DMAs and semaphores, slowly.
 
     Raises:
         ValueError: the backend is unknown, or cannot run on that platform.
@@ -73,6 +75,20 @@ def attention_implementation(backend: str, platform: str) -> RaggedPagedAttentio
     if backend not in ATTENTION_BACKENDS:
         known = ", ".join(ATTENTION_BACKENDS)
         raise ValueError(f"--attention-backend must be one of {known}, got {backend!r}")
-    if backend == "pallas":
-        raise ValueError("--attention-backend pallas: there is no Pallas kernel yet")
-    return xla_ragged_paged_attention
+    if backend == "xla" or (backend == "auto" and platform != "tpu"):
+        return xla_ragged_paged_attention
+    # Here and not above: who does not use Pallas does not wait for its import.
+    from jax.experimental.pallas import tpu as pltpu
+
+    from sgl_jax.kernels.ragged_paged_attention.tpu import (
+        ragged_paged_attention as tpu_ragged_paged_attention,
+    )
+
+    if platform == "tpu":
+        return tpu_ragged_paged_attention
+    if platform == "cpu":
+        return partial(tpu_ragged_paged_attention, interpret=pltpu.InterpretParams())
+    raise ValueError(
+        f"--attention-backend pallas runs on a TPU and is simulated on a CPU; on a {platform} "
+        "choose xla"
+    )
