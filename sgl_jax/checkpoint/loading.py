@@ -84,7 +84,9 @@ def load_stacked(
         params = dummy_params(shapes, shardings, config.initializer_range, seed)
     elif load_format == "orbax":
         stored = parameter_shapes(build_model(config, BuildOptions(dtype=dtype)))
-        params = load_orbax(folder, stored, shapes, shardings)
+        params = load_orbax(
+            folder, stored, shapes, shardings, (config.num_kv_heads, config.head_dim)
+        )
     else:
         kv_heads = replicated_kv_heads(
             config.num_heads, config.num_kv_heads, mesh.shape[TENSOR_AXIS]

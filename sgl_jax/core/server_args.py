@@ -190,9 +190,11 @@ def _flag(name: str) -> str:
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, environment: Mapping[str, str] | None = None
+    parser: argparse.ArgumentParser,
+    environment: Mapping[str, str] | None = None,
+    only: Sequence[str] | None = None,
 ) -> None:
-    """Add one flag per field of `ServerArgs`; booleans are switches.
+    """Add one flag per field of `ServerArgs`, or for those in `only`; booleans are switches.
 
     Args:
         environment: where the variables that fields name (`env`) are looked up; they stand for
@@ -203,6 +205,8 @@ def add_arguments(
         ValueError: a variable cannot be read.
     """
     for setting in dataclasses.fields(ServerArgs):
+        if only is not None and setting.name not in only:
+            continue
         default = _default(setting, environment or {})
         help_text = setting.metadata["help"]
         if setting.metadata["env"]:
