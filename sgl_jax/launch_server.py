@@ -1,4 +1,7 @@
-"""The command line: `python -m sgl_jax.launch_server --model-path X`, or `sgl-jax serve ...`."""
+"""The command line: `python -m sgl_jax.launch_server --model-path X`, or `sgl-jax serve ...`.
+
+`sgl-jax plan ...` is the planner (`sgl_jax.plan`).
+"""
 
 import logging
 import sys
@@ -9,8 +12,13 @@ from sgl_jax.server.lifecycle import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve a model; returns the exit code. The word `serve` may stand first."""
+    """Serve a model, or do what the first word says; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["plan"]:
+        # Here and not above: a server does not wait for the planner's imports.
+        from sgl_jax.plan.command import main as plan
+
+        return plan(words[1:])
     if words[:1] == ["serve"]:
         words = words[1:]
     args = parse_server_args(words)

@@ -7,7 +7,15 @@ its parameters, so one table serves all.
 from collections.abc import Callable, Iterable
 
 from sgl_jax.checkpoint.paths import Path
-from sgl_jax.checkpoint.sources import GroupedHeads, Padded, Plain, Source, Stacked, Transposed
+from sgl_jax.checkpoint.sources import (
+    GroupedHeads,
+    MergedHeads,
+    Padded,
+    Plain,
+    Source,
+    Stacked,
+    Transposed,
+)
 from sgl_jax.models.config import ModelConfig
 
 # Tensors some checkpoints carry that no parameter needs.
@@ -54,7 +62,8 @@ def _layer_sources(config: ModelConfig, num_kv_heads: int) -> dict[Path, Callabl
         def source(layer: int) -> Source:
             q, k, v = (f"model.layers.{layer}.self_attn.{x}_proj.{kind}" for x in "qkv")
             heads = (config.num_heads, config.num_kv_heads, num_kv_heads)
-            return GroupedHeads(q, k, v, inputs, *heads, head_dim)
+            grouped = GroupedHeads(q, k, v, inputs, *heads, head_dim)
+            return MergedHeads(grouped) if inputs else grouped
 
         return source
 
@@ -77,11 +86,11 @@ def _layer_sources(config: ModelConfig, num_kv_heads: int) -> dict[Path, Callabl
 def _mlp_sources(config: ModelConfig) -> dict[Path, Callable[[int], Source]]:
     hidden, moe = config.hidden_size, config.moe
 
-    def gate_up(prefix: str, width: int) -> Source:
-        gate, up = (
-            Transposed(f"{prefix}.{x}_proj.weight", (hidden, width)) for x in ("gate", "up")
-        )
-        return Stacked([gate, up], axis=1)
+    def gate(prefix: str, width: int) -> Source:
+        return Transposed(f"{prefix}.gate_proj.weight", (hidden, width))
+
+    def up(prefix: str, width: int) -> Source:
+        return Transposed(f"{prefix}.up_proj.weight", (hidden, width))
 
     def down(prefix: str, width: int) -> Source:
         return Transposed(f"{prefix}.down_proj.weight", (width, hidden))
@@ -89,7 +98,8 @@ def _mlp_sources(config: ModelConfig) -> dict[Path, Callable[[int], Source]]:
     if moe is None:
         width = config.intermediate_size
         return {
-            ("mlp", "gate_up"): lambda layer: gate_up(f"model.layers.{layer}.mlp", width),
+            ("mlp", "gate"): lambda layer: gate(f"model.layers.{layer}.mlp", width),
+            ("mlp", "up"): lambda layer: up(f"model.layers.{layer}.mlp", width),
             ("mlp", "down"): lambda layer: down(f"model.layers.{layer}.mlp", width),
         }
 
@@ -105,6 +115,7 @@ def _mlp_sources(config: ModelConfig) -> dict[Path, Callable[[int], Source]]:
         ("mlp", "router"): lambda layer: Transposed(
             f"model.layers.{layer}.mlp.gate.weight", (hidden, moe.num_experts)
         ),
-        ("mlp", "gate_up"): each_expert(gate_up),
+        ("mlp", "gate"): each_expert(gate),
+        ("mlp", "up"): each_expert(up),
         ("mlp", "down"): each_expert(down),
     }

@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from sgl_jax.checkpoint.dummy import dummy_params
@@ -15,13 +13,13 @@ from sgl_jax.checkpoint.hf_loading import load_safetensors
 from sgl_jax.checkpoint.orbax_format import PARAMS_FOLDER, load_orbax
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.layer_weights import separate_matrices
-from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
-from sgl_jax.layers.parameter import ParamTree, parameter_shapes, partition_specs
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS
+from sgl_jax.layers.parameter import ParamTree, parameter_shapes
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.placement import place_model
 from sgl_jax.models.registry import BuildOptions, build_model
 
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
-WEIGHT_SHARDINGS = ("replicated", "data")
 
 
 def load_model(
@@ -42,10 +40,8 @@ def load_model(
         mesh: axes 'data' and 'tensor'.
         dtype: of all parameters, whatever the checkpoint holds.
         load_format: one of `LOAD_FORMATS`; "auto" looks at what the folder holds.
-        weight_sharding: "replicated" gives each data-parallel rank all of its layers' weights;
-            "data" splits them over the ranks and gathers each layer's when it runs.
+        weight_sharding, attention_backend: see `models.placement.place_model`.
         seed: of dummy weights.
-        attention_backend: see `kernels.ragged_paged_attention.interface`.
 
     Returns:
         graphdef: `nnx.merge(graphdef, params)` is the model.
@@ -76,22 +72,11 @@ def load_stacked(
     attention_backend: str = "auto",
 ) -> tuple[Any, ParamTree]:
     """As `load_model`, with every layer weight stacked on axis 0 whatever the platform."""
-    _require("load_format", load_format, LOAD_FORMATS)
-    _require("weight_sharding", weight_sharding, WEIGHT_SHARDINGS)
-    tp_size = mesh.shape[TENSOR_AXIS]
-    options = BuildOptions(
-        dtype=dtype,
-        tp_size=tp_size,
-        data_shards=mesh.shape[DATA_AXIS] if weight_sharding == "data" else 1,
-        attention_backend=attention_backend,
-    )
-    model = build_model(config, options)
-    shapes = parameter_shapes(model)
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        partition_specs(model),
-        is_leaf=lambda leaf: isinstance(leaf, P),
-    )
+    if load_format not in LOAD_FORMATS:
+        known = ", ".join(LOAD_FORMATS)
+        raise ValueError(f"load_format must be one of {known}, got {load_format!r}")
+    graphdef, shapes = place_model(config, mesh, dtype, weight_sharding, attention_backend)
+    shardings = jax.tree.map(lambda declared: declared.sharding, shapes)
     folder = Path(model_path)
     if load_format == "auto":
         load_format = _detect_format(folder)
@@ -99,16 +84,15 @@ def load_stacked(
         params = dummy_params(shapes, shardings, config.initializer_range, seed)
     elif load_format == "orbax":
         stored = parameter_shapes(build_model(config, BuildOptions(dtype=dtype)))
-        params = load_orbax(folder, stored, shapes, shardings)
+        params = load_orbax(
+            folder, stored, shapes, shardings, (config.num_kv_heads, config.head_dim)
+        )
     else:
-        kv_heads = replicated_kv_heads(config.num_heads, config.num_kv_heads, tp_size)
+        kv_heads = replicated_kv_heads(
+            config.num_heads, config.num_kv_heads, mesh.shape[TENSOR_AXIS]
+        )
         params = load_safetensors(folder, config, shapes, shardings, kv_heads)
-    return nnx.graphdef(model), params
-
-
-def _require(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    return graphdef, params
 
 
 def _detect_format(folder: Path) -> str:

@@ -5,7 +5,9 @@ on any: each chip reads its own part of most parameters, and the few that a mesh
 are read whole and changed on the device.
 """
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,11 @@ def save_orbax(folder: Path, params: ParamTree) -> None:
 
 
 def load_orbax(
-    folder: Path, stored: ParamTree, wanted: ParamTree, shardings: ParamTree
+    folder: Path,
+    stored: ParamTree,
+    wanted: ParamTree,
+    shardings: ParamTree,
+    kv_heads: tuple[int, int],
 ) -> ParamTree:
     """Read parameters into `shardings`, cast to the types in `wanted`.
 
@@ -39,6 +45,7 @@ def load_orbax(
         stored: shapes of the model built for one chip, which is how it was saved.
         wanted: shapes of the model built for the mesh.
         shardings: `NamedSharding`s of the same tree.
+        kv_heads: how many KV heads the stored model has, and their size.
 
     Raises:
         CheckpointError: naming every parameter that is missing, unexpected or of a wrong shape.
@@ -59,19 +66,23 @@ def load_orbax(
         restored = flatten(checkpointer.restore(path, unflatten(targets)))
     return unflatten(
         {
-            name: _fit(name, array, wanted_flat[name].shape, placed[name])
+            name: _fit(name, array, wanted_flat[name].shape, placed[name], kv_heads)
             for name, array in restored.items()
         }
     )
 
 
 def _fit(
-    name: ParamPath, array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding
+    name: ParamPath,
+    array: jax.Array,
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    kv_heads: tuple[int, int],
 ) -> jax.Array:
     """Pad the vocabulary or copy KV heads, as the mesh asks, where `array` is not of `shape`."""
     if array.shape == shape:
         return array
-    change = _copy_kv_heads if name[-1] in ("qkv", "qkv_bias") else _pad
+    change = partial(_copy_kv_heads, kv_heads) if name[-1] in ("qkv", "qkv_bias") else _pad
     fitted: jax.Array = jax.jit(change, static_argnums=1, out_shardings=sharding)(array, shape)
     return fitted
 
@@ -80,12 +91,20 @@ def _pad(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(array, [(0, b - a) for a, b in zip(array.shape, shape, strict=True)])
 
 
-def _copy_kv_heads(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """[..., kv_heads, group + 2, head_dim] to more KV heads with smaller groups."""
-    copies = shape[-3] // array.shape[-3]
-    q, kv = array[..., :-2, :], array[..., -2:, :]
-    q = q.reshape(*shape[:-2], shape[-2] - 2, shape[-1])
-    return jnp.concatenate([q, jnp.repeat(kv, copies, axis=-3)], axis=-2)
+def _copy_kv_heads(stored: tuple[int, int], array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A weight or bias of `layers.attention` for more KV heads with smaller groups.
+
+    `stored` is how many KV heads `array` has, and their size.
+    """
+    num_stored, head_dim = stored
+    inputs = array.shape[:2] if array.ndim == 3 else array.shape[:1]  # layers, and hidden
+    num_added = (math.prod(shape) - array.size) // math.prod(inputs) // (2 * head_dim)
+    num_wanted = num_stored + num_added
+    grouped = array.reshape(*inputs, num_stored, -1, head_dim)
+    q, kv = grouped[..., :-2, :], grouped[..., -2:, :]
+    q = q.reshape(*inputs, num_wanted, -1, head_dim)
+    kv = jnp.repeat(kv, num_wanted // num_stored, axis=-3)
+    return jnp.concatenate([q, kv], axis=-2).reshape(shape)
 
 
 def _metadata(checkpointer: Any, path: Path) -> ParamTree:

@@ -59,19 +59,16 @@ class Transposed:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Equal parts along a new axis: layers, experts, or gate beside up."""
+    """Equal parts along a new first axis: layers, or experts."""
 
     parts: Sequence[Source]
-    axis: int = 0
 
     def tensors(self) -> Shapes:
         return {name: shape for part in self.parts for name, shape in part.tensors().items()}
 
     def fill(self, out: NDArray[Any], index: Index, files: TensorFiles) -> None:
-        rest = (*index[: self.axis], *index[self.axis + 1 :])
-        slots = np.moveaxis(out, self.axis, 0)
-        for slot, part in zip(slots, self.parts[index[self.axis]], strict=True):
-            part.fill(slot, rest, files)
+        for slot, part in zip(out, self.parts[index[0]], strict=True):
+            part.fill(slot, index[1:], files)
 
 
 @dataclass(frozen=True)
@@ -141,6 +138,29 @@ class GroupedHeads:
         rows = slice(first * self.head_dim, stop * self.head_dim)
         tensor = files.read(name, (rows, *inputs))
         return tensor.reshape(stop - first, self.head_dim, *tensor.shape[1:])
+
+
+@dataclass(frozen=True)
+class MergedHeads:
+    """The weight of `GroupedHeads` as a matrix [in, kv_heads * (group + 2) * head_dim].
+
+    Parts of it hold whole KV heads.
+    """
+
+    part: GroupedHeads
+
+    def tensors(self) -> Shapes:
+        return self.part.tensors()
+
+    def fill(self, out: NDArray[Any], index: Index, files: TensorFiles) -> None:
+        inputs, columns = index
+        grouped = (self.part.num_heads // self.part.num_kv_heads + 2, self.part.head_dim)
+        width = grouped[0] * grouped[1]
+        assert columns.start % width == columns.stop % width == 0
+        heads = slice(columns.start // width, columns.stop // width)
+        by_head = np.empty((out.shape[0], heads.stop - heads.start, *grouped), out.dtype)
+        self.part.fill(by_head, (inputs, heads, *(slice(0, size) for size in grouped)), files)
+        out[...] = by_head.reshape(out.shape)
 
 
 def _sizes(index: Sequence[slice]) -> tuple[int, ...]:

@@ -68,6 +68,11 @@ class ServerArgs:
         "whether each rank holds all weights or gathers them layer by layer",
         ("replicated", "data"),
     )
+    attention_backend: str = _arg(
+        "auto",
+        "the TPU's kernel, simulated on a CPU, or XLA everywhere; auto is pallas on TPU, else xla",
+        ("auto", "pallas", "xla"),
+    )
 
     # Memory
     page_size: int = _arg(16, "tokens per KV page")
@@ -185,9 +190,11 @@ def _flag(name: str) -> str:
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, environment: Mapping[str, str] | None = None
+    parser: argparse.ArgumentParser,
+    environment: Mapping[str, str] | None = None,
+    only: Sequence[str] | None = None,
 ) -> None:
-    """Add one flag per field of `ServerArgs`; booleans are switches.
+    """Add one flag per field of `ServerArgs`, or for those in `only`; booleans are switches.
 
     Args:
         environment: where the variables that fields name (`env`) are looked up; they stand for
@@ -198,6 +205,8 @@ def add_arguments(
         ValueError: a variable cannot be read.
     """
     for setting in dataclasses.fields(ServerArgs):
+        if only is not None and setting.name not in only:
+            continue
         default = _default(setting, environment or {})
         help_text = setting.metadata["help"]
         if setting.metadata["env"]:

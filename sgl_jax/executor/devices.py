@@ -7,10 +7,13 @@ device is touched. Never holds an array.
 import logging
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
@@ -36,8 +39,20 @@ def make_mesh(args: ServerArgs) -> Mesh:
             f"--dp-size {args.dp_size} x --tp-size {args.tp_size} needs {args.num_devices} "
             f"devices, found {len(devices)} ({devices[0].platform})"
         )
-    grid = np.array(devices[: args.num_devices]).reshape(args.dp_size, args.tp_size)
-    return Mesh(grid, MESH_AXES)
+    return arrange_devices(devices, args.dp_size, args.tp_size)
+
+
+def arrange_devices(devices: Sequence[Any], dp_size: int, tp_size: int) -> Mesh:
+    """The mesh ('data', 'tensor') over the first dp x tp of `devices`.
+
+    When that is a whole slice of TPUs, the chips of one rank are neighbours on its interconnect.
+    """
+    if len(devices) == dp_size * tp_size > 1 and devices[0].platform == "tpu":
+        grid = mesh_utils.create_device_mesh(
+            (dp_size, tp_size), devices, allow_split_physical_axes=True
+        )
+        return Mesh(grid, MESH_AXES)
+    return Mesh(np.array(devices[: dp_size * tp_size]).reshape(dp_size, tp_size), MESH_AXES)
 
 
 def platform_of(mesh: Mesh) -> str:

@@ -10,25 +10,22 @@ from collections import deque
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from sgl_jax.checkpoint.loading import load_model
-from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Int32Array, RankPlan, RankResult, StepPlan
-from sgl_jax.executor.buckets import Bucket, Buckets, StepLimits, choose_buckets, step_limits
+from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
+from sgl_jax.executor.engine_shape import EngineShape
 from sgl_jax.executor.plan_check import check_plan, reports_prompt_logprobs
 from sgl_jax.executor.pool_size import choose_num_pages
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
 from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
 from sgl_jax.executor.step import StepState
-from sgl_jax.layers.attention import replicated_kv_heads
-from sgl_jax.mem_cache.device_pool import KVPoolLayout, make_kv_pool
+from sgl_jax.mem_cache.device_pool import make_kv_pool
 from sgl_jax.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -48,29 +45,29 @@ class ModelExecutor:
         set_compilation_cache(args.compilation_cache_dir)
         platform = platform_of(self._mesh)
         config = ModelConfig.from_path(args.model_path)
-        dtype = _resolve_dtype(args.dtype, platform)
+        shape = EngineShape.decide(args, config, platform)
         graphdef, params = load_model(
             args.model_path,
             config,
             self._mesh,
-            dtype,
+            shape.dtype,
             load_format=args.load_format,
             weight_sharding=args.weight_sharding,
             seed=args.random_seed,
+            attention_backend=args.attention_backend,
         )
         self._weights = tuple(jax.tree.leaves(params))
-        limits = step_limits(args, platform)
-        self._pool_layout = KVPoolLayout(
-            num_layers=config.num_layers,
-            num_kv_heads=replicated_kv_heads(config.num_heads, config.num_kv_heads, args.tp_size),
-            page_size=args.page_size,
-            head_dim=config.head_dim,
-            dtype=dtype if args.kv_cache_dtype == "auto" else jnp.dtype(args.kv_cache_dtype),
+        self._pool_layout = shape.pool_layout
+        self._buckets = shape.buckets
+        num_pages = choose_num_pages(
+            args,
+            shape.pool_layout,
+            self._mesh,
+            shape.limits.rows,
+            shape.pages_per_row,
+            shape.logit_bytes,
         )
-        self._buckets = choose_buckets(limits, platform)
-        self.sizes = _decide_sizes(
-            args, config, self._pool_layout, limits, self._buckets, self._mesh
-        )
+        self.sizes = shape.sizes(num_pages)
         self._state, self._row_params = self._make_state()
         self._programs = Programs(
             graphdef, params, self._state, self._row_params, self.sizes, self._mesh
@@ -81,7 +78,7 @@ class ModelExecutor:
         self.info: dict[str, Any] = {
             "model_path": args.model_path,
             "architecture": config.architecture,
-            "dtype": dtype.name,
+            "dtype": shape.dtype.name,
             "kv_cache_dtype": self._pool_layout.dtype.name,
             "platform": platform,
             "devices": [str(device) for device in self._mesh.devices.flat],
@@ -201,51 +198,6 @@ class ModelExecutor:
         tables = make_row_tables(self.sizes, self._mesh)
         pool = make_kv_pool(self._pool_layout, self.sizes.num_pages, self._mesh)
         return StepState(tables.tokens, tables.lens, pool), tables.params
-
-
-def _decide_sizes(
-    args: ServerArgs,
-    config: ModelConfig,
-    pool: KVPoolLayout,
-    limits: StepLimits,
-    buckets: Buckets,
-    mesh: Mesh,
-) -> EngineSizes:
-    """Everything the scheduler must stay within; the number of pages is what memory allows."""
-    context_len = args.context_length or config.max_position_embeddings
-    if context_len > config.max_position_embeddings:
-        raise ValueError(
-            f"--context-length {context_len} exceeds the model's own limit of "
-            f"{config.max_position_embeddings} positions"
-        )
-    pages_per_row = -(-context_len // args.page_size)
-    return EngineSizes(
-        dp_size=args.dp_size,
-        page_size=args.page_size,
-        num_pages=choose_num_pages(
-            args, pool, mesh, limits.rows, pages_per_row, _logit_bytes(limits, config.vocab_size)
-        ),
-        num_rows=limits.rows + 1,
-        max_context_len=context_len,
-        max_step_tokens=limits.tokens,
-        max_prompt_logprob_tokens=limits.prompt_logprob_tokens,
-        vocab_size=config.vocab_size,
-        step_token_shapes=tuple(bucket.tokens for bucket in buckets.plain),
-        max_draft_tokens=args.num_draft_tokens,
-    )
-
-
-def _logit_bytes(limits: StepLimits, vocab_size: int) -> int:
-    """Logits of the largest step, float32, as drawn from: given, changed, and with noise."""
-    num_slots = min(limits.tokens, limits.rows * (1 + limits.draft_tokens))
-    return 3 * 4 * num_slots * vocab_size
-
-
-def _resolve_dtype(name: str, platform: str) -> jnp.dtype:
-    """The dtype called `name`; XLA on the CPU is some 30 times slower in bfloat16."""
-    if name == "auto":
-        name = "float32" if platform == "cpu" else "bfloat16"
-    return jnp.dtype(name)
 
 
 def _idle_rank() -> RankPlan:

@@ -58,9 +58,7 @@ def choose_num_pages(
         free_bytes = min(
             _free_device_bytes(device, args.mem_fraction_static) for device in mesh.local_devices
         )
-        num_pages = (free_bytes - workspace_bytes) // (
-            layout.page_bytes // mesh.shape["tensor"]
-        ) - 1
+        num_pages = pages_that_fit(free_bytes, layout, mesh.shape["tensor"], workspace_bytes)
         reason = (
             f"--mem-fraction-static {args.mem_fraction_static} after weights and a step's logits"
         )
@@ -79,6 +77,13 @@ def choose_num_pages(
         reason,
     )
     return num_pages + 1
+
+
+def pages_that_fit(
+    free_bytes: int, layout: KVPoolLayout, tp_size: int, workspace_bytes: int
+) -> int:
+    """Pages, beside the null page, in a device's `free_bytes`; 0 or less if there is no room."""
+    return (free_bytes - workspace_bytes) // (layout.page_bytes // tp_size) - 1
 
 
 def _free_device_bytes(device: jax.Device, fraction: float) -> int:

@@ -36,11 +36,14 @@ _MAX_COMPILE_THREADS = 4
 class Programs:
     """Compiles and keeps the programs of one model on one mesh.
 
+    Only shapes, dtypes and shardings of the arrays are looked at: `jax.ShapeDtypeStruct`s with
+    shardings do as well.
+
     Args:
         graphdef: `nnx.merge(graphdef, params)` is the model.
         params: its weights, a tree of arrays that lie on the mesh as the model wants them.
-        state: token table and pool, for their shapes.
-        row_params: the parameter table, for its shape.
+        state: token table and pool.
+        row_params: the parameter table.
         sizes: of the engine.
         mesh: ('data', 'tensor').
     """
@@ -49,8 +52,8 @@ class Programs:
         self,
         graphdef: Any,
         params: Any,
-        state: StepState,
-        row_params: jax.Array,
+        state: Any,
+        row_params: Any,
         sizes: EngineSizes,
         mesh: Mesh,
     ) -> None:
@@ -71,7 +74,10 @@ class Programs:
     def step(self, bucket: Bucket) -> StepProgram:
         """The program of one bucket, compiled now if it was not."""
         if bucket not in self._steps:
-            self._steps[bucket] = self._compile_step(bucket)
+            program: Any = self.lower_step(bucket).compile(
+                compiler_options=self._compiler_options(bucket)
+            )
+            self._steps[bucket] = program
         return self._steps[bucket]
 
     def admit(self) -> AdmitProgram:
@@ -91,7 +97,8 @@ class Programs:
                     job.result()
                     progress.update()
 
-    def _compile_step(self, bucket: Bucket) -> StepProgram:
+    def lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
+        """The program of one bucket before compilation, for the mesh's chips."""
         layout = self.layout(bucket)
 
         def step(
@@ -126,12 +133,11 @@ class Programs:
         )
         controls = self._input((layout.dp_size, layout.control_words))
         page_table = self._input((layout.dp_size * layout.rows_per_rank, layout.pages_per_row))
-        program: StepProgram = (
-            jax.jit(sharded, donate_argnums=1)
-            .lower(self._weights, self._state, self._row_params, controls, page_table)
-            .compile(compiler_options=self._compiler_options(bucket))
-        )
-        return program
+        # Under the mesh kernels see which chip they are traced for, there or not.
+        with jax.set_mesh(self._mesh):
+            return jax.jit(sharded, donate_argnums=1).lower(
+                self._weights, self._state, self._row_params, controls, page_table
+            )
 
     def _compile_admit(self) -> AdmitProgram:
         def admit(tables: RowTables, piece: jax.Array) -> RowTables:
@@ -162,5 +168,5 @@ class Programs:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self._mesh, P("data")))
 
 
-def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -7,7 +7,7 @@ of one fixed size, so the program is compiled once and a long prompt takes sever
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +36,23 @@ class RowTables(NamedTuple):
     params: jax.Array  # int32[dp * num_rows, PACKED_WIDTH]
 
 
+def row_table_shapes(sizes: EngineSizes, mesh: Mesh) -> Any:
+    """The tables before they are there: `RowTables` of `jax.ShapeDtypeStruct`."""
+    num_rows = sizes.dp_size * sizes.num_rows
+    sharding = NamedSharding(mesh, TABLE_SPEC)
+    shapes = ((num_rows, sizes.max_context_len), (num_rows,), (num_rows, PACKED_WIDTH))
+    tables: list[Any] = [
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes
+    ]
+    return RowTables(*tables)
+
+
 def make_row_tables(sizes: EngineSizes, mesh: Mesh) -> RowTables:
     """Empty tables."""
-    num_rows = sizes.dp_size * sizes.num_rows
+    wanted = row_table_shapes(sizes, mesh)
 
     def zeros() -> RowTables:
-        return RowTables(
-            jnp.zeros((num_rows, sizes.max_context_len), jnp.int32),
-            jnp.zeros((num_rows,), jnp.int32),
-            jnp.zeros((num_rows, PACKED_WIDTH), jnp.int32),
-        )
+        return RowTables(*(jnp.zeros(table.shape, table.dtype) for table in wanted))
 
     tables: RowTables = jax.jit(zeros, out_shardings=NamedSharding(mesh, TABLE_SPEC))()
     return tables

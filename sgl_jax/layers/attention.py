@@ -1,12 +1,15 @@
 """Self-attention with grouped queries, its KV heads split over the tensor axis."""
 
+import math
+
 import jax
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.ragged_paged_attention.interface import (
     AttentionBatch,
-    attention_implementation,
+    RaggedPagedAttention,
 )
 from sgl_jax.layers.layer_weights import project
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
@@ -36,9 +39,10 @@ def replicated_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> int:
 class Attention(nnx.Module):
     """Rotary attention over the paged KV cache.
 
-    The projections of Q, K and V are one matrix, [hidden, kv_heads, group + 2, head_dim]: for each
-    KV head its queries, its key, its value. So the heads that belong together stay together
-    however many chips share them.
+    The projections of Q, K and V are one matrix, [hidden, kv_heads * (group + 2) * head_dim]: for
+    each KV head its queries, its key, its value. So the heads that belong together stay together
+    however many chips share them. It is a matrix and not an array of heads because a TPU would
+    copy such an array, in every step, into a layout that it can multiply.
     """
 
     def __init__(
@@ -51,18 +55,20 @@ class Attention(nnx.Module):
         dtype: DTypeLike,
         qkv_bias: bool = False,
         qk_norm_eps: float | None = None,
+        attend: RaggedPagedAttention,
         sliding_window: int | None = None,
-        attention_backend: str = "auto",
     ) -> None:
-        """`num_kv_heads` counts copies (`replicated_kv_heads`); `qk_norm_eps` adds Q, K norms."""
+        """`num_kv_heads` counts copies (`replicated_kv_heads`); `qk_norm_eps` adds Q, K norms;
+        `attend` is the kernel."""
         heads = (num_kv_heads, num_heads // num_kv_heads + 2, head_dim)
-        self.qkv = parameter((hidden_size, *heads), dtype, None, TENSOR_AXIS)
+        self.qkv = parameter((hidden_size, math.prod(heads)), dtype, None, TENSOR_AXIS)
         self.qkv_bias = parameter(heads, dtype, TENSOR_AXIS) if qkv_bias else None
+        self.heads_shape = heads[1:]
         self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
         self.output = parameter((num_heads * head_dim, hidden_size), dtype, TENSOR_AXIS)
         self.sliding_window = sliding_window
-        self.attention_backend = attention_backend
+        self.attend = attend
 
     def __call__(
         self,
@@ -76,8 +82,7 @@ class Attention(nnx.Module):
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        attend = attention_implementation(self.attention_backend)
-        out, kv_cache = attend(
+        out, kv_cache = self.attend(
             rotate(q, by),
             rotate(k, by),
             v,
@@ -92,7 +97,10 @@ class Attention(nnx.Module):
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, q_heads, head_dim], k and v [T, kv_heads, head_dim] of this chip."""
-        qkv = project(x, self.qkv)
+        # Behind the barrier the split into heads cannot reach the product: there it makes the TPU's
+        # compiler transpose the weights in every step, at eight times the product's cost.
+        qkv = lax.optimization_barrier(project(x, self.qkv))
+        qkv = qkv.reshape(x.shape[0], -1, *self.heads_shape)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...]
         q = qkv[:, :, :-2].reshape(x.shape[0], -1, qkv.shape[-1])

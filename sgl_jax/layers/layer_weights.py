@@ -71,10 +71,5 @@ def use_weight(weight: nnx.Param[Any], use: Callable[[jax.Array], jax.Array]) ->
 
 
 def project(x: jax.Array, weight: nnx.Param[Any]) -> jax.Array:
-    """x [T, in] times weight [in, *out] -> [T, *out]."""
-
-    def product(matrix: jax.Array) -> jax.Array:
-        flat = x @ matrix.reshape(matrix.shape[0], -1)
-        return flat.reshape(x.shape[0], *matrix.shape[1:])
-
-    return use_weight(weight, product)
+    """x [T, in] times weight [in, out] -> [T, out]."""
+    return use_weight(weight, lambda matrix: x @ matrix)

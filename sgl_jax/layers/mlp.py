@@ -10,16 +10,14 @@ from sgl_jax.layers.parameter import parameter
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202), gate and up in one product."""
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, dtype: DTypeLike) -> None:
-        self.gate_up = parameter(
-            (hidden_size, 2, intermediate_size), dtype, None, None, TENSOR_AXIS
-        )
+        self.gate = parameter((hidden_size, intermediate_size), dtype, None, TENSOR_AXIS)
+        self.up = parameter((hidden_size, intermediate_size), dtype, None, TENSOR_AXIS)
         self.down = parameter((intermediate_size, hidden_size), dtype, TENSOR_AXIS)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x and the result: [T, hidden]."""
-        gate_up = project(x, self.gate_up)
-        inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        inner = jax.nn.silu(project(x, self.gate)) * project(x, self.up)
         return sum_over_tensor(project(inner, self.down))

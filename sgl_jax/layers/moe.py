@@ -32,12 +32,11 @@ class MixtureOfExperts(nnx.Module):
         dtype: DTypeLike,
     ) -> None:
         self.router = parameter((hidden_size, num_experts), dtype)
-        self.gate_up = parameter(
-            (num_experts, hidden_size, 2, intermediate_size), dtype, None, None, None, TENSOR_AXIS
-        )
-        self.down = parameter(
-            (num_experts, intermediate_size, hidden_size), dtype, None, TENSOR_AXIS
-        )
+        inwards = (num_experts, hidden_size, intermediate_size)
+        outwards = (num_experts, intermediate_size, hidden_size)
+        self.gate = parameter(inwards, dtype, None, None, TENSOR_AXIS)
+        self.up = parameter(inwards, dtype, None, None, TENSOR_AXIS)
+        self.down = parameter(outwards, dtype, None, TENSOR_AXIS)
         self.num_experts = num_experts
         self.top_k = top_k
         self.norm_topk_prob = norm_topk_prob
@@ -50,8 +49,8 @@ class MixtureOfExperts(nnx.Module):
         order = jnp.argsort(experts.reshape(-1))
         group_sizes = jnp.bincount(experts.reshape(-1), length=self.num_experts).astype(jnp.int32)
         lines = x[order // self.top_k]
-        gate_up = _project_groups(lines, self.gate_up, group_sizes)
-        inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        gate = _project_groups(lines, self.gate, group_sizes)
+        inner = jax.nn.silu(gate) * _project_groups(lines, self.up, group_sizes)
         out = _project_groups(inner, self.down, group_sizes)
         out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
         out = out.reshape(num_tokens, self.top_k, hidden_size)
@@ -68,11 +67,5 @@ class MixtureOfExperts(nnx.Module):
 
 
 def _project_groups(lines: jax.Array, weight: nnx.Param[Any], group_sizes: jax.Array) -> jax.Array:
-    """lines [n, in], grouped by expert, times weight [experts, in, *out] -> [n, *out]."""
-
-    def product(matrices: jax.Array) -> jax.Array:
-        flat = matrices.reshape(*matrices.shape[:2], -1)
-        out = grouped_matmul(lines, flat, group_sizes)
-        return out.reshape(lines.shape[0], *matrices.shape[2:])
-
-    return use_weight(weight, product)
+    """lines [n, in], grouped by expert, times weight [experts, in, out] -> [n, out]."""
+    return use_weight(weight, lambda matrices: grouped_matmul(lines, matrices, group_sizes))

@@ -30,12 +30,12 @@ class KVPoolLayout(NamedTuple):
         return tokens * self.head_dim * self.dtype.itemsize
 
 
-def make_kv_pool(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Array:
-    """Zeros [layers, dp * num_pages, 2 * kv_heads, page_size, head_dim], a slice on each device.
+def kv_pool_shape(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """The pool before it is there: [layers, dp * num_pages, 2 * kv_heads, page_size, head_dim].
 
     Each chip sees [layers, num_pages, 2 * kv_heads / tp, page_size, head_dim]: its K heads, then
     its V heads; one page of one layer is contiguous. `num_pages` counts one rank's pages, the
-    null page included. Made on the devices, so the host never holds it.
+    null page included.
     """
     shape = (
         layout.num_layers,
@@ -45,5 +45,12 @@ def make_kv_pool(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Array:
         layout.head_dim,
     )
     sharding = NamedSharding(mesh, KV_POOL_SPEC)
-    pool: jax.Array = jax.jit(lambda: jnp.zeros(shape, layout.dtype), out_shardings=sharding)()
+    return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=sharding)
+
+
+def make_kv_pool(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Array:
+    """Zeros in the shape of `kv_pool_shape`, made on the devices, so the host never holds it."""
+    wanted = kv_pool_shape(layout, num_pages, mesh)
+    zeros = jax.jit(lambda: jnp.zeros(wanted.shape, wanted.dtype), out_shardings=wanted.sharding)
+    pool: jax.Array = zeros()
     return pool

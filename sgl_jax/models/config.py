@@ -62,12 +62,14 @@ class ModelConfig:
 
     @classmethod
     def from_path(cls, model_path: str | Path) -> "ModelConfig":
-        """Read `config.json` (and `generation_config.json`, if there) of a model folder.
+        """Read `config.json` (and `generation_config.json`, if there) of a model folder, or a file.
 
         Raises:
             ModelConfigError: naming the field that is missing, malformed or unsupported.
         """
         folder = Path(model_path)
+        if folder.is_file():
+            return cls.from_dict(_read_json(folder))
         if not (folder / "config.json").is_file():
             raise ModelConfigError(f"no config.json in model folder {str(folder)!r}")
         generation: Mapping[str, Any] = {}

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 from jax.typing import DTypeLike
 
+from sgl_jax.kernels.ragged_paged_attention.interface import RaggedPagedAttention
+from sgl_jax.kernels.ragged_paged_attention.xla import (
+    ragged_paged_attention as xla_ragged_paged_attention,
+)
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
@@ -22,7 +26,7 @@ class BuildOptions(NamedTuple):
     dtype: DTypeLike
     tp_size: int = 1
     data_shards: int = 1  # parts each layer's weights are split into over the data axis
-    attention_backend: str = "auto"
+    attend: RaggedPagedAttention = xla_ragged_paged_attention
 
 
 def build_model(config: ModelConfig, options: BuildOptions) -> CausalLM:
@@ -88,7 +92,7 @@ def _attention(
         qkv_bias=qkv_bias,
         qk_norm_eps=config.rms_norm_eps if qk_norm else None,
         sliding_window=config.sliding_window,
-        attention_backend=options.attention_backend,
+        attend=options.attend,
     )
 
 

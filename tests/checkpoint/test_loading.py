@@ -44,7 +44,8 @@ def qwen3(tmp_path):
 def test_q_k_and_v_lie_side_by_side_for_each_kv_head(qwen3):
     folder, tensors = qwen3
     qkv = np.asarray(load(folder)["layers", "attention", "qkv"])
-    assert qkv.shape == (2, 64, 2, 4, 32)
+    assert qkv.shape == (2, 64, 2 * 4 * 32)
+    qkv = qkv.reshape(2, 64, 2, 4, 32)
     prefix = "model.layers.1.self_attn"
     q, k, v = (tensors[f"{prefix}.{name}_proj.weight"] for name in "qkv")
     np.testing.assert_array_equal(qkv[1, :, 1, 1], q[3 * 32 : 4 * 32].T)  # second head's second
@@ -74,7 +75,8 @@ def test_kv_heads_are_copied_to_the_chips_that_need_them(qwen3):
     folder, _ = qwen3
     one, four = load(folder), load(folder, tp=4)
     qkv, copied = (np.asarray(p["layers", "attention", "qkv"]) for p in (one, four))
-    assert copied.shape == (2, 64, 4, 3, 32)
+    assert copied.shape == (2, 64, 4 * 3 * 32)
+    qkv, copied = qkv.reshape(2, 64, 2, 4, 32), copied.reshape(2, 64, 4, 3, 32)
     for head in range(4):
         np.testing.assert_array_equal(copied[:, :, head, 0], qkv[:, :, head // 2, head % 2])
         np.testing.assert_array_equal(copied[:, :, head, 1:], qkv[:, :, head // 2, 2:])

@@ -53,7 +53,7 @@ def test_rms_norm():
 def test_gated_mlp(tp):
     x = np.random.default_rng(1).normal(size=(5, 8)).astype(np.float32) / 4
     actual, params = run(GatedMLP(8, 12, jnp.float32), "__call__", x, tp=tp)
-    gate, up = np.moveaxis(np.einsum("th,hgi->tgi", x, params["gate_up"]), 1, 0)
+    gate, up = x @ params["gate"], x @ params["up"]
     np.testing.assert_allclose(actual, silu(gate) * up @ params["down"], atol=TOLERANCE)
 
 
@@ -70,7 +70,7 @@ def test_mixture_of_experts(tp, norm_topk_prob):
         chosen = np.argsort(-weights)[:2]
         total = weights[chosen].sum() if norm_topk_prob else 1.0
         for expert in chosen:
-            gate, up = np.einsum("h,hgi->gi", vector, params["gate_up"][expert])
+            gate, up = vector @ params["gate"][expert], vector @ params["up"][expert]
             out = silu(gate) * up @ params["down"][expert]
             expected[token] += out * weights[expert] / total
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
@@ -119,7 +119,8 @@ def test_stacked_layers_are_split_over_data_along_the_first_axis_that_divides():
     module = GatedMLP(6, 12, jnp.float32)
     stack_layers(module, num_layers=3, data_shards=2)
     assert partition_specs(module) == {
-        "gate_up": P(None, "data", None, "tensor"),
+        "gate": P(None, "data", "tensor"),
+        "up": P(None, "data", "tensor"),
         "down": P(None, "tensor", "data"),
     }
     assert parameter_shapes(module)["down"].shape == (3, 12, 6)
@@ -134,18 +135,18 @@ def test_a_parameter_that_does_not_divide_stays_whole_on_every_rank():
 @pytest.mark.parametrize("separate", [False, True])
 def test_each_layer_is_given_its_own_weights_however_they_lie(separate):
     rng = np.random.default_rng(0)
-    stacked = jnp.asarray(rng.normal(size=(3, 4, 2, 5)).astype(np.float32))
+    stacked = jnp.asarray(rng.normal(size=(3, 4, 5)).astype(np.float32))
     x = rng.normal(size=(6, 4)).astype(np.float32)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
     weights = {"matrix": jax.device_put(stacked, NamedSharding(mesh, P()))}
     if separate:
         separate_matrices(weights)
-        assert [array.shape for array in weights["matrix"]] == [(4, 2, 5)] * 3
+        assert [array.shape for array in weights["matrix"]] == [(4, 5)] * 3
 
     @jax.jit
     def product(weights, layer):
         return project(x, nnx.Param(weights_of_layer(weights, layer)["matrix"]))
 
     for layer in range(3):
-        expected = np.einsum("ti,ijk->tjk", x, np.asarray(stacked)[layer])
+        expected = x @ np.asarray(stacked)[layer]
         np.testing.assert_allclose(product(weights, layer), expected, atol=TOLERANCE)

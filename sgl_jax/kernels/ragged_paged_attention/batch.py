@@ -19,7 +19,7 @@ NULL_PAGE = 0
         *("page_table", "kv_starts", "q_lens", "num_decode", "num_rows"),
         *("q_offsets", "token_rows", "positions", "valid"),
     ),
-    meta_fields=("max_decode_tokens",),
+    meta_fields=("max_decode_tokens", "max_draft_tokens"),
 )
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -40,6 +40,7 @@ class AttentionBatch:
     positions: jax.Array  # int32 [T] position of each token in its request; 0 for padding
     valid: jax.Array  # bool [T] False for padding
     max_decode_tokens: int = field(metadata={"static": True})  # the decode rows' queries at most
+    max_draft_tokens: int = field(metadata={"static": True})  # of one decode row at most
 
     @classmethod
     def build(
@@ -76,4 +77,5 @@ class AttentionBatch:
             positions=jnp.where(valid, positions, 0),
             valid=valid,
             max_decode_tokens=min(num_tokens, num_slots * (1 + max_draft_tokens)),
+            max_draft_tokens=max_draft_tokens,
         )

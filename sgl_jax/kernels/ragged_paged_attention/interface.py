@@ -3,8 +3,7 @@
 Every implementation has the signature of `RaggedPagedAttention` and is judged by `reference`.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -14,7 +13,14 @@ from sgl_jax.kernels.ragged_paged_attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )
 
-__all__ = ["AttentionBatch", "RaggedPagedAttention", "attention_implementation"]
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "AttentionBatch",
+    "RaggedPagedAttention",
+    "attention_implementation",
+]
+
+ATTENTION_BACKENDS = ("auto", "pallas", "xla")
 
 
 class RaggedPagedAttention(Protocol):
@@ -57,19 +63,32 @@ class RaggedPagedAttention(Protocol):
         ...
 
 
-_IMPLEMENTATIONS: Mapping[str, RaggedPagedAttention] = MappingProxyType(
-    {"xla": xla_ragged_paged_attention}
-)
+def attention_implementation(backend: str, platform: str) -> RaggedPagedAttention:
+    """Who answers on `platform` ("cpu", "gpu", "tpu"): the one place that chooses.
 
-
-def attention_implementation(attention_backend: str = "auto") -> RaggedPagedAttention:
-    """Return the implementation called `attention_backend`; "auto" chooses by platform.
+    "auto" is "pallas" on a TPU and "xla" elsewhere. "pallas" is the TPU's kernel; a CPU simulates
+    it with its DMAs and semaphores, slowly.
 
     Raises:
-        ValueError: no implementation has that name; the message lists those that exist.
+        ValueError: the backend is unknown, or cannot run on that platform.
     """
-    name = "xla" if attention_backend == "auto" else attention_backend
-    if name not in _IMPLEMENTATIONS:
-        known = ", ".join(["auto", *sorted(_IMPLEMENTATIONS)])
-        raise ValueError(f"attention_backend must be one of {known}, got {attention_backend!r}")
-    return _IMPLEMENTATIONS[name]
+    if backend not in ATTENTION_BACKENDS:
+        known = ", ".join(ATTENTION_BACKENDS)
+        raise ValueError(f"--attention-backend must be one of {known}, got {backend!r}")
+    if backend == "xla" or (backend == "auto" and platform != "tpu"):
+        return xla_ragged_paged_attention
+    # Here and not above: who does not use Pallas does not wait for its import.
+    from jax.experimental.pallas import tpu as pltpu
+
+    from sgl_jax.kernels.ragged_paged_attention.tpu import (
+        ragged_paged_attention as tpu_ragged_paged_attention,
+    )
+
+    if platform == "tpu":
+        return tpu_ragged_paged_attention
+    if platform == "cpu":
+        return partial(tpu_ragged_paged_attention, interpret=pltpu.InterpretParams())
+    raise ValueError(
+        f"--attention-backend pallas runs on a TPU and is simulated on a CPU; on a {platform} "
+        "choose xla"
+    )

@@ -1,0 +1,1 @@
+"""Compiling an engine's steps for chips that are not there, and reading what they cost."""

@@ -1,0 +1,52 @@
+"""The programs of an engine that does not run: traced from shapes, for any mesh."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.devices import platform_of
+from sgl_jax.executor.engine_shape import EngineShape
+from sgl_jax.executor.programs import Programs
+from sgl_jax.layers.parameter import ParamTree
+from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.placement import place_model
+
+
+class EngineProgramsOnPaper(NamedTuple):
+    """An engine's programs, and the arrays they would take."""
+
+    shape: EngineShape
+    num_pages: int  # of a rank, the null page included
+    params: ParamTree  # jax.ShapeDtypeStruct, like the next two
+    state: Any
+    row_params: Any
+    programs: Programs
+
+
+def engine_programs(
+    args: ServerArgs, config: ModelConfig, mesh: Mesh, num_pages: int
+) -> EngineProgramsOnPaper:
+    """What `ModelExecutor` would make on `mesh`, with `num_pages` on each rank.
+
+    Raises ValueError as it does.
+    """
+    shape = EngineShape.decide(args, config, platform_of(mesh))
+    graphdef, params = place_model(
+        config, mesh, shape.dtype, args.weight_sharding, args.attention_backend
+    )
+    state, row_params = shape.state_shapes(num_pages, mesh)
+    programs = Programs(graphdef, params, state, row_params, shape.sizes(num_pages), mesh)
+    return EngineProgramsOnPaper(shape, num_pages, params, state, row_params, programs)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes of each device's part of a tree of `jax.ShapeDtypeStruct` with shardings, unpadded."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        size = leaf.dtype.itemsize
+        for dim in leaf.sharding.shard_shape(leaf.shape):
+            size *= dim
+        total += size
+    return total

@@ -1,0 +1,226 @@
+"""Reading what a compiled TPU program needs: memory, collectives, and the compiler's own estimate.
+
+The scheduled HLO carries `estimated_cycles` on most fusions; Pallas kernels and collectives have
+none. What runs in a loop counts as often as the loop turns, where the compiler knows that; of a
+conditional the cheapest branch counts, which in an engine's step is the one of plain greedy rows.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+import jax
+
+COLLECTIVES = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+    *("collective-permute", "collective-broadcast", "ragged-all-to-all"),
+)
+_DTYPE_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+    "s4": 0.5,
+    "u4": 0.5,
+}
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
+
+
+class Collective(NamedTuple):
+    """One kind of exchange between devices, of one shape."""
+
+    kind: str
+    shape: str  # of the result on one device, as HLO writes it
+    num_bytes: int  # of that result
+    group_size: int  # devices that take part together
+    times: int  # per step
+    in_loop: bool  # whether it runs once for each layer
+
+
+class ProgramCost(NamedTuple):
+    """What one device needs for one program; all sizes in bytes."""
+
+    argument_bytes: int
+    temp_bytes: int
+    alias_bytes: int  # arguments that are updated in place
+    output_bytes: int
+    code_bytes: int
+    estimated_cycles: int
+    collectives: tuple[Collective, ...]
+    kernels: tuple[str, ...]  # Pallas calls, each once
+
+    @property
+    def resident_bytes(self) -> int:
+        """The most a device holds while the program runs."""
+        fresh = self.output_bytes - self.alias_bytes
+        return self.argument_bytes + self.temp_bytes + fresh + self.code_bytes
+
+
+class _Instruction(NamedTuple):
+    name: str
+    shape: str
+    opcode: str
+    text: str
+
+
+def program_cost(compiled: jax.stages.Compiled) -> ProgramCost:
+    """Read a program that was compiled for TPU."""
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
+    assert memory is not None
+    assert text is not None
+    computations = _computations(text)
+    walk = _Walk(computations)
+    cycles, collectives = walk.visit("ENTRY", in_loop=False)
+    return ProgramCost(
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        estimated_cycles=cycles,
+        collectives=tuple(
+            Collective(*key[:4], times=count, in_loop=key[4])
+            for key, count in sorted(collectives.items())
+        ),
+        kernels=tuple(
+            re.sub(r"\.\d+$", "", instruction.name)
+            for instructions in computations.values()
+            for instruction in instructions
+            if 'custom_call_target="tpu_custom_call"' in instruction.text
+        ),
+    )
+
+
+# (kind, shape, bytes, group size, in a loop) -> how often
+_Counts = dict[tuple[str, str, int, int, bool], int]
+
+
+class _Walk:
+    """Sums over the computations that an entry computation reaches."""
+
+    def __init__(self, computations: dict[str, list[_Instruction]]) -> None:
+        self._computations = computations
+
+    def visit(self, name: str, in_loop: bool) -> tuple[int, _Counts]:
+        """Cycles and collectives of one run of a computation."""
+        cycles, counts = 0, _Counts()
+        for instruction in self._computations.get(name, []):
+            more_cycles, more_counts = self._of(instruction, in_loop)
+            cycles += more_cycles
+            _add(counts, more_counts)
+        return cycles, counts
+
+    def _of(self, instruction: _Instruction, in_loop: bool) -> tuple[int, _Counts]:
+        text, opcode = instruction.text, instruction.opcode
+        kind = opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            return 0, {_collective_key(instruction, kind, in_loop): 1}
+        if opcode == "while":
+            body = re.search(r"body=%([\w.-]+)", text)
+            assert body is not None
+            turns = self._turns(text)
+            cycles, counts = self.visit(body[1], in_loop=turns > 1 or in_loop)
+            return turns * cycles, {key: turns * count for key, count in counts.items()}
+        if opcode == "conditional":
+            names = re.search(r"branch_computations=\{([^}]*)\}", text)
+            branches = (
+                names[1] if names else " ".join(re.findall(r"(?:true|false)_c\w+=(%\S+)", text))
+            )
+            results = [
+                self.visit(branch, in_loop) for branch in re.findall(r"%([\w.-]+)", branches)
+            ]
+            return min(results, key=lambda result: result[0])
+        own = re.search(r'"estimated_cycles":"(\d+)"', text)
+        cycles = int(own[1]) if own else 0
+        called = re.search(r"calls=%([\w.-]+)", text) or re.search(
+            r"to_apply=%([\w.-]+)", text if opcode == "call" else ""
+        )
+        if called is None:
+            return cycles, {}
+        inner_cycles, counts = self.visit(called[1], in_loop)
+        # A fusion's estimate is of all it holds; other callers have none of their own.
+        return cycles if own or opcode == "fusion" else inner_cycles, counts
+
+    def _turns(self, loop: str) -> int:
+        """How often a loop turns, where its condition compares a counter with a constant; else 1.
+
+        The counters of this package's loops start at 0.
+        """
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop)
+        if known:
+            return int(known[1])
+        condition = re.search(r"condition=%([\w.-]+)", loop)
+        assert condition is not None
+        instructions = self._reached(condition[1])
+        compares = [i for i in instructions if "direction=LT" in i.text]
+        bounds = [
+            int(value[1])
+            for i in instructions
+            if (value := re.search(r"s32\[\]\S* constant\((\d+)\)", i.text))
+        ]
+        return bounds[0] if len(compares) == len(bounds) == 1 else 1
+
+    def _reached(self, name: str) -> list[_Instruction]:
+        found = list(self._computations.get(name, []))
+        for instruction in list(found):
+            if called := re.search(r"calls=%([\w.-]+)", instruction.text):
+                found += self._reached(called[1])
+        return found
+
+
+def _add(counts: _Counts, more: _Counts) -> None:
+    for key, count in more.items():
+        counts[key] = counts.get(key, 0) + count
+
+
+def _collective_key(
+    instruction: _Instruction, kind: str, in_loop: bool
+) -> tuple[str, str, int, int, bool]:
+    arrays = [match[0] for match in _ARRAY.finditer(instruction.shape)]
+    if instruction.opcode.endswith("-start") and len(arrays) > 1:
+        arrays = arrays[1:2]  # (operand, result, ...)
+    shape = ", ".join(arrays)
+    num_bytes = sum(_array_bytes(array) for array in arrays)
+    return kind, shape, num_bytes, _group_size(instruction.text), in_loop
+
+
+def _array_bytes(array: str) -> int:
+    match = _ARRAY.fullmatch(array)
+    assert match is not None
+    size = math.prod(int(dim) for dim in match[2].split(",") if dim)
+    return int(size * _DTYPE_BYTES[match[1]])
+
+
+def _group_size(text: str) -> int:
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
+    if listed:
+        return len(listed[1].split(","))
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", text)
+    return int(iota[1]) if iota else 1
+
+
+def _computations(text: str) -> dict[str, list[_Instruction]]:
+    """Instructions by computation; the entry's are under "ENTRY"."""
+    found: dict[str, list[_Instruction]] = {}
+    current: list[_Instruction] = []
+    for line in text.splitlines():
+        heading = _COMPUTATION.match(line)
+        if heading:
+            current = found.setdefault("ENTRY" if line.startswith("ENTRY") else heading[1], [])
+        elif match := _INSTRUCTION.match(line):
+            current.append(_Instruction(match[1], match[2], match[3], line))
+    return found

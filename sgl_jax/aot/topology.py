@@ -1,0 +1,146 @@
+"""Slices of TPUs by name, as meshes of devices that are only described.
+
+A slice is `v6e-8`, named as Google Cloud does: v5e and v6e count chips, v5p and tpu7x count
+TensorCores, two on each chip. Or its grid of chips: `v6e:2x4`.
+
+The descriptions come from libtpu, which must be installed; no TPU is touched or looked for.
+"""
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from sgl_jax.aot.chips import CHIPS, Chip
+from sgl_jax.executor.devices import arrange_devices
+
+# Chips -> grid, of the shapes that can be rented.
+_FLAT: Mapping[int, tuple[int, ...]] = MappingProxyType(
+    {
+        1: (1, 1),
+        4: (2, 2),
+        8: (2, 4),
+        16: (4, 4),
+        32: (4, 8),
+        64: (8, 8),
+        128: (8, 16),
+        256: (16, 16),
+    }
+)
+_CUBES: Mapping[int, tuple[int, ...]] = MappingProxyType(
+    {
+        1: (1, 1, 1),
+        4: (2, 2, 1),
+        8: (2, 2, 2),
+        16: (2, 2, 4),
+        32: (2, 4, 4),
+        64: (4, 4, 4),
+        128: (4, 4, 8),
+        256: (4, 8, 8),
+    }
+)
+_GRIDS = MappingProxyType({"v5e": _FLAT, "v6e": _FLAT, "v5p": _CUBES, "tpu7x": _CUBES})
+_CORES_PER_CHIP_IN_NAME = MappingProxyType({"v5e": 1, "v6e": 1, "v5p": 2, "tpu7x": 2})
+
+
+class Topology(NamedTuple):
+    """A slice: a generation and a grid of chips."""
+
+    generation: str
+    grid: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, name: str) -> "Topology":
+        """Read `v6e-8` or `v6e:2x4`. Raises ValueError, naming what there is."""
+        match = re.fullmatch(r"([a-z0-9]+)[-:](\d+(?:x\d+)*)", name)
+        if match is None or match[1] not in CHIPS:
+            known = ", ".join(CHIPS)
+            raise ValueError(f"--topology must be like v6e-8, of {known}, got {name!r}")
+        generation, shape = match[1], match[2]
+        grids = _GRIDS[generation]
+        if ":" in name:
+            grid = tuple(int(part) for part in shape.split("x"))
+            if grid not in grids.values():
+                known = ", ".join("x".join(map(str, grid)) for grid in grids.values())
+                raise ValueError(f"--topology: grids of {generation} are {known}, got {shape}")
+            return cls(generation, grid)
+        cores = _CORES_PER_CHIP_IN_NAME[generation]
+        for chips, grid in grids.items():
+            if shape == str(chips * cores):
+                return cls(generation, grid)
+        known = ", ".join(f"{generation}-{chips * cores}" for chips in grids)
+        raise ValueError(f"--topology: sizes of {generation} are {known}, got {name!r}")
+
+    @classmethod
+    def all_of(cls, generation: str) -> list["Topology"]:
+        """Every slice of a generation, the smallest first."""
+        return [cls(generation, grid) for grid in _GRIDS[generation].values()]
+
+    @property
+    def name(self) -> str:
+        """As in the cloud: `v6e-8`."""
+        return f"{self.generation}-{self.num_chips * _CORES_PER_CHIP_IN_NAME[self.generation]}"
+
+    @property
+    def chip(self) -> Chip:
+        """What one device of it can do."""
+        return CHIPS[self.generation]
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of the slice."""
+        return math.prod(self.grid)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the slice, as JAX counts."""
+        return self.num_chips * self.chip.devices_per_chip
+
+
+def topology_mesh(topology: Topology, dp_size: int, tp_size: int) -> Mesh:
+    """The mesh ('data', 'tensor') an engine would make on such a slice.
+
+    Raises:
+        RuntimeError: libtpu is not installed.
+        ValueError: the slice has fewer devices.
+    """
+    if dp_size * tp_size > topology.num_devices:
+        raise ValueError(
+            f"--dp-size {dp_size} x --tp-size {tp_size} needs {dp_size * tp_size} devices, "
+            f"{topology.name} has {topology.num_devices}"
+        )
+    return arrange_devices(_devices(topology), dp_size, tp_size)
+
+
+def has_tpu_compiler() -> bool:
+    """Whether libtpu is installed."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def _devices(topology: Topology) -> list[topologies.TopologyDescription]:
+    if not has_tpu_compiler():
+        raise RuntimeError(
+            "the TPU's compiler is not installed: pip install 'sgl-jax[tpu]' brings libtpu, which "
+            "needs no TPU to compile"
+        )
+    # Read when libtpu loads: ask no metadata server, and let other processes load it, too.
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_MIN_LOG_LEVEL", "3"),
+    ):
+        os.environ.setdefault(name, value)
+    grid = "x".join(map(str, topology.grid))
+    # A host has four chips or more, unless it is told otherwise.
+    bounds = {"chips_per_host_bounds": (1, 1, 1)} if topology.num_chips == 1 else {}
+    description = topologies.get_topology_desc(
+        platform="tpu", topology_name=f"{topology.generation}:{grid}", **bounds
+    )
+    return list(description.devices)

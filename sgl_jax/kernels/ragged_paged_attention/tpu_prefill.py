@@ -1,0 +1,620 @@
+"""Attention of prefill chunks on TPU: many queries a row, over all of the row's KV.
+
+Prefill is bound by the matrix unit, so the kernel is built around its matmuls. A block of a row's
+queries stays in vector memory while the row's keys pass by in blocks; of each KV head, the queries
+of all heads of its group are one matrix. Softmax is online (arXiv 2205.14135), in float32 and in
+powers of two; a query's greatest score is kept in all lanes, its denominator as a sum for each
+lane, so that nothing changes its layout between blocks.
+
+Keys that all queries of the block see come first, without any mask; then those on the diagonal, at
+the row's end or at the window's edge. While a block of keys is computed on, the next one is in
+flight, and the next one may be the first of the next block of queries, or of the next row.
+"""
+
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
+
+LANES = 128
+# Tokens that change between the order of memory, by token, and that of compute, by head, at once.
+TURNED_TOKENS = 16
+LOG2_E = 1.4426950408889634
+# Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
+# by exp(MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
+MASKED = -1e30
+
+
+class PrefillBlocks(NamedTuple):
+    """How much is computed on at once."""
+
+    queries: int  # tokens of a row, a multiple of 16
+    keys: int  # a multiple of 128 and of the page size
+    heads: int  # KV heads whose instructions may overlap; divides the number of KV heads
+
+
+class _Shape(NamedTuple):
+    """The static sizes of one call."""
+
+    kv_heads: int
+    group: int  # queries per KV head
+    page_size: int
+    head_dim: int
+    blocks: PrefillBlocks
+
+    @property
+    def block_pages(self) -> int:
+        return self.blocks.keys // self.page_size
+
+    @property
+    def head_rows(self) -> int:
+        """Queries of one KV head in a block."""
+        return self.group * self.blocks.queries
+
+
+class _Options(NamedTuple):
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+
+class _Scalars(NamedTuple):
+    """The rows of the step, in scalar memory."""
+
+    sizes: Any  # int32 [3]: layer, num_decode, num_rows
+    kv_starts: Any  # int32 [B]
+    q_offsets: Any  # int32 [B + 1]
+
+    @property
+    def layer(self) -> jax.Array:
+        return self.sizes[0]
+
+    def q_len(self, row: Any) -> jax.Array:
+        return self.q_offsets[row + 1] - self.q_offsets[row]
+
+    def kv_len(self, row: Any) -> jax.Array:
+        """Tokens in the cache, this step's included."""
+        return self.kv_starts[row] + self.q_len(row)
+
+
+class _Buffers(NamedTuple):
+    """Memory of the kernel; B rows, of which only prefill rows are looked at."""
+
+    kv_hbm: Any  # [layers, pages, 2 * kv_heads, page_size, head_dim]
+    table_hbm: Any  # int32 [B, 1, table_width]
+    tokens_hbm: Any  # [T, q_heads, head_dim] queries, and in their place the result
+    next_rows: Any  # int32 [B + 1] scalar memory: the next row that has queries, or B
+    table: Any  # int32 [2, 1, table_width] scalar memory: page ids of this row and the next
+    kv: Any  # [2, block_pages, 2 * kv_heads, page_size, head_dim]
+    q_arriving: Any  # [queries, q_heads, head_dim]
+    out_leaving: Any  # as q_arriving
+    table_sem: Any
+    kv_sem: Any  # [2]
+    q_sem: Any
+    out_sem: Any
+
+
+class _Softmax(NamedTuple):
+    """A block's queries by head, and what was found so far for each of them."""
+
+    q: Any  # [kv_heads, group, queries, head_dim]
+    top: Any  # float32 [kv_heads, head_rows, 128] greatest score, in all lanes
+    total: Any  # float32 [kv_heads, head_rows, 128] denominator times 2^-top, a part in each lane
+    weighted: Any  # float32 [kv_heads, group, queries, head_dim] numerator times 2^-top
+
+
+class _QueryBlock(NamedTuple):
+    """Some of a row's queries, and the blocks of keys that they see.
+
+    Of the key blocks [first, stop), all queries see all keys of [clear, clear + num_clear).
+    """
+
+    row: jax.Array
+    token: jax.Array  # of the step, the first
+    position: jax.Array  # of the first query in its request
+    num_tokens: jax.Array
+    first: jax.Array
+    stop: jax.Array
+    clear: jax.Array
+    num_clear: jax.Array
+
+    @classmethod
+    def of(
+        cls, scalars: _Scalars, row: jax.Array, index: Any, shape: _Shape, options: _Options
+    ) -> "_QueryBlock":
+        """The block number `index` of a row."""
+        num_queries, num_keys = shape.blocks.queries, shape.blocks.keys
+        done = index * num_queries
+        num_tokens = jnp.minimum(scalars.q_len(row) - done, num_queries)
+        position = scalars.kv_starts[row] + done
+        last = position + num_tokens - 1
+        stop = _div(last, num_keys) + 1
+        first = clear = jnp.int32(0)
+        if options.sliding_window is not None:
+            first = _div(jnp.maximum(position - options.sliding_window + 1, 0), num_keys)
+            edge = jnp.maximum(last - options.sliding_window + 1, 0)
+            clear = jnp.minimum(_div(edge + num_keys - 1, num_keys), stop)
+        num_clear = jnp.maximum(_div(position + 1, num_keys) - clear, 0)
+        token = scalars.q_offsets[row] + done
+        return cls(row, token, position, num_tokens, first, stop, clear, num_clear)
+
+    @property
+    def num_key_blocks(self) -> jax.Array:
+        return self.stop - self.first
+
+    def key_block(self, turn: Any) -> jax.Array:
+        """Which block of keys is met at a turn: first the clear ones, then those to be masked."""
+        masked = self.first + turn - self.num_clear
+        skipped = jnp.where(masked >= self.clear, self.num_clear, 0)
+        return jnp.where(turn < self.num_clear, self.clear + turn, masked + skipped)
+
+
+class _Kernel(NamedTuple):
+    """Everything that a part of the kernel may need."""
+
+    scalars: _Scalars
+    buffers: _Buffers
+    state: _Softmax
+    sinks: Any | None  # float32 [kv_heads, head_rows, 128]
+    shape: _Shape
+    options: _Options
+
+    def query_block(self, row: Any, index: Any) -> _QueryBlock:
+        return _QueryBlock.of(self.scalars, row, index, self.shape, self.options)
+
+
+def _div(a: Any, b: int) -> jax.Array:
+    """a // b of a >= 0, which costs less than the division that knows signs."""
+    return lax.div(jnp.int32(a), jnp.int32(b))
+
+
+def _across(x: jax.Array, width: int) -> jax.Array:
+    """x [rows, 128], the same in all lanes, as [rows, width]."""
+    if width <= LANES:
+        return x[:, :width]
+    return jnp.concatenate([x] * (width // LANES), axis=1)
+
+
+def _find_next_rows(scalars: _Scalars, buffers: _Buffers, num_slots: int) -> jax.Array:
+    """Fill `next_rows`, and return the first prefill row that has queries, or `num_slots`."""
+    num_decode, num_rows = scalars.sizes[1], scalars.sizes[2]
+
+    def step(i: jax.Array, following: jax.Array) -> jax.Array:
+        row = num_rows - 1 - i
+        buffers.next_rows[row] = following
+        return jnp.where(scalars.q_len(row) > 0, row, following)
+
+    return lax.fori_loop(0, num_rows - num_decode, step, jnp.int32(num_slots))
+
+
+def _table_copy(buffers: _Buffers, row: Any, slot: Any) -> Any:
+    return pltpu.make_async_copy(
+        buffers.table_hbm.at[row], buffers.table.at[slot], buffers.table_sem
+    )
+
+
+def _num_pages(kernel: _Kernel, row: Any, block: Any) -> jax.Array:
+    """How many pages a row has in a block of keys, 1 .. block_pages."""
+    pages = _div(kernel.scalars.kv_len(row) + kernel.shape.page_size - 1, kernel.shape.page_size)
+    return jnp.minimum(pages - block * kernel.shape.block_pages, kernel.shape.block_pages)
+
+
+def _start_keys(kernel: _Kernel, row: Any, block: Any, table_slot: Any, slot: Any) -> None:
+    """Start the DMAs of a block of keys and values: one for each page."""
+    buffers, block_pages = kernel.buffers, kernel.shape.block_pages
+
+    @pl.loop(0, _num_pages(kernel, row, block))
+    def _(i: jax.Array) -> None:
+        page = buffers.table[table_slot, 0, block * block_pages + i]
+        pltpu.make_async_copy(
+            buffers.kv_hbm.at[kernel.scalars.layer, page],
+            buffers.kv.at[slot, i],
+            buffers.kv_sem.at[slot],
+        ).start()
+
+
+def _wait_keys(kernel: _Kernel, row: Any, block: Any, slot: Any) -> None:
+    """Wait for all pages of a block: a wait counts bytes, whoever brought them."""
+
+    @pl.loop(0, _num_pages(kernel, row, block))
+    def _(i: jax.Array) -> None:
+        page = kernel.buffers.kv.at[slot, i]
+        pltpu.make_async_copy(page, page, kernel.buffers.kv_sem.at[slot]).wait()
+
+
+def _clear_unseen_values(kernel: _Kernel, block: _QueryBlock, keys: Any, slot: Any) -> None:
+    """Zero V in the slots of a block of keys that hold no token, or none that the window reaches.
+
+    Their weight is zero, but zero times what lies there, from another row or from nobody, may be
+    NaN. K needs no such care: a masked score is replaced, whatever it was.
+    """
+    shape, buffers = kernel.shape, kernel.buffers
+    begin, end = keys * shape.blocks.keys, kernel.scalars.kv_len(block.row)
+    window = kernel.options.sliding_window
+    first_seen = jnp.int32(0) if window is None else block.position - window + 1
+
+    @pl.when((begin + shape.blocks.keys > end) | (begin < first_seen))
+    def _() -> None:
+        @pl.loop(0, shape.block_pages)
+        def _(page: jax.Array) -> None:
+            here = begin + page * shape.page_size
+
+            @pl.when((here + shape.page_size > end) | (here < first_seen))
+            def _() -> None:
+                tile = (shape.page_size, shape.head_dim)
+                position = here + lax.broadcasted_iota(jnp.int32, tile, 0)
+                kept = (position < end) & (position >= first_seen)
+                for head in range(shape.kv_heads, 2 * shape.kv_heads):
+                    values = buffers.kv[slot, page, head]
+                    buffers.kv[slot, page, head] = jnp.where(kept, values, jnp.zeros_like(values))
+
+
+def _for_each_run(block: _QueryBlock, shape: _Shape, do: Any) -> None:
+    """do(first, size) for runs of the block's tokens, whose static sizes are powers of two.
+
+    A DMA has a static size, and one that is longer than the row would reach into the next.
+    """
+    size = 1
+    while size <= shape.blocks.queries:
+
+        @pl.when(lax.rem(_div(block.num_tokens, size), jnp.int32(2)) == 1)
+        def _(size: int = size) -> None:
+            do(_div(block.num_tokens, 2 * size) * (2 * size), size)
+
+        size *= 2
+
+
+def _q_copies(kernel: _Kernel, block: _QueryBlock, do: Any) -> None:
+    """do(copy) for the DMAs that bring a block's queries."""
+    buffers = kernel.buffers
+    _for_each_run(
+        block,
+        kernel.shape,
+        lambda first, size: do(
+            pltpu.make_async_copy(
+                buffers.tokens_hbm.at[pl.ds(block.token + first, size)],
+                buffers.q_arriving.at[pl.ds(first, size)],
+                buffers.q_sem,
+            )
+        ),
+    )
+
+
+def _out_copies(kernel: _Kernel, block: _QueryBlock, do: Any) -> None:
+    """do(copy) for the DMAs that take a block's result away."""
+    buffers = kernel.buffers
+    _for_each_run(
+        block,
+        kernel.shape,
+        lambda first, size: do(
+            pltpu.make_async_copy(
+                buffers.out_leaving.at[pl.ds(first, size)],
+                buffers.tokens_hbm.at[pl.ds(block.token + first, size)],
+                buffers.out_sem,
+            )
+        ),
+    )
+
+
+def _begin_queries(kernel: _Kernel) -> None:
+    """Order the queries by head; nothing found yet, or a sink, whose value is zero."""
+    shape, buffers, state = kernel.shape, kernel.buffers, kernel.state
+
+    @pl.loop(0, shape.blocks.queries // TURNED_TOKENS)
+    def _(i: jax.Array) -> None:
+        at = pl.ds(pl.multiple_of(i * TURNED_TOKENS, TURNED_TOKENS), TURNED_TOKENS)
+        by_head = jnp.swapaxes(buffers.q_arriving[at].astype(jnp.float32), 0, 1)
+        by_head = by_head.reshape(shape.kv_heads, shape.group, TURNED_TOKENS, shape.head_dim)
+        state.q[:, :, at] = by_head.astype(state.q.dtype)
+
+    if kernel.sinks is None:
+        state.top[...] = jnp.full_like(state.top, MASKED)
+        state.total[...] = jnp.zeros_like(state.total)
+    else:
+        state.top[...] = kernel.sinks[...]
+        state.total[...] = jnp.full_like(state.total, 1 / LANES)
+    state.weighted[...] = jnp.zeros_like(state.weighted)
+
+
+def _end_queries(kernel: _Kernel) -> None:
+    """Put the results, ordered by token, into `out_leaving`."""
+    shape, buffers, state = kernel.shape, kernel.buffers, kernel.state
+    for head in range(shape.kv_heads):
+        share = 1 / jnp.sum(state.total[head], axis=1, keepdims=True)
+        state.total[head] = jnp.broadcast_to(share, (shape.head_rows, LANES))
+
+    @pl.loop(0, shape.blocks.queries // TURNED_TOKENS)
+    def _(i: jax.Array) -> None:
+        first = pl.multiple_of(i * TURNED_TOKENS, TURNED_TOKENS)
+        results = [
+            state.weighted[head, j, pl.ds(first, TURNED_TOKENS)]
+            * _across(
+                state.total[head, pl.ds(first + j * shape.blocks.queries, TURNED_TOKENS)],
+                shape.head_dim,
+            )
+            for head in range(shape.kv_heads)
+            for j in range(shape.group)
+        ]
+        by_token = jnp.swapaxes(jnp.stack(results), 0, 1)
+        at = pl.ds(first, TURNED_TOKENS)
+        buffers.out_leaving[at] = by_token.astype(buffers.out_leaving.dtype)
+
+
+def _seen(kernel: _Kernel, block: _QueryBlock, keys: Any) -> jax.Array:
+    """bool [1, queries, keys]: which keys of a block each query sees."""
+    tile = (1, kernel.shape.blocks.queries, kernel.shape.blocks.keys)
+    query = lax.broadcasted_iota(jnp.int32, tile, 1) + block.position
+    key = lax.broadcasted_iota(jnp.int32, tile, 2) + keys * kernel.shape.blocks.keys
+    seen = key <= query
+    if kernel.options.sliding_window is not None:
+        seen &= key > query - kernel.options.sliding_window
+    return seen
+
+
+def _attend_head(kernel: _Kernel, head: Any, slot: Any, seen: jax.Array | None) -> None:
+    """Merge the attention of one KV head's queries over a block of keys into the state."""
+    shape, options, state = kernel.shape, kernel.options, kernel.state
+    num_keys, head_dim, rows = shape.blocks.keys, shape.head_dim, shape.head_rows
+    kv = kernel.buffers.kv
+    precision = lax.Precision.HIGHEST if kv.dtype == jnp.float32 else None
+    dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    k = kv[slot, :, head].reshape(num_keys, head_dim)
+    v = kv[slot, :, shape.kv_heads + head].reshape(num_keys, head_dim)
+    q = state.q[head].reshape(rows, head_dim)
+    scores = dot(q, k, (((1,), (1,)), ((), ())))
+    if options.soft_cap is None:
+        scores = scores * (options.scale * LOG2_E)
+    else:
+        scores = jnp.tanh(scores * (options.scale / options.soft_cap))
+        scores = scores * (options.soft_cap * LOG2_E)
+    if seen is not None:
+        by_token = scores.reshape(shape.group, shape.blocks.queries, num_keys)
+        scores = jnp.where(seen, by_token, MASKED).reshape(rows, num_keys)
+    old_top = state.top[head]
+    top = jnp.maximum(old_top, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.exp2(scores - _across(top, num_keys))
+    kept = jnp.exp2(old_top - top)
+    parts = [weights[:, i : i + LANES] for i in range(0, num_keys, LANES)]
+    state.top[head] = top
+    state.total[head] = state.total[head] * kept + reduce(jnp.add, parts)
+    found = dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+    weighted = state.weighted[head].reshape(rows, head_dim) * _across(kept, head_dim) + found
+    state.weighted[head] = weighted.reshape(state.weighted.shape[1:])
+
+
+def _attend(kernel: _Kernel, slot: Any, seen: jax.Array | None) -> None:
+    """`_attend_head` of all heads."""
+    heads = kernel.shape.blocks.heads
+
+    @pl.loop(0, kernel.shape.kv_heads // heads)
+    def _(turn: jax.Array) -> None:
+        for i in range(heads):
+            _attend_head(kernel, turn * heads + i, slot, seen)
+
+
+def _attend_queries(
+    kernel: _Kernel, block: _QueryBlock, following: _QueryBlock, slots: tuple[Any, Any, Any]
+) -> jax.Array:
+    """Attention of a block of queries over all its keys, which `state` holds afterwards.
+
+    `following` is the next block, whose first keys are started; its row is B if there is none.
+    `slots`: of the first keys, of this row's page ids, of the following block's page ids.
+
+    Returns:
+        the slot of the following block's first keys.
+    """
+    first_slot, table_slot, following_table_slot = slots
+    num_slots = kernel.buffers.next_rows.shape[0] - 1
+
+    def meet(turn: jax.Array, slot: jax.Array) -> jax.Array:
+        """Have a block of keys here, and the next one in flight; return which this is."""
+        is_last = turn + 1 == block.num_key_blocks
+        row = jnp.where(is_last, following.row, block.row)
+
+        @pl.when(row < num_slots)
+        def _() -> None:
+            keys = jnp.where(is_last, following.key_block(0), block.key_block(turn + 1))
+            table = jnp.where(is_last, following_table_slot, table_slot)
+            _start_keys(kernel, row, keys, table, 1 - slot)
+
+        keys = block.key_block(turn)
+        _wait_keys(kernel, block.row, keys, slot)
+        return keys
+
+    def clear(turn: jax.Array, slot: jax.Array) -> jax.Array:
+        meet(turn, slot)
+        _attend(kernel, slot, None)
+        return 1 - slot
+
+    def masked(turn: jax.Array, slot: jax.Array) -> jax.Array:
+        keys = meet(turn, slot)
+        _clear_unseen_values(kernel, block, keys, slot)
+        _attend(kernel, slot, _seen(kernel, block, keys))
+        return 1 - slot
+
+    slot = lax.fori_loop(0, block.num_clear, clear, first_slot)
+    return lax.fori_loop(block.num_clear, block.num_key_blocks, masked, slot)
+
+
+class _Carry(NamedTuple):
+    """What a block of queries leaves to the next."""
+
+    slot: jax.Array  # where its first keys are
+    table_slot: jax.Array  # where its row's page ids are
+    leaving: _QueryBlock  # the block whose result is leaving; no tokens if there is none
+
+
+def _do_query_block(kernel: _Kernel, row: Any, index: Any, num_blocks: Any, carry: _Carry) -> Any:
+    """A block of queries from start to end; returns the carry of the next one."""
+    buffers, num_slots = kernel.buffers, kernel.buffers.next_rows.shape[0] - 1
+    is_last = index + 1 == num_blocks
+    next_row = buffers.next_rows[row]
+    has_next_row = next_row < num_slots
+
+    @pl.when((index == 0) & has_next_row)
+    def _() -> None:
+        _table_copy(buffers, next_row, 1 - carry.table_slot).start()
+
+    @pl.when(is_last & has_next_row)
+    def _() -> None:
+        _table_copy(buffers, next_row, 1 - carry.table_slot).wait()
+
+    block = kernel.query_block(row, index)
+    _q_copies(kernel, block, lambda copy: copy.wait())
+    _begin_queries(kernel)
+    following_row = jnp.where(is_last, next_row, row)
+    # Of a row that is not there only the row's number is used.
+    following = kernel.query_block(
+        jnp.minimum(following_row, num_slots - 1), jnp.where(is_last, 0, index + 1)
+    )._replace(row=following_row)
+    pl.when(following_row < num_slots)(
+        lambda: _q_copies(kernel, following, lambda copy: copy.start())
+    )
+    table_slot = jnp.where(is_last, 1 - carry.table_slot, carry.table_slot)
+    slots = (carry.slot, carry.table_slot, table_slot)
+    slot = _attend_queries(kernel, block, following, slots)
+    _out_copies(kernel, carry.leaving, lambda copy: copy.wait())
+    _end_queries(kernel)
+    _out_copies(kernel, block, lambda copy: copy.start())
+    return _Carry(slot, table_slot, block)
+
+
+def _kernel(
+    sizes, kv_starts, q_offsets, *refs: Any, shape: _Shape, options: _Options, has_sinks: bool
+) -> None:
+    sinks, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
+    # The queries and the result are one array.
+    kv_hbm, table_hbm, _, tokens_hbm, *refs = refs
+    buffers = _Buffers(kv_hbm, table_hbm, tokens_hbm, *refs[:9])
+    kernel = _Kernel(
+        _Scalars(sizes, kv_starts, q_offsets), buffers, _Softmax(*refs[9:]), sinks, shape, options
+    )
+    scalars, num_slots = kernel.scalars, kv_starts.shape[0]
+    first_row = _find_next_rows(scalars, buffers, num_slots)
+
+    @pl.when(first_row < num_slots)
+    def _() -> None:
+        zero = jnp.int32(0)
+        table = _table_copy(buffers, first_row, 0)
+        table.start()
+        block = kernel.query_block(first_row, 0)
+        _q_copies(kernel, block, lambda copy: copy.start())
+        table.wait()
+        _start_keys(kernel, first_row, block.key_block(0), 0, 0)
+
+        def do_row(row: jax.Array, carry: _Carry) -> _Carry:
+            num_blocks = _div(scalars.q_len(row) + shape.blocks.queries - 1, shape.blocks.queries)
+            return lax.fori_loop(
+                0, num_blocks, lambda i, c: _do_query_block(kernel, row, i, num_blocks, c), carry
+            )
+
+        nothing = _QueryBlock(*[zero] * len(_QueryBlock._fields))
+        carry = lax.fori_loop(
+            scalars.sizes[1], scalars.sizes[2], do_row, _Carry(zero, zero, nothing)
+        )
+        _out_copies(kernel, carry.leaving, lambda copy: copy.wait())
+
+
+def prefill_attention(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    blocks: PrefillBlocks | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attention of the tokens of rows num_decode .. num_rows, whose K and V are in the cache.
+
+    Arguments as in `interface.RaggedPagedAttention`; `blocks` is how much is computed on at once,
+    by default as tuned for the chip.
+
+    Returns:
+        [T, q_heads, head_dim] in q's dtype, in q's memory if the caller has no further use for it;
+        other tokens' entries are those of q.
+    """
+    _, q_heads, head_dim = q.shape
+    _, _, twice_kv_heads, page_size, _ = kv_cache.shape
+    kv_heads = twice_kv_heads // 2
+    group = q_heads // kv_heads
+    blocks = blocks or default_blocks(kv_cache.shape, group)
+    shape = _Shape(kv_heads, group, page_size, head_dim, blocks)
+    num_rows, table_width = batch.page_table.shape
+    # A block may reach beyond the pages that a row can have; its page ids are not looked at.
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
+    inputs: list[jax.Array] = []
+    if sinks is not None:
+        inputs.append(_spread_sinks(sinks, shape))
+    num_scalars = 3
+    by_head = (kv_heads, group, blocks.queries, head_dim)
+    stats = (kv_heads, shape.head_rows, LANES)
+    by_token = (blocks.queries, q_heads, head_dim)
+    kernel = pl.pallas_call(
+        partial(
+            _kernel,
+            shape=shape,
+            options=_Options(scale, sliding_window, soft_cap),
+            has_sinks=sinks is not None,
+        ),
+        name="paged_prefill",
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalars,
+            in_specs=[*(pl.BlockSpec(memory_space=pltpu.VMEM) for _ in inputs), *[in_memory] * 3],
+            out_specs=in_memory,
+            scratch_shapes=[
+                pltpu.SMEM((num_rows + 1,), jnp.int32),
+                pltpu.SMEM((2, 1, table_width), jnp.int32),
+                pltpu.VMEM((2, shape.block_pages, *kv_cache.shape[2:]), kv_cache.dtype),
+                pltpu.VMEM(by_token, q.dtype),
+                pltpu.VMEM(by_token, q.dtype),
+                pltpu.SemaphoreType.DMA,
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA,
+                pltpu.SemaphoreType.DMA,
+                pltpu.VMEM(by_head, kv_cache.dtype),
+                pltpu.VMEM(stats, jnp.float32),
+                pltpu.VMEM(stats, jnp.float32),
+                pltpu.VMEM(by_head, jnp.float32),
+            ],
+        ),
+        input_output_aliases={num_scalars + len(inputs) + 2: 0},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
+        interpret=interpret,
+    )
+    return kernel(
+        jnp.stack([layer, batch.num_decode, batch.num_rows]).astype(jnp.int32),
+        batch.kv_starts,
+        batch.q_offsets,
+        *inputs,
+        kv_cache,
+        batch.page_table[:, None],
+        q,
+    )
+
+
+# Of 64 MiB at least that the chips have.
+VMEM_LIMIT_BYTES = 56 << 20
+
+
+def default_blocks(cache_shape: tuple[int, ...], group: int) -> PrefillBlocks:
+    """Blocks for a cache [layers, pages, 2 * kv_heads, page_size, head_dim]."""
+    heads = 2 if cache_shape[2] % 4 == 0 else 1
+    return PrefillBlocks(queries=max(16, 1024 // group // 16 * 16), keys=512, heads=heads)
+
+
+def _spread_sinks(sinks: jax.Array, shape: _Shape) -> jax.Array:
+    """sinks [q_heads] -> float32 [kv_heads, head_rows, 128] in powers of two."""
+    by_head = sinks.astype(jnp.float32).reshape(shape.kv_heads, shape.group, 1, 1) * LOG2_E
+    rows = (shape.kv_heads, shape.group, shape.blocks.queries, LANES)
+    return jnp.broadcast_to(by_head, rows).reshape(shape.kv_heads, shape.head_rows, LANES)

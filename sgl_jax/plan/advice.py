@@ -1,0 +1,57 @@
+"""What to change, read off a plan."""
+
+from sgl_jax.plan.estimate import Plan
+from sgl_jax.plan.memory import MemoryPlan, plan_memory, smallest_fit
+
+_MAX_WASTE = 0.1  # of a request's pages
+_MAX_COLLECTIVES = 0.3  # of a decode step
+_SMALLEST_PAGE = 16  # a tile of bfloat16
+
+
+def advise(plan: Plan) -> list[str]:
+    """Sentences, the most useful first; none if nothing stands out."""
+    args, config, workload = plan.request.args, plan.request.config, plan.request.workload
+    found = []
+    if unused := plan.request.topology.num_devices - args.num_devices:
+        found.append(f"{unused} devices of the slice are idle: raise --dp-size or --tp-size")
+    if args.tp_size > config.num_kv_heads:
+        found.append(
+            f"--tp-size {args.tp_size} is more than the model's {config.num_kv_heads} KV heads: "
+            "each head's KV is kept more than once; more --dp-size and less --tp-size keeps more"
+        )
+    waste = args.page_size / 2 / workload.tokens
+    if waste > _MAX_WASTE and args.page_size > _SMALLEST_PAGE:
+        found.append(
+            f"half a page of each request is unused, {waste:.0%} of its KV: a smaller --page-size"
+        )
+    share = plan.decode.time.collectives_s / plan.decode.time.total_s
+    if share > _MAX_COLLECTIVES:
+        found.append(
+            f"collectives take {share:.0%} of a decode step: less --tp-size, more --dp-size"
+        )
+    rows = plan.decode.rows
+    wanted = max(1, (args.max_running_requests or 256) // args.dp_size)
+    if plan.concurrency < wanted:
+        found.append(
+            f"memory holds {plan.concurrency} requests of this load on a rank, {wanted} may run: "
+            "more --tp-size, or a larger --mem-fraction-static"
+        )
+    elif plan.decode.time.bound == "HBM" and _rows_memory_allows(plan) > 2 * rows:
+        found.append(
+            f"memory has room for {_rows_memory_allows(plan)} requests of this load on a rank: a "
+            "larger --max-running-requests reads the weights for more of them at once"
+        )
+    smaller = smallest_fit(plan.request)
+    if smaller and smaller.topology.num_devices < plan.request.topology.num_devices:
+        found.append(
+            f"fits on fewer chips: {smaller.topology.name} with --dp-size "
+            f"{smaller.args.dp_size} --tp-size {smaller.args.tp_size} holds "
+            f"{plan_memory(smaller).kv_tokens:,} KV tokens a rank"
+        )
+    return found
+
+
+def _rows_memory_allows(plan: Plan) -> int:
+    memory: MemoryPlan = plan.memory
+    pages = -(-plan.request.workload.tokens // memory.page_size)
+    return memory.num_pages // pages

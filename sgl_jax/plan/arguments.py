@@ -1,0 +1,116 @@
+"""The planner's command line: what of `ServerArgs` shapes a step, the slice, and the load."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_jax.aot.topology import Topology
+from sgl_jax.core.server_args import ServerArgs, add_arguments
+from sgl_jax.models.config import ModelConfig, ModelConfigError
+
+_SERVER_SETTINGS = (
+    *("model_path", "dtype", "kv_cache_dtype", "context_length", "tp_size", "dp_size"),
+    *("weight_sharding", "attention_backend", "page_size", "mem_fraction_static"),
+    *("max_total_tokens", "max_running_requests", "chunked_prefill_size"),
+    *("speculative_algorithm", "speculative_num_draft_tokens"),
+)
+_MODELS = Path(__file__).parent / "models"
+# A TPU reads pages one by one: few large ones cost it less than many small ones.
+_DEFAULT_PAGE_SIZE = 128
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The load to plan for: many requests of one size, as many at once as fit."""
+
+    input_len: int
+    output_len: int
+
+    @property
+    def tokens(self) -> int:
+        """KV tokens of one request at its end."""
+        return self.input_len + self.output_len
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What was asked for."""
+
+    args: ServerArgs
+    config: ModelConfig
+    topology: Topology
+    workload: Workload
+    json: bool = False
+    sweep: bool = False
+    plot: Path | None = None
+
+
+def known_models() -> list[str]:
+    """Published models whose config comes with this package."""
+    return sorted(file.stem for file in _MODELS.glob("*.json"))
+
+
+def read_config(model_path: str) -> ModelConfig:
+    """The config in a model folder, a config.json, or of a model known by name.
+
+    Raises ModelConfigError if there is none, or none that is supported.
+    """
+    if model_path in known_models():
+        return ModelConfig.from_path(_MODELS / f"{model_path}.json")
+    if not Path(model_path).exists():
+        known = ", ".join(known_models())
+        raise ModelConfigError(
+            f"--model-path {model_path!r} is no folder, no file, and none of {known}"
+        )
+    return ModelConfig.from_path(model_path)
+
+
+def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
+    """Read the command line; exits with usage on a bad one, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="sgl-jax plan",
+        description="Compile a model's steps for a TPU slice, without one, and say what they need. "
+        f"--model-path is a folder, a config.json, or one of {', '.join(known_models())}.",
+    )
+    add_arguments(parser, only=_SERVER_SETTINGS)
+    parser.set_defaults(page_size=_DEFAULT_PAGE_SIZE)
+    parser.add_argument("--topology", required=True, help="slice: v6e-8, v5e-4, v5p-8, v6e:2x4")
+    parser.add_argument("--input-len", type=int, default=1024, help="tokens of a prompt (1024)")
+    parser.add_argument("--output-len", type=int, default=1024, help="tokens of an answer (1024)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--sweep", action="store_true", help="plan every dp x tp that uses the whole slice"
+    )
+    parser.add_argument("--plot", type=Path, help="with --sweep: file for a plot (.png, .svg)")
+    words = parser.parse_args(argv)
+    try:
+        for name in ("input_len", "output_len"):
+            if getattr(words, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if words.plot and not words.sweep:
+            raise ValueError("--plot needs --sweep")
+        topology = Topology.parse(words.topology)
+        args = ServerArgs(**{name: getattr(words, name) for name in _SERVER_SETTINGS})
+        if not words.sweep and args.num_devices > topology.num_devices:
+            raise ValueError(
+                f"--dp-size {args.dp_size} x --tp-size {args.tp_size} needs {args.num_devices} "
+                f"devices, {topology.name} has {topology.num_devices}"
+            )
+        config = read_config(args.model_path)
+        workload = Workload(words.input_len, words.output_len)
+        limit = args.context_length or config.max_position_embeddings
+        if workload.tokens > limit:
+            raise ValueError(
+                f"--input-len + --output-len is {workload.tokens}, the context limit {limit}"
+            )
+    except ValueError as error:
+        parser.error(str(error))
+    return PlanRequest(args, config, topology, workload, words.json, words.sweep, words.plot)
+
+
+def on_mesh(request: PlanRequest, topology: Topology, dp_size: int, tp_size: int) -> PlanRequest:
+    """The same request on another slice or mesh."""
+    args = dataclasses.replace(request.args, dp_size=dp_size, tp_size=tp_size)
+    return dataclasses.replace(request, args=args, topology=topology)

@@ -1,0 +1,158 @@
+"""The plan of one mesh: memory, two compiled steps, and what they make of the load."""
+
+import math
+from dataclasses import dataclass, field
+
+import jax
+
+from sgl_jax.aot.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
+from sgl_jax.aot.program_cost import ProgramCost, program_cost
+from sgl_jax.aot.topology import topology_mesh
+from sgl_jax.checkpoint.paths import flatten
+from sgl_jax.executor.buckets import Bucket
+from sgl_jax.plan.arguments import PlanRequest
+from sgl_jax.plan.memory import MemoryPlan, plan_memory
+from sgl_jax.plan.step_time import DeviceBytes, StepTime, StepWork, estimate_step
+
+
+class DoesNotFitError(Exception):
+    """The model, or one request of the load, has no room; the message says of what there is too
+    little."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One compiled step and its estimate."""
+
+    rows: int
+    tokens: int
+    cost: ProgramCost
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is said about one mesh."""
+
+    request: PlanRequest
+    memory: MemoryPlan
+    decode: StepPlan
+    prefill: StepPlan
+    concurrency: int  # requests of the load that one rank holds at once
+    max_context: int  # tokens of the longest request a rank holds alone
+    requests_per_s: float  # of all ranks
+    output_tokens_per_s: float
+    output_tokens_per_s_per_chip: float
+    advice: list[str] = field(default_factory=list)
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Compile a decode step and a prefill chunk, and estimate.
+
+    Raises:
+        DoesNotFitError: there is no room for one request of the load.
+        ValueError: the model cannot be split over the mesh.
+    """
+    memory, workload = plan_memory(request), request.workload
+    if memory.num_pages < 1:
+        need = memory.weight_bytes + memory.table_bytes
+        raise DoesNotFitError(
+            f"weights and tables take {_gib(need)} of {_gib(memory.usable_hbm_bytes)} on each "
+            f"device, and --mem-fraction-static {request.args.mem_fraction_static} leaves no page"
+        )
+    if memory.kv_tokens < workload.tokens:
+        raise DoesNotFitError(
+            f"a rank holds {memory.kv_tokens:,} KV tokens, one request of the load needs "
+            f"{workload.tokens:,}"
+        )
+    mesh = topology_mesh(request.topology, request.args.dp_size, request.args.tp_size)
+    engine = engine_programs(request.args, request.config, mesh, memory.num_pages + 1)
+    limits = engine.shape.limits
+    pages = math.ceil(workload.tokens / memory.page_size)
+    concurrency = min(limits.rows, memory.num_pages // pages)
+    chunk = engine.shape.sizes(1).max_chunk_tokens
+    decode_bucket = engine.shape.buckets.smallest(concurrency * (1 + limits.draft_tokens))
+    prefill_bucket = engine.shape.buckets.plain[-1]
+    device = _device_bytes(engine, memory, request)
+
+    def plan_step(bucket: Bucket, work: StepWork) -> StepPlan:
+        cost = _compile(engine, bucket)
+        time = estimate_step(cost, work, request.config, device, request.topology.chip)
+        return StepPlan(bucket.rows, bucket.tokens, cost, time)
+
+    context = workload.input_len + workload.output_len // 2
+    read = concurrency * _visible(context, request)
+    decode = plan_step(decode_bucket, StepWork(concurrency, read, read))
+    before = _visible(max(1, workload.input_len // 2), request)
+    rows = max(1, chunk // workload.input_len)
+    prefill = plan_step(prefill_bucket, StepWork(chunk, rows * before, chunk * before))
+    return _with_rates(request, memory, decode, prefill, concurrency, chunk)
+
+
+def _with_rates(
+    request: PlanRequest,
+    memory: MemoryPlan,
+    decode: StepPlan,
+    prefill: StepPlan,
+    concurrency: int,
+    chunk: int,
+) -> Plan:
+    """A round: `concurrency` prompts are prefilled, then all decode to their end."""
+    workload = request.workload
+    chunks = concurrency * workload.input_len / chunk
+    round_s = chunks * prefill.time.total_s + workload.output_len * decode.time.total_s
+    requests_per_s = request.args.dp_size * concurrency / round_s
+    tokens_per_s = requests_per_s * workload.output_len
+    chips = request.args.num_devices / request.topology.chip.devices_per_chip
+    limit = request.args.context_length or request.config.max_position_embeddings
+    return Plan(
+        request=request,
+        memory=memory,
+        decode=decode,
+        prefill=prefill,
+        concurrency=concurrency,
+        max_context=min(limit, memory.kv_tokens),
+        requests_per_s=requests_per_s,
+        output_tokens_per_s=tokens_per_s,
+        output_tokens_per_s_per_chip=tokens_per_s / chips,
+    )
+
+
+def _compile(engine: EngineProgramsOnPaper, bucket: Bucket) -> ProgramCost:
+    try:
+        return program_cost(engine.programs.lower_step(bucket).compile())
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first_line = str(error).splitlines()[0]
+        raise DoesNotFitError(f"the compiler of the chip refuses the step: {first_line}") from error
+
+
+def _device_bytes(
+    engine: EngineProgramsOnPaper, memory: MemoryPlan, request: PlanRequest
+) -> DeviceBytes:
+    experts = layers_and_head = 0
+    for path, leaf in flatten(engine.params).items():
+        size = bytes_per_device(leaf)
+        if path[0] == "embedding" and not request.config.tie_word_embeddings:
+            continue  # a few rows are read
+        if request.config.moe and path[-1] in ("gate", "up", "down"):
+            experts += size
+        else:
+            layers_and_head += size
+    return DeviceBytes(
+        layer_and_head_bytes=layers_and_head,
+        expert_bytes=experts,
+        weight_itemsize=engine.shape.dtype.itemsize,
+        kv_token_bytes=memory.kv_token_bytes,
+        tp_size=request.args.tp_size,
+    )
+
+
+def _visible(context: int, request: PlanRequest) -> int:
+    window = request.config.sliding_window
+    return context if window is None else min(context, window)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

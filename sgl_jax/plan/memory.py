@@ -1,0 +1,90 @@
+"""Where a device's memory goes, before anything is compiled: weights, tables, KV pages."""
+
+from dataclasses import dataclass
+
+from sgl_jax.aot.engine_programs import bytes_per_device
+from sgl_jax.aot.topology import Topology, topology_mesh
+from sgl_jax.executor.engine_shape import EngineShape
+from sgl_jax.executor.pool_size import pages_that_fit
+from sgl_jax.models.placement import place_model
+from sgl_jax.plan.arguments import PlanRequest, on_mesh
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """One device's memory; sizes in bytes."""
+
+    usable_hbm_bytes: int
+    weight_bytes: int
+    table_bytes: int  # token table, lengths, sampling parameters
+    reserved_bytes: int  # what --mem-fraction-static leaves alone, and a step's logits
+    kv_bytes: int
+    kv_token_bytes: int  # of one token, on this device
+    num_pages: int  # of a rank, the null page left out; 0 or less if nothing fits
+    page_size: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens that one rank holds."""
+        return max(0, self.num_pages) * self.page_size
+
+
+def plan_memory(request: PlanRequest) -> MemoryPlan:
+    """Divide a device's memory as the engine does at its start.
+
+    Raises ValueError if the model cannot be split that way.
+    """
+    args, chip = request.args, request.topology.chip
+    mesh = topology_mesh(request.topology, args.dp_size, args.tp_size)
+    shape = EngineShape.decide(args, request.config, "tpu")
+    placed = place_model(
+        request.config, mesh, shape.dtype, args.weight_sharding, args.attention_backend
+    )
+    state, row_params = shape.state_shapes(1, mesh)
+    weights = bytes_per_device(placed.params)
+    tables = bytes_per_device((state.token_table, state.row_lens, row_params))
+    usable = int(chip.usable_hbm_bytes * args.mem_fraction_static)
+    if args.max_total_tokens is not None:
+        pages = args.max_total_tokens // args.page_size
+        # As much as there is: the compiler will say whether it fits.
+        if weights + tables >= chip.usable_hbm_bytes:
+            pages = 0
+    else:
+        free = usable - weights - tables
+        pages = pages_that_fit(free, shape.pool_layout, args.tp_size, shape.logit_bytes)
+    page_bytes = shape.pool_layout.page_bytes // args.tp_size
+    return MemoryPlan(
+        usable_hbm_bytes=chip.usable_hbm_bytes,
+        weight_bytes=weights,
+        table_bytes=tables,
+        reserved_bytes=chip.usable_hbm_bytes - usable + shape.logit_bytes,
+        kv_bytes=(max(0, pages) + 1) * page_bytes,
+        kv_token_bytes=page_bytes // args.page_size,
+        num_pages=pages,
+        page_size=args.page_size,
+    )
+
+
+def smallest_fit(request: PlanRequest, same_slice: bool = False) -> PlanRequest | None:
+    """The smallest slice of the generation, and the mesh on it, that holds one whole request.
+
+    Of the meshes of one slice, the one with most ranks. Weights, tables and pages are counted,
+    not compiled. `same_slice` looks at other meshes of the slice asked for only.
+    """
+    generation = request.topology.generation
+    slices = [request.topology] if same_slice else Topology.all_of(generation)
+    for topology in slices:
+        for tp_size in _divisors(topology.num_devices):
+            dp_size = topology.num_devices // tp_size
+            candidate = on_mesh(request, topology, dp_size, tp_size)
+            try:
+                memory = plan_memory(candidate)
+            except ValueError:  # the heads do not divide
+                continue
+            if memory.kv_tokens >= request.workload.tokens:
+                return candidate
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

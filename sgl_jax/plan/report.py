@@ -1,0 +1,125 @@
+"""A plan as text for people, and as JSON for programs."""
+
+import dataclasses
+from typing import Any
+
+from sgl_jax.aot.program_cost import Collective
+from sgl_jax.plan.estimate import Plan, StepPlan
+from sgl_jax.plan.step_time import ICI_HOP_S, PREFILL_ATTENTION_EFFICIENCY
+
+ASSUMPTIONS = (
+    "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
+    "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + attention + collectives",
+    "attention = max(KV bytes / HBM bandwidth, products at "
+    f"{PREFILL_ATTENTION_EFFICIENCY:.0%} of the matrix units' peak)",
+    f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, and "
+    "nothing overlaps them",
+    "requests are greedy, report no log-probabilities, share no prefix, and are all alike; "
+    "experts are equally likely",
+    "the host is never waited for",
+)
+
+
+def as_text(plan: Plan) -> str:
+    """Several lines."""
+    args, memory, topology = plan.request.args, plan.memory, plan.request.topology
+    workload, chip = plan.request.workload, plan.request.topology.chip
+    steps = (plan.decode.cost, plan.prefill.cost)
+    lines = [
+        f"{args.model_path} on {topology.name} ({_grid(plan)}, {chip.device_kind}): "
+        f"dp {args.dp_size} x tp {args.tp_size}",
+        "",
+        f"Memory of each device, of {_gib(memory.usable_hbm_bytes)} that programs may use",
+        f"  weights              {_gib(memory.weight_bytes)}",
+        f"  KV pages             {_gib(memory.kv_bytes)}  {memory.num_pages:,} pages of "
+        f"{memory.page_size} tokens: {memory.kv_tokens:,} tokens a rank",
+        f"  tables               {_gib(memory.table_bytes)}",
+        f"  temporaries          {_gib(max(cost.temp_bytes for cost in steps))}"
+        "  of the largest step",
+        f"  in use at most       {_gib(max(cost.resident_bytes for cost in steps))}",
+        f"  longest context      {plan.max_context:,} tokens",
+        f"  at once, a rank      {plan.concurrency:,} requests of {workload.input_len:,} in, "
+        f"{workload.output_len:,} out",
+        "",
+        *_step_lines("Decode step", plan.decode),
+        "",
+        *_step_lines("Prefill chunk", plan.prefill),
+        "",
+        f"Load of {workload.input_len:,} tokens in, {workload.output_len:,} out: "
+        f"{plan.output_tokens_per_s:,.0f} output tokens/s, "
+        f"{plan.output_tokens_per_s_per_chip:,.0f} a chip, {plan.requests_per_s:.2f} requests/s",
+        "",
+        "Advice",
+        *[f"  - {line}" for line in plan.advice or ["nothing stands out"]],
+        "",
+        "Assumptions",
+        *[f"  - {line}" for line in ASSUMPTIONS],
+    ]
+    return "\n".join(lines)
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Plain values; times in seconds, sizes in bytes."""
+    args, topology = plan.request.args, plan.request.topology
+    return {
+        "model": args.model_path,
+        "topology": topology.name,
+        "dp_size": args.dp_size,
+        "tp_size": args.tp_size,
+        "num_chips": topology.num_chips,
+        "workload": dataclasses.asdict(plan.request.workload),
+        "memory": {**dataclasses.asdict(plan.memory), "kv_tokens": plan.memory.kv_tokens},
+        "decode": _step_dict(plan.decode),
+        "prefill": _step_dict(plan.prefill),
+        "concurrency": plan.concurrency,
+        "max_context": plan.max_context,
+        "requests_per_s": plan.requests_per_s,
+        "output_tokens_per_s": plan.output_tokens_per_s,
+        "output_tokens_per_s_per_chip": plan.output_tokens_per_s_per_chip,
+        "advice": plan.advice,
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def _step_dict(step: StepPlan) -> dict[str, Any]:
+    cost = step.cost._asdict() | {"resident_bytes": step.cost.resident_bytes}
+    cost["collectives"] = [collective._asdict() for collective in step.cost.collectives]
+    return {
+        "rows": step.rows,
+        "tokens": step.tokens,
+        "time": dataclasses.asdict(step.time),
+        "program": cost,
+    }
+
+
+def _step_lines(title: str, step: StepPlan) -> list[str]:
+    time = step.time
+    return [
+        f"{title} of {step.tokens:,} tokens: {_ms(time.total_s)}, bound by {time.bound}",
+        f"  program {_ms(time.program_s)} (weights alone {_ms(time.weights_s)}), attention "
+        f"{_ms(time.attention_s)}, collectives {_ms(time.collectives_s)}",
+        *[f"  {_collective(collective)}" for collective in step.cost.collectives],
+    ]
+
+
+def _collective(collective: Collective) -> str:
+    where = "in the layers" if collective.in_loop else "outside the layers"
+    total = collective.times * collective.num_bytes / 2**20
+    return (
+        f"{collective.times:4d} {collective.kind} of {collective.shape} over "
+        f"{collective.group_size} devices {where}, {total:,.1f} MiB in all"
+    )
+
+
+def _grid(plan: Plan) -> str:
+    grid = "x".join(map(str, plan.request.topology.grid))
+    devices = plan.request.topology.num_devices
+    return f"{grid} chips, {devices} devices"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:6.2f} GiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,115 @@
+"""How long one step may take, from what its compiled program says and what the chip can do.
+
+A step is estimated as the longer of (the compiler's cycles of all but attention and collectives)
+and (the bytes of weights over the bandwidth), plus attention, plus collectives. Attention is the
+longer of its KV bytes over the bandwidth and its products at the rate the kernel's schedule has.
+Nothing of this was measured on a chip: it is what the step would take if nothing waited for
+anything else.
+"""
+
+from dataclasses import dataclass
+
+from sgl_jax.aot.chips import Chip
+from sgl_jax.aot.program_cost import Collective, ProgramCost
+from sgl_jax.models.config import ModelConfig
+
+# Share of the matrix units' peak that attention reaches in prefill: what its schedule of about
+# 7,000 bundles per GFLOP on v6e comes to, with one bundle a cycle.
+PREFILL_ATTENTION_EFFICIENCY = 0.27
+# From one chip to the next, for each step of an exchange (jax-ml.github.io/scaling-book).
+ICI_HOP_S = 1e-6
+# A ring through the slice uses two of a chip's links, one in each direction.
+_RING_LINKS = 2
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one rank computes in a step."""
+
+    tokens: int  # queries of all rows
+    kv_tokens_read: int  # by all rows together
+    query_key_pairs: int  # of attention
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on one device, and of its parts."""
+
+    total_s: float
+    program_s: float  # the compiler's estimate, without attention and collectives
+    weights_s: float  # reading weights
+    attention_s: float
+    collectives_s: float
+    bound: str  # "HBM", "MXU", "ICI" or "instructions"
+
+
+def estimate_step(
+    cost: ProgramCost, work: StepWork, config: ModelConfig, memory: "DeviceBytes", chip: Chip
+) -> StepTime:
+    """Put one step's time together.
+
+    Args:
+        cost: of its compiled program.
+        work: what it computes.
+        config: of the model.
+        memory: bytes of weights and KV on one device.
+        chip: the device.
+    """
+    program = cost.estimated_cycles / chip.clock_hz
+    weights = memory.weights_read(work.tokens, config) / chip.hbm_bytes_per_s
+    kv = work.kv_tokens_read * memory.kv_token_bytes / chip.hbm_bytes_per_s
+    heads = config.num_heads / memory.tp_size
+    attention_flops = 4 * work.query_key_pairs * heads * config.head_dim * config.num_layers
+    attention_mxu = attention_flops / (chip.bf16_flops_per_s * PREFILL_ATTENTION_EFFICIENCY)
+    attention = max(kv, attention_mxu)
+    collectives = sum(collective_time(collective, chip) for collective in cost.collectives)
+    flops = 2 * work.tokens * memory.weights_used(config) / memory.weight_itemsize
+    parts = {
+        "HBM": weights + kv,
+        "MXU": flops / chip.bf16_flops_per_s + attention_mxu,
+        "ICI": collectives,
+    }
+    total = max(program, weights) + attention + collectives
+    bound = max(parts, key=lambda name: parts[name])
+    if max(parts.values()) < total / 3:
+        bound = "instructions"
+    return StepTime(total, program, weights, attention, collectives, bound)
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """What one device holds, by how it is read."""
+
+    layer_and_head_bytes: int  # read whole in every step, experts left out
+    expert_bytes: int
+    weight_itemsize: int
+    kv_token_bytes: int
+    tp_size: int
+
+    def weights_read(self, tokens: int, config: ModelConfig) -> float:
+        """Bytes of weights that a step of so many tokens touches, experts in use expected."""
+        return self.layer_and_head_bytes + self.expert_bytes * _experts_touched(tokens, config)
+
+    def weights_used(self, config: ModelConfig) -> float:
+        """Bytes of weights that each token is multiplied with."""
+        moe = config.moe
+        share = moe.top_k / moe.num_experts if moe else 0.0
+        return self.layer_and_head_bytes + self.expert_bytes * share
+
+
+def collective_time(collective: Collective, chip: Chip) -> float:
+    """Seconds a step spends in one kind of exchange, as rings over the chips that take part."""
+    n = collective.group_size
+    if n == 1:
+        return 0.0
+    rounds = 2 * (n - 1) if collective.kind == "all-reduce" else n - 1
+    ring = _RING_LINKS * chip.ici_link_bytes_per_s
+    one = rounds * (collective.num_bytes / n / ring + ICI_HOP_S)
+    return collective.times * one
+
+
+def _experts_touched(tokens: int, config: ModelConfig) -> float:
+    """Share of the experts that at least one of the tokens is sent to, if all are as likely."""
+    if config.moe is None:
+        return 0.0
+    return 1.0 - (1.0 - config.moe.top_k / config.moe.num_experts) ** tokens

@@ -1,0 +1,189 @@
+"""TPU kernels on the CPU: DMAs and semaphores simulated, ragged batches drawn, float64 the judge.
+
+`simulate` runs a function that contains Pallas kernels and fails on a race and on a semaphore
+that a kernel left behind. Neither execution mode sees every mistake: with `LAZY` a DMA moves its
+bytes only when somebody waits for it, so a missing wait gives wrong values; with `EAGER` it moves
+them at once, and the race detector speaks. So every kernel is tested in both.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # holds the races flag
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.ragged_paged_attention import reference
+from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
+
+# Memory nobody wrote is NaN in both: any read of it shows.
+LAZY = pltpu.InterpretParams(dma_execution_mode="on_wait")
+EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
+MODES = {"lazy": LAZY, "eager": EAGER}
+
+SCALE = 0.3
+LAYERS, LAYER = 2, 1
+TOLERANCE = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}
+
+
+class SimulationError(AssertionError):
+    """A race, or a semaphore that is not zero when its kernel ends."""
+
+
+def simulate(function: Callable[..., Any], *args: Any) -> Any:
+    """Run function(*args), which calls kernels in interpret mode, to its end.
+
+    Raises:
+        SimulationError: two accesses of which one is a write were not ordered, or a semaphore
+            was left with a count.
+    """
+    pltpu.reset_tpu_interpret_mode_state()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        result = jax.block_until_ready(function(*args))
+    races = interpret_pallas_call.races
+    if races is not None and races.races_found:
+        raise SimulationError(f"race: {printed.getvalue()}")
+    if "non-zero count" in printed.getvalue():
+        raise SimulationError(printed.getvalue())
+    return result
+
+
+class Program(NamedTuple):
+    """What a compiled program depends on."""
+
+    page_size: int = 16
+    kv_heads: int = 2
+    group: int = 4  # queries per KV head
+    head_dim: int = 128
+    dtype: Any = jnp.float32
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    max_drafts: int = 0
+    rows: int = 6
+    tokens: int = 64
+    max_len: int = 160  # tokens of a row
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The static keyword arguments of the attention call."""
+        return {
+            "scale": SCALE,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
+        }
+
+
+class Case(NamedTuple):
+    program: Program
+    decodes: list[tuple[int, int]]  # kv_start, queries: one, and the drafts after it
+    prefills: list[tuple[int, int]]  # kv_start, q_len; empty rows among them
+    shared_prefix: int  # pages that the first two rows have in common
+    seed: int
+
+
+@st.composite
+def cases(draw, programs, max_decodes: int = 4, max_prefills: int = 2, max_chunk: int = 24):
+    """Ragged batches: any lengths, page borders often, empty rows, shared pages."""
+    program = draw(st.sampled_from(programs))
+    last = program.max_len - max_chunk
+    border = st.integers(0, last // program.page_size).map(lambda n: n * program.page_size)
+    starts = st.one_of(st.integers(0, last), border)
+    border_less_one = border.map(lambda n: max(0, n - 1))
+    chunks = st.one_of(
+        st.integers(0, max_chunk), st.just(min(max_chunk, program.page_size)), st.just(max_chunk)
+    )
+    queries = st.integers(1, 1 + program.max_drafts)
+    decode = st.tuples(st.one_of(starts, border_less_one), queries)
+    return Case(
+        program,
+        draw(st.lists(decode, max_size=min(max_decodes, program.rows - max_prefills))),
+        draw(st.lists(st.tuples(starts, chunks), max_size=max_prefills)),
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+class Problem(NamedTuple):
+    """The arrays of a case; the first seven are the reference's arguments around the layer."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    kv_cache: np.ndarray  # NaN wherever no token lies: in unused slots, pages, and the null page
+    page_table: np.ndarray
+    kv_starts: np.ndarray
+    q_lens: np.ndarray
+    num_decode: np.int32
+    sinks: np.ndarray | None
+
+
+def build(case: Case) -> Problem:
+    """Draw the arrays of a case from its seed."""
+    program, rng = case.program, np.random.default_rng(case.seed)
+    rows = case.decodes + case.prefills
+    kv_starts, q_lens = np.zeros((2, program.rows), np.int32)
+    for i, (start, length) in enumerate(rows):
+        kv_starts[i], q_lens[i] = start, length
+    width = -(-program.max_len // program.page_size)
+    num_pages = 2 + width * program.rows
+    # What lies beyond a row's last page is nobody's: pages full of NaN.
+    table = np.zeros((program.rows, width), np.int32)
+    pages = iter(rng.permutation(np.arange(1, num_pages, dtype=np.int32)))
+    for i in range(len(rows)):
+        table[i] = [next(pages) for _ in range(width)]
+    if len(rows) > 1:  # pages full of earlier tokens in both rows may be shared
+        shared = min(case.shared_prefix, *(kv_starts[:2] // program.page_size))
+        table[1, :shared] = table[0, :shared]
+    shape = (LAYERS, num_pages, 2 * program.kv_heads, program.page_size, program.head_dim)
+    cache = np.full(shape, np.nan, np.float32)
+    for i in range(len(rows)):
+        for first in range(0, kv_starts[i], program.page_size):
+            used = min(program.page_size, kv_starts[i] - first)
+            page = cache[LAYER, table[i, first // program.page_size], :, :used]
+            page[...] = np.where(np.isnan(page), rng.normal(size=page.shape), page)
+    q_heads = program.kv_heads * program.group
+    q = rng.normal(size=(program.tokens, q_heads, program.head_dim))
+    k, v = rng.normal(size=(2, program.tokens, program.kv_heads, program.head_dim))
+    sinks = rng.normal(size=q_heads).astype(np.float32) if program.sinks else None
+    arrays = (np.asarray(x, program.dtype) for x in (q, k, v, cache))
+    return Problem(*arrays, table, kv_starts, q_lens, np.int32(len(case.decodes)), sinks)
+
+
+def make_batch(problem: Problem, program: Program) -> AttentionBatch:
+    """The batch of a problem; traceable."""
+    return AttentionBatch.build(
+        problem.page_table,
+        problem.kv_starts,
+        problem.q_lens,
+        problem.num_decode,
+        program.tokens,
+        program.max_drafts,
+    )
+
+
+def expected(problem: Problem, program: Program) -> tuple[np.ndarray, np.ndarray]:
+    """(out [T, q_heads, head_dim], kv_cache) in float64 by the reference."""
+    arrays = (np.asarray(x, np.float64) for x in problem[:4])
+    return reference.ragged_paged_attention(
+        *arrays, LAYER, *problem[4:7], sinks=problem.sinks, **program.options
+    )
+
+
+def with_new_tokens(problem: Problem, program: Program) -> np.ndarray:
+    """The cache after this step's K and V were written, in its own dtype."""
+    _, cache = expected(problem, program)
+    return np.asarray(cache, np.float32).astype(problem.kv_cache.dtype)
+
+
+def assert_close(got: Any, want: np.ndarray, dtype: Any) -> None:
+    """Within the tolerance of `dtype`, NaN only where the reference has NaN."""
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), want, rtol=0, atol=TOLERANCE[jnp.dtype(dtype)]
+    )

@@ -1,0 +1,82 @@
+"""The whole TPU attention call, write, decode and prefill together, simulated on the CPU."""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from sgl_jax.kernels.ragged_paged_attention import tpu
+from tests.kernels.ragged_paged_attention.interpret_harness import (
+    LAYER,
+    MODES,
+    Case,
+    Program,
+    assert_close,
+    build,
+    cases,
+    expected,
+    make_batch,
+    simulate,
+    with_new_tokens,
+)
+
+PROGRAMS = (
+    Program(page_size=16, kv_heads=2, group=2, max_drafts=2, rows=5),
+    Program(page_size=64, kv_heads=1, group=8, dtype=jnp.bfloat16, sliding_window=50, sinks=True),
+)
+
+
+@lru_cache
+def compiled(program, mode):
+    @jax.jit
+    def run(problem):
+        return tpu.ragged_paged_attention(
+            problem.q,
+            problem.k,
+            problem.v,
+            problem.kv_cache,
+            jnp.int32(LAYER),
+            make_batch(problem, program),
+            sinks=problem.sinks,
+            interpret=MODES[mode],
+            **program.options,
+        )
+
+    return run
+
+
+def check(case, mode):
+    problem, program = build(case), case.program
+    out, cache = simulate(compiled(program, mode), problem)
+    want, _ = expected(problem, program)
+    num_tokens = problem.q_lens.sum()
+    assert_close(out[:num_tokens], want[:num_tokens], program.dtype)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    np.testing.assert_array_equal(
+        np.asarray(cache, np.float32), np.asarray(with_new_tokens(problem, program), np.float32)
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_mixed_step_agrees_with_float64(program, mode):
+    drafts = 1 + program.max_drafts
+    check(Case(program, [(100, drafts), (63, 1)], [(10, 24), (0, 17)], 1, seed=4), mode)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_step_without_decode_or_without_prefill_or_without_rows(program):
+    check(Case(program, [(100, 1), (15, 1), (0, 1)], [], 0, seed=5), "eager")
+    check(Case(program, [], [(0, 24), (0, 0), (31, 2)], 0, seed=6), "eager")
+    check(Case(program, [], [], 0, seed=7), "eager")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=150, deadline=None)
+@given(case=cases(PROGRAMS))
+def test_any_step_agrees_with_float64(mode, case):
+    check(case, mode)

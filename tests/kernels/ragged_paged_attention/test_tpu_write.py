@@ -1,0 +1,170 @@
+"""The TPU's KV write, simulated on the CPU: every slot of the cache is compared."""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from sgl_jax.kernels.ragged_paged_attention import tpu_write
+from tests.kernels.ragged_paged_attention.interpret_harness import (
+    EAGER,
+    LAYER,
+    MODES,
+    Case,
+    Program,
+    build,
+    cases,
+    make_batch,
+    simulate,
+    with_new_tokens,
+)
+
+PROGRAMS = (
+    Program(page_size=16, kv_heads=2, group=1, tokens=64),
+    Program(page_size=64, kv_heads=1, group=1, head_dim=256, max_drafts=3, tokens=70),
+    Program(page_size=16, kv_heads=2, group=1, dtype=jnp.bfloat16, max_drafts=3, tokens=64),
+    Program(page_size=128, kv_heads=1, group=1, dtype=jnp.bfloat16, tokens=64, max_len=300),
+)
+
+
+def write(program, interpret):
+    @jax.jit
+    def run(problem):
+        batch = make_batch(problem, program)
+        return tpu_write.write_kv(
+            problem.k, problem.v, problem.kv_cache, jnp.int32(LAYER), batch, interpret=interpret
+        )
+
+    return run
+
+
+compiled = lru_cache(write)
+
+
+def check(case, run):
+    """Old and new tokens, other layers, unused slots and the null page: all as they should be."""
+    problem = build(case)
+    cache = simulate(run, problem)
+    np.testing.assert_array_equal(
+        np.asarray(cache, np.float32),
+        np.asarray(with_new_tokens(problem, case.program), np.float32),
+    )
+
+
+def check_in_both_modes(case):
+    """Trace anew, as a fault that was just seeded needs."""
+    for mode in MODES.values():
+        check(case, write(case.program, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=20, deadline=None)
+@given(case=cases(PROGRAMS))
+def test_new_tokens_land_in_their_slots_and_nothing_else_changes(mode, case):
+    check(case, compiled(case.program, MODES[mode]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=500, deadline=None)
+@given(case=cases(PROGRAMS))
+def test_new_tokens_land_in_their_slots_however_often_it_is_tried(mode, case):
+    check(case, compiled(case.program, MODES[mode]))
+
+
+MANY_TILES = Case(PROGRAMS[0], [(15, 1), (31, 1), (8, 1), (0, 1)], [(5, 24), (16, 24)], 0, seed=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_of_several_blocks_of_tokens(mode, monkeypatch):
+    """A row that crosses from one grid step to the next may share a tile with itself."""
+    monkeypatch.setattr(tpu_write, "BLOCK_TOKENS", 16)
+    check(MANY_TILES, write(MANY_TILES.program, MODES[mode]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_on_the_null_page_write_nothing(mode):
+    """As when buckets are compiled: every row's pages are the null page, and all tokens valid."""
+    problem = build(MANY_TILES)
+    problem = problem._replace(page_table=np.zeros_like(problem.page_table))
+    cache = simulate(compiled(MANY_TILES.program, MODES[mode]), problem)
+    np.testing.assert_array_equal(cache, problem.kv_cache)
+
+
+def test_a_page_of_less_than_a_tile_is_refused():
+    program = Program(page_size=8, dtype=jnp.bfloat16)
+    problem = build(Case(program, [(3, 1)], [], 0, seed=0))
+    with pytest.raises(ValueError, match="multiple of 16 for a bfloat16 cache, got 8"):
+        write(program, EAGER)(problem)
+
+
+class _NoWait:
+    """A DMA that nobody waits for."""
+
+    def __init__(self, copy):
+        self.copy = copy
+
+    def start(self):
+        self.copy.start()
+
+    def wait(self):
+        pass
+
+
+def forget_read_wait(monkeypatch):
+    read = tpu_write._read
+    monkeypatch.setattr(tpu_write, "_read", lambda *args: _NoWait(read(*args)))
+
+
+def forget_write_wait(monkeypatch):
+    write = tpu_write._write
+    monkeypatch.setattr(tpu_write, "_write", lambda *args: _NoWait(write(*args)))
+
+
+def change_another_buffer(monkeypatch):
+    change = tpu_write._change_tile
+    monkeypatch.setattr(
+        tpu_write, "_change_tile", lambda buffers, runs, run: change(buffers, runs, run // 2)
+    )
+
+
+def write_whole_tiles_without_reading(monkeypatch):
+    monkeypatch.setattr(tpu_write, "_when_partial", lambda *_: lambda do: None)
+
+
+def write_another_page(monkeypatch):
+    tile_of = tpu_write._tile_of
+
+    def wrong(buffers, layer, runs, run):
+        return tile_of(buffers, layer, runs._replace(page=runs.slot), run)
+
+    monkeypatch.setattr(tpu_write, "_tile_of", wrong)
+
+
+def start_a_row_late(monkeypatch):
+    find = tpu_write._find_runs
+
+    def wrong(tokens, runs, *sizes):
+        return find(tokens._replace(positions=tokens.token_rows), runs, *sizes)
+
+    monkeypatch.setattr(tpu_write, "_find_runs", wrong)
+
+
+FAULTS = (
+    forget_read_wait,
+    forget_write_wait,
+    change_another_buffer,
+    write_whole_tiles_without_reading,
+    write_another_page,
+    start_a_row_late,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_noticed(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_in_both_modes(MANY_TILES)

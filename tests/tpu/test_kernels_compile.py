@@ -1,0 +1,116 @@
+"""The TPU's own compiler accepts every attention kernel, for every generation of chip.
+
+Nothing runs. What can go wrong is refused here: an operation or an alignment that a generation
+lacks, memory that does not suffice, a cache that is copied.
+"""
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sgl_jax.kernels.ragged_paged_attention import tpu
+from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
+from tests.tpu.conftest import TOPOLOGIES
+
+MAX_COMPILE_S = 10  # of one kernel
+
+
+class Shape(NamedTuple):
+    """What one chip sees of a layer, and its bucket."""
+
+    tokens: int = 64
+    rows: int = 64
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 128
+    context: int = 4096
+    dtype: Any = jnp.bfloat16
+    max_drafts: int = 0
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+
+def compile_attention(shape, mesh):
+    """The compiled attention call of one layer, its cache donated; and how long it took."""
+    pages = shape.context // shape.page_size
+    cache = (2, 1 + shape.rows * pages, 2 * shape.kv_heads, shape.page_size, shape.head_dim)
+
+    def struct(dtype, *dims):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))
+
+    def run(q, k, v, cache, layer, sinks, page_table, kv_starts, q_lens, num_decode):
+        rows = (page_table, kv_starts, q_lens, num_decode)
+        batch = AttentionBatch.build(*rows, shape.tokens, shape.max_drafts)
+        return tpu.ragged_paged_attention(
+            q,
+            k,
+            v,
+            cache,
+            layer,
+            batch,
+            scale=shape.head_dim**-0.5,
+            sliding_window=shape.sliding_window,
+            soft_cap=shape.soft_cap,
+            sinks=sinks,
+        )
+
+    kv = struct(shape.dtype, shape.tokens, shape.kv_heads, shape.head_dim)
+    arguments = (
+        struct(shape.dtype, shape.tokens, shape.q_heads, shape.head_dim),
+        kv,
+        kv,
+        struct(shape.dtype, *cache),
+        struct(jnp.int32),
+        struct(jnp.float32, shape.q_heads) if shape.sinks else None,
+        struct(jnp.int32, shape.rows, pages),
+        struct(jnp.int32, shape.rows),
+        struct(jnp.int32, shape.rows),
+        struct(jnp.int32),
+    )
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(run, donate_argnums=3).lower(*arguments)
+    start = time.process_time()
+    return lowered.compile(), time.process_time() - start, cache
+
+
+def assert_compiles_in_place(shape, mesh):
+    compiled, seconds, cache = compile_attention(shape, mesh)
+    memory = compiled.memory_analysis()
+    cache_bytes = jnp.dtype(shape.dtype).itemsize
+    for dim in cache:
+        cache_bytes *= dim
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes / 100
+    kernels = compiled.as_text().count('custom_call_target="tpu_custom_call"')
+    assert kernels == 3  # write, decode, prefill
+    assert seconds < kernels * MAX_COMPILE_S
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("tokens", [64, 2048])
+def test_every_generation_compiles_a_decode_and_a_mixed_step(generation, tokens, tpu_mesh):
+    assert_compiles_in_place(Shape(tokens=tokens), tpu_mesh(generation))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(page_size=16, kv_heads=2, q_heads=8),
+        Shape(page_size=64, kv_heads=1, q_heads=8, max_drafts=4, tokens=320),
+        Shape(page_size=256, kv_heads=1, q_heads=4, head_dim=256, soft_cap=50.0),
+        Shape(kv_heads=8, q_heads=64, sinks=True, sliding_window=128, context=65536, rows=16),
+        Shape(dtype=jnp.float32, kv_heads=2, q_heads=2, page_size=16, rows=256, tokens=256),
+        Shape(tokens=1, rows=1, context=16384),
+    ],
+    ids=lambda shape: f"page{shape.page_size}-kv{shape.kv_heads}-dim{shape.head_dim}",
+)
+@pytest.mark.parametrize("generation", ["v5e", "v6e"])
+def test_other_shapes_and_options_compile(shape, generation, tpu_mesh):
+    assert_compiles_in_place(shape, tpu_mesh(generation))
