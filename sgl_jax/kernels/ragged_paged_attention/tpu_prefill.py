@@ -25,6 +25,8 @@ from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 LANES = 128
 # Tokens that change between the order of memory, by token, and that of compute, by head, at once.
 TURNED_TOKENS = 32
+# Tokens that travel at once where a row has less than a block of them.
+RUN_TOKENS = 16
 LOG2_E = 1.4426950408889634
 # Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
 # by exp(MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
@@ -46,8 +48,13 @@ class _Shape(NamedTuple):
     kv_heads: int
     group: int  # queries per KV head
     page_size: int
-    head_dim: int
+    head_dim: int  # of a slot of the cache
+    packed: bool  # whether a slot holds a head's K and V side by side
     blocks: PrefillBlocks
+
+    def values_of(self, head: Any) -> Any:
+        """Where in a page a head's values lie."""
+        return head if self.packed else self.kv_heads + head
 
     @property
     def block_pages(self) -> int:
@@ -256,24 +263,28 @@ def _clear_unseen_values(kernel: _Kernel, block: _QueryBlock, keys: Any, slot: A
                 tile = (shape.page_size, shape.head_dim)
                 position = here + lax.broadcasted_iota(jnp.int32, tile, 0)
                 kept = (position < end) & (position >= first_seen)
-                for head in range(shape.kv_heads, 2 * shape.kv_heads):
+                for head in map(shape.values_of, range(shape.kv_heads)):
                     values = buffers.kv[slot, page, head]
                     buffers.kv[slot, page, head] = jnp.where(kept, values, jnp.zeros_like(values))
 
 
 def _for_each_run(kernel: _Kernel, block: _QueryBlock, do: Any) -> None:
-    """do(first, size) for runs of the block's tokens, whose static sizes are powers of two.
+    """do(first, size) for runs of the block's tokens, of few static sizes.
 
     A DMA has a static size, and one that is longer than the row would reach into the next.
     """
-    size, longest = 1, min(kernel.shape.blocks.queries, kernel.buffers.tokens_hbm.shape[0])
-    while size <= longest:
+    done = jnp.int32(0)
+    for size in (kernel.shape.blocks.queries, RUN_TOKENS, 1):
+        if size > kernel.buffers.tokens_hbm.shape[0]:
+            continue
+        count = _div(block.num_tokens - done, size)
+        begin = done
 
-        @pl.when(lax.rem(_div(block.num_tokens, size), jnp.int32(2)) == 1)
-        def _(size: int = size) -> None:
-            do(_div(block.num_tokens, 2 * size) * (2 * size), size)
+        @pl.loop(0, count)
+        def _(i: jax.Array, begin: jax.Array = begin, size: int = size) -> None:
+            do(begin + i * size, size)
 
-        size *= 2
+        done += count * size
 
 
 def _q_copies(kernel: _Kernel, block: _QueryBlock, do: Any) -> None:
@@ -393,7 +404,7 @@ def _attend_head(kernel: _Kernel, work: _Work, head: Any, seen: jax.Array | None
     precision = lax.Precision.HIGHEST if kv.dtype == jnp.float32 else None
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     k = kv[work.slot, :, head].reshape(num_keys, head_dim)
-    v = kv[work.slot, :, shape.kv_heads + head].reshape(num_keys, head_dim)
+    v = kv[work.slot, :, shape.values_of(head)].reshape(num_keys, head_dim)
     scores = dot(state.q[head, :, at].reshape(rows, head_dim), k, (((1,), (1,)), ((), ())))
     if options.soft_cap is None:
         scores = scores * (options.scale * LOG2_E)
@@ -577,24 +588,25 @@ def prefill_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    packed: bool = False,
     blocks: PrefillBlocks | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Attention of the tokens of rows num_decode .. num_rows, whose K and V are in the cache.
 
     Arguments as in `interface.RaggedPagedAttention`; `blocks` is how much is computed on at once,
-    by default as tuned for the chip.
+    by default as tuned for the chip. `packed`: K and V of a head lie side by side in the cache,
+    and `q` has zeros where V is; in the result, that is where the attention is.
 
     Returns:
         [T, q_heads, head_dim] in q's dtype, in q's memory if the caller has no further use for it;
         other tokens' entries are those of q.
     """
     _, q_heads, head_dim = q.shape
-    _, _, twice_kv_heads, page_size, _ = kv_cache.shape
-    kv_heads = twice_kv_heads // 2
+    kv_heads, page_size = kv_cache.shape[2] // (1 if packed else 2), kv_cache.shape[3]
     group = q_heads // kv_heads
-    blocks = blocks or default_blocks(kv_cache.shape, group)
-    shape = _Shape(kv_heads, group, page_size, head_dim, blocks)
+    blocks = blocks or default_blocks(kv_heads, group)
+    shape = _Shape(kv_heads, group, page_size, head_dim, packed, blocks)
     num_rows, table_width = batch.page_table.shape
     # A block may reach beyond the pages that a row can have; its page ids are not looked at.
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
@@ -653,9 +665,9 @@ def prefill_attention(
 VMEM_LIMIT_BYTES = 56 << 20
 
 
-def default_blocks(cache_shape: tuple[int, ...], group: int) -> PrefillBlocks:
-    """Blocks for a cache [layers, pages, 2 * kv_heads, page_size, head_dim]."""
-    heads = 2 if cache_shape[2] % 4 == 0 else 1
+def default_blocks(kv_heads: int, group: int) -> PrefillBlocks:
+    """Blocks for so many KV heads on a chip, with `group` queries each."""
+    heads = 2 if kv_heads % 2 == 0 else 1
     few = max(16, 128 // group // 16 * 16)
     return PrefillBlocks(
         queries=max(8 * few, 1024 // group // few * few), few_queries=few, keys=512, heads=heads
