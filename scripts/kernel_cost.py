@@ -137,7 +137,7 @@ def our_decode(page_size: int) -> Kernel:
 
 def our_prefill(page_size: int) -> Kernel:
     rows, cache = step_shapes(CHUNK, page_size)
-    blocks = tpu_prefill.default_blocks(cache[0], Q_HEADS // KV_HEADS)
+    blocks = tpu_prefill.default_blocks(KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM, DTYPE)
 
     def prefill(q, cache, layer, *rows):
         batch = AttentionBatch.build(*rows, CHUNK)

@@ -47,7 +47,8 @@ class _Shape(NamedTuple):
     group: int  # queries per KV head
     max_queries: int  # tokens of a row: one, and its drafts
     page_size: int
-    head_dim: int
+    head_dim: int  # of a slot of the cache
+    packed: bool  # whether a slot holds a head's K and V side by side
     block_pages: int  # of one DMA buffer
     part_pages: int  # of a masked part of a block; divides block_pages
 
@@ -83,6 +84,10 @@ class _Shape(NamedTuple):
     @property
     def block_keys(self) -> int:
         return self.block_pages * self.page_size
+
+    def values_of(self, head: int) -> int:
+        """Where in a page a head's values lie."""
+        return head if self.packed else self.kv_heads + head
 
     def heads(self, stack: int) -> range:
         """The KV heads of a stack."""
@@ -130,10 +135,10 @@ class _Buffers(NamedTuple):
 
     table_hbm: Any  # int32 [B, 1, pages of a row]
     q_hbm: Any  # [T, kv_heads, group, head_dim]
-    kv_hbm: Any  # [layers, pages, 2 * kv_heads, page_size, head_dim]
+    kv_hbm: Any  # [layers, pages, 2 * kv_heads, page_size, head_dim], or kv_heads if packed
     out_hbm: Any  # as q_hbm; the same memory
     table: Any  # int32 [TABLES, 1, pages of a row], in scalar memory
-    kv: Any  # [2, block_pages, 2 * kv_heads, page_size, head_dim]
+    kv: Any  # [2, block_pages, *one page]
     q: Any  # [2, max_queries, kv_heads, group, head_dim]
     out: Any  # as q
     table_sem: Any
@@ -234,7 +239,7 @@ def _clear_unused_values(kernel: _Kernel, slot: Any, page: Any, used: Any) -> No
     """
     shape, kv = kernel.shape, kernel.buffers.kv
     token = lax.broadcasted_iota(jnp.int32, kv.shape[3:], 0)
-    for head in range(shape.kv_heads, 2 * shape.kv_heads):
+    for head in map(shape.values_of, range(shape.kv_heads)):
         values = kv[slot, page, head]
         kv[slot, page, head] = jnp.where(token < used, values, jnp.zeros_like(values))
 
@@ -324,7 +329,7 @@ def _attend(kernel: _Kernel, slot: Any, pages: Any, seen: jax.Array | None) -> N
         kept = jnp.exp(old_top - top)
         state.top[stack] = top
         state.total[stack] = state.total[stack] * kept + weights.sum(axis=1, keepdims=True)
-        values = side_by_side(shape.kv_heads + head for head in shape.heads(stack))
+        values = side_by_side(map(shape.values_of, shape.heads(stack)))
         found = _own_columns(shape, dot(weights.astype(kv.dtype), values, (((1,), (0,)), ((), ()))))
         state.weighted[stack] = state.weighted[stack] * kept[:, :1] + found
 
@@ -469,21 +474,22 @@ def decode_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    packed: bool = False,
     blocks: DecodeBlocks | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Attention of the tokens of rows 0 .. num_decode, whose K and V are in the cache already.
 
     Arguments as in `interface.RaggedPagedAttention`; `blocks` is how much is computed on at once,
-    by default as tuned for the chip.
+    by default as tuned for the chip. `packed`: K and V of a head lie side by side in the cache,
+    and `q` has zeros where V is; in the result, that is where the attention is.
 
     Returns:
         [T, q_heads, head_dim] in q's dtype, in q's memory if the caller has no further use for it;
         other tokens' entries are those of q.
     """
     num_tokens, q_heads, head_dim = q.shape
-    _, _, twice_kv_heads, page_size, _ = kv_cache.shape
-    kv_heads = twice_kv_heads // 2
+    kv_heads, page_size = kv_cache.shape[2] // (1 if packed else 2), kv_cache.shape[3]
     blocks = blocks or decode_blocks(kv_cache.shape, kv_cache.dtype)
     part_pages = max(1, blocks.part_keys // page_size)
     shape = _Shape(
@@ -492,6 +498,7 @@ def decode_attention(
         max_queries=1 + batch.max_draft_tokens,
         page_size=page_size,
         head_dim=head_dim,
+        packed=packed,
         block_pages=max(1, blocks.block_keys // (page_size * part_pages)) * part_pages,
         part_pages=part_pages,
     )

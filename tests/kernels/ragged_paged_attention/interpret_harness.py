@@ -185,6 +185,11 @@ def with_new_tokens(problem: Problem, program: Program) -> np.ndarray:
     return np.asarray(cache, np.float32).astype(problem.kv_cache.dtype)
 
 
+def pack(kv_cache: np.ndarray) -> np.ndarray:
+    """The same cache with K and V of each head side by side."""
+    return np.concatenate(np.split(kv_cache, 2, axis=2), axis=4)
+
+
 def assert_close(got: Any, want: np.ndarray, dtype: Any) -> None:
     """Within the tolerance of `dtype`, NaN only where the reference has NaN."""
     np.testing.assert_allclose(
