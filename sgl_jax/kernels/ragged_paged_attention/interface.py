@@ -47,7 +47,8 @@ class RaggedPagedAttention(Protocol):
                 head are neighbours.
             k, v: [T, kv_heads, head_dim] of the same tokens. Padding tokens are written to the
                 null page, whose content is never read.
-            kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], K heads then V heads.
+            kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], K heads then V heads;
+                or [layers, pages, kv_heads, page_size, 2 * head_dim], K and V side by side.
                 Updated in place when the caller donates it or carries it through a loop.
             layer: int32 [] which layer of the cache.
             batch: rows and pages.

@@ -54,9 +54,9 @@ class _Buffers(NamedTuple):
     """Memory of the kernel. A chunk is up to 128 lanes of one head's K or V."""
 
     kv: Any  # [block, chunks * chunk] this step's new K and V
-    cache: Any  # [layers, pages, 2 * kv_heads, page_size, head_dim]
+    cache: Any  # [layers, pages, slots, page_size, head_dim], slots: K and V of all heads
     rows: Any  # float32 [chunks, block + 2 * tile, chunk] the same, one tile further down
-    tiles: Any  # [IN_FLIGHT, 2 * kv_heads, tile, head_dim]
+    tiles: Any  # [IN_FLIGHT, slots, tile, head_dim]
     read_sem: Any  # [IN_FLIGHT]
     write_sem: Any  # [IN_FLIGHT]
 
@@ -89,7 +89,7 @@ def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: i
 
 
 def _tile_of(buffers: _Buffers, layer: Any, runs: _Runs, run: Any) -> Any:
-    """Where a run's tile lies in the cache: [2 * kv_heads, tile, head_dim]."""
+    """Where a run's tile lies in the cache: [slots, tile, head_dim]."""
     first = lax.div(runs.slot[run], jnp.int32(buffers.tile)) * buffers.tile
     slots = pl.ds(pl.multiple_of(first, buffers.tile), buffers.tile)
     return buffers.cache.at[layer, runs.page[run], :, slots]
@@ -192,7 +192,9 @@ def write_kv(
             f"got {page_size}"
         )
     num_tokens = k.shape[0]
-    kv = jnp.concatenate([k, v], axis=1).astype(kv_cache.dtype).reshape(num_tokens, -1)
+    is_packed = head_dim == 2 * k.shape[2]
+    kv = jnp.concatenate([k, v], axis=2 if is_packed else 1)
+    kv = kv.astype(kv_cache.dtype).reshape(num_tokens, -1)
     block = min(BLOCK_TOKENS, -(-num_tokens // tile) * tile)
     kv = jnp.pad(kv, ((0, -num_tokens % block), (0, 0)))
     width = LANES if head_dim % LANES == 0 else head_dim
