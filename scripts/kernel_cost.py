@@ -37,10 +37,10 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: 
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from sgl_jax.kernels.ragged_paged_attention import tpu_prefill  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import decode_blocks  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode import decode_attention  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import prefill_blocks  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import prefill_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv  # noqa: E402
 
@@ -137,7 +137,7 @@ def our_decode(page_size: int) -> Kernel:
 
 def our_prefill(page_size: int) -> Kernel:
     rows, cache = step_shapes(CHUNK, page_size)
-    blocks = tpu_prefill.default_blocks(KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM, DTYPE)
+    blocks = prefill_blocks(KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM, page_size, DTYPE, CHUNK)
 
     def prefill(q, cache, layer, *rows):
         batch = AttentionBatch.build(*rows, CHUNK)
