@@ -21,6 +21,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import (
+    VMEM_LIMIT_BYTES,
+    PrefillBlocks,
+    prefill_blocks,
+)
 
 LANES = 128
 # Tokens that change between the order of memory, by token, and that of compute, by head, at once.
@@ -31,15 +36,6 @@ LOG2_E = 1.4426950408889634
 # Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
 # by exp(MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
 MASKED = -1e30
-
-
-class PrefillBlocks(NamedTuple):
-    """How much is computed on at once."""
-
-    queries: int  # tokens of a row, a multiple of 16
-    few_queries: int  # as above, where a row has less than half of `queries` left; divides it
-    keys: int  # a multiple of 128 and of the page size
-    heads: int  # KV heads whose instructions may overlap; divides the number of KV heads
 
 
 class _Shape(NamedTuple):
@@ -59,6 +55,12 @@ class _Shape(NamedTuple):
     @property
     def block_pages(self) -> int:
         return self.blocks.keys // self.page_size
+
+    @property
+    def part_heads(self) -> int:
+        """As `blocks.heads`, where masks are needed: about as many instructions."""
+        wanted = self.blocks.heads * (self.blocks.keys // self.blocks.part_keys)
+        return max(n for n in range(1, wanted + 1) if self.kv_heads % n == 0)
 
     @property
     def turned(self) -> int:
@@ -353,21 +355,23 @@ def _end_queries(kernel: _Kernel, block: _QueryBlock) -> None:
 
 
 class _Work(NamedTuple):
-    """Some queries of a block, one KV head or all, and a block of keys to attend to."""
+    """Some queries of a block, and some keys of a block, to attend to."""
 
     block: _QueryBlock
+    slot: Any  # of the keys
+    is_first: Any  # whether these are the first keys that the queries meet
     first: Any  # token of the block
     num_tokens: int
-    slot: Any  # of the keys
-    is_first: jax.Array  # whether these are the first keys that the queries meet
-    keys: Any | None  # which block of keys it is, if some queries don't see all of them
+    first_page: Any  # of the slot
+    num_keys: int
+    position: Any  # of the first key, or None if all queries see all keys
 
 
 def _seen(kernel: _Kernel, work: _Work) -> jax.Array:
     """bool [1, tokens, keys]: which keys each query sees."""
-    tile = (1, work.num_tokens, kernel.shape.blocks.keys)
+    tile = (1, work.num_tokens, work.num_keys)
     query = lax.broadcasted_iota(jnp.int32, tile, 1) + (work.block.position + work.first)
-    key = lax.broadcasted_iota(jnp.int32, tile, 2) + work.keys * kernel.shape.blocks.keys
+    key = lax.broadcasted_iota(jnp.int32, tile, 2) + work.position
     seen = key <= query
     if kernel.options.sliding_window is not None:
         seen &= key > query - kernel.options.sliding_window
@@ -398,13 +402,14 @@ def _found_before(
 def _attend_head(kernel: _Kernel, work: _Work, head: Any, seen: jax.Array | None) -> None:
     """Merge the attention of one KV head's queries over a block of keys into the state."""
     shape, options, state = kernel.shape, kernel.options, kernel.state
-    num_keys, head_dim, kv = shape.blocks.keys, shape.head_dim, kernel.buffers.kv
+    num_keys, head_dim, kv = work.num_keys, shape.head_dim, kernel.buffers.kv
     by_token, rows = (shape.group, work.num_tokens), shape.group * work.num_tokens
     at = pl.ds(work.first, work.num_tokens)
     precision = lax.Precision.HIGHEST if kv.dtype == jnp.float32 else None
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    k = kv[work.slot, :, head].reshape(num_keys, head_dim)
-    v = kv[work.slot, :, shape.values_of(head)].reshape(num_keys, head_dim)
+    pages = pl.ds(work.first_page, num_keys // shape.page_size)
+    k = kv[work.slot, pages, head].reshape(num_keys, head_dim)
+    v = kv[work.slot, pages, shape.values_of(head)].reshape(num_keys, head_dim)
     scores = dot(state.q[head, :, at].reshape(rows, head_dim), k, (((1,), (1,)), ((), ())))
     if options.soft_cap is None:
         scores = scores * (options.scale * LOG2_E)
@@ -429,8 +434,9 @@ def _attend_head(kernel: _Kernel, work: _Work, head: Any, seen: jax.Array | None
 
 def _attend_heads(kernel: _Kernel, work: _Work) -> None:
     """`_attend_head` of all heads."""
-    seen = None if work.keys is None else _seen(kernel, work)
-    heads = kernel.shape.blocks.heads
+    is_masked = work.position is not None
+    seen = _seen(kernel, work) if is_masked else None
+    heads = kernel.shape.part_heads if is_masked else kernel.shape.blocks.heads
 
     @pl.loop(0, kernel.shape.kv_heads // heads)
     def _(turn: jax.Array) -> None:
@@ -438,21 +444,44 @@ def _attend_heads(kernel: _Kernel, work: _Work) -> None:
             _attend_head(kernel, work, turn * heads + i, seen)
 
 
-def _attend(
-    kernel: _Kernel, block: _QueryBlock, slot: Any, is_first: jax.Array, keys: Any | None
-) -> None:
-    """Merge the attention of a block's queries over a block of keys into the state."""
+def _attend(kernel: _Kernel, work: _Work) -> None:
+    """Merge the attention of all queries of the work's block into the state."""
     queries, few = kernel.shape.blocks.queries, kernel.shape.blocks.few_queries
-    is_short = block.num_tokens <= queries // 2
+    if few == queries:
+        _attend_heads(kernel, work)
+        return
+    num_tokens = work.block.num_tokens
+    is_short = num_tokens <= queries // 2
+    pl.when(jnp.logical_not(is_short))(lambda: _attend_heads(kernel, work))
 
-    @pl.when(jnp.logical_not(is_short))
-    def _() -> None:
-        _attend_heads(kernel, _Work(block, 0, queries, slot, is_first, keys))
-
-    @pl.loop(0, jnp.where(is_short, _div(block.num_tokens + few - 1, few), 0))
+    @pl.loop(0, jnp.where(is_short, _div(num_tokens + few - 1, few), 0))
     def _(i: jax.Array) -> None:
         first = pl.multiple_of(i * few, few)
-        _attend_heads(kernel, _Work(block, first, few, slot, is_first, keys))
+        _attend_heads(kernel, work._replace(first=first, num_tokens=few))
+
+
+def _attend_masked(kernel: _Kernel, work: _Work, keys: Any) -> None:
+    """`_attend` to those parts of a block of keys that any of the queries sees."""
+    shape, block, window = kernel.shape, work.block, kernel.options.sliding_window
+    part = shape.blocks.part_keys
+    begin = keys * shape.blocks.keys
+    seen = jnp.minimum(block.position + block.num_tokens - begin, shape.blocks.keys)
+    first_part = jnp.int32(0)
+    if window is not None:
+        first_part = _div(jnp.maximum(block.position - window + 1 - begin, 0), part)
+
+    @pl.loop(first_part, _div(seen + part - 1, part))
+    def _(i: jax.Array) -> None:
+        position = begin + i * part
+        _attend(
+            kernel,
+            work._replace(
+                is_first=work.is_first & (i == first_part),
+                first_page=i * (part // shape.page_size),
+                num_keys=part,
+                position=position,
+            ),
+        )
 
 
 def _attend_queries(
@@ -484,15 +513,19 @@ def _attend_queries(
         _wait_keys(kernel, block.row, keys, slot)
         return keys
 
+    def work(turn: jax.Array, slot: jax.Array) -> _Work:
+        blocks = kernel.shape.blocks
+        return _Work(block, slot, turn == 0, 0, blocks.queries, 0, blocks.keys, None)
+
     def clear(turn: jax.Array, slot: jax.Array) -> jax.Array:
         meet(turn, slot)
-        _attend(kernel, block, slot, turn == 0, None)
+        _attend(kernel, work(turn, slot))
         return 1 - slot
 
     def masked(turn: jax.Array, slot: jax.Array) -> jax.Array:
         keys = meet(turn, slot)
         _clear_unseen_values(kernel, block, keys, slot)
-        _attend(kernel, block, slot, turn == 0, keys)
+        _attend_masked(kernel, work(turn, slot), keys)
         return 1 - slot
 
     slot = lax.fori_loop(0, block.num_clear, clear, first_slot)
@@ -543,14 +576,20 @@ def _do_query_block(kernel: _Kernel, row: Any, index: Any, num_blocks: Any, carr
 
 
 def _kernel(
-    sizes, kv_starts, q_offsets, *refs: Any, shape: _Shape, options: _Options, has_sinks: bool
+    sizes: Any,
+    kv_starts: Any,
+    q_offsets: Any,
+    *refs: Any,
+    shape: _Shape,
+    options: _Options,
+    has_sinks: bool,
 ) -> None:
     sinks, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
     # The queries and the result are one array.
-    kv_hbm, table_hbm, _, tokens_hbm, *refs = refs
-    buffers = _Buffers(kv_hbm, table_hbm, tokens_hbm, *refs[:9])
+    kv_hbm, table_hbm, _q_hbm, tokens_hbm = refs[:4]
+    buffers = _Buffers(kv_hbm, table_hbm, tokens_hbm, *refs[4:13])
     kernel = _Kernel(
-        _Scalars(sizes, kv_starts, q_offsets), buffers, _Softmax(*refs[9:]), sinks, shape, options
+        _Scalars(sizes, kv_starts, q_offsets), buffers, _Softmax(*refs[13:]), sinks, shape, options
     )
     scalars, num_slots = kernel.scalars, kv_starts.shape[0]
     first_row = _find_next_rows(scalars, buffers, num_slots)
@@ -601,14 +640,20 @@ def prefill_attention(
     Returns:
         [T, q_heads, head_dim] in q's dtype, in q's memory if the caller has no further use for it;
         other tokens' entries are those of q.
+
+    Raises:
+        ValueError: a block of keys is no whole number of pages.
     """
-    _, q_heads, head_dim = q.shape
+    num_tokens, q_heads, head_dim = q.shape
     kv_heads, page_size = kv_cache.shape[2] // (1 if packed else 2), kv_cache.shape[3]
     group = q_heads // kv_heads
-    blocks = blocks or default_blocks(kv_heads, group)
+    blocks = blocks or prefill_blocks(
+        kv_heads, group, head_dim, page_size, kv_cache.dtype, num_tokens
+    )
+    if blocks.part_keys % page_size:
+        raise ValueError(f"page_size must divide {blocks.part_keys}, got {page_size}")
     shape = _Shape(kv_heads, group, page_size, head_dim, packed, blocks)
     num_rows, table_width = batch.page_table.shape
-    # A block may reach beyond the pages that a row can have; its page ids are not looked at.
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
     inputs: list[jax.Array] = []
     if sinks is not None:
@@ -647,7 +692,10 @@ def prefill_attention(
             ],
         ),
         input_output_aliases={num_scalars + len(inputs) + 2: 0},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
+        # Page ids are the memory manager's: a check of each DMA's bounds would cost more than it.
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=VMEM_LIMIT_BYTES, disable_bounds_checks=True
+        ),
         interpret=interpret,
     )
     return kernel(
@@ -658,19 +706,6 @@ def prefill_attention(
         kv_cache,
         batch.page_table[:, None],
         q,
-    )
-
-
-# Of 64 MiB at least that the chips have.
-VMEM_LIMIT_BYTES = 56 << 20
-
-
-def default_blocks(kv_heads: int, group: int) -> PrefillBlocks:
-    """Blocks for so many KV heads on a chip, with `group` queries each."""
-    heads = 2 if kv_heads % 2 == 0 else 1
-    few = max(16, 128 // group // 16 * 16)
-    return PrefillBlocks(
-        queries=max(8 * few, 1024 // group // few * few), few_queries=few, keys=512, heads=heads
     )
 
 

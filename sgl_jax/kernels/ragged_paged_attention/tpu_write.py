@@ -37,8 +37,8 @@ class _Tokens(NamedTuple):
     sizes: Any  # int32 [2]: layer, number of tokens that are not padding
     token_rows: Any  # int32 [T]
     positions: Any  # int32 [T]
+    pages: Any  # int32 [T] where each token goes
     q_offsets: Any  # int32 [B + 1]
-    page_ids: Any  # int32 [B * table_width]
 
 
 class _Runs(NamedTuple):
@@ -67,7 +67,6 @@ class _Buffers(NamedTuple):
 
 def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: int) -> jax.Array:
     """Fill `runs` with those of this grid step; how many there are."""
-    table_width = tokens.page_ids.shape[0] // (tokens.q_offsets.shape[0] - 1)
     start = pl.program_id(0) * block
     stop = jnp.minimum(start + block, tokens.sizes[1])
 
@@ -77,7 +76,7 @@ def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: i
         slot = lax.rem(position, jnp.int32(page_size))
         row_left = jnp.minimum(tokens.q_offsets[row + 1], stop) - token
         length = jnp.minimum(tile - lax.rem(slot, jnp.int32(tile)), row_left)
-        page = tokens.page_ids[row * table_width + lax.div(position, jnp.int32(page_size))]
+        page = tokens.pages[token]
         runs.token[count] = token - start
         runs.length[count] = length
         runs.page[count] = page
@@ -221,6 +220,8 @@ def write_kv(
         interpret=interpret,
     )
     sizes = jnp.stack([layer, batch.q_offsets[-1]]).astype(jnp.int32)
-    tables = (batch.token_rows, batch.positions, batch.q_offsets, batch.page_table.reshape(-1))
-    result: jax.Array = kernel(sizes, *tables, kv, kv_cache)
+    # The whole page table might not fit into scalar memory.
+    pages = batch.page_table[batch.token_rows, batch.positions // page_size]
+    tokens = _Tokens(sizes, batch.token_rows, batch.positions, pages, batch.q_offsets)
+    result: jax.Array = kernel(*tokens, kv, kv_cache)
     return result

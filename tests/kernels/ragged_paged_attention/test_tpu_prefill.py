@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from sgl_jax.kernels.ragged_paged_attention import tpu_prefill
-from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import PrefillBlocks
+from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import PrefillBlocks
 from tests.kernels.ragged_paged_attention.interpret_harness import (
     LAYER,
     MODES,
@@ -62,8 +62,8 @@ MORE_PROGRAMS = (
 
 def blocks_of(program):
     """Small blocks, so that short rows have many."""
-    keys = 256 if program.page_size >= 64 else 128
-    return PrefillBlocks(queries=64, few_queries=16, keys=keys, heads=2 - program.kv_heads % 2)
+    part = max(128, program.page_size)
+    return PrefillBlocks(64, 16, 2 * part, part, heads=2 - program.kv_heads % 2)
 
 
 def attend(program, interpret):
@@ -177,7 +177,7 @@ def more_queries_than_the_row_has(kernel, block, do, runs=tpu_prefill._for_each_
 
 
 def masked_blocks_taken_for_clear(kernel, work, attend_heads=tpu_prefill._attend_heads):
-    attend_heads(kernel, work._replace(keys=None))
+    attend_heads(kernel, work._replace(position=None))
 
 
 def never_the_first_keys(kernel, work, attend_heads=tpu_prefill._attend_heads):
