@@ -15,12 +15,16 @@ from sgl_jax.kernels.ragged_paged_attention.xla import (
 
 __all__ = [
     "ATTENTION_BACKENDS",
+    "MAX_PALLAS_PAGE_TABLE",
     "AttentionBatch",
     "RaggedPagedAttention",
     "attention_implementation",
 ]
 
 ATTENTION_BACKENDS = ("auto", "pallas", "xla")
+# The TPU kernels keep a step's page table (rows times pages of a row) in scalar memory, 1 MiB on
+# every generation, beside some lengths and offsets of each row and token.
+MAX_PALLAS_PAGE_TABLE = 240 * 1024
 
 
 class RaggedPagedAttention(Protocol):
