@@ -4,7 +4,6 @@ No device is asked and no array made, so a planner decides the same for chips it
 What is still open is how many KV pages there are, which memory decides.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
 from sgl_jax.executor.row_tables import row_table_shapes
 from sgl_jax.executor.step import StepState
-from sgl_jax.kernels.ragged_paged_attention.interface import MAX_PALLAS_PAGE_TABLE
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.mem_cache.device_pool import KVPoolLayout, kv_pool_shape
 from sgl_jax.models.config import ModelConfig
@@ -36,8 +34,7 @@ class EngineShape(NamedTuple):
     def decide(cls, args: ServerArgs, config: ModelConfig, platform: str) -> "EngineShape":
         """Decide for "cpu", "gpu" or "tpu".
 
-        Raises ValueError for a context beyond the model's, heads that cannot be dealt out, or more
-        rows of so many pages than the attention kernel can take.
+        Raises ValueError for a context beyond the model's, or heads that cannot be dealt out.
         """
         context_len = args.context_length or config.max_position_embeddings
         if context_len > config.max_position_embeddings:
@@ -53,7 +50,7 @@ class EngineShape(NamedTuple):
             head_dim=config.head_dim,
             dtype=dtype if args.kv_cache_dtype == "auto" else jnp.dtype(args.kv_cache_dtype),
         )
-        limits = _limit_rows(args, platform, -(-context_len // args.page_size))
+        limits = step_limits(args, platform)
         buckets = choose_buckets(limits, platform)
         return cls(args, dtype, context_len, config.vocab_size, pool_layout, limits, buckets)
 
@@ -89,23 +86,6 @@ class EngineShape(NamedTuple):
         tables = row_table_shapes(self.sizes(num_pages), mesh)
         pool: Any = kv_pool_shape(self.pool_layout, num_pages, mesh)
         return StepState(tables.tokens, tables.lens, pool), tables.params
-
-
-def _limit_rows(args: ServerArgs, platform: str, pages_per_row: int) -> StepLimits:
-    """The step's limits; fewer rows than the default where a TPU's page table has no room."""
-    limits = step_limits(args, platform)
-    room = MAX_PALLAS_PAGE_TABLE // pages_per_row
-    if platform != "tpu" or args.attention_backend == "xla" or limits.rows <= room:
-        return limits
-    if args.max_running_requests or room < 1:
-        raise ValueError(
-            f"the page table of {limits.rows} rows of {pages_per_row} pages exceeds the "
-            f"{MAX_PALLAS_PAGE_TABLE} entries that the TPU's scalar memory holds: lower "
-            "--context-length or --max-running-requests, or raise --page-size"
-        )
-    rows = room // 8 * 8 or room
-    fewer = dataclasses.replace(args, max_running_requests=rows * args.dp_size)
-    return step_limits(fewer, platform)
 
 
 def _resolve_dtype(name: str, platform: str) -> jnp.dtype:

@@ -47,7 +47,7 @@ class StepState(NamedTuple):
 
     token_table: jax.Array  # int32[num_rows, max_context_len]
     row_lens: jax.Array  # int32[num_rows] tokens of each row, valid once it has been admitted
-    kv_pool: jax.Array  # [layers, pages, 2 * kv_heads, page_size, head_dim]
+    kv_pool: jax.Array  # [layers, pages, *page_shape], see `device_pool`
 
 
 class StepOutput(NamedTuple):

@@ -14,6 +14,10 @@ from jax.sharding import PartitionSpec as P
 KV_POOL_SPEC = P(None, "data", "tensor", None, None)
 
 
+# Elements of one row of a TPU's memory. What is smaller is padded to it.
+_LANES = 128
+
+
 class KVPoolLayout(NamedTuple):
     """What one page of KV holds, whole (over all the chips of a rank)."""
 
@@ -24,6 +28,17 @@ class KVPoolLayout(NamedTuple):
     dtype: jnp.dtype
 
     @property
+    def page_shape(self) -> tuple[int, int, int]:
+        """One layer of a page: [2 * kv_heads, page_size, head_dim], K heads then V heads.
+
+        K and V of a head that together fill a row of memory share it, whatever the platform:
+        [kv_heads, page_size, 2 * head_dim].
+        """
+        if 2 * self.head_dim == _LANES:
+            return self.num_kv_heads, self.page_size, _LANES
+        return 2 * self.num_kv_heads, self.page_size, self.head_dim
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page, K and V of all layers and heads."""
         tokens = self.num_layers * 2 * self.num_kv_heads * self.page_size
@@ -31,19 +46,13 @@ class KVPoolLayout(NamedTuple):
 
 
 def kv_pool_shape(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The pool before it is there: [layers, dp * num_pages, 2 * kv_heads, page_size, head_dim].
+    """The pool before it is there: [layers, dp * num_pages, *page_shape].
 
-    Each chip sees [layers, num_pages, 2 * kv_heads / tp, page_size, head_dim]: its K heads, then
-    its V heads; one page of one layer is contiguous. `num_pages` counts one rank's pages, the
-    null page included.
+    Each chip sees [layers, num_pages, ...], of which the heads are its own: its K heads, then its
+    V heads, or both side by side. One page of one layer is contiguous. `num_pages` counts one
+    rank's pages, the null page included.
     """
-    shape = (
-        layout.num_layers,
-        mesh.shape["data"] * num_pages,
-        2 * layout.num_kv_heads,
-        layout.page_size,
-        layout.head_dim,
-    )
+    shape = (layout.num_layers, mesh.shape["data"] * num_pages, *layout.page_shape)
     sharding = NamedSharding(mesh, KV_POOL_SPEC)
     return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=sharding)
 

@@ -88,7 +88,7 @@ class CausalLM(nnx.Module):
         Args:
             token_ids: int32 [T], as `batch` lays them out.
             batch: rows and pages of this rank.
-            kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], this chip's part.
+            kv_cache: as in `RaggedPagedAttention`, this chip's part.
 
         Returns:
             hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_cache.

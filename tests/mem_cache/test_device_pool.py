@@ -23,3 +23,13 @@ def test_each_device_holds_its_ranks_pages_and_its_share_of_the_heads():
     assert pool.nbytes == 10 * LAYOUT.page_bytes
     assert {shard.data.shape for shard in pool.addressable_shards} == {(3, 5, 4, 8, 16)}
     assert not np.asarray(pool, np.float32).any()
+
+
+def test_keys_and_values_of_64_share_a_row_of_128():
+    """A TPU would pad rows of 64 to 128, and hold half as many tokens."""
+    layout = LAYOUT._replace(head_dim=64)
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]).reshape(1, 2), ("data", "tensor"))
+    pool = make_kv_pool(layout, num_pages=5, mesh=mesh)
+    assert pool.shape == (3, 5, 4, 8, 128)
+    assert pool.nbytes == 5 * layout.page_bytes
+    assert {shard.data.shape for shard in pool.addressable_shards} == {(3, 5, 2, 8, 128)}

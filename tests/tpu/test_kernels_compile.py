@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.kernels.ragged_paged_attention import tpu
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
+from sgl_jax.mem_cache.device_pool import KVPoolLayout
 from tests.tpu.conftest import TOPOLOGIES
 
 MAX_COMPILE_S = 10  # of one kernel
@@ -40,7 +41,8 @@ class Shape(NamedTuple):
 def compile_attention(shape, mesh):
     """The compiled attention call of one layer, its cache donated; and how long it took."""
     pages = shape.context // shape.page_size
-    cache = (2, 1 + shape.rows * pages, 2 * shape.kv_heads, shape.page_size, shape.head_dim)
+    page = KVPoolLayout(2, shape.kv_heads, shape.page_size, shape.head_dim, shape.dtype).page_shape
+    cache = (2, 1 + shape.rows * pages, *page)
 
     def struct(dtype, *dims):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))
@@ -108,6 +110,7 @@ def test_every_generation_compiles_a_decode_and_a_mixed_step(generation, tokens,
         Shape(kv_heads=8, q_heads=64, sinks=True, sliding_window=128, context=65536, rows=16),
         Shape(dtype=jnp.float32, kv_heads=2, q_heads=2, page_size=16, rows=256, tokens=256),
         Shape(tokens=1, rows=1, context=16384),
+        Shape(head_dim=64, q_heads=64, sinks=True, sliding_window=128),
     ],
     ids=lambda shape: f"page{shape.page_size}-kv{shape.kv_heads}-dim{shape.head_dim}",
 )

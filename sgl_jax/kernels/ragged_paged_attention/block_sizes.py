@@ -1,8 +1,19 @@
-"""How much of the KV a TPU kernel computes on at once."""
+"""How much KV a TPU kernel computes on at once."""
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+VMEM_LIMIT_BYTES = 48 << 20  # of the 64 MiB or more that a chip has
 
-def decode_block_pages(cache_shape: tuple[int, ...], dtype: jnp.dtype) -> int:
-    """Pages of a block of decode attention."""
-    return max(1, 512 // cache_shape[3])
+
+class DecodeBlocks(NamedTuple):
+    """Sizes of the decode kernel, in keys."""
+
+    block_keys: int  # of one DMA buffer, of which there are two
+    part_keys: int  # of a part of a block where masks are needed
+
+
+def decode_blocks(cache_shape: tuple[int, ...], dtype: jnp.dtype) -> DecodeBlocks:
+    """Sizes for a cache [layers, pages, 2 * kv_heads, page_size, head_dim]."""
+    return DecodeBlocks(1024, 256)

@@ -15,16 +15,12 @@ from sgl_jax.kernels.ragged_paged_attention.xla import (
 
 __all__ = [
     "ATTENTION_BACKENDS",
-    "MAX_PALLAS_PAGE_TABLE",
     "AttentionBatch",
     "RaggedPagedAttention",
     "attention_implementation",
 ]
 
 ATTENTION_BACKENDS = ("auto", "pallas", "xla")
-# The TPU kernels keep a step's page table (rows times pages of a row) in scalar memory, 1 MiB on
-# every generation, beside some lengths and offsets of each row and token.
-MAX_PALLAS_PAGE_TABLE = 240 * 1024
 
 
 class RaggedPagedAttention(Protocol):
@@ -51,7 +47,8 @@ class RaggedPagedAttention(Protocol):
                 head are neighbours.
             k, v: [T, kv_heads, head_dim] of the same tokens. Padding tokens are written to the
                 null page, whose content is never read.
-            kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], K heads then V heads.
+            kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], K heads then V heads;
+                or [layers, pages, kv_heads, page_size, 2 * head_dim], K and V side by side.
                 Updated in place when the caller donates it or carries it through a loop.
             layer: int32 [] which layer of the cache.
             batch: rows and pages.

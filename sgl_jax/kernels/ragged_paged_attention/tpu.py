@@ -3,11 +3,14 @@
 They share nothing but arrays. The write changes the cache in place. Decode and prefill each find
 their rows' queries in an array and put the results where the queries were, so what one leaves
 alone is still the other's input, and no result is merged or copied.
+
+Memory of a TPU comes in rows of 128 lanes, so heads of 64 are packed: see `interface`.
 """
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode import decode_attention
@@ -29,7 +32,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `interface.RaggedPagedAttention`; the outputs of padding tokens are their queries.
+    """See `interface.RaggedPagedAttention`; padding tokens' outputs are their queries, or zeros.
 
     `interpret` simulates the kernels on a CPU: `pltpu.InterpretParams`.
 
@@ -37,7 +40,10 @@ def ragged_paged_attention(
         ValueError: the page size is not a multiple of the cache's tile.
     """
     kv_cache = write_kv(k, v, kv_cache, layer, batch, interpret=interpret)
-    out = q
+    head_dim = q.shape[2]
+    packed = kv_cache.shape[4] == 2 * head_dim
+    # Queries of zeros where V lies make a packed cache one of twice the head_dim.
+    out = jnp.pad(q, ((0, 0), (0, 0), (0, head_dim))) if packed else q
     for attend in (decode_attention, prefill_attention):
         out = attend(
             out,
@@ -48,6 +54,7 @@ def ragged_paged_attention(
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             sinks=sinks,
+            packed=packed,
             interpret=interpret,
         )
-    return out, kv_cache
+    return out[:, :, head_dim:] if packed else out, kv_cache

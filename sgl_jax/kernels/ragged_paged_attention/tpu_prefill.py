@@ -21,22 +21,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import (
+    VMEM_LIMIT_BYTES,
+    PrefillBlocks,
+    prefill_blocks,
+)
 
 LANES = 128
 # Tokens that change between the order of memory, by token, and that of compute, by head, at once.
-TURNED_TOKENS = 16
+TURNED_TOKENS = 32
+# Tokens that travel at once where a row has less than a block of them.
+RUN_TOKENS = 16
 LOG2_E = 1.4426950408889634
 # Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
 # by exp(MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
 MASKED = -1e30
-
-
-class PrefillBlocks(NamedTuple):
-    """How much is computed on at once."""
-
-    queries: int  # tokens of a row, a multiple of 16
-    keys: int  # a multiple of 128 and of the page size
-    heads: int  # KV heads whose instructions may overlap; divides the number of KV heads
 
 
 class _Shape(NamedTuple):
@@ -45,17 +44,27 @@ class _Shape(NamedTuple):
     kv_heads: int
     group: int  # queries per KV head
     page_size: int
-    head_dim: int
+    head_dim: int  # of a slot of the cache
+    packed: bool  # whether a slot holds a head's K and V side by side
     blocks: PrefillBlocks
+
+    def values_of(self, head: Any) -> Any:
+        """Where in a page a head's values lie."""
+        return head if self.packed else self.kv_heads + head
 
     @property
     def block_pages(self) -> int:
         return self.blocks.keys // self.page_size
 
     @property
-    def head_rows(self) -> int:
-        """Queries of one KV head in a block."""
-        return self.group * self.blocks.queries
+    def part_heads(self) -> int:
+        """As `blocks.heads`, where masks are needed: about as many instructions."""
+        wanted = self.blocks.heads * (self.blocks.keys // self.blocks.part_keys)
+        return max(n for n in range(1, wanted + 1) if self.kv_heads % n == 0)
+
+    @property
+    def turned(self) -> int:
+        return min(TURNED_TOKENS, self.blocks.few_queries)
 
 
 class _Options(NamedTuple):
@@ -104,8 +113,10 @@ class _Softmax(NamedTuple):
     """A block's queries by head, and what was found so far for each of them."""
 
     q: Any  # [kv_heads, group, queries, head_dim]
-    top: Any  # float32 [kv_heads, head_rows, 128] greatest score, in all lanes
-    total: Any  # float32 [kv_heads, head_rows, 128] denominator times 2^-top, a part in each lane
+    top: Any  # float32 [kv_heads, group, queries, 128] greatest score, in all lanes
+    total: (
+        Any  # float32 [kv_heads, group, queries, 128] denominator times 2^-top, a part in each lane
+    )
     weighted: Any  # float32 [kv_heads, group, queries, head_dim] numerator times 2^-top
 
 
@@ -161,7 +172,7 @@ class _Kernel(NamedTuple):
     scalars: _Scalars
     buffers: _Buffers
     state: _Softmax
-    sinks: Any | None  # float32 [kv_heads, head_rows, 128]
+    sinks: Any | None  # float32 [kv_heads, group, 1, 128]
     shape: _Shape
     options: _Options
 
@@ -221,11 +232,15 @@ def _start_keys(kernel: _Kernel, row: Any, block: Any, table_slot: Any, slot: An
 
 def _wait_keys(kernel: _Kernel, row: Any, block: Any, slot: Any) -> None:
     """Wait for all pages of a block: a wait counts bytes, whoever brought them."""
+    here, sem = kernel.buffers.kv.at[slot], kernel.buffers.kv_sem.at[slot]
+    num_pages = _num_pages(kernel, row, block)
+    is_whole = num_pages == kernel.shape.block_pages
+    pl.when(is_whole)(lambda: pltpu.make_async_copy(here, here, sem).wait())
 
-    @pl.loop(0, _num_pages(kernel, row, block))
+    @pl.loop(0, jnp.where(is_whole, 0, num_pages))
     def _(i: jax.Array) -> None:
-        page = kernel.buffers.kv.at[slot, i]
-        pltpu.make_async_copy(page, page, kernel.buffers.kv_sem.at[slot]).wait()
+        page = here.at[i]
+        pltpu.make_async_copy(page, page, sem).wait()
 
 
 def _clear_unseen_values(kernel: _Kernel, block: _QueryBlock, keys: Any, slot: Any) -> None:
@@ -250,32 +265,36 @@ def _clear_unseen_values(kernel: _Kernel, block: _QueryBlock, keys: Any, slot: A
                 tile = (shape.page_size, shape.head_dim)
                 position = here + lax.broadcasted_iota(jnp.int32, tile, 0)
                 kept = (position < end) & (position >= first_seen)
-                for head in range(shape.kv_heads, 2 * shape.kv_heads):
+                for head in map(shape.values_of, range(shape.kv_heads)):
                     values = buffers.kv[slot, page, head]
                     buffers.kv[slot, page, head] = jnp.where(kept, values, jnp.zeros_like(values))
 
 
-def _for_each_run(block: _QueryBlock, shape: _Shape, do: Any) -> None:
-    """do(first, size) for runs of the block's tokens, whose static sizes are powers of two.
+def _for_each_run(kernel: _Kernel, block: _QueryBlock, do: Any) -> None:
+    """do(first, size) for runs of the block's tokens, of few static sizes.
 
     A DMA has a static size, and one that is longer than the row would reach into the next.
     """
-    size = 1
-    while size <= shape.blocks.queries:
+    done = jnp.int32(0)
+    for size in (kernel.shape.blocks.queries, RUN_TOKENS, 1):
+        if size > kernel.buffers.tokens_hbm.shape[0]:
+            continue
+        count = _div(block.num_tokens - done, size)
+        begin = done
 
-        @pl.when(lax.rem(_div(block.num_tokens, size), jnp.int32(2)) == 1)
-        def _(size: int = size) -> None:
-            do(_div(block.num_tokens, 2 * size) * (2 * size), size)
+        @pl.loop(0, count)
+        def _(i: jax.Array, begin: jax.Array = begin, size: int = size) -> None:
+            do(begin + i * size, size)
 
-        size *= 2
+        done += count * size
 
 
 def _q_copies(kernel: _Kernel, block: _QueryBlock, do: Any) -> None:
     """do(copy) for the DMAs that bring a block's queries."""
     buffers = kernel.buffers
     _for_each_run(
+        kernel,
         block,
-        kernel.shape,
         lambda first, size: do(
             pltpu.make_async_copy(
                 buffers.tokens_hbm.at[pl.ds(block.token + first, size)],
@@ -290,8 +309,8 @@ def _out_copies(kernel: _Kernel, block: _QueryBlock, do: Any) -> None:
     """do(copy) for the DMAs that take a block's result away."""
     buffers = kernel.buffers
     _for_each_run(
+        kernel,
         block,
-        kernel.shape,
         lambda first, size: do(
             pltpu.make_async_copy(
                 buffers.out_leaving.at[pl.ds(first, size)],
@@ -302,100 +321,167 @@ def _out_copies(kernel: _Kernel, block: _QueryBlock, do: Any) -> None:
     )
 
 
-def _begin_queries(kernel: _Kernel) -> None:
-    """Order the queries by head; nothing found yet, or a sink, whose value is zero."""
-    shape, buffers, state = kernel.shape, kernel.buffers, kernel.state
+def _for_each_turn(kernel: _Kernel, block: _QueryBlock, do: Any) -> None:
+    """do(tokens) for slices of the buffers' tokens that hold all of the block's."""
+    turned = kernel.shape.turned
 
-    @pl.loop(0, shape.blocks.queries // TURNED_TOKENS)
+    @pl.loop(0, _div(block.num_tokens + turned - 1, turned))
     def _(i: jax.Array) -> None:
-        at = pl.ds(pl.multiple_of(i * TURNED_TOKENS, TURNED_TOKENS), TURNED_TOKENS)
-        by_head = jnp.swapaxes(buffers.q_arriving[at].astype(jnp.float32), 0, 1)
-        by_head = by_head.reshape(shape.kv_heads, shape.group, TURNED_TOKENS, shape.head_dim)
-        state.q[:, :, at] = by_head.astype(state.q.dtype)
-
-    if kernel.sinks is None:
-        state.top[...] = jnp.full_like(state.top, MASKED)
-        state.total[...] = jnp.zeros_like(state.total)
-    else:
-        state.top[...] = kernel.sinks[...]
-        state.total[...] = jnp.full_like(state.total, 1 / LANES)
-    state.weighted[...] = jnp.zeros_like(state.weighted)
+        do(pl.ds(pl.multiple_of(i * turned, turned), turned))
 
 
-def _end_queries(kernel: _Kernel) -> None:
+def _begin_queries(kernel: _Kernel, block: _QueryBlock) -> None:
+    """Order the queries by head."""
+    shape, buffers, state = kernel.shape, kernel.buffers, kernel.state
+    tile = (shape.kv_heads, shape.group, shape.turned, shape.head_dim)
+
+    def turn(at: Any) -> None:
+        by_head = jnp.swapaxes(buffers.q_arriving[at].astype(state.q.dtype), 0, 1)
+        state.q[:, :, at] = by_head.reshape(tile)
+
+    _for_each_turn(kernel, block, turn)
+
+
+def _end_queries(kernel: _Kernel, block: _QueryBlock) -> None:
     """Put the results, ordered by token, into `out_leaving`."""
     shape, buffers, state = kernel.shape, kernel.buffers, kernel.state
-    for head in range(shape.kv_heads):
-        share = 1 / jnp.sum(state.total[head], axis=1, keepdims=True)
-        state.total[head] = jnp.broadcast_to(share, (shape.head_rows, LANES))
 
-    @pl.loop(0, shape.blocks.queries // TURNED_TOKENS)
-    def _(i: jax.Array) -> None:
-        first = pl.multiple_of(i * TURNED_TOKENS, TURNED_TOKENS)
-        results = [
-            state.weighted[head, j, pl.ds(first, TURNED_TOKENS)]
-            * _across(
-                state.total[head, pl.ds(first + j * shape.blocks.queries, TURNED_TOKENS)],
-                shape.head_dim,
-            )
-            for head in range(shape.kv_heads)
-            for j in range(shape.group)
-        ]
-        by_token = jnp.swapaxes(jnp.stack(results), 0, 1)
-        at = pl.ds(first, TURNED_TOKENS)
-        buffers.out_leaving[at] = by_token.astype(buffers.out_leaving.dtype)
+    def turn(at: Any) -> None:
+        share = 1 / jnp.sum(state.total[:, :, at], axis=3, keepdims=True)
+        by_head = (state.weighted[:, :, at] * share).reshape(-1, shape.turned, shape.head_dim)
+        buffers.out_leaving[at] = jnp.swapaxes(by_head, 0, 1).astype(buffers.out_leaving.dtype)
+
+    _for_each_turn(kernel, block, turn)
 
 
-def _seen(kernel: _Kernel, block: _QueryBlock, keys: Any) -> jax.Array:
-    """bool [1, queries, keys]: which keys of a block each query sees."""
-    tile = (1, kernel.shape.blocks.queries, kernel.shape.blocks.keys)
-    query = lax.broadcasted_iota(jnp.int32, tile, 1) + block.position
-    key = lax.broadcasted_iota(jnp.int32, tile, 2) + keys * kernel.shape.blocks.keys
+class _Work(NamedTuple):
+    """Some queries of a block, and some keys of a block, to attend to."""
+
+    block: _QueryBlock
+    slot: Any  # of the keys
+    is_first: Any  # whether these are the first keys that the queries meet
+    first: Any  # token of the block
+    num_tokens: int
+    first_page: Any  # of the slot
+    num_keys: int
+    position: Any  # of the first key, or None if all queries see all keys
+
+
+def _seen(kernel: _Kernel, work: _Work) -> jax.Array:
+    """bool [1, tokens, keys]: which keys each query sees."""
+    tile = (1, work.num_tokens, work.num_keys)
+    query = lax.broadcasted_iota(jnp.int32, tile, 1) + (work.block.position + work.first)
+    key = lax.broadcasted_iota(jnp.int32, tile, 2) + work.position
     seen = key <= query
     if kernel.options.sliding_window is not None:
         seen &= key > query - kernel.options.sliding_window
     return seen
 
 
-def _attend_head(kernel: _Kernel, head: Any, slot: Any, seen: jax.Array | None) -> None:
+def _found_before(
+    kernel: _Kernel, work: _Work, head: Any, at: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Top, total and weighted [group * tokens, ...] of a KV head's queries before these keys.
+
+    Before the first keys the state holds another block's results. What counts then is nothing,
+    or a sink, which is one more key, always visible, whose value is zero. To choose here costs
+    less than to write it to the state beforehand: arithmetic waits for the matrix unit anyway.
+    """
+    state, rows = kernel.state, kernel.shape.group * work.num_tokens
+    if kernel.sinks is None:
+        top, total = jnp.float32(MASKED), jnp.float32(0)
+    else:
+        top, total = kernel.sinks[head], jnp.float32(1 / LANES)
+    return (
+        jnp.where(work.is_first, top, state.top[head, :, at]).reshape(rows, LANES),
+        jnp.where(work.is_first, total, state.total[head, :, at]).reshape(rows, LANES),
+        jnp.where(work.is_first, 0.0, state.weighted[head, :, at]).reshape(rows, -1),
+    )
+
+
+def _attend_head(kernel: _Kernel, work: _Work, head: Any, seen: jax.Array | None) -> None:
     """Merge the attention of one KV head's queries over a block of keys into the state."""
     shape, options, state = kernel.shape, kernel.options, kernel.state
-    num_keys, head_dim, rows = shape.blocks.keys, shape.head_dim, shape.head_rows
-    kv = kernel.buffers.kv
+    num_keys, head_dim, kv = work.num_keys, shape.head_dim, kernel.buffers.kv
+    by_token, rows = (shape.group, work.num_tokens), shape.group * work.num_tokens
+    at = pl.ds(work.first, work.num_tokens)
     precision = lax.Precision.HIGHEST if kv.dtype == jnp.float32 else None
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    k = kv[slot, :, head].reshape(num_keys, head_dim)
-    v = kv[slot, :, shape.kv_heads + head].reshape(num_keys, head_dim)
-    q = state.q[head].reshape(rows, head_dim)
-    scores = dot(q, k, (((1,), (1,)), ((), ())))
+    pages = pl.ds(work.first_page, num_keys // shape.page_size)
+    k = kv[work.slot, pages, head].reshape(num_keys, head_dim)
+    v = kv[work.slot, pages, shape.values_of(head)].reshape(num_keys, head_dim)
+    scores = dot(state.q[head, :, at].reshape(rows, head_dim), k, (((1,), (1,)), ((), ())))
     if options.soft_cap is None:
         scores = scores * (options.scale * LOG2_E)
     else:
         scores = jnp.tanh(scores * (options.scale / options.soft_cap))
         scores = scores * (options.soft_cap * LOG2_E)
     if seen is not None:
-        by_token = scores.reshape(shape.group, shape.blocks.queries, num_keys)
-        scores = jnp.where(seen, by_token, MASKED).reshape(rows, num_keys)
-    old_top = state.top[head]
+        scores = scores.reshape(*by_token, num_keys)
+        scores = jnp.where(seen, scores, MASKED).reshape(rows, num_keys)
+    old_top, old_total, old_weighted = _found_before(kernel, work, head, at)
     top = jnp.maximum(old_top, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.exp2(scores - _across(top, num_keys))
     kept = jnp.exp2(old_top - top)
     parts = [weights[:, i : i + LANES] for i in range(0, num_keys, LANES)]
-    state.top[head] = top
-    state.total[head] = state.total[head] * kept + reduce(jnp.add, parts)
+    total = old_total * kept + reduce(jnp.add, parts)
     found = dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-    weighted = state.weighted[head].reshape(rows, head_dim) * _across(kept, head_dim) + found
-    state.weighted[head] = weighted.reshape(state.weighted.shape[1:])
+    weighted = old_weighted * _across(kept, head_dim) + found
+    state.top[head, :, at] = top.reshape(*by_token, LANES)
+    state.total[head, :, at] = total.reshape(*by_token, LANES)
+    state.weighted[head, :, at] = weighted.reshape(*by_token, head_dim)
 
 
-def _attend(kernel: _Kernel, slot: Any, seen: jax.Array | None) -> None:
+def _attend_heads(kernel: _Kernel, work: _Work) -> None:
     """`_attend_head` of all heads."""
-    heads = kernel.shape.blocks.heads
+    is_masked = work.position is not None
+    seen = _seen(kernel, work) if is_masked else None
+    heads = kernel.shape.part_heads if is_masked else kernel.shape.blocks.heads
 
     @pl.loop(0, kernel.shape.kv_heads // heads)
     def _(turn: jax.Array) -> None:
         for i in range(heads):
-            _attend_head(kernel, turn * heads + i, slot, seen)
+            _attend_head(kernel, work, turn * heads + i, seen)
+
+
+def _attend(kernel: _Kernel, work: _Work) -> None:
+    """Merge the attention of all queries of the work's block into the state."""
+    queries, few = kernel.shape.blocks.queries, kernel.shape.blocks.few_queries
+    if few == queries:
+        _attend_heads(kernel, work)
+        return
+    num_tokens = work.block.num_tokens
+    is_short = num_tokens <= queries // 2
+    pl.when(jnp.logical_not(is_short))(lambda: _attend_heads(kernel, work))
+
+    @pl.loop(0, jnp.where(is_short, _div(num_tokens + few - 1, few), 0))
+    def _(i: jax.Array) -> None:
+        first = pl.multiple_of(i * few, few)
+        _attend_heads(kernel, work._replace(first=first, num_tokens=few))
+
+
+def _attend_masked(kernel: _Kernel, work: _Work, keys: Any) -> None:
+    """`_attend` to those parts of a block of keys that any of the queries sees."""
+    shape, block, window = kernel.shape, work.block, kernel.options.sliding_window
+    part = shape.blocks.part_keys
+    begin = keys * shape.blocks.keys
+    seen = jnp.minimum(block.position + block.num_tokens - begin, shape.blocks.keys)
+    first_part = jnp.int32(0)
+    if window is not None:
+        first_part = _div(jnp.maximum(block.position - window + 1 - begin, 0), part)
+
+    @pl.loop(first_part, _div(seen + part - 1, part))
+    def _(i: jax.Array) -> None:
+        position = begin + i * part
+        _attend(
+            kernel,
+            work._replace(
+                is_first=work.is_first & (i == first_part),
+                first_page=i * (part // shape.page_size),
+                num_keys=part,
+                position=position,
+            ),
+        )
 
 
 def _attend_queries(
@@ -427,15 +513,19 @@ def _attend_queries(
         _wait_keys(kernel, block.row, keys, slot)
         return keys
 
+    def work(turn: jax.Array, slot: jax.Array) -> _Work:
+        blocks = kernel.shape.blocks
+        return _Work(block, slot, turn == 0, 0, blocks.queries, 0, blocks.keys, None)
+
     def clear(turn: jax.Array, slot: jax.Array) -> jax.Array:
         meet(turn, slot)
-        _attend(kernel, slot, None)
+        _attend(kernel, work(turn, slot))
         return 1 - slot
 
     def masked(turn: jax.Array, slot: jax.Array) -> jax.Array:
         keys = meet(turn, slot)
         _clear_unseen_values(kernel, block, keys, slot)
-        _attend(kernel, slot, _seen(kernel, block, keys))
+        _attend_masked(kernel, work(turn, slot), keys)
         return 1 - slot
 
     slot = lax.fori_loop(0, block.num_clear, clear, first_slot)
@@ -467,7 +557,7 @@ def _do_query_block(kernel: _Kernel, row: Any, index: Any, num_blocks: Any, carr
 
     block = kernel.query_block(row, index)
     _q_copies(kernel, block, lambda copy: copy.wait())
-    _begin_queries(kernel)
+    _begin_queries(kernel, block)
     following_row = jnp.where(is_last, next_row, row)
     # Of a row that is not there only the row's number is used.
     following = kernel.query_block(
@@ -480,20 +570,26 @@ def _do_query_block(kernel: _Kernel, row: Any, index: Any, num_blocks: Any, carr
     slots = (carry.slot, carry.table_slot, table_slot)
     slot = _attend_queries(kernel, block, following, slots)
     _out_copies(kernel, carry.leaving, lambda copy: copy.wait())
-    _end_queries(kernel)
+    _end_queries(kernel, block)
     _out_copies(kernel, block, lambda copy: copy.start())
     return _Carry(slot, table_slot, block)
 
 
 def _kernel(
-    sizes, kv_starts, q_offsets, *refs: Any, shape: _Shape, options: _Options, has_sinks: bool
+    sizes: Any,
+    kv_starts: Any,
+    q_offsets: Any,
+    *refs: Any,
+    shape: _Shape,
+    options: _Options,
+    has_sinks: bool,
 ) -> None:
     sinks, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
     # The queries and the result are one array.
-    kv_hbm, table_hbm, _, tokens_hbm, *refs = refs
-    buffers = _Buffers(kv_hbm, table_hbm, tokens_hbm, *refs[:9])
+    kv_hbm, table_hbm, _q_hbm, tokens_hbm = refs[:4]
+    buffers = _Buffers(kv_hbm, table_hbm, tokens_hbm, *refs[4:13])
     kernel = _Kernel(
-        _Scalars(sizes, kv_starts, q_offsets), buffers, _Softmax(*refs[9:]), sinks, shape, options
+        _Scalars(sizes, kv_starts, q_offsets), buffers, _Softmax(*refs[13:]), sinks, shape, options
     )
     scalars, num_slots = kernel.scalars, kv_starts.shape[0]
     first_row = _find_next_rows(scalars, buffers, num_slots)
@@ -531,33 +627,40 @@ def prefill_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    packed: bool = False,
     blocks: PrefillBlocks | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Attention of the tokens of rows num_decode .. num_rows, whose K and V are in the cache.
 
     Arguments as in `interface.RaggedPagedAttention`; `blocks` is how much is computed on at once,
-    by default as tuned for the chip.
+    by default as tuned for the chip. `packed`: K and V of a head lie side by side in the cache,
+    and `q` has zeros where V is; in the result, that is where the attention is.
 
     Returns:
         [T, q_heads, head_dim] in q's dtype, in q's memory if the caller has no further use for it;
         other tokens' entries are those of q.
+
+    Raises:
+        ValueError: a block of keys is no whole number of pages.
     """
-    _, q_heads, head_dim = q.shape
-    _, _, twice_kv_heads, page_size, _ = kv_cache.shape
-    kv_heads = twice_kv_heads // 2
+    num_tokens, q_heads, head_dim = q.shape
+    kv_heads, page_size = kv_cache.shape[2] // (1 if packed else 2), kv_cache.shape[3]
     group = q_heads // kv_heads
-    blocks = blocks or default_blocks(kv_cache.shape, group)
-    shape = _Shape(kv_heads, group, page_size, head_dim, blocks)
+    blocks = blocks or prefill_blocks(
+        kv_heads, group, head_dim, page_size, kv_cache.dtype, num_tokens
+    )
+    if blocks.part_keys % page_size:
+        raise ValueError(f"page_size must divide {blocks.part_keys}, got {page_size}")
+    shape = _Shape(kv_heads, group, page_size, head_dim, packed, blocks)
     num_rows, table_width = batch.page_table.shape
-    # A block may reach beyond the pages that a row can have; its page ids are not looked at.
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
     inputs: list[jax.Array] = []
     if sinks is not None:
         inputs.append(_spread_sinks(sinks, shape))
     num_scalars = 3
     by_head = (kv_heads, group, blocks.queries, head_dim)
-    stats = (kv_heads, shape.head_rows, LANES)
+    stats = (kv_heads, group, blocks.queries, LANES)
     by_token = (blocks.queries, q_heads, head_dim)
     kernel = pl.pallas_call(
         partial(
@@ -603,18 +706,7 @@ def prefill_attention(
     )
 
 
-# Of 64 MiB at least that the chips have.
-VMEM_LIMIT_BYTES = 56 << 20
-
-
-def default_blocks(cache_shape: tuple[int, ...], group: int) -> PrefillBlocks:
-    """Blocks for a cache [layers, pages, 2 * kv_heads, page_size, head_dim]."""
-    heads = 2 if cache_shape[2] % 4 == 0 else 1
-    return PrefillBlocks(queries=max(16, 1024 // group // 16 * 16), keys=512, heads=heads)
-
-
 def _spread_sinks(sinks: jax.Array, shape: _Shape) -> jax.Array:
-    """sinks [q_heads] -> float32 [kv_heads, head_rows, 128] in powers of two."""
+    """sinks [q_heads] -> float32 [kv_heads, group, 1, 128] in powers of two."""
     by_head = sinks.astype(jnp.float32).reshape(shape.kv_heads, shape.group, 1, 1) * LOG2_E
-    rows = (shape.kv_heads, shape.group, shape.blocks.queries, LANES)
-    return jnp.broadcast_to(by_head, rows).reshape(shape.kv_heads, shape.head_rows, LANES)
+    return jnp.broadcast_to(by_head, (shape.kv_heads, shape.group, 1, LANES))

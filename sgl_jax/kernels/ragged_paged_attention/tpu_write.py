@@ -38,7 +38,7 @@ class _Tokens(NamedTuple):
     token_rows: Any  # int32 [T]
     positions: Any  # int32 [T]
     q_offsets: Any  # int32 [B + 1]
-    page_ids: Any  # int32 [B * table_width]
+    pages: Any  # int32 [T], looked up outside: the page table has no room in scalar memory
 
 
 class _Runs(NamedTuple):
@@ -54,9 +54,9 @@ class _Buffers(NamedTuple):
     """Memory of the kernel. A chunk is up to 128 lanes of one head's K or V."""
 
     kv: Any  # [block, chunks * chunk] this step's new K and V
-    cache: Any  # [layers, pages, 2 * kv_heads, page_size, head_dim]
+    cache: Any  # [layers, pages, slots, page_size, head_dim], slots: K and V of all heads
     rows: Any  # float32 [chunks, block + 2 * tile, chunk] the same, one tile further down
-    tiles: Any  # [IN_FLIGHT, 2 * kv_heads, tile, head_dim]
+    tiles: Any  # [IN_FLIGHT, slots, tile, head_dim]
     read_sem: Any  # [IN_FLIGHT]
     write_sem: Any  # [IN_FLIGHT]
 
@@ -67,7 +67,6 @@ class _Buffers(NamedTuple):
 
 def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: int) -> jax.Array:
     """Fill `runs` with those of this grid step; how many there are."""
-    table_width = tokens.page_ids.shape[0] // (tokens.q_offsets.shape[0] - 1)
     start = pl.program_id(0) * block
     stop = jnp.minimum(start + block, tokens.sizes[1])
 
@@ -77,7 +76,7 @@ def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: i
         slot = lax.rem(position, jnp.int32(page_size))
         row_left = jnp.minimum(tokens.q_offsets[row + 1], stop) - token
         length = jnp.minimum(tile - lax.rem(slot, jnp.int32(tile)), row_left)
-        page = tokens.page_ids[row * table_width + lax.div(position, jnp.int32(page_size))]
+        page = tokens.pages[token]
         runs.token[count] = token - start
         runs.length[count] = length
         runs.page[count] = page
@@ -89,7 +88,7 @@ def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: i
 
 
 def _tile_of(buffers: _Buffers, layer: Any, runs: _Runs, run: Any) -> Any:
-    """Where a run's tile lies in the cache: [2 * kv_heads, tile, head_dim]."""
+    """Where a run's tile lies in the cache: [slots, tile, head_dim]."""
     first = lax.div(runs.slot[run], jnp.int32(buffers.tile)) * buffers.tile
     slots = pl.ds(pl.multiple_of(first, buffers.tile), buffers.tile)
     return buffers.cache.at[layer, runs.page[run], :, slots]
@@ -192,7 +191,9 @@ def write_kv(
             f"got {page_size}"
         )
     num_tokens = k.shape[0]
-    kv = jnp.concatenate([k, v], axis=1).astype(kv_cache.dtype).reshape(num_tokens, -1)
+    is_packed = head_dim == 2 * k.shape[2]
+    kv = jnp.concatenate([k, v], axis=2 if is_packed else 1)
+    kv = kv.astype(kv_cache.dtype).reshape(num_tokens, -1)
     block = min(BLOCK_TOKENS, -(-num_tokens // tile) * tile)
     kv = jnp.pad(kv, ((0, -num_tokens % block), (0, 0)))
     width = LANES if head_dim % LANES == 0 else head_dim
@@ -219,6 +220,7 @@ def write_kv(
         interpret=interpret,
     )
     sizes = jnp.stack([layer, batch.q_offsets[-1]]).astype(jnp.int32)
-    tables = (batch.token_rows, batch.positions, batch.q_offsets, batch.page_table.reshape(-1))
+    pages = batch.page_table[batch.token_rows, batch.positions // page_size]
+    tables = (batch.token_rows, batch.positions, batch.q_offsets, pages)
     result: jax.Array = kernel(sizes, *tables, kv, kv_cache)
     return result

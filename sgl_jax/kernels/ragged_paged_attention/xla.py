@@ -35,12 +35,17 @@ class _Options(NamedTuple):
 class _Layer(NamedTuple):
     """One layer of the cache, read by blocks of pages."""
 
-    kv_cache: jax.Array  # [layers, pages, 2 * kv_heads, page_size, head_dim]
+    kv_cache: jax.Array  # as in `interface`
     layer: jax.Array  # int32 []
+    head_dim: int
+
+    @property
+    def is_packed(self) -> bool:
+        return self.kv_cache.shape[4] == 2 * self.head_dim
 
     @property
     def kv_heads(self) -> int:
-        return self.kv_cache.shape[2] // 2
+        return self.kv_cache.shape[2] // (1 if self.is_packed else 2)
 
     @property
     def page_size(self) -> int:
@@ -48,15 +53,19 @@ class _Layer(NamedTuple):
 
     def keys(self, pages: jax.Array) -> jax.Array:
         """float32 [..., kv_heads, n * page_size, head_dim] of pages, int32 [..., n]."""
-        return self._heads(pages, 0)
+        return self._part(pages, 0)
 
     def values(self, pages: jax.Array) -> jax.Array:
         """As `keys`."""
-        return self._heads(pages, self.kv_heads)
+        return self._part(pages, 1)
 
-    def _heads(self, pages: jax.Array, first: int) -> jax.Array:
-        heads = slice(first, first + self.kv_heads)
-        blocks = self.kv_cache.at[self.layer, pages, heads].get(mode="promise_in_bounds")
+    def _part(self, pages: jax.Array, part: int) -> jax.Array:
+        """K, part 0, or V, part 1."""
+        axis, size = (4, self.head_dim) if self.is_packed else (2, self.kv_heads)
+        where = [slice(None)] * 5
+        where[axis] = slice(part * size, (part + 1) * size)
+        where[:2] = self.layer, pages
+        blocks = self.kv_cache.at[tuple(where)].get(mode="promise_in_bounds")
         tokens = jnp.moveaxis(blocks, -4, -3).astype(jnp.float32)
         return tokens.reshape(*pages.shape[:-1], self.kv_heads, -1, blocks.shape[-1])
 
@@ -85,7 +94,7 @@ def ragged_paged_attention(
     """See `interface.RaggedPagedAttention`."""
     options = _Options(scale, sliding_window, soft_cap, sinks)
     kv_cache = write_kv(k, v, kv_cache, layer, batch)
-    cached = _Layer(kv_cache, layer)
+    cached = _Layer(kv_cache, layer, q.shape[2])
     # Blocks of queries overrun the end of their row. That is harmless: rows are processed in
     # ascending order, so what a block wrote past its row's end is overwritten by later rows.
     padded = jnp.pad(q, ((0, PREFILL_QUERIES), (0, 0), (0, 0)))
@@ -103,7 +112,8 @@ def write_kv(
     page_size = kv_cache.shape[3]
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
     pages = jnp.where(batch.valid, pages, NULL_PAGE)
-    kv = jnp.concatenate([k, v], axis=1).astype(kv_cache.dtype)
+    is_packed = kv_cache.shape[4] == 2 * k.shape[2]
+    kv = jnp.concatenate([k, v], axis=2 if is_packed else 1).astype(kv_cache.dtype)
     slots = kv_cache.at[layer, pages, :, batch.positions % page_size]
     return slots.set(kv, mode="promise_in_bounds")
 

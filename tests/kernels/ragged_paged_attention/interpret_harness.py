@@ -32,20 +32,23 @@ TOLERANCE = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}
 
 
 class SimulationError(AssertionError):
-    """A race, or a semaphore that is not zero when its kernel ends."""
+    """A race, an access out of bounds, or a semaphore that is not zero when its kernel ends."""
 
 
 def simulate(function: Callable[..., Any], *args: Any) -> Any:
     """Run function(*args), which calls kernels in interpret mode, to its end.
 
     Raises:
-        SimulationError: two accesses of which one is a write were not ordered, or a semaphore
-            was left with a count.
+        SimulationError: two accesses of which one is a write were not ordered, an access was out
+            of bounds, or a semaphore was left with a count.
     """
     pltpu.reset_tpu_interpret_mode_state()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        result = jax.block_until_ready(function(*args))
+        try:
+            result = jax.block_until_ready(function(*args))
+        except jax.errors.JaxRuntimeError as error:
+            raise SimulationError(str(error)) from error
     races = interpret_pallas_call.races
     if races is not None and races.races_found:
         raise SimulationError(f"race: {printed.getvalue()}")
@@ -180,6 +183,11 @@ def with_new_tokens(problem: Problem, program: Program) -> np.ndarray:
     """The cache after this step's K and V were written, in its own dtype."""
     _, cache = expected(problem, program)
     return np.asarray(cache, np.float32).astype(problem.kv_cache.dtype)
+
+
+def pack(kv_cache: np.ndarray) -> np.ndarray:
+    """The same cache with K and V of each head side by side."""
+    return np.concatenate(np.split(kv_cache, 2, axis=2), axis=4)
 
 
 def assert_close(got: Any, want: np.ndarray, dtype: Any) -> None:

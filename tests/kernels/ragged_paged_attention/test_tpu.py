@@ -19,6 +19,7 @@ from tests.kernels.ragged_paged_attention.interpret_harness import (
     cases,
     expected,
     make_batch,
+    pack,
     simulate,
     with_new_tokens,
 )
@@ -72,6 +73,20 @@ def test_a_step_without_decode_or_without_prefill_or_without_rows(program):
     check(Case(program, [(100, 1), (15, 1), (0, 1)], [], 0, seed=5), "eager")
     check(Case(program, [], [(0, 24), (0, 0), (31, 2)], 0, seed=6), "eager")
     check(Case(program, [], [], 0, seed=7), "eager")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_keys_and_values_of_64_share_a_row_of_memory(mode):
+    """The pool packs such heads; the answer is that of the plain layout."""
+    program = Program(kv_heads=2, group=2, head_dim=64, max_drafts=2, rows=5, sliding_window=90)
+    problem = build(Case(program, [(100, 3), (63, 1)], [(10, 24), (0, 17)], 1, seed=8))
+    packed = problem._replace(kv_cache=pack(problem.kv_cache))
+    out, cache = simulate(compiled(program, mode), packed)
+    want, _ = expected(problem, program)
+    num_tokens = problem.q_lens.sum()
+    assert_close(out[:num_tokens], want[:num_tokens], program.dtype)
+    assert np.isfinite(np.asarray(out)).all()
+    np.testing.assert_array_equal(cache, pack(with_new_tokens(problem, program)))
 
 
 @pytest.mark.long

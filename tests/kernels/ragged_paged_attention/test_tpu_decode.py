@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 
 from sgl_jax.kernels.ragged_paged_attention import tpu_decode
+from sgl_jax.kernels.ragged_paged_attention.block_sizes import DecodeBlocks
 from tests.kernels.ragged_paged_attention.interpret_harness import (
+    EAGER,
     LAYER,
+    LAZY,
     MODES,
     Case,
     Program,
@@ -25,22 +28,18 @@ from tests.kernels.ragged_paged_attention.interpret_harness import (
 )
 
 PROGRAMS = (
-    Program(page_size=16, kv_heads=2, group=4, rows=6, tokens=32),
-    Program(page_size=64, kv_heads=1, group=3, max_drafts=2, sliding_window=40, rows=5, tokens=32),
-    Program(
-        page_size=16,
-        kv_heads=8,
-        group=1,
-        soft_cap=2.0,
-        sinks=True,
-        dtype=jnp.bfloat16,
-        rows=5,
-        tokens=32,
-        max_drafts=3,
-        sliding_window=70,
-    ),
+    Program(page_size=16, kv_heads=2, group=4),
+    Program(page_size=64, kv_heads=1, group=3, max_drafts=2, sliding_window=40),
+    Program(page_size=16, kv_heads=4, group=1, soft_cap=2.0, sinks=True, dtype=jnp.bfloat16),
 )
-BLOCK_PAGES = {16: 4, 64: 2}
+# Every way that heads can share registers, and every combination of options.
+SHAPES = (
+    Program(page_size=16, kv_heads=8, group=4, dtype=jnp.bfloat16, sinks=True, rows=3, tokens=16),
+    Program(page_size=16, kv_heads=8, group=1, max_drafts=3, rows=3, tokens=16),
+    Program(page_size=128, kv_heads=2, group=8, max_drafts=1, soft_cap=3.0, rows=3, tokens=16),
+    Program(page_size=64, kv_heads=2, group=6, head_dim=256, sliding_window=64, rows=3, tokens=16),
+)
+BLOCKS = DecodeBlocks(block_keys=64, part_keys=32)  # small, so that rows have several
 
 
 def attend(program, interpret):
@@ -48,14 +47,13 @@ def attend(program, interpret):
 
     @jax.jit
     def run(problem, cache):
-        batch = make_batch(problem, program)
         return tpu_decode.decode_attention(
             problem.q,
             cache,
             jnp.int32(LAYER),
-            batch,
+            make_batch(problem, program),
             sinks=problem.sinks,
-            block_pages=BLOCK_PAGES[program.page_size],
+            blocks=BLOCKS,
             interpret=interpret,
             **program.options,
         )
@@ -75,8 +73,153 @@ def check(case, run):
     np.testing.assert_array_equal(out[decode_tokens:], problem.q[decode_tokens:])
 
 
+decode_cases = partial(cases, max_prefills=1, max_chunk=4)
+
+
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=12, deadline=None)
-@given(case=cases(PROGRAMS, max_prefills=1, max_chunk=4))
+@settings(max_examples=10, deadline=None)
+@given(case=decode_cases(PROGRAMS))
 def test_decode_rows_agree_with_float64_without_races(mode, case):
     check(case, compiled(case.program, MODES[mode]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=300, deadline=None)
+@given(case=decode_cases(PROGRAMS + SHAPES))
+def test_decode_rows_agree_with_float64_however_often_it_is_tried(mode, case):
+    check(case, compiled(case.program, MODES[mode]))
+
+
+@pytest.mark.parametrize("program", SHAPES)
+def test_heads_of_every_shape_share_registers(program):
+    case = Case(program, [(150, 1), (31, 1 + program.max_drafts)], [], 0, seed=2)
+    check(case, compiled(program, EAGER))
+
+
+def test_an_empty_row_among_decode_rows_is_passed_over():
+    program = PROGRAMS[0]
+    case = Case(program, [(70, 1), (33, 0), (0, 0), (20, 1), (5, 0)], [], 0, seed=3)
+    for mode in MODES.values():
+        check(case, compiled(program, mode))
+
+
+SEVERAL_BLOCKS = Case(
+    PROGRAMS[0]._replace(sliding_window=75), [(150, 1), (47, 1), (100, 1)], [], 0, seed=1
+)
+DRAFTED = Case(PROGRAMS[0]._replace(max_drafts=2), [(150, 3), (47, 1), (100, 2)], [], 0, seed=1)
+
+
+class _NoWait:
+    """A DMA that nobody waits for."""
+
+    def __init__(self, copy):
+        self.copy = copy
+
+    def start(self):
+        self.copy.start()
+
+    def wait(self):
+        pass
+
+
+def forget_to_wait_for_pages(monkeypatch):
+    monkeypatch.setattr(tpu_decode, "_wait_block", lambda *_: None)
+
+
+def forget_to_wait_for(name):
+    def seed(monkeypatch):
+        copy = getattr(tpu_decode, name)
+        monkeypatch.setattr(tpu_decode, name, lambda *args: _NoWait(copy(*args)))
+
+    seed.__name__ = f"forget_to_wait_for{name}"
+    return seed
+
+
+def forget_to_wait_for_results(monkeypatch):
+    monkeypatch.setattr(tpu_decode, "_wait_out", lambda *_: None)
+
+
+def read_the_other_buffer(monkeypatch):
+    attend_block = tpu_decode._attend_block
+    monkeypatch.setattr(
+        tpu_decode,
+        "_attend_block",
+        lambda kernel, block: attend_block(kernel, block._replace(slot=1 - block.slot)),
+    )
+
+
+def fetch_another_page(monkeypatch):
+    copy = tpu_decode._page_copy
+    monkeypatch.setattr(
+        tpu_decode, "_page_copy", lambda kernel, block, i: copy(kernel, block, i ^ 1)
+    )
+
+
+def see_a_key_too_many(monkeypatch):
+    seen = tpu_decode._seen
+    monkeypatch.setattr(
+        tpu_decode, "_seen", lambda kernel, row, position: seen(kernel, row, position - 1)
+    )
+
+
+def see_a_key_too_few(monkeypatch):
+    seen = tpu_decode._seen
+    monkeypatch.setattr(
+        tpu_decode, "_seen", lambda kernel, row, position: seen(kernel, row, position + 1)
+    )
+
+
+def leave_values_of_unused_slots(monkeypatch):
+    monkeypatch.setattr(tpu_decode, "_clear_unused_values", lambda *_: None)
+
+
+def give_rows_of_a_stack_to_its_first_head(monkeypatch):
+    monkeypatch.setattr(tpu_decode, "_own_columns", lambda shape, x: x[:, : shape.head_dim])
+
+
+MISSING_WAITS = (
+    forget_to_wait_for_pages,
+    forget_to_wait_for("_q_copy"),
+    forget_to_wait_for("_table_copy"),
+    forget_to_wait_for_results,
+)
+FAULTS = (
+    *MISSING_WAITS,
+    read_the_other_buffer,
+    fetch_another_page,
+    see_a_key_too_many,
+    see_a_key_too_few,
+    leave_values_of_unused_slots,
+    give_rows_of_a_stack_to_its_first_head,
+)
+
+
+def name_of(parameter):
+    return parameter.__name__
+
+
+@pytest.mark.parametrize("case", [SEVERAL_BLOCKS, DRAFTED], ids=["window", "drafts"])
+def test_without_a_fault_the_cases_of_the_faults_pass(case):
+    check(case, compiled(case.program, LAZY))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=name_of)
+def test_a_seeded_fault_gives_wrong_results(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(SEVERAL_BLOCKS, attend(SEVERAL_BLOCKS.program, LAZY))
+
+
+@pytest.mark.parametrize("fault", MISSING_WAITS, ids=name_of)
+def test_a_missing_wait_is_a_race(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(SimulationError, match="race"):
+        check(SEVERAL_BLOCKS, attend(SEVERAL_BLOCKS.program, EAGER))
+
+
+@pytest.mark.parametrize("fault", [see_a_key_too_many, see_a_key_too_few], ids=name_of)
+def test_a_fault_in_the_order_of_drafts_is_noticed(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(DRAFTED, attend(DRAFTED.program, LAZY))

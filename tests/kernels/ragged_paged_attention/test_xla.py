@@ -172,6 +172,18 @@ def test_bfloat16_accumulates_in_float32():
     np.testing.assert_allclose(np.asarray(out[:62], np.float32), expected[:62], atol=0.02)
 
 
+def test_a_cache_with_keys_and_values_side_by_side_gives_the_same():
+    problem = build(Case(PROGRAMS[1], [(300, 2), (17, 1)], [(100, 60)], 1, seed=5))
+
+    def pack(cache):
+        return np.concatenate(np.split(cache, 2, axis=2), axis=4)
+
+    out, cache = attend(problem, 20, None)
+    packed_out, packed_cache = attend(problem._replace(cache=pack(problem.cache)), 20, None)
+    np.testing.assert_array_equal(packed_out, out)
+    np.testing.assert_array_equal(packed_cache[:, 1:], pack(np.asarray(cache))[:, 1:])
+
+
 def test_the_cache_is_updated_in_place():
     """A donated cache is not copied: temporary memory stays far below its size."""
     problem = build(Case(PROGRAMS[1], [(30, 2)], [(10, 20)], 0, seed=0))

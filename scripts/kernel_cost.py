@@ -1,0 +1,303 @@
+#!/usr/bin/env python
+"""Static costs of the TPU kernels, ours beside those that come with jax, without a TPU.
+
+    python scripts/kernel_cost.py [--chips v5e v6e] [--only decode] [--json FILE]
+
+Every kernel is compiled by the TPU's own compiler (libtpu) for the attention of Llama-3.1-8B: 32
+query and 8 KV heads of 128, bfloat16. What is read off is the schedule (`bench/kernel_schedule.py`
+says what that means): bundles of the hot loop for each token of KV in decode, for 10**9 floating
+point operations in prefill, for each run of tokens in the write.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sgl_jax.bench.kernel_schedule import Loop, Schedule, read_schedules, request_dumps
+
+DUMPS = Path(tempfile.mkdtemp(prefix="kernel_cost"))
+request_dumps(DUMPS)  # before anything loads libtpu
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: E402
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.block_sizes import decode_blocks  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.tpu_decode import decode_attention  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import prefill_blocks  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import prefill_attention  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv  # noqa: E402
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
+Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16
+ROWS, CONTEXT, CHUNK = 64, 4096, 2048
+
+
+class Kernel(NamedTuple):
+    """A kernel at one shape."""
+
+    name: str
+    function: Callable[..., Any]
+    shapes: list[tuple[tuple[int, ...], Any]]  # of its arguments, with their dtypes
+    donated: int | None
+    unit: str  # what bundles are counted for
+    cost: Callable[[Schedule], tuple[float, Loop]]  # bundles per unit, and the loop they are of
+    dma: str  # what a DMA brings
+
+
+class Cost(NamedTuple):
+    """What was read off."""
+
+    kernel: str
+    chip: str
+    bundles: float
+    unit: str
+    spills: int  # in the hot loop
+    vmem_mib: float | None  # scratch; what the grid keeps is not in it
+    temp_mib: float
+    dma: str
+    compile_s: float
+
+
+def hot_loop(schedule: Schedule) -> Loop:
+    """The cheapest of the loops that use the matrix unit most: the one without masks."""
+    most = schedule.hot_loops[0].units["MXU"]
+    loops = [loop for loop in schedule.hot_loops if loop.units["MXU"] > 0.9 * most]
+    return min(loops, key=lambda loop: loop.bundles)
+
+
+def per(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
+    """Bundles of the hot loop for each of `amount` units that one turn of it does."""
+
+    def cost(schedule: Schedule) -> tuple[float, Loop]:
+        loop = hot_loop(schedule)
+        return loop.bundles / amount, loop
+
+    return cost
+
+
+def per_run(schedule: Schedule) -> tuple[float, Loop]:
+    """The write's loops that have one turn a run: finding it, and changing its tile."""
+    changing = max(schedule.loops, key=lambda loop: loop.dmas)
+    finding = max(
+        (loop for loop in schedule.loops if loop.depth == changing.depth and not loop.dmas),
+        key=lambda loop: loop.bundles,
+    )
+    return changing.bundles + finding.bundles, changing
+
+
+def page_dma(heads: int, page_size: int) -> str:
+    return f"{heads * page_size * HEAD_DIM * 2 // 1024} KiB"
+
+
+def step_shapes(tokens: int, page_size: int) -> tuple[list[tuple[tuple[int, ...], Any]], Any]:
+    """Shapes of a batch's arguments and of the cache."""
+    pages = CONTEXT // page_size
+    cache = (2, 1 + ROWS * pages, 2 * KV_HEADS, page_size, HEAD_DIM)
+    rows = [((ROWS, pages), jnp.int32), *[((ROWS,), jnp.int32)] * 2, ((), jnp.int32)]
+    return rows, (cache, DTYPE)
+
+
+def our_decode(page_size: int) -> Kernel:
+    rows, cache = step_shapes(ROWS, page_size)
+    blocks = decode_blocks(cache[0], DTYPE)
+
+    def decode(q, cache, layer, *rows):
+        batch = AttentionBatch.build(*rows, ROWS)
+        return decode_attention(q, cache, layer, batch, scale=HEAD_DIM**-0.5)
+
+    q = ((ROWS, Q_HEADS, HEAD_DIM), DTYPE)
+    keys = max(blocks.block_keys, page_size)
+    return Kernel(
+        f"decode, page {page_size}",
+        decode,
+        [q, cache, ((), jnp.int32), *rows],
+        0,
+        "KV token",
+        per(keys),
+        page_dma(2 * KV_HEADS, page_size),
+    )
+
+
+def our_prefill(page_size: int) -> Kernel:
+    rows, cache = step_shapes(CHUNK, page_size)
+    blocks = prefill_blocks(KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM, page_size, DTYPE, CHUNK)
+
+    def prefill(q, cache, layer, *rows):
+        batch = AttentionBatch.build(*rows, CHUNK)
+        return prefill_attention(q, cache, layer, batch, scale=HEAD_DIM**-0.5)
+
+    q = ((CHUNK, Q_HEADS, HEAD_DIM), DTYPE)
+    q_heads = blocks.heads * Q_HEADS // KV_HEADS
+    flops = 4 * q_heads * blocks.queries * blocks.keys * HEAD_DIM
+    return Kernel(
+        f"prefill, page {page_size}",
+        prefill,
+        [q, cache, ((), jnp.int32), *rows],
+        0,
+        "GFLOP",
+        per(flops / 1e9),
+        page_dma(2 * KV_HEADS, page_size),
+    )
+
+
+def our_write(tokens: int) -> Kernel:
+    rows, cache = step_shapes(tokens, 128)
+
+    def write(k, v, cache, layer, *rows):
+        return write_kv(k, v, cache, layer, AttentionBatch.build(*rows, tokens))
+
+    kv = ((tokens, KV_HEADS, HEAD_DIM), DTYPE)
+    return Kernel(
+        f"write, {tokens} tokens",
+        write,
+        [kv, kv, cache, ((), jnp.int32), *rows],
+        2,
+        "run of 1 to 16 tokens",
+        per_run,
+        page_dma(2 * KV_HEADS, 16),
+    )
+
+
+def jax_decode(page_size: int) -> Kernel:
+    """jax's paged attention visits KV heads one by one, 512 keys at a time."""
+    pages = CONTEXT // page_size
+    block_pages = 512 // page_size
+
+    def decode(q, k, v, lengths, table):
+        return paged_attention(q, k, v, lengths, table, pages_per_compute_block=block_pages)
+
+    cache = ((KV_HEADS, 1 + ROWS * pages, page_size, HEAD_DIM), DTYPE)
+    q = ((ROWS, Q_HEADS, HEAD_DIM), DTYPE)
+    return Kernel(
+        f"jax paged_attention, page {page_size}",
+        decode,
+        [q, cache, cache, ((ROWS,), jnp.int32), ((ROWS, pages), jnp.int32)],
+        None,
+        "KV token",
+        per(512 / KV_HEADS),
+        page_dma(1, page_size),
+    )
+
+
+def jax_prefill(block: int) -> Kernel:
+    """jax's splash attention: causal, one sequence, no pages."""
+
+    def prefill(q, k, v):
+        mask = splash.MultiHeadMask([splash.CausalMask((CHUNK, CHUNK))] * Q_HEADS)
+        sizes = splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block)
+        return splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)(
+            q, k, v
+        )
+
+    kv = ((KV_HEADS, CHUNK, HEAD_DIM), DTYPE)
+    return Kernel(
+        f"jax splash, blocks of {block}",
+        prefill,
+        [((Q_HEADS, CHUNK, HEAD_DIM), DTYPE), kv, kv],
+        None,
+        "GFLOP",
+        per(4 * block * block * HEAD_DIM / 1e9),
+        "by the grid",
+    )
+
+
+KERNELS: dict[str, Callable[[], Kernel]] = {
+    "decode-128": lambda: our_decode(128),
+    "decode-64": lambda: our_decode(64),
+    "decode-16": lambda: our_decode(16),
+    "jax-decode-128": lambda: jax_decode(128),
+    "jax-decode-16": lambda: jax_decode(16),
+    "prefill-128": lambda: our_prefill(128),
+    "prefill-16": lambda: our_prefill(16),
+    "jax-prefill-512": lambda: jax_prefill(512),
+    "jax-prefill-1024": lambda: jax_prefill(1024),
+    "write-64": lambda: our_write(64),
+    "write-2048": lambda: our_write(2048),
+}
+
+
+def measure(make: Callable[[], Kernel], chip: str) -> Cost:
+    """Compile a kernel for a chip and read its schedule."""
+    shutil.rmtree(DUMPS, ignore_errors=True)
+    DUMPS.mkdir()
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
+    mesh = Mesh(np.array(devices[:1]), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    with jax.set_mesh(mesh):
+        kernel = make()
+        structs = [jax.ShapeDtypeStruct(s, dtype, sharding=whole) for s, dtype in kernel.shapes]
+        donated = () if kernel.donated is None else (kernel.donated,)
+        lowered = jax.jit(kernel.function, donate_argnums=donated).lower(*structs)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    compile_s = time.perf_counter() - start
+    call = next(line for line in compiled.as_text().splitlines() if '"tpu_custom_call"' in line)
+    name = re.search(r"%([A-Za-z_]\w*)", call).group(1)
+    schedule = next(s for s in read_schedules(DUMPS) if s.kernel == name)
+    bundles, loop = kernel.cost(schedule)
+    vmem = re.search(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"', call)
+    return Cost(
+        kernel.name,
+        chip,
+        bundles,
+        kernel.unit,
+        loop.spills,
+        int(vmem.group(1)) / 2**20 if vmem else None,
+        compiled.memory_analysis().temp_size_in_bytes / 2**20,
+        kernel.dma,
+        compile_s,
+    )
+
+
+HEADER = (
+    "| kernel | chip | bundles | for each | spills | VMEM MiB | temp MiB | one DMA | compile s |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def row(cost: Cost) -> str:
+    bundles = f"{cost.bundles:,.2f}" if cost.bundles < 50 else f"{cost.bundles:,.0f}"
+    vmem = "-" if cost.vmem_mib is None else f"{cost.vmem_mib:.1f}"
+    return (
+        f"| {cost.kernel} | {cost.chip} | {bundles} | {cost.unit} | {cost.spills:,} "
+        f"| {vmem} | {cost.temp_mib:.1f} | {cost.dma} | {cost.compile_s:.1f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chips", nargs="+", choices=TOPOLOGIES, default=["v5e", "v6e"])
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    print(HEADER)
+    costs = []
+    for name, make in KERNELS.items():
+        if arguments.only in name:
+            for chip in arguments.chips:
+                costs.append(measure(make, chip))
+                print(row(costs[-1]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([cost._asdict() for cost in costs], indent=1))
+    shutil.rmtree(DUMPS, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

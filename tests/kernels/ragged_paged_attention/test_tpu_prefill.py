@@ -1,0 +1,205 @@
+"""Prefill attention for TPU, simulated on the CPU, against float64."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+
+from sgl_jax.kernels.ragged_paged_attention import tpu_prefill
+from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import PrefillBlocks
+from tests.kernels.ragged_paged_attention.interpret_harness import (
+    LAYER,
+    MODES,
+    Case,
+    Program,
+    build,
+    cases,
+    expected,
+    make_batch,
+    simulate,
+    with_new_tokens,
+)
+
+MAX_CHUNK = 80  # more than a block of queries
+PLAIN = Program(page_size=16, kv_heads=2, group=4, tokens=256, max_len=280)
+PROGRAMS = (
+    PLAIN,
+    # A row may have fewer pages than a block of keys.
+    Program(
+        page_size=64,
+        kv_heads=1,
+        group=3,
+        head_dim=64,
+        sliding_window=50,
+        soft_cap=2.0,
+        tokens=256,
+        max_len=128,
+    ),
+    Program(
+        page_size=16,
+        kv_heads=4,
+        group=1,
+        head_dim=256,
+        sinks=True,
+        sliding_window=150,
+        dtype=jnp.bfloat16,
+        tokens=256,
+        max_len=280,
+    ),
+)
+MORE_PROGRAMS = (
+    Program(page_size=256, kv_heads=1, group=16, tokens=256, max_len=600),
+    Program(page_size=128, kv_heads=2, group=7, soft_cap=5.0, tokens=256, max_len=400),
+    Program(page_size=16, kv_heads=8, group=1, dtype=jnp.bfloat16, tokens=256, max_len=300),
+    Program(page_size=64, kv_heads=2, group=2, sliding_window=1, tokens=256, max_len=300),
+    Program(page_size=16, kv_heads=1, group=1, sinks=True, tokens=256, max_len=300, head_dim=64),
+)
+
+
+def blocks_of(program):
+    """Small blocks, so that short rows have many."""
+    part = max(128, program.page_size)
+    return PrefillBlocks(64, 16, 2 * part, part, heads=2 - program.kv_heads % 2)
+
+
+def attend(program, interpret):
+    """The kernel of a program, compiled; it reads the cache as it is after this step's write."""
+
+    @jax.jit
+    def run(problem, cache):
+        return tpu_prefill.prefill_attention(
+            problem.q,
+            cache,
+            jnp.int32(LAYER),
+            make_batch(problem, program),
+            sinks=problem.sinks,
+            blocks=blocks_of(program),
+            interpret=interpret,
+            **program.options,
+        )
+
+    return run
+
+
+compiled = lru_cache(attend)
+
+
+def check(case, run):
+    """Prefill rows as float64 says, but for the rounding of a bfloat16; all others untouched."""
+    problem, program = build(case), case.program
+    out = np.asarray(simulate(run, problem, with_new_tokens(problem, program)))
+    want, _ = expected(problem, program)
+    begin = problem.q_lens[: problem.num_decode].sum()
+    end = problem.q_lens.sum()
+    rtol, atol = (2**-8, 1e-2) if program.dtype == jnp.bfloat16 else (0, 1e-5)
+    np.testing.assert_allclose(
+        np.asarray(out[begin:end], np.float64), want[begin:end], rtol=rtol, atol=atol
+    )
+    np.testing.assert_array_equal(out[:begin], problem.q[:begin])
+    np.testing.assert_array_equal(out[end:], problem.q[end:])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=8, deadline=None)
+@given(case=cases(PROGRAMS, max_prefills=3, max_chunk=MAX_CHUNK))
+@example(Case(PLAIN, [], [], 0, 0))
+@example(Case(PLAIN, [(9, 1)], [(0, 0), (128, 64), (0, 0), (64, 65)], 2, 1))
+@example(Case(PLAIN, [], [(0, 1), (127, 1), (128, 1), (111, 17), (0, 80)], 0, 2))
+def test_prefill_rows_agree_with_float64_without_races(mode, case):
+    check(case, compiled(case.program, MODES[mode]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=200, deadline=None)
+@given(case=cases((*PROGRAMS, *MORE_PROGRAMS), max_prefills=3, max_chunk=MAX_CHUNK))
+def test_many_more_batches_agree_with_float64_without_races(mode, case):
+    check(case, compiled(case.program, MODES[mode]))
+
+
+# A row of several blocks of queries and of keys, and a second one: what goes wrong shows.
+TWO_ROWS = Case(
+    Program(page_size=16, kv_heads=1, group=2, rows=4, tokens=128, max_len=280),
+    [(20, 1)],
+    [(190, 70), (0, 20)],
+    0,
+    seed=7,
+)
+
+
+def test_two_rows_are_right_where_no_bug_was_seeded():
+    for mode in MODES.values():
+        check(TWO_ROWS, attend(TWO_ROWS.program, mode))
+
+
+def no_wait_for_keys(kernel, row, block, slot):
+    """Compute on whatever the slot holds."""
+
+
+def keys_of_the_other_slot(kernel, work, attend_heads=tpu_prefill._attend_heads):
+    attend_heads(kernel, work._replace(slot=1 - work.slot))
+
+
+def a_mask_off_by_one(kernel, work, seen=tpu_prefill._seen):
+    return seen(kernel, work._replace(first=work.first + 1))
+
+
+class PageBefore(NamedTuple):
+    """Page ids of a row, each in the place of the next."""
+
+    table: Any
+
+    def __getitem__(self, at):
+        slot, zero, page = at
+        return self.table[slot, zero, jnp.maximum(page - 1, 0)]
+
+
+def the_page_before(kernel, *where, start=tpu_prefill._start_keys):
+    table = PageBefore(kernel.buffers.table)
+    start(kernel._replace(buffers=kernel.buffers._replace(table=table)), *where)
+
+
+def values_of_unused_slots(kernel, block, keys, slot):
+    """Leave NaN where no token lies."""
+
+
+def results_not_waited_for(kernel, block, do, out_copies=tpu_prefill._out_copies):
+    out_copies(kernel, block, lambda copy: None if do.__code__.co_names == ("wait",) else do(copy))
+
+
+def more_queries_than_the_row_has(kernel, block, do, runs=tpu_prefill._for_each_run):
+    tokens = jnp.minimum(block.num_tokens + 1, kernel.shape.blocks.queries)
+    runs(kernel, block._replace(num_tokens=jnp.where(block.num_tokens > 0, tokens, 0)), do)
+
+
+def masked_blocks_taken_for_clear(kernel, work, attend_heads=tpu_prefill._attend_heads):
+    attend_heads(kernel, work._replace(position=None))
+
+
+def never_the_first_keys(kernel, work, attend_heads=tpu_prefill._attend_heads):
+    attend_heads(kernel, work._replace(is_first=jnp.bool(False)))
+
+
+@pytest.mark.parametrize(
+    ("part", "bug", "mode"),
+    [
+        ("_wait_keys", no_wait_for_keys, "lazy"),
+        ("_wait_keys", no_wait_for_keys, "eager"),
+        ("_attend_heads", keys_of_the_other_slot, "lazy"),
+        ("_seen", a_mask_off_by_one, "lazy"),
+        ("_start_keys", the_page_before, "lazy"),
+        ("_clear_unseen_values", values_of_unused_slots, "lazy"),
+        ("_out_copies", results_not_waited_for, "eager"),
+        ("_for_each_run", more_queries_than_the_row_has, "lazy"),
+        ("_attend_heads", masked_blocks_taken_for_clear, "lazy"),
+        ("_attend_heads", never_the_first_keys, "lazy"),
+    ],
+)
+def test_a_seeded_bug_is_noticed(part, bug, mode, monkeypatch):
+    monkeypatch.setattr(tpu_prefill, part, bug)
+    with pytest.raises(AssertionError):
+        check(TWO_ROWS, attend(TWO_ROWS.program, MODES[mode]))
