@@ -39,8 +39,7 @@ LAYOUTS = (
 # Every model, both kinds of chip and mesh, and both shapes of step, in few compilations.
 QUICK = {
     ("llama-3.1-8b", "v6e-1", "mixed"),
-    ("qwen3-8b", "v5e-4", "decode", 1),
-    ("llama-3.1-8b", "v5e-4", "mixed", 2),
+    ("qwen3-8b", "v5e-4", "mixed", 2),
     ("llama-3.3-70b", "v6e-8", "decode"),
     ("qwen3-30b-a3b", "v6e-4", "decode"),
 }
@@ -78,7 +77,7 @@ def _compile(model, topology_name, dp, tp, step):
     return engine, program_cost(engine.programs.lower_step(bucket).compile()), bucket
 
 
-@pytest.mark.parametrize(("model", "topology", "dp", "tp", "step"), _cases())
+@pytest.mark.parametrize(("model", "topology", "dp", "tp", "step"), list(_cases()))
 def test_a_step_fits_its_chip_copies_no_cache_and_exchanges_no_more_than_it_must(
     model, topology, dp, tp, step
 ):
@@ -90,7 +89,8 @@ def test_a_step_fits_its_chip_copies_no_cache_and_exchanges_no_more_than_it_must
     assert cost.resident_bytes < chip.usable_hbm_bytes
     assert pool_bytes > chip.usable_hbm_bytes / 5  # a pool worth the name
     assert cost.alias_bytes >= pool_bytes
-    assert cost.temp_bytes < pool_bytes / 100
+    # Beside the logits, for which the engine sets memory aside.
+    assert cost.temp_bytes - engine.shape.logit_bytes < pool_bytes / 100
     assert Counter(cost.kernels) == {"paged_write": 1, "paged_decode": 1, "paged_prefill": 1}
     assert cost.estimated_cycles > 0
 
