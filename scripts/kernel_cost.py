@@ -39,8 +39,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import decode_blocks  # noqa: E402
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode import decode_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import prefill_blocks  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.tpu_decode import decode_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import prefill_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv  # noqa: E402
 
@@ -106,17 +106,22 @@ def page_dma(heads: int, page_size: int) -> str:
     return f"{heads * page_size * HEAD_DIM * 2 // 1024} KiB"
 
 
-def step_shapes(tokens: int, page_size: int) -> tuple[list[tuple[tuple[int, ...], Any]], Any]:
-    """Shapes of a batch's arguments and of the cache."""
-    pages = CONTEXT // page_size
-    cache = (2, 1 + ROWS * pages, 2 * KV_HEADS, page_size, HEAD_DIM)
-    rows = [((ROWS, pages), jnp.int32), *[((ROWS,), jnp.int32)] * 2, ((), jnp.int32)]
-    return rows, (cache, DTYPE)
+Shape = tuple[tuple[int, ...], Any]
+
+
+def step_rows(page_size: int) -> list[Shape]:
+    """Shapes of page table, KV starts, query lengths and number of decode rows."""
+    rows = ((ROWS,), jnp.int32)
+    return [((ROWS, CONTEXT // page_size), jnp.int32), rows, rows, ((), jnp.int32)]
+
+
+def cache_shape(page_size: int) -> Shape:
+    return (2, 1 + ROWS * CONTEXT // page_size, 2 * KV_HEADS, page_size, HEAD_DIM), DTYPE
 
 
 def our_decode(page_size: int) -> Kernel:
-    rows, cache = step_shapes(ROWS, page_size)
-    blocks = decode_blocks(cache[0], DTYPE)
+    rows, cache = step_rows(page_size), cache_shape(page_size)
+    blocks = decode_blocks(KV_HEADS, 2 * KV_HEADS * HEAD_DIM * 2)
 
     def decode(q, cache, layer, *rows):
         batch = AttentionBatch.build(*rows, ROWS)
@@ -136,7 +141,7 @@ def our_decode(page_size: int) -> Kernel:
 
 
 def our_prefill(page_size: int) -> Kernel:
-    rows, cache = step_shapes(CHUNK, page_size)
+    rows, cache = step_rows(page_size), cache_shape(page_size)
     blocks = prefill_blocks(KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM, page_size, DTYPE, CHUNK)
 
     def prefill(q, cache, layer, *rows):
@@ -158,7 +163,7 @@ def our_prefill(page_size: int) -> Kernel:
 
 
 def our_write(tokens: int) -> Kernel:
-    rows, cache = step_shapes(tokens, 128)
+    rows, cache = step_rows(128), cache_shape(128)
 
     def write(k, v, cache, layer, *rows):
         return write_kv(k, v, cache, layer, AttentionBatch.build(*rows, tokens))
@@ -233,8 +238,17 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
 }
 
 
-def measure(make: Callable[[], Kernel], chip: str) -> Cost:
-    """Compile a kernel for a chip and read its schedule."""
+class Compiled(NamedTuple):
+    """A kernel's program for one chip."""
+
+    schedule: Schedule
+    vmem_bytes: int | None
+    temp_bytes: int
+    compile_s: float
+
+
+def compile_for(chip: str, make: Callable[[], Kernel]) -> tuple[Kernel, Compiled]:
+    """Compile a kernel for one chip of a kind, and read its schedule."""
     shutil.rmtree(DUMPS, ignore_errors=True)
     DUMPS.mkdir()
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
@@ -251,18 +265,25 @@ def measure(make: Callable[[], Kernel], chip: str) -> Cost:
     call = next(line for line in compiled.as_text().splitlines() if '"tpu_custom_call"' in line)
     name = re.search(r"%([A-Za-z_]\w*)", call).group(1)
     schedule = next(s for s in read_schedules(DUMPS) if s.kernel == name)
-    bundles, loop = kernel.cost(schedule)
     vmem = re.search(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"', call)
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    return kernel, Compiled(schedule, int(vmem.group(1)) if vmem else None, temp, compile_s)
+
+
+def measure(make: Callable[[], Kernel], chip: str) -> Cost:
+    """The costs of a kernel on a chip."""
+    kernel, compiled = compile_for(chip, make)
+    bundles, loop = kernel.cost(compiled.schedule)
     return Cost(
         kernel.name,
         chip,
         bundles,
         kernel.unit,
         loop.spills,
-        int(vmem.group(1)) / 2**20 if vmem else None,
-        compiled.memory_analysis().temp_size_in_bytes / 2**20,
+        None if compiled.vmem_bytes is None else compiled.vmem_bytes / 2**20,
+        compiled.temp_bytes / 2**20,
         kernel.dma,
-        compile_s,
+        compiled.compile_s,
     )
 
 

@@ -119,7 +119,7 @@ class _Rows(NamedTuple):
         return self.sizes[0]
 
     @property
-    def count(self) -> jax.Array:
+    def num_decode(self) -> jax.Array:
         return self.sizes[1]
 
     def q_len(self, row: Any) -> jax.Array:
@@ -392,7 +392,7 @@ def _do_block(kernel: _Kernel, row: jax.Array, page: jax.Array, slot: jax.Array)
     is_last = page + block_pages >= rows.stop_pages[row]
     next_row = jnp.where(is_last, row + 1, row)
 
-    @pl.when(next_row < rows.count)
+    @pl.when(next_row < rows.num_decode)
     def _() -> None:
         next_page = jnp.where(is_last, rows.first_pages[next_row], page + block_pages)
         _start_block(kernel, _block(kernel, next_row, next_page, 1 - slot))
@@ -407,7 +407,7 @@ def _start_row(kernel: _Kernel, row: jax.Array) -> None:
     """Start what a row needs but its KV, of which its page ids must be there first."""
     slot = lax.rem(row, 2)
     _for_each_query(kernel, row, lambda token, i: _q_copy(kernel.buffers, token, slot, i).start())
-    pl.when(row + 1 < kernel.rows.count)(lambda: _table_copy(kernel.buffers, row + 1).start())
+    pl.when(row + 1 < kernel.rows.num_decode)(lambda: _table_copy(kernel.buffers, row + 1).start())
 
 
 def _do_row(kernel: _Kernel, row: jax.Array, slot: jax.Array, sinks: Any | None) -> jax.Array:
@@ -415,7 +415,7 @@ def _do_row(kernel: _Kernel, row: jax.Array, slot: jax.Array, sinks: Any | None)
     rows, buffers, block_pages = kernel.rows, kernel.buffers, kernel.shape.block_pages
     row_slot = lax.rem(row, 2)
 
-    @pl.when(row + 1 < rows.count)
+    @pl.when(row + 1 < rows.num_decode)
     def _() -> None:
         _table_copy(buffers, row + 1).wait()
         _start_row(kernel, row + 1)
@@ -449,7 +449,7 @@ def _kernel(*refs: Any, shape: _Shape, options: _Options, has_sinks: bool) -> No
     state = _Softmax(*refs[12:])
     kernel = _Kernel(shape, options, rows, _Buffers(*refs[:12]), state)
 
-    @pl.when(rows.count > 0)
+    @pl.when(rows.num_decode > 0)
     def _() -> None:
         # Zeros beside other heads' columns, and in the places of queries that no row has, stay.
         state.q[...] = jnp.zeros_like(state.q)
@@ -459,9 +459,9 @@ def _kernel(*refs: Any, shape: _Shape, options: _Options, has_sinks: bool) -> No
         _table_copy(kernel.buffers, row).wait()
         _start_row(kernel, row)
         _start_block(kernel, _block(kernel, row, rows.first_pages[0], slot))
-        lax.fori_loop(0, rows.count, lambda i, slot: _do_row(kernel, i, slot, sinks), slot)
-        pl.when(rows.count > 1)(lambda: _wait_out(kernel, rows.count - 2))
-        _wait_out(kernel, rows.count - 1)
+        lax.fori_loop(0, rows.num_decode, lambda i, slot: _do_row(kernel, i, slot, sinks), slot)
+        pl.when(rows.num_decode > 1)(lambda: _wait_out(kernel, rows.num_decode - 2))
+        _wait_out(kernel, rows.num_decode - 1)
 
 
 def decode_attention(
@@ -490,7 +490,8 @@ def decode_attention(
     """
     num_tokens, q_heads, head_dim = q.shape
     kv_heads, page_size = kv_cache.shape[2] // (1 if packed else 2), kv_cache.shape[3]
-    blocks = blocks or decode_blocks(kv_cache.shape, kv_cache.dtype)
+    token_bytes = kv_cache.shape[2] * kv_cache.shape[4] * kv_cache.dtype.itemsize
+    blocks = blocks or decode_blocks(kv_heads, token_bytes)
     part_pages = max(1, blocks.part_keys // page_size)
     shape = _Shape(
         kv_heads=kv_heads,

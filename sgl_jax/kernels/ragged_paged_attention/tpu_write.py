@@ -37,8 +37,8 @@ class _Tokens(NamedTuple):
     sizes: Any  # int32 [2]: layer, number of tokens that are not padding
     token_rows: Any  # int32 [T]
     positions: Any  # int32 [T]
+    pages: Any  # int32 [T] where each token goes
     q_offsets: Any  # int32 [B + 1]
-    pages: Any  # int32 [T], looked up outside: the page table has no room in scalar memory
 
 
 class _Runs(NamedTuple):
@@ -220,7 +220,8 @@ def write_kv(
         interpret=interpret,
     )
     sizes = jnp.stack([layer, batch.q_offsets[-1]]).astype(jnp.int32)
+    # The whole page table might not fit into scalar memory.
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
-    tables = (batch.token_rows, batch.positions, batch.q_offsets, pages)
-    result: jax.Array = kernel(sizes, *tables, kv, kv_cache)
+    tokens = _Tokens(sizes, batch.token_rows, batch.positions, pages, batch.q_offsets)
+    result: jax.Array = kernel(*tokens, kv, kv_cache)
     return result

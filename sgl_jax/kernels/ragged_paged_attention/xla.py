@@ -61,11 +61,13 @@ class _Layer(NamedTuple):
 
     def _part(self, pages: jax.Array, part: int) -> jax.Array:
         """K, part 0, or V, part 1."""
-        axis, size = (4, self.head_dim) if self.is_packed else (2, self.kv_heads)
-        where = [slice(None)] * 5
-        where[axis] = slice(part * size, (part + 1) * size)
-        where[:2] = self.layer, pages
-        blocks = self.kv_cache.at[tuple(where)].get(mode="promise_in_bounds")
+        size = self.head_dim if self.is_packed else self.kv_heads
+        where = slice(part * size, (part + 1) * size)
+        if self.is_packed:
+            slots = self.kv_cache.at[self.layer, pages, :, :, where]
+        else:
+            slots = self.kv_cache.at[self.layer, pages, where]
+        blocks = slots.get(mode="promise_in_bounds")
         tokens = jnp.moveaxis(blocks, -4, -3).astype(jnp.float32)
         return tokens.reshape(*pages.shape[:-1], self.kv_heads, -1, blocks.shape[-1])
 

@@ -61,21 +61,20 @@ def check(case, mode):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "mode"), zip(PROGRAMS, ["eager", "lazy"], strict=True))
 def test_a_mixed_step_agrees_with_float64(program, mode):
     drafts = 1 + program.max_drafts
     check(Case(program, [(100, drafts), (63, 1)], [(10, 24), (0, 17)], 1, seed=4), mode)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_step_without_decode_or_without_prefill_or_without_rows(program):
-    check(Case(program, [(100, 1), (15, 1), (0, 1)], [], 0, seed=5), "eager")
-    check(Case(program, [], [(0, 24), (0, 0), (31, 2)], 0, seed=6), "eager")
-    check(Case(program, [], [], 0, seed=7), "eager")
+@pytest.mark.parametrize(("program", "mode"), zip(PROGRAMS, ["eager", "lazy"], strict=True))
+def test_a_step_without_decode_or_without_prefill_or_without_rows(program, mode):
+    check(Case(program, [(100, 1), (15, 1), (0, 1)], [], 0, seed=5), mode)
+    check(Case(program, [], [(0, 24), (0, 0), (31, 2)], 0, seed=6), mode)
+    check(Case(program, [], [], 0, seed=7), mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.long)])
 def test_keys_and_values_of_64_share_a_row_of_memory(mode):
     """The pool packs such heads; the answer is that of the plain layout."""
     program = Program(kv_heads=2, group=2, head_dim=64, max_drafts=2, rows=5, sliding_window=90)

@@ -61,7 +61,7 @@ def check_in_both_modes(case):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_new_tokens_land_in_their_slots_and_nothing_else_changes(mode, case):
     check(case, compiled(case.program, MODES[mode]))
