@@ -135,6 +135,7 @@ def _devices(topology: Topology) -> list[topologies.TopologyDescription]:
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),
         ("TPU_MIN_LOG_LEVEL", "3"),
+        ("TPU_ACCELERATOR_TYPE", topology.name),
     ):
         os.environ.setdefault(name, value)
     grid = "x".join(map(str, topology.grid))

@@ -46,7 +46,7 @@ class KVPoolLayout(NamedTuple):
 
 
 def kv_pool_shape(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The pool before it is there: [layers, dp * num_pages, *page_shape], a slice on each device.
+    """The pool before it is there: [layers, dp * num_pages, *page_shape].
 
     Each chip sees [layers, num_pages, ...], of which the heads are its own: its K heads, then its
     V heads, or both side by side. One page of one layer is contiguous. `num_pages` counts one

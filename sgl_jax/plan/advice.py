@@ -1,5 +1,6 @@
 """What to change, read off a plan."""
 
+from sgl_jax.executor.buckets import step_limits
 from sgl_jax.plan.estimate import Plan
 from sgl_jax.plan.memory import MemoryPlan, plan_memory, smallest_fit
 
@@ -30,7 +31,7 @@ def advise(plan: Plan) -> list[str]:
             f"collectives take {share:.0%} of a decode step: less --tp-size, more --dp-size"
         )
     rows = plan.decode.rows
-    wanted = max(1, (args.max_running_requests or 256) // args.dp_size)
+    wanted = step_limits(args, "tpu").rows
     if plan.concurrency < wanted:
         found.append(
             f"memory holds {plan.concurrency} requests of this load on a rank, {wanted} may run: "

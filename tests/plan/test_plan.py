@@ -1,0 +1,144 @@
+"""The planner's answers: a small model planned whole, and models that do not fit."""
+
+import dataclasses
+import json
+
+import pytest
+
+from sgl_jax.aot.topology import has_tpu_compiler
+from sgl_jax.plan import command
+from sgl_jax.plan import sweep as sweep_module
+from sgl_jax.plan.advice import advise
+from sgl_jax.plan.arguments import parse_plan_request
+from sgl_jax.plan.estimate import make_plan
+from sgl_jax.plan.memory import plan_memory, smallest_fit
+from sgl_jax.plan.report import as_dict, as_text
+
+pytestmark = pytest.mark.skipif(
+    not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed"
+)
+
+SMALL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+LOAD = ["--input-len", "512", "--output-len", "256", "--max-running-requests", "16"]
+STEPS = ["--chunked-prefill-size", "128", "--max-total-tokens", "65536"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def plan(model_path):
+    words = ["--model-path", model_path, "--topology", "v6e-4", "--dp-size", "2"]
+    plan = make_plan(parse_plan_request([*words, "--tp-size", "2", *LOAD, *STEPS]))
+    return dataclasses.replace(plan, advice=advise(plan))
+
+
+def test_memory_is_divided_as_the_engine_does(plan):
+    weights_bytes = 2 * (
+        2 * 2048 * 512 // 2  # embedding and head, half on each device
+        + 4 * (512 * (8 + 4 * 2) * 128 // 2 + 8 * 128 * 512 // 2 + 3 * 512 * 1024 // 2)
+        + 4 * (2 * 512 + 2 * 128)  # norms, whole on each
+        + 512
+    )
+    memory = plan.memory
+    assert memory.weight_bytes == weights_bytes
+    assert memory.kv_tokens == 65536
+    assert memory.kv_token_bytes == 4 * 2 * 2 * 128 * 2
+    assert memory.kv_bytes == (512 + 1) * 128 * memory.kv_token_bytes
+    assert plan.decode.cost.argument_bytes >= weights_bytes + memory.kv_bytes
+
+
+def test_the_load_fills_rows_or_memory(plan):
+    assert plan.concurrency == 8  # 16 running requests over two ranks
+    assert plan.max_context == 4096
+    assert plan.decode.tokens == 8
+    assert plan.prefill.tokens == 128
+    rounds = plan.concurrency * 512 / 128 * plan.prefill.time.total_s
+    rounds += 256 * plan.decode.time.total_s
+    assert plan.requests_per_s == pytest.approx(2 * 8 / rounds)
+    assert plan.output_tokens_per_s_per_chip == pytest.approx(plan.requests_per_s * 256 / 4)
+
+
+def test_every_exchange_of_a_step_is_listed(plan):
+    by_kind = {(c.kind, c.in_loop): c.times for c in plan.decode.cost.collectives}
+    assert by_kind[("all-reduce", True)] == 8  # two a layer
+    text = as_text(plan)
+    assert "8 all-reduce of bf16[8,512] over 2 devices in the layers" in text
+
+
+def test_text_and_json_say_the_same(plan):
+    text, values = as_text(plan), json.loads(json.dumps(as_dict(plan)))
+    assert values["memory"]["kv_tokens"] == 65536
+    assert "65,536 tokens a rank" in text
+    assert f"{values['output_tokens_per_s']:,.0f} output tokens/s" in text
+    for line in values["assumptions"] + values["advice"]:
+        assert line in text
+
+
+def test_a_small_model_is_told_of_fewer_chips(plan):
+    assert any("fits on fewer chips: v6e-1 with --dp-size 1" in line for line in plan.advice)
+
+
+def test_a_sweep_lists_meshes_that_cannot_be_and_plots_the_rest(plan, tmp_path):
+    outcomes = {(2, 2): plan, (1, 4): "tp_size (3) must divide"}
+    table = sweep_module.sweep_table(outcomes)
+    assert "2 x 2" in table
+    assert "1 x 4 tp_size (3) must divide" in table
+    pytest.importorskip("matplotlib")
+    sweep_module.plot_sweep(outcomes, tmp_path / "sweep.svg")
+    assert "<svg" in (tmp_path / "sweep.svg").read_text()
+
+
+def test_a_model_that_does_not_fit_is_told_where_it_would(capsys):
+    words = ["--model-path", "llama-3.3-70b", "--topology", "v6e-4", "--tp-size", "4"]
+    assert command.main(words) == 1
+    told = capsys.readouterr().out
+    assert "Does not fit: weights and tables take" in told
+    assert "Nearest that does: v6e-8 with --dp-size 1 --tp-size 8." in told
+    assert command.main([*words, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_another_mesh_of_the_same_slice_is_the_nearest_if_it_fits(capsys):
+    words = ["--model-path", "llama-3.3-70b", "--topology", "v6e-8", "--dp-size", "8"]
+    assert command.main(words) == 1
+    assert "Nearest that does: v6e-8 with --dp-size 1 --tp-size 8." in capsys.readouterr().out
+
+
+def test_a_load_longer_than_memory_is_refused_before_anything_is_compiled(model_path, capsys):
+    words = ["--model-path", model_path, "--topology", "v6e-1", "--max-total-tokens", "512"]
+    assert command.main([*words, "--input-len", "1000", "--output-len", "24"]) == 1
+    assert "a rank holds 512 KV tokens, one request of the load needs 1,024" in (
+        capsys.readouterr().out
+    )
+
+
+def test_the_smallest_fit_has_as_many_ranks_as_fit():
+    request = parse_plan_request(
+        ["--model-path", "qwen3-8b", "--topology", "v5e-8", "--tp-size", "8"]
+    )
+    found = smallest_fit(request)
+    assert (found.topology.name, found.args.dp_size, found.args.tp_size) == ("v5e-4", 2, 2)
+    assert plan_memory(found).kv_tokens >= 2048
+
+
+def test_without_the_compiler_the_command_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setattr(command, "has_tpu_compiler", lambda: False)
+    assert command.main(["--model-path", "qwen3-8b", "--topology", "v6e-1"]) == 2
+    assert "pip install 'sgl-jax[tpu]'" in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""A step's time from its parts, by hand."""
+
+import dataclasses
+
+import pytest
+
+from sgl_jax.aot.chips import CHIPS
+from sgl_jax.aot.program_cost import Collective, ProgramCost
+from sgl_jax.plan.arguments import read_config
+from sgl_jax.plan.step_time import (
+    ICI_HOP_S,
+    PREFILL_ATTENTION_EFFICIENCY,
+    DeviceBytes,
+    StepWork,
+    collective_time,
+    estimate_step,
+)
+
+CHIP = CHIPS["v6e"]
+LLAMA = read_config("llama-3.1-8b")
+MOE = read_config("qwen3-30b-a3b")
+ONE_GB = 10**9
+
+
+def cost(cycles=0, collectives=()):
+    return ProgramCost(0, 0, 0, 0, 0, cycles, tuple(collectives), ())
+
+
+def device(layers=0, experts=0, kv_token=0):
+    return DeviceBytes(layers, experts, weight_itemsize=2, kv_token_bytes=kv_token, tp_size=1)
+
+
+def test_a_decode_step_waits_for_its_weights_and_its_kv():
+    work = StepWork(tokens=8, kv_tokens_read=8000, query_key_pairs=8000)
+    time = estimate_step(cost(), work, LLAMA, device(layers=16 * ONE_GB, kv_token=131072), CHIP)
+    assert time.weights_s == pytest.approx(16 / 1640)
+    assert time.attention_s == pytest.approx(8000 * 131072 / 1640e9)
+    assert time.total_s == pytest.approx(time.weights_s + time.attention_s)
+    assert time.bound == "HBM"
+
+
+def test_the_compilers_cycles_count_where_they_are_more_than_the_weights():
+    work = StepWork(8, 0, 0)
+    time = estimate_step(cost(cycles=175_000_000), work, LLAMA, device(layers=ONE_GB), CHIP)
+    assert time.total_s == pytest.approx(0.1)
+    assert time.bound == "instructions"
+
+
+def test_a_prefill_chunk_is_bound_by_the_matrix_units():
+    work = StepWork(2048, 1024, 2048 * 512)
+    time = estimate_step(cost(), work, LLAMA, device(layers=16 * ONE_GB, kv_token=131072), CHIP)
+    flops = 4 * 2048 * 512 * 32 * 128 * 32
+    assert time.attention_s == pytest.approx(flops / (918e12 * PREFILL_ATTENTION_EFFICIENCY))
+    assert time.bound == "MXU"
+
+
+def test_an_all_reduce_goes_round_twice_and_an_all_gather_once():
+    reduce = Collective("all-reduce", "", 4_000_000, group_size=4, times=10, in_loop=True)
+    gather = reduce._replace(kind="all-gather")
+    once = 1_000_000 / 200e9 + ICI_HOP_S
+    assert collective_time(reduce, CHIP) == pytest.approx(10 * 6 * once)
+    assert collective_time(gather, CHIP) == pytest.approx(10 * 3 * once)
+    assert collective_time(reduce._replace(group_size=1), CHIP) == 0
+
+
+def test_a_step_of_many_small_exchanges_is_bound_by_the_interconnect():
+    reduce = Collective("all-reduce", "", 64_000, group_size=8, times=160, in_loop=True)
+    time = estimate_step(
+        cost(collectives=[reduce]), StepWork(4, 0, 0), LLAMA, device(layers=ONE_GB), CHIP
+    )
+    assert time.bound == "ICI"
+
+
+def test_experts_are_read_as_far_as_tokens_are_likely_to_want_them():
+    of_experts = device(experts=ONE_GB)
+    assert of_experts.weights_read(1, MOE) == pytest.approx(ONE_GB * 8 / 128)
+    assert of_experts.weights_read(4096, MOE) == pytest.approx(ONE_GB)
+    assert of_experts.weights_used(MOE) == pytest.approx(ONE_GB * 8 / 128)
+    dense = dataclasses.replace(of_experts, layer_and_head_bytes=7, expert_bytes=0)
+    assert dense.weights_read(1, LLAMA) == 7

@@ -1,0 +1,116 @@
+"""Whole steps of published models, compiled for real slices: they fit, and copy no cache.
+
+The steps are those the executor runs (`executor/programs.py`), with as many KV pages as the chip
+has room for.
+"""
+
+from collections import Counter
+
+import pytest
+
+from sgl_jax.aot.engine_programs import bytes_per_device, engine_programs
+from sgl_jax.aot.program_cost import program_cost
+from sgl_jax.aot.topology import Topology, has_tpu_compiler, topology_mesh
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.plan.arguments import PlanRequest, Workload, read_config
+from sgl_jax.plan.memory import plan_memory
+
+pytestmark = pytest.mark.skipif(
+    not has_tpu_compiler(),
+    reason="libtpu is not installed: pip install 'sgl-jax[tpu]' brings the TPU's compiler",
+)
+
+ROWS = 32  # of a rank
+CHUNK = 512
+# Shapes of steps: decode rows alone; decode rows and prefill chunks; and with prompts scored.
+STEPS = ("decode", "mixed", "scored")
+
+# Model, slice, dp, tp.
+LAYOUTS = (
+    ("llama-3.1-8b", "v6e-1", 1, 1),
+    ("llama-3.1-8b", "v5e-4", 1, 4),
+    ("llama-3.1-8b", "v5e-4", 2, 2),
+    ("qwen3-8b", "v6e-1", 1, 1),
+    ("qwen3-8b", "v5e-4", 1, 4),
+    ("qwen3-8b", "v5e-4", 2, 2),
+    ("llama-3.3-70b", "v6e-8", 1, 8),
+    ("qwen3-30b-a3b", "v6e-4", 1, 4),
+)
+# Every model, both kinds of chip and mesh, and both shapes of step, in few compilations.
+QUICK = {
+    ("llama-3.1-8b", "v6e-1", "mixed"),
+    ("qwen3-8b", "v5e-4", "mixed", 2),
+    ("llama-3.3-70b", "v6e-8", "decode"),
+    ("qwen3-30b-a3b", "v6e-4", "decode"),
+}
+
+
+def _cases():
+    for model, topology, dp, tp in LAYOUTS:
+        for step in STEPS:
+            quick = QUICK & {(model, topology, step), (model, topology, step, dp)}
+            marks = () if quick else (pytest.mark.long,)
+            name = f"{model}-{topology}-dp{dp}-tp{tp}-{step}"
+            yield pytest.param(model, topology, dp, tp, step, id=name, marks=marks)
+
+
+def _compile(model, topology_name, dp, tp, step):
+    """The engine on paper, what its step costs, and the bucket it was compiled for."""
+    args = ServerArgs(
+        model_path=model,
+        dp_size=dp,
+        tp_size=tp,
+        page_size=128,
+        max_running_requests=ROWS * dp,
+        chunked_prefill_size=CHUNK,
+    )
+    topology = Topology.parse(topology_name)
+    request = PlanRequest(args, read_config(model), topology, Workload(1024, 1024))
+    mesh = topology_mesh(topology, dp, tp)
+    engine = engine_programs(args, request.config, mesh, plan_memory(request).num_pages + 1)
+    buckets = engine.shape.buckets
+    bucket = {
+        "decode": buckets.smallest(ROWS),
+        "mixed": buckets.plain[-1],
+        "scored": buckets.prompt_logprobs,
+    }[step]
+    return engine, program_cost(engine.programs.lower_step(bucket).compile()), bucket
+
+
+@pytest.mark.parametrize(("model", "topology", "dp", "tp", "step"), list(_cases()))
+def test_a_step_fits_its_chip_copies_no_cache_and_exchanges_no_more_than_it_must(
+    model, topology, dp, tp, step
+):
+    engine, cost, bucket = _compile(model, topology, dp, tp, step)
+    config = read_config(model)
+    chip = Topology.parse(topology).chip
+    pool_bytes = bytes_per_device(engine.state.kv_pool)
+
+    assert cost.resident_bytes < chip.usable_hbm_bytes
+    assert pool_bytes > chip.usable_hbm_bytes / 5  # a pool worth the name
+    assert cost.alias_bytes >= pool_bytes
+    # Beside the logits, for which the engine sets memory aside.
+    assert cost.temp_bytes - engine.shape.logit_bytes < pool_bytes / 100
+    assert Counter(cost.kernels) == {"paged_write": 1, "paged_decode": 1, "paged_prefill": 1}
+    assert cost.estimated_cycles > 0
+
+    exchanges = {
+        (collective.kind, collective.in_loop): collective.times
+        for collective in cost.collectives
+        if collective.group_size > 1
+    }
+    if tp == 1:
+        assert exchanges == {}
+        return
+    assert all(collective.group_size == tp for collective in cost.collectives)
+    in_layers = [c for c in cost.collectives if c.kind == "all-reduce" and c.in_loop]
+    # Attention's output and the feed-forward layer's, of all tokens, in bfloat16.
+    activations = bucket.tokens * config.hidden_size * 2
+    assert sum(c.times for c in in_layers) == 2 * config.num_layers
+    assert {c.num_bytes for c in in_layers} == {activations}
+    assert exchanges.keys() <= {
+        ("all-reduce", True),
+        ("all-reduce", False),  # the embedding
+        ("all-gather", False),  # logits
+        *([("all-gather", True)] if step == "scored" else []),  # of one block after the other
+    }
