@@ -25,18 +25,16 @@ from sgl_jax.bench.kernel_schedule import Loop, Schedule, read_schedules, reques
 
 DUMPS = Path(tempfile.mkdtemp(prefix="kernel_cost"))
 request_dumps(DUMPS)  # before anything loads libtpu
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: E402
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention  # noqa: E402
-from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
+from sgl_jax.aot.chips import CHIPS  # noqa: E402
+from sgl_jax.aot.topology import Topology, topology_mesh  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import decode_blocks  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import prefill_blocks  # noqa: E402
@@ -44,7 +42,6 @@ from sgl_jax.kernels.ragged_paged_attention.tpu_decode import decode_attention  
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import prefill_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv  # noqa: E402
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16
 ROWS, CONTEXT, CHUNK = 64, 4096, 2048
 
@@ -251,8 +248,7 @@ def compile_for(chip: str, make: Callable[[], Kernel]) -> tuple[Kernel, Compiled
     """Compile a kernel for one chip of a kind, and read its schedule."""
     shutil.rmtree(DUMPS, ignore_errors=True)
     DUMPS.mkdir()
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
-    mesh = Mesh(np.array(devices[:1]), ("x",))
+    mesh = topology_mesh(Topology.all_of(chip)[0], 1, 1)
     whole = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh):
         kernel = make()
@@ -304,7 +300,7 @@ def row(cost: Cost) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chips", nargs="+", choices=TOPOLOGIES, default=["v5e", "v6e"])
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=["v5e", "v6e"])
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()

@@ -10,12 +10,12 @@ goes into `sgl_jax/kernels/ragged_paged_attention/block_sizes.py`, beside the mo
 
 import argparse
 import itertools
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import kernel_cost
-from kernel_cost import TOPOLOGIES, Kernel, compile_for, hot_loop, step_rows
+from kernel_cost import Kernel, compile_for, hot_loop, step_rows
 
+from sgl_jax.aot.chips import CHIPS, Chip
 from sgl_jax.bench.kernel_schedule import Schedule
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import MAX_BLOCK_BYTES, DecodeBlocks
@@ -24,23 +24,7 @@ from sgl_jax.kernels.ragged_paged_attention.tpu_decode import decode_attention
 HEAD_DIM, PAGE_SIZE = 128, 128
 KV_HEADS = (1, 2, 4, 8)  # on a chip, each with a group of 4 queries
 ROW_LENGTHS = (200, 700, 1500, 4000)
-LATENCY_US = 1.0  # of a transfer, an assumption
-
-
-class Chip(NamedTuple):
-    """Published figures of one core."""
-
-    kind: str  # as jax names the device
-    clock_ghz: float
-    bandwidth_gb_s: float
-
-
-CHIPS = {
-    "v5e": Chip("TPU v5 lite", 1.5, 819),
-    "v6e": Chip("TPU v6 lite", 1.75, 1640),
-    "v5p": Chip("TPU v5", 1.75, 2765),
-    "tpu7x": Chip("TPU7x", 2.2, 3690),
-}
+LATENCY_S = 1e-6  # of a transfer, an assumption
 
 
 def decode_kernel(kv_heads: int, blocks: DecodeBlocks) -> Kernel:
@@ -66,8 +50,8 @@ def row_cycles(schedule: Schedule, blocks: DecodeBlocks, length: int, bytes_: in
     parts = -(-rest // blocks.part_keys)
 
     def at_least(bundles: float, keys: int) -> float:
-        transfer = keys * bytes_ / chip.bandwidth_gb_s * chip.clock_ghz
-        return max(bundles, transfer, (transfer + LATENCY_US * 1e3 * chip.clock_ghz) / 2)
+        transfer = keys * bytes_ / chip.hbm_bytes_per_s * chip.clock_hz
+        return max(bundles, transfer, (transfer + LATENCY_S * chip.clock_hz) / 2)
 
     return row + whole * at_least(block, blocks.block_keys) + at_least(parts * part, rest)
 
@@ -92,12 +76,15 @@ def best_blocks(chip_name: str, kv_heads: int) -> tuple[DecodeBlocks, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chips", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     for chip in parser.parse_args().chips:
         for kv_heads in KV_HEADS:
             blocks, cycles = best_blocks(chip, kv_heads)
             sizes = f"DecodeBlocks({blocks.block_keys}, {blocks.part_keys})"
-            print(f'    ("{CHIPS[chip].kind}", {kv_heads}): {sizes},  # {cycles:.2f}', flush=True)
+            print(
+                f'    ("{CHIPS[chip].device_kind}", {kv_heads}): {sizes},  # {cycles:.2f}',
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sgl_jax.aot.chips import CHIPS
 from sgl_jax.kernels.ragged_paged_attention import tpu
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
-from tests.tpu.conftest import TOPOLOGIES
 
 MAX_COMPILE_S = 10  # of one kernel
 
@@ -95,7 +95,7 @@ def assert_compiles_in_place(shape, mesh):
     assert seconds < kernels * MAX_COMPILE_S
 
 
-@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("generation", CHIPS)
 @pytest.mark.parametrize("tokens", [64, 2048])
 def test_every_generation_compiles_a_decode_and_a_mixed_step(generation, tokens, tpu_mesh):
     assert_compiles_in_place(Shape(tokens=tokens), tpu_mesh(generation))

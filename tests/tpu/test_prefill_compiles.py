@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sgl_jax.aot.chips import CHIPS
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import prefill_attention
-from tests.tpu.conftest import TOPOLOGIES
 
 MAX_COMPILE_S = 10
 
@@ -80,7 +80,7 @@ def assert_compiles_in_place(shape, mesh):
     assert seconds < MAX_COMPILE_S
 
 
-@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("generation", CHIPS)
 def test_every_generation_compiles_it_in_place_and_soon(generation, tpu_mesh):
     assert_compiles_in_place(Shape(), tpu_mesh(generation))
 
