@@ -61,13 +61,13 @@ def check(case, mode):
     )
 
 
-@pytest.mark.parametrize(("program", "mode"), zip(PROGRAMS, ["eager", "lazy"], strict=True))
+@pytest.mark.parametrize(("program", "mode"), [(PROGRAMS[0], "eager"), (PROGRAMS[1], "lazy")])
 def test_a_mixed_step_agrees_with_float64(program, mode):
     drafts = 1 + program.max_drafts
     check(Case(program, [(100, drafts), (63, 1)], [(10, 24), (0, 17)], 1, seed=4), mode)
 
 
-@pytest.mark.parametrize(("program", "mode"), zip(PROGRAMS, ["eager", "lazy"], strict=True))
+@pytest.mark.parametrize(("program", "mode"), [(PROGRAMS[0], "eager"), (PROGRAMS[1], "lazy")])
 def test_a_step_without_decode_or_without_prefill_or_without_rows(program, mode):
     check(Case(program, [(100, 1), (15, 1), (0, 1)], [], 0, seed=5), mode)
     check(Case(program, [], [(0, 24), (0, 0), (31, 2)], 0, seed=6), mode)
