@@ -82,7 +82,7 @@ def make_plan(request: PlanRequest) -> Plan:
 
     context = workload.input_len + workload.output_len // 2
     read = concurrency * _visible(context, request)
-    decode = plan_step(decode_bucket, StepWork(concurrency, read, read))
+    decode = plan_step(decode_bucket, StepWork(concurrency, read, read, is_prefill=False))
     before = _visible(max(1, workload.input_len // 2), request)
     rows = max(1, chunk // workload.input_len)
     prefill = plan_step(prefill_bucket, StepWork(chunk, rows * before, chunk * before))

@@ -5,13 +5,12 @@ from typing import Any
 
 from sgl_jax.aot.program_cost import Collective
 from sgl_jax.plan.estimate import Plan, StepPlan
-from sgl_jax.plan.step_time import ICI_HOP_S, PREFILL_ATTENTION_EFFICIENCY
+from sgl_jax.plan.step_time import ICI_HOP_S
 
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + attention + collectives",
-    "attention = max(KV bytes / HBM bandwidth, products at "
-    f"{PREFILL_ATTENTION_EFFICIENCY:.0%} of the matrix units' peak)",
+    "attention = KV bytes / HBM bandwidth; in prefill the kernel's instructions, if those are more",
     f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, and "
     "nothing overlaps them",
     "requests are greedy, report no log-probabilities, share no prefix, and are all alike; "

@@ -2,20 +2,25 @@
 
 A step is estimated as the longer of (the compiler's cycles of all but attention and collectives)
 and (the bytes of weights over the bandwidth), plus attention, plus collectives. Attention is the
-longer of its KV bytes over the bandwidth and its products at the rate the kernel's schedule has.
+longer of its KV bytes over the bandwidth and, in prefill, the instructions that the kernel's
+schedule has for its products.
 Nothing of this was measured on a chip: it is what the step would take if nothing waited for
 anything else.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from sgl_jax.aot.chips import Chip
 from sgl_jax.aot.program_cost import Collective, ProgramCost
 from sgl_jax.models.config import ModelConfig
 
-# Share of the matrix units' peak that attention reaches in prefill: what its schedule of about
-# 7,000 bundles per GFLOP on v6e comes to, with one bundle a cycle.
-PREFILL_ATTENTION_EFFICIENCY = 0.27
+# Instructions of the prefill kernel's loop per 10^9 operations, counted in its compiled schedule
+# (docs/kernels.md: 32 query and 8 KV heads of 128, bfloat16, page 128); one a cycle.
+PREFILL_BUNDLES_PER_GFLOP: Mapping[str, int] = MappingProxyType(
+    {"TPU v5 lite": 7610, "TPU v6 lite": 4930, "TPU v5": 7790, "TPU7x": 5130}
+)
 # From one chip to the next, for each step of an exchange (jax-ml.github.io/scaling-book).
 ICI_HOP_S = 1e-6
 # A ring through the slice uses two of a chip's links, one in each direction.
@@ -29,6 +34,7 @@ class StepWork:
     tokens: int  # queries of all rows
     kv_tokens_read: int  # by all rows together
     query_key_pairs: int  # of attention
+    is_prefill: bool = True  # decode's products hide behind its reads
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,14 @@ def estimate_step(
     kv = work.kv_tokens_read * memory.kv_token_bytes / chip.hbm_bytes_per_s
     heads = config.num_heads / memory.tp_size
     attention_flops = 4 * work.query_key_pairs * heads * config.head_dim * config.num_layers
-    attention_mxu = attention_flops / (chip.bf16_flops_per_s * PREFILL_ATTENTION_EFFICIENCY)
-    attention = max(kv, attention_mxu)
+    bundles = attention_flops / 1e9 * PREFILL_BUNDLES_PER_GFLOP[chip.device_kind]
+    attention_mxu = bundles / chip.clock_hz
+    attention = max(kv, attention_mxu) if work.is_prefill else kv
     collectives = sum(collective_time(collective, chip) for collective in cost.collectives)
     flops = 2 * work.tokens * memory.weights_used(config) / memory.weight_itemsize
     parts = {
         "HBM": weights + kv,
-        "MXU": flops / chip.bf16_flops_per_s + attention_mxu,
+        "MXU": flops / chip.bf16_flops_per_s + (attention_mxu if work.is_prefill else 0.0),
         "ICI": collectives,
     }
     total = max(program, weights) + attention + collectives

@@ -9,7 +9,7 @@ from sgl_jax.aot.program_cost import Collective, ProgramCost
 from sgl_jax.plan.arguments import read_config
 from sgl_jax.plan.step_time import (
     ICI_HOP_S,
-    PREFILL_ATTENTION_EFFICIENCY,
+    PREFILL_BUNDLES_PER_GFLOP,
     DeviceBytes,
     StepWork,
     collective_time,
@@ -31,7 +31,7 @@ def device(layers=0, experts=0, kv_token=0):
 
 
 def test_a_decode_step_waits_for_its_weights_and_its_kv():
-    work = StepWork(tokens=8, kv_tokens_read=8000, query_key_pairs=8000)
+    work = StepWork(tokens=8, kv_tokens_read=8000, query_key_pairs=8000, is_prefill=False)
     time = estimate_step(cost(), work, LLAMA, device(layers=16 * ONE_GB, kv_token=131072), CHIP)
     assert time.weights_s == pytest.approx(16 / 1640)
     assert time.attention_s == pytest.approx(8000 * 131072 / 1640e9)
@@ -50,7 +50,8 @@ def test_a_prefill_chunk_is_bound_by_the_matrix_units():
     work = StepWork(2048, 1024, 2048 * 512)
     time = estimate_step(cost(), work, LLAMA, device(layers=16 * ONE_GB, kv_token=131072), CHIP)
     flops = 4 * 2048 * 512 * 32 * 128 * 32
-    assert time.attention_s == pytest.approx(flops / (918e12 * PREFILL_ATTENTION_EFFICIENCY))
+    bundles = flops / 1e9 * PREFILL_BUNDLES_PER_GFLOP["TPU v6 lite"]
+    assert time.attention_s == pytest.approx(bundles / 1.75e9)
     assert time.bound == "MXU"
 
 
