@@ -70,7 +70,8 @@ class PrefixCache(Protocol):
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), taking over the offered pages that are new to the cache.
 
-        Answers the whole prefix as the cache now holds it, locked, or None if it keeps nothing.
+        Answers the prefix as the cache now holds it, or None if it keeps nothing. It is locked:
+        the lock of `offer.node` moves there, if there is one, and `pages` are those behind it.
         """
         ...
 

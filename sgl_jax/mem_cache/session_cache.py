@@ -143,7 +143,10 @@ class SessionAwareCache:
         return self.inner.match_prefix(tokens)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
-        """Keep `tokens` (whole pages), taking over the offered pages that are new."""
+        """Keep `tokens` (whole pages), taking over the offered pages that are new.
+
+        The lock of the offer moves to their end.
+        """
         return self.inner.accept(tokens, offer)
 
     def unlock(self, node: TreeNode) -> None:

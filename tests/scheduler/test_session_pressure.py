@@ -47,6 +47,33 @@ def test_nobody_is_evicted_for_a_request_that_does_not_fit_even_so() -> None:
     s.close_all()
 
 
+def test_a_turn_that_cannot_use_its_slot_empties_it_only_when_it_starts() -> None:
+    s = talk(pool_tokens=64)
+    s.say("s", list(range(20)), 5)
+    s.driver.submit(generate("big", [40] * 30, 20))
+    for _ in range(8):
+        s.driver.step()
+    rid = s.begin("s", [49] * 20, 4, turn=SessionTurn(id="s", is_whole=True))
+    for _ in range(2):
+        s.driver.step()
+    assert s.driver.scheduler.num_waiting == 1
+    held = s.lease("s")
+    assert held is not None
+    s.driver.abort(rid)
+    assert s.lease("s") is held
+    s.settle()
+    s.run()
+    s.close_all()
+
+
+def test_a_turn_that_cannot_use_its_slot_starts_on_what_that_held() -> None:
+    s = talk(pool_tokens=64)
+    s.say("s", list(range(40)), 5)
+    s.say("s", [49] * 45, 4, turn=SessionTurn(id="s", is_whole=True))
+    assert s.driver.scheduler.counters()["sessions_evicted"] == 0
+    s.close_all()
+
+
 def test_a_session_whose_turn_waits_goes_after_those_with_none() -> None:
     s = talk(page_size=4, pool_tokens=64, num_rows=4)
     for session_id in ("a", "b"):
