@@ -63,6 +63,10 @@ class PrefixCache(Protocol):
         """What `match_prefix` would find. Changes nothing."""
         ...
 
+    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+        """The pages that `match_prefix` would find, in token order. Changes nothing."""
+        ...
+
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
         ...
@@ -119,6 +123,10 @@ class ChunkCache:
     def peek(self, tokens: Int32Array) -> PrefixPeek:
         """Nothing is ever found."""
         return PrefixPeek(0, 0)
+
+    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+        """Nothing is ever found."""
+        return np.zeros(0, np.int32)
 
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
         """Nothing is ever found, so nothing is locked."""

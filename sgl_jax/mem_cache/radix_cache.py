@@ -55,6 +55,12 @@ class RadixCache:
         path, length = self.tree.peek(_contiguous(tokens))
         return PrefixPeek(length, self._full.num_evictable_on(path))
 
+    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+        """The pages that `match_prefix` would find, in token order. Changes nothing."""
+        path, length = self.tree.peek(_contiguous(tokens))
+        pages = self._full.pages_of([step.node for step in path])
+        return pages[: length // self.tree.page_size]
+
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
         return self._describe(self.tree.match(_contiguous(tokens)))

@@ -468,7 +468,7 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         _RANK,
-        "may_fit = self._fits(request, slot, with_idle=True)",
+        "may_fit = self._fits_without_idle(request, slot)",
         "may_fit = True",
     ),
     Mutation(
