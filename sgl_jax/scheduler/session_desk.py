@@ -24,7 +24,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.session_book import SessionBook
+from sgl_jax.scheduler.session_book import SessionBook, TooManySessionsError
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession
 
@@ -49,6 +49,9 @@ class SessionDesk:
             data = self._do(message)
         except InvalidRequestError as error:
             return Reply(rid=message.rid, ok=False, message=str(error), data={"param": error.param})
+        except TooManySessionsError as error:
+            data = {"status_code": 503}
+            return Reply(rid=message.rid, ok=False, message=str(error), data=data)
         return Reply(rid=message.rid, ok=True, data=data)
 
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, int | None]:

@@ -314,6 +314,7 @@ def test_sessions_are_limited_and_their_ids_are_their_own() -> None:
     reply = s.driver.session(OpenSession(rid="q", session_id="third"))
     assert (reply.rid, reply.ok) == ("q", False)
     assert "2 sessions are open" in reply.message
+    assert reply.data["status_code"] == 503
     reply = s.driver.session(ForkSession(rid="q", session_id="s", new_session_id="third"))
     assert not reply.ok
     s.close("second")
