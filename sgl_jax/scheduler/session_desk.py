@@ -90,6 +90,10 @@ class SessionDesk:
         fitting = None if session is None else session.amend(message)
         if session is None or fitting is None:
             return
+        for request in self._requests.values():
+            if request.session is session and isinstance(session, StreamingSession):
+                # A whole conversation: if it fails, it leaves what is the session's history now.
+                request.kept_len = session.kept_len()
         home = self._home(session.session_id)
         if home is not None:
             home.roll_back_session(session.session_id, fitting)

@@ -552,6 +552,18 @@ MUTATIONS = (
         "if True:",
     ),
     Mutation(
+        "end a whole conversation for what the turn before it was",
+        _STREAMING,
+        "        if self._is_whole:\n            return []\n",
+        "",
+    ),
+    Mutation(
+        "a whole conversation that fails leaves what is no history any more",
+        _DESK,
+        "                request.kept_len = session.kept_len()\n",
+        "                pass\n",
+    ),
+    Mutation(
         "end a turn though the stop before it cuts nothing",
         _STREAMING,
         "if self._running is None or self._len_after(message) == self.num_tokens:",
