@@ -339,7 +339,7 @@ class Scheduler:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self._arrivals, max_len)
         session, prompt, dp_rank = self._sessions.compose_turn(message)
-        max_len = max_request_len(message, len(prompt), self.sizes)
+        max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
         self._sessions.begin_turn(session, message, prompt)
         request = Request(message, self._arrivals, max_len, prompt=prompt, session=session)
         request.dp_rank = dp_rank
