@@ -102,7 +102,7 @@ class ServerArgs:
     session_memory_fraction: float = _arg(
         0.8, "share of a rank's KV pages that idle sessions may hold"
     )
-    max_sessions: int = _arg(4096, "sessions that may be open")
+    max_sessions: int = _arg(4096, "sessions that may be open; more are refused with a 503")
 
     # Speculative decoding
     speculative_algorithm: str = _arg(

@@ -240,7 +240,8 @@ class Engine:
             timeout: idle seconds after which the session is closed; None never does.
 
         Raises:
-            InvalidRequestError: the id is taken, or too many sessions are open.
+            InvalidRequestError: the id is taken.
+            GenerationError: too many sessions are open.
         """
         name = as_new_id(session_id)
         if capacity_of_str_len < 0 or (timeout is not None and not timeout > 0):
@@ -274,7 +275,10 @@ class Engine:
         )
 
     def fork_session(self, session_id: str, new_session_id: str | None = None) -> str:
-        """Open a streaming session with the history of another; returns its id."""
+        """Open a streaming session with the history of another; returns its id.
+
+        Raises as `open_session`, or `InvalidRequestError` if there is no such session at rest.
+        """
         name = as_new_id(new_session_id)
         self._demand(lambda rid: ForkSession(rid=rid, session_id=session_id, new_session_id=name))
         return name

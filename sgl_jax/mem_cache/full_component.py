@@ -75,8 +75,12 @@ class FullComponent:
 
     def lock(self, node: TreeNode) -> None:
         """Lock every node from `node` up to the root."""
+        self._lock_up_to(node, None)
+
+    def _lock_up_to(self, node: TreeNode, above: TreeNode | None) -> None:
+        """Lock the nodes from `node` up to, but without, `above`, or else the root."""
         step: TreeNode | None = node
-        while step is not None and step.parent is not None:
+        while step is not above and step is not None and step.parent is not None:
             step.locks[self.index] += 1
             if step.locks[self.index] == 1:
                 self._num_evictable -= len(step.values[self.index])
@@ -96,6 +100,10 @@ class FullComponent:
                 self._num_protected -= len(step.values[self.index])
                 self.refresh(step)
             step = step.parent
+
+    def move_lock(self, old: TreeNode, new: TreeNode) -> None:
+        """What lies above `old` is locked as often as before, so only what is below is visited."""
+        self._lock_up_to(new, old)
 
     def refresh(self, node: TreeNode) -> None:
         """A leaf that nobody locks can be evicted."""

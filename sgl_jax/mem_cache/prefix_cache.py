@@ -63,6 +63,10 @@ class PrefixCache(Protocol):
         """What `match_prefix` would find. Changes nothing."""
         ...
 
+    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+        """The pages that `match_prefix` would find, in token order. Changes nothing."""
+        ...
+
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
         ...
@@ -70,7 +74,8 @@ class PrefixCache(Protocol):
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), taking over the offered pages that are new to the cache.
 
-        Answers the whole prefix as the cache now holds it, locked, or None if it keeps nothing.
+        Answers the prefix as the cache now holds it, or None if it keeps nothing. It is locked:
+        the lock of `offer.node` moves there, if there is one, and `pages` are those behind it.
         """
         ...
 
@@ -118,6 +123,10 @@ class ChunkCache:
     def peek(self, tokens: Int32Array) -> PrefixPeek:
         """Nothing is ever found."""
         return PrefixPeek(0, 0)
+
+    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+        """Nothing is ever found."""
+        return np.zeros(0, np.int32)
 
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
         """Nothing is ever found, so nothing is locked."""

@@ -55,15 +55,26 @@ class RadixCache:
         path, length = self.tree.peek(_contiguous(tokens))
         return PrefixPeek(length, self._full.num_evictable_on(path))
 
+    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+        """The pages that `match_prefix` would find, in token order. Changes nothing."""
+        path, length = self.tree.peek(_contiguous(tokens))
+        pages = self._full.pages_of([step.node for step in path])
+        return pages[: length // self.tree.page_size]
+
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
         return self._describe(self.tree.match(_contiguous(tokens)))
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
-        """Insert `tokens` (whole pages, at least one) and lock the result."""
-        node = self.tree.insert(_contiguous(tokens), offer)
-        self.tree.lock(node)
-        return self._describe(node)
+        """Insert `tokens` (whole pages, at least one); the lock of the offer moves to the end."""
+        start = offer.node
+        node = self.tree.insert(_contiguous(tokens), offer, start)
+        if start is None:
+            self.tree.lock(node)
+        else:
+            self.tree.move_lock(start, node)
+        pages = self._full.pages_of(self.tree.path_to(node, start))
+        return PrefixMatch(node.end, pages, node)
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one lock."""

@@ -69,22 +69,33 @@ class RadixTree:
         self.num_locks -= 1
         self.num_locked_tokens -= node.end
 
+    def move_lock(self, old: TreeNode, new: TreeNode) -> None:
+        """One lock of `old` becomes one of `new`, which is `old` or lies below it."""
+        self.num_locked_tokens += new.end - old.end
+        for component in self.components:
+            component.move_lock(old, new)
+
     # -- changing ---------------------------------------------------------------------------
 
-    def insert(self, tokens: Int32Array, offer: LeaseOffer) -> TreeNode:
+    def insert(
+        self, tokens: Int32Array, offer: LeaseOffer, start: TreeNode | None = None
+    ) -> TreeNode:
         """Make `tokens` (whole pages, at least one) a path; components take what they lack.
 
-        Returns the node that ends exactly at len(tokens), not locked.
+        `start` is a locked node that is known to lie on that path: only what is below it is
+        looked at. So a long conversation costs no more to continue than a short one. Returns the
+        node that ends exactly at len(tokens), not locked.
         """
-        path = self._walk(tokens)
-        length = _matched_len(path)
-        node = self._node_at(path, length) if length else self.root
+        start = start or self.root
+        path = self._walk(tokens, start)
+        length = _matched_len(path) if path else start.end
+        node = self._node_at(path, length) if path else start
         if length < len(tokens):
             node = self._add_child(node, tokens[length:].copy())
-        for step in self.path_to(node):
+        for step in self.path_to(node, start):
             for component in self.components:
                 component.absorb(step, offer)
-        self._touch(node)
+        self._touch(node, start)
         return node
 
     def evict(self, component: TreeComponent, num_units: int) -> int:
@@ -108,11 +119,12 @@ class RadixTree:
             each.flush_dropped()
         return before - component.num_evictable
 
-    def path_to(self, node: TreeNode) -> list[TreeNode]:
-        """The nodes from below the root to `node`."""
+    def path_to(self, node: TreeNode, start: TreeNode | None = None) -> list[TreeNode]:
+        """The nodes from below `start`, or else the root, to `node`."""
+        start = start or self.root
         path = []
         step: TreeNode | None = node
-        while step is not None and step is not self.root:
+        while step is not None and step is not start:
             path.append(step)
             step = step.parent
         return path[::-1]
@@ -142,9 +154,11 @@ class RadixTree:
         self._refresh(parent)
         return child
 
-    def _walk(self, tokens: Int32Array) -> list[PathStep]:
+    def _walk(self, tokens: Int32Array, below: TreeNode | None = None) -> list[PathStep]:
+        """How far `tokens` are on the tree, below a node that is known to be on their path."""
         path = []
-        node, start = self.root, 0
+        node = below or self.root
+        start = node.end
         limit = len(tokens) // self.page_size * self.page_size
         while start < limit:
             child = node.children.get(self._first_page(tokens[start:]))
@@ -203,12 +217,15 @@ class RadixTree:
             leaf.key = leaf.key[:keep_tokens].copy()
             return
         del parent.children[self._first_page(leaf.key)]
+        # An insert below a lock does not tell the nodes above that they were used: they learn it
+        # when it begins to matter, as they become leaves.
+        parent.last_access = max(parent.last_access, leaf.last_access)
         self._refresh(parent)
 
-    def _touch(self, node: TreeNode) -> None:
-        """Everything from the root to `node` was just used."""
+    def _touch(self, node: TreeNode, start: TreeNode | None = None) -> None:
+        """Everything from below `start`, or else the root, to `node` was just used."""
         self._clock += 1
-        for step in self.path_to(node):
+        for step in self.path_to(node, start):
             step.last_access = self._clock
             self._refresh(step)
 

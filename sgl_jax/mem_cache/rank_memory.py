@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.page_allocator import PageAllocator
@@ -90,6 +90,18 @@ class RankMemory:
         for _, lease in self.cache.idle():
             is_kept[lease.pages(self.page_size)] = True
         return int(is_kept.sum()) > num_pages
+
+    def needed_pages(self) -> BoolArray:
+        """Which pages requests that run read or write: bool[num_pages].
+
+        All others would be free, or evictable, were every idle session evicted.
+        """
+        is_needed = np.zeros(self.allocator.num_pages, np.bool_)
+        idle_rows = {lease.row for _, lease in self.cache.idle()}
+        for row, lease in self.leases.items():
+            if row not in idle_rows:
+                is_needed[lease.pages(self.page_size)] = True
+        return is_needed
 
     @property
     def num_available_pages(self) -> int:

@@ -34,15 +34,16 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
     if length <= protected:
         return
     offered = lease.pages(page_size, 0, length)
-    kept = memory.cache.accept(tokens[:length], LeaseOffer(lease.row, protected, offered))
+    offer = LeaseOffer(lease.row, protected, offered, lease.node)
+    kept = memory.cache.accept(tokens[:length], offer)
     if kept is None:
         return
-    if lease.node is not None:
-        memory.cache.unlock(lease.node)
     lease.node = kept.node
-    rows.pages[lease.row, : length // page_size] = kept.pages
+    first = protected // page_size
+    rows.pages[lease.row, first : length // page_size] = kept.pages
     rows.cache_protected_len[lease.row] = length
-    memory.allocator.free(offered[offered != kept.pages], lease.row)
+    fresh = offered[first:]
+    memory.allocator.free(fresh[fresh != kept.pages], lease.row)
 
 
 def release_kv_cache(

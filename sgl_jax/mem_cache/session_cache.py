@@ -138,12 +138,19 @@ class SessionAwareCache:
         """What `match_prefix` would find. Changes nothing."""
         return self.inner.peek(tokens)
 
+    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+        """The pages that `match_prefix` would find, in token order. Changes nothing."""
+        return self.inner.peek_pages(tokens)
+
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
         return self.inner.match_prefix(tokens)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
-        """Keep `tokens` (whole pages), taking over the offered pages that are new."""
+        """Keep `tokens` (whole pages), taking over the offered pages that are new.
+
+        The lock of the offer moves to their end.
+        """
         return self.inner.accept(tokens, offer)
 
     def unlock(self, node: TreeNode) -> None:

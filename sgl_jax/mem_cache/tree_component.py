@@ -26,6 +26,7 @@ class LeaseOffer(NamedTuple):
     owner: int  # row that owns the pages from `owned_from` on
     owned_from: int  # tokens; before it the pages already belong to the tree
     pages: Int32Array  # [len(tokens) / page_size] FULL pages
+    node: TreeNode | None = None  # that the lease has locked, where `owned_from` ends
 
 
 class TreeComponent(Protocol):
@@ -63,6 +64,10 @@ class TreeComponent(Protocol):
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one `lock(node)`."""
+        ...
+
+    def move_lock(self, old: TreeNode, new: TreeNode) -> None:
+        """As `lock(new)` and `unlock(old)`, where `new` is `old` or lies below it."""
         ...
 
     def refresh(self, node: TreeNode) -> None:

@@ -17,7 +17,7 @@ class Candidate(NamedTuple):
 
     dp_rank: int
     num_requests: int  # running there now
-    cached_len: int  # tokens of the request it has cached
+    cached_len: int  # tokens of the request it has cached, if that is used
 
 
 class Balancer:
@@ -27,6 +27,11 @@ class Balancer:
         self._method = method
         self._dp_size = dp_size
         self._next_rank = 0
+
+    @property
+    def uses_cached_len(self) -> bool:
+        """Whether it looks at what candidates have cached."""
+        return self._method == "prefix_aware"
 
     def choose(self, candidates: list[Candidate]) -> int:
         """The data-parallel rank of one of `candidates` (at least one)."""

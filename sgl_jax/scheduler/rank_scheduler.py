@@ -53,7 +53,10 @@ class RankScheduler:
         return (memory.rows.num_free > 0 or memory.cache.num_idle > 0) and not self._is_short
 
     def cached_len(self, request: Request) -> int:
-        """Tokens of `request` this rank has cached."""
+        """Tokens of `request` this rank has cached; a session's slot is not looked up."""
+        slot = self._slot_of(request)
+        if slot is not None:
+            return min(slot.kv_committed_len, self._reusable_len(request))
         return self.memory.cache.peek(request.matchable()).length
 
     def try_admit(self, request: Request) -> int | None:
@@ -65,7 +68,9 @@ class RankScheduler:
         slot = self._slot_of(request)
         while not self._fits(request, slot):
             # Nobody is evicted in vain.
-            may_fit = self._fits(request, slot, with_idle=True)
+            may_fit = self._fits_without_idle(request, slot)
+            if may_fit and slot is None and self._empty_slot_of(request):
+                continue  # what it held was of no use to the turn itself
             if not may_fit or not self.evict_idle_session(except_id=request.slot_id):
                 self._is_short = True
                 return None
@@ -93,43 +98,62 @@ class RankScheduler:
         return lease.row
 
     def _slot_of(self, request: Request) -> KVLease | None:
-        """The lease in its session's slot, if it can go on with that; else the slot is emptied."""
+        """The lease in its session's slot, if it can go on with that."""
         if request.slot_id is None:
             return None
         lease = self.memory.cache.idle_lease(request.slot_id)
         if lease is not None and self._reusable_len(request) < lease.cache_protected_len:
             # More of it is the tree's than the turn may read: it is matched anew instead.
-            self.release_session(request.slot_id)
             return None
         return lease
+
+    def _empty_slot_of(self, request: Request) -> bool:
+        """Take what its session's slot holds; False if that is nothing."""
+        cache, session_id = self.memory.cache, request.slot_id
+        if session_id is None or cache.idle_lease(session_id) is None:
+            return False
+        self.release_session(session_id)
+        return True
 
     def _reusable_len(self, request: Request) -> int:
         """Tokens of its session's history that a turn may find in its slot."""
         return min(request.kept_len, len(request.matchable()))
 
-    def _fits(self, request: Request, slot: KVLease | None, *, with_idle: bool = False) -> bool:
+    def _fits(self, request: Request, slot: KVLease | None) -> bool:
         """Whether row, tokens and reserve fit what is free or evictable, idle sessions left out."""
         memory = self.memory
         needed = memory.pages_for(len(request.tokens) + 1)
         if slot is not None:
             # What it holds past the tokens it goes on with is freed, and counts as much.
             needed -= memory.pages_for(slot.kv_allocated_len)
-        elif memory.rows.num_free == 0 and not (with_idle and memory.cache.num_idle):
+        elif memory.rows.num_free == 0:
             return False
         else:
             peek = memory.cache.peek(request.matchable())
             # Locking a cached prefix takes it from the evictable pages, so it counts as needed.
             needed += peek.num_evictable_pages - peek.length // memory.page_size
-        available = memory.num_available_pages
-        if with_idle:  # at most so much more: pages that sessions share count for each
-            available += memory.num_session_pages
-            if slot is not None:
-                available -= memory.pages_for(slot.kv_allocated_len)
+        return needed + self.reserve.pages(memory, self.running) <= memory.num_available_pages
+
+    def _fits_without_idle(self, request: Request, slot: KVLease | None) -> bool:
+        """Whether row, tokens and reserve would fit, were every other idle session evicted."""
+        memory = self.memory
+        if memory.rows.num_free == 0 and memory.cache.num_idle == 0:
+            return False
+        is_needed = memory.needed_pages()
+        # Only what running requests need, too, can the request read without taking a page.
+        if slot is None:
+            known = memory.cache.peek_pages(request.matchable())
+        else:
+            known = slot.pages(memory.page_size)
+        needed = memory.pages_for(len(request.tokens) + 1) - int(is_needed[known].sum())
+        available = memory.allocator.num_pages - memory.allocator.num_reserved
+        available -= int(is_needed.sum())
         return needed + self.reserve.pages(memory, self.running) <= available
 
     def _take_lease(self, request: Request, slot: KVLease | None) -> KVLease:
         if slot is not None and request.slot_id is not None:
             return resume_lease(self.memory, request.slot_id, self._reusable_len(request))
+        self._empty_slot_of(request)
         lease = self.memory.open_lease(request.matchable())
         if request.slot_id is not None:
             self.memory.cache.bind(request.slot_id, lease)

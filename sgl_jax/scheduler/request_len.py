@@ -5,13 +5,17 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest
 
 
-def max_request_len(message: GenerateRequest, prompt_len: int, sizes: EngineSizes) -> int:
+def max_request_len(
+    message: GenerateRequest, prompt_len: int, sizes: EngineSizes, capacity: int = 0
+) -> int:
     """Prompt and output tokens at most. Raises `InvalidRequestError` if it cannot be served.
 
     `prompt_len` counts the history of a session, which the front did not know when it put in a
-    length that its client had not asked for: that gives way (`is_length_default`).
+    length that its client had not asked for: that gives way (`is_length_default`). `capacity` is
+    how many tokens that session may hold; 0 for no limit of its own.
     """
-    limit = sizes.max_request_tokens
+    limit = min(sizes.max_request_tokens, capacity or sizes.max_request_tokens)
+    holder = "one request" if limit == sizes.max_request_tokens else "the session"
     if prompt_len == 0:
         raise InvalidRequestError("the prompt is empty", "input_ids")
     if message.dp_rank is not None and not 0 <= message.dp_rank < sizes.dp_size:
@@ -25,7 +29,7 @@ def max_request_len(message: GenerateRequest, prompt_len: int, sizes: EngineSize
     if prompt_len + wanted > limit:
         raise InvalidRequestError(
             f"{prompt_len} prompt tokens and {wanted} to generate exceed the {limit} tokens that "
-            "one request can hold",
+            f"{holder} can hold",
             "max_new_tokens" if prompt_len < limit else "input_ids",
         )
     return prompt_len + wanted

@@ -305,18 +305,33 @@ class Scheduler:
         self._sessions.let_move(self._waiting)
         for request in self._waiting.ordered(open_ranks):
             while True:
-                candidates = [
-                    Candidate(rank.dp_rank, len(rank.running), rank.cached_len(request))
+                ranks = [
+                    rank
                     for rank in self.ranks
                     if drafts[rank.dp_rank].can_admit and request.dp_rank in (None, rank.dp_rank)
                 ]
-                if not candidates:
+                if not ranks:
                     break
-                if drafts[self._balancer.choose(candidates)].admit(request):
+                if drafts[self._choose_rank(ranks, request)].admit(request):
                     self._waiting.remove(request)
                     break
             if not any(draft.can_admit for draft in drafts):
                 return
+
+    def _choose_rank(self, ranks: list[RankScheduler], request: Request) -> int:
+        """One of `ranks`, any of which may take the request."""
+        # To look a long prompt up is work; it is done only if something depends on it.
+        is_looked_up = len(ranks) > 1 and self._balancer.uses_cached_len
+        return self._balancer.choose(
+            [
+                Candidate(
+                    rank.dp_rank,
+                    len(rank.running),
+                    rank.cached_len(request) if is_looked_up else 0,
+                )
+                for rank in ranks
+            ]
+        )
 
     def _make_request(self, message: GenerateRequest) -> Request:
         """A request from its message. Raises `InvalidRequestError` if it cannot be served."""
@@ -324,7 +339,7 @@ class Scheduler:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self._arrivals, max_len)
         session, prompt, dp_rank = self._sessions.compose_turn(message)
-        max_len = max_request_len(message, len(prompt), self.sizes)
+        max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
         self._sessions.begin_turn(session, message, prompt)
         request = Request(message, self._arrivals, max_len, prompt=prompt, session=session)
         request.dp_rank = dp_rank
@@ -337,6 +352,8 @@ class Scheduler:
             rank.memory.cache.reset()
 
     def _best_cached_len(self, request: Request) -> int:
+        if request.dp_rank is not None:
+            return self.ranks[request.dp_rank].cached_len(request)
         return max(rank.cached_len(request) for rank in self.ranks)
 
     def _rank_of(self, request: Request) -> RankScheduler:

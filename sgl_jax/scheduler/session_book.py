@@ -16,13 +16,24 @@ from sgl_jax.scheduler.regular_session import RegularSession
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession
 
+# Closed sessions are swept from the heap of checks when they are more than the open ones, and so.
+_MIN_SWEPT = 64
+
 
 class _Check(NamedTuple):
-    """When to look whether a session has been idle for too long: never later than it has."""
+    """When to look whether a session has been idle for too long: never later than it has.
+
+    It names the session, and does not keep one that is closed.
+    """
 
     at_s: float
-    order: int
-    session: Session
+    serial: int
+    session_id: str
+
+
+class TooManySessionsError(RuntimeError):
+    """No more sessions may be open at a time: nothing is wrong with the request, which may succeed
+    when one was closed. The HTTP layer answers 503."""
 
 
 class SessionBook:
@@ -37,10 +48,10 @@ class SessionBook:
         self._sessions: dict[str, Session] = {}
         self._used_at: dict[str, float] = {}
         self._used_since_tick: set[str] = set()
-        self._num_timed = 0  # sessions that may time out
-        self._new_timed: list[Session] = []  # of them, those opened since the last tick
+        self._timed: dict[str, int] = {}  # sessions that may time out: the serial of their opening
+        self._new_timed: dict[str, None] = {}  # of them, those opened since the last tick
         self._checks: list[_Check] = []  # a heap: one for each of the others, and of some closed
-        self._orders = itertools.count()
+        self._serials = itertools.count()
         self._closing: set[str] = set()
         self._now_s = 0.0
 
@@ -49,11 +60,11 @@ class SessionBook:
 
     @property
     def needs_ticks(self) -> bool:
-        """Whether any session may time out."""
-        return self._num_timed > 0
+        """Whether any session may time out, or it is not known yet when one was used."""
+        return bool(self._timed or self._used_since_tick)
 
     def open(self, opened: OpenSession) -> None:
-        """Raises `InvalidRequestError` if the id is taken or there are too many."""
+        """Raises `InvalidRequestError` if the id is taken, `TooManySessionsError`."""
         self._require_free(opened.session_id)
         session = StreamingSession(opened) if opened.streaming else RegularSession(opened)
         self._add(session)
@@ -86,7 +97,7 @@ class SessionBook:
         return session
 
     def fork(self, session: StreamingSession, new_session_id: str) -> None:
-        """Raises `InvalidRequestError` if the new id is taken or there are too many."""
+        """Raises `InvalidRequestError` if the new id is taken, `TooManySessionsError`."""
         self._require_free(new_session_id)
         self._add(session.fork(new_session_id))
 
@@ -140,20 +151,21 @@ class SessionBook:
         self._now_s = max(self._now_s, now_s)
         self._used_at.update(dict.fromkeys(self._used_since_tick, self._now_s))
         self._used_since_tick.clear()
-        due, self._new_timed = self._new_timed, []
+        due, self._new_timed = list(self._new_timed), {}
         while self._checks and self._checks[0].at_s < self._now_s:
-            due.append(heapq.heappop(self._checks).session)
+            check = heapq.heappop(self._checks)
+            if self._is_open(check):
+                due.append(check.session_id)
         expired = []
-        for session in due:
-            if self._sessions.get(session.session_id) is not session:
-                continue  # closed, and perhaps another opened under its name
+        for session_id in due:
+            session = self._sessions[session_id]
             assert session.timeout_s is not None
-            used_at = self._now_s if session.num_running else self._used_at[session.session_id]
+            used_at = self._now_s if session.num_running else self._used_at[session_id]
             ends_at = used_at + session.timeout_s
             if ends_at < self._now_s:
-                expired.append(session.session_id)
+                expired.append(session_id)
             else:
-                heapq.heappush(self._checks, _Check(ends_at, next(self._orders), session))
+                heapq.heappush(self._checks, _Check(ends_at, self._timed[session_id], session_id))
         return expired
 
     def all(self) -> Iterator[tuple[Session, float, bool]]:
@@ -167,15 +179,25 @@ class SessionBook:
         self._sessions[session.session_id] = session
         self._used_since_tick.add(session.session_id)
         if session.timeout_s is not None:
-            self._num_timed += 1
-            self._new_timed.append(session)
+            self._timed[session.session_id] = next(self._serials)
+            self._new_timed[session.session_id] = None
 
     def _forget(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
-        self._num_timed -= session.timeout_s is not None
         self._used_at.pop(session_id, None)
         self._used_since_tick.discard(session_id)
         self._closing.discard(session_id)
+        if session.timeout_s is None:
+            return
+        del self._timed[session_id]
+        self._new_timed.pop(session_id, None)
+        if len(self._checks) > _MIN_SWEPT + 2 * len(self._timed):
+            self._checks = [check for check in self._checks if self._is_open(check)]
+            heapq.heapify(self._checks)
+
+    def _is_open(self, check: _Check) -> bool:
+        """Whether its session is: not closed, with perhaps another opened under its name."""
+        return self._timed.get(check.session_id) == check.serial
 
     def _require_free(self, session_id: str) -> None:
         if not session_id:
@@ -183,7 +205,6 @@ class SessionBook:
         if session_id in self._sessions:
             raise InvalidRequestError(f"session {session_id!r} exists already", "session_id")
         if len(self._sessions) >= self._max_sessions:
-            raise InvalidRequestError(
-                f"{self._max_sessions} sessions are open, which is the most there may be",
-                "session_id",
+            raise TooManySessionsError(
+                f"{self._max_sessions} sessions are open, which is the most there may be"
             )

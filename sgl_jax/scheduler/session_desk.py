@@ -24,7 +24,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.session_book import SessionBook
+from sgl_jax.scheduler.session_book import SessionBook, TooManySessionsError
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession
 
@@ -49,6 +49,9 @@ class SessionDesk:
             data = self._do(message)
         except InvalidRequestError as error:
             return Reply(rid=message.rid, ok=False, message=str(error), data={"param": error.param})
+        except TooManySessionsError as error:
+            data = {"status_code": 503}
+            return Reply(rid=message.rid, ok=False, message=str(error), data=data)
         return Reply(rid=message.rid, ok=True, data=data)
 
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, int | None]:
@@ -87,6 +90,10 @@ class SessionDesk:
         fitting = None if session is None else session.amend(message)
         if session is None or fitting is None:
             return
+        for request in self._requests.values():
+            if request.session is session and isinstance(session, StreamingSession):
+                # A whole conversation: if it fails, it leaves what is the session's history now.
+                request.kept_len = session.kept_len()
         home = self._home(session.session_id)
         if home is not None:
             home.roll_back_session(session.session_id, fitting)

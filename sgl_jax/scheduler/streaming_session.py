@@ -41,6 +41,7 @@ class StreamingSession:
         self._replaced: _Replaced | None = None
         self._running: str | None = None
         self._name = ""  # of the running turn
+        self._is_whole = False  # whether that handed in all of its prompt
         self._pending: Int32Array = NO_TOKENS  # the prompt of the running turn, whole
 
     @property
@@ -71,6 +72,7 @@ class StreamingSession:
     def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
         """A turn starts, with the prompt that `compose` made."""
         self._running, self._name, self._pending = rid, turn.name or rid, prompt
+        self._is_whole = turn.is_whole
 
     def kept_len(self) -> int:
         """Tokens that the running turn's prompt and the history before it have in common."""
@@ -92,21 +94,27 @@ class StreamingSession:
         self._running, self._pending = None, NO_TOKENS
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
-        """The running turn, if its prompt has what `message` takes from the turn before it."""
+        """The running turn, if its prompt has what `message` takes from the turn before it.
+
+        A whole conversation is what its client says it is, and has taken nothing from here.
+        """
         if self._running is None or self._len_after(message) == self.num_tokens:
+            return []
+        if self._is_whole:
             return []
         return [self._running]
 
     def amend(self, message: StopRequest | AbortRequest) -> int | None:
         """The last turn ends where its client saw it end, or never was; no turn is running on it.
 
-        Returns to how many tokens what was computed for the session still fits; None if nothing
-        changes, as when another turn has succeeded since.
+        If a whole conversation runs, its `kept_len` is another afterwards. Returns to how many
+        tokens what was computed for the session still fits; None if nothing changes, as when
+        another turn has succeeded since.
         """
         fitting = self._len_after(message)
         if fitting == self.num_tokens:
             return None
-        assert self._running is None, "a turn runs on what is amended"
+        assert self._running is None or self._is_whole, "a turn runs on what is amended"
         self.tokens = self.tokens[:fitting]
         if isinstance(message, StopRequest):
             self.turns[-1] = self.turns[-1]._replace(num_tokens=fitting)

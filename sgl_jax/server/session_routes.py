@@ -35,7 +35,7 @@ router = APIRouter(tags=["sessions"], route_class=JsonRoute)
 
 @router.post("/open_session", responses=answers(str))
 async def open_session(body: OpenSessionBody, request: Request) -> Response:
-    """Open a session; answers its id."""
+    """Open a session; answers its id, or a 503 while too many are open."""
     context_of(request).check_open()
     session_id = body.session_id or uuid.uuid4().hex
     await _ask(
@@ -70,7 +70,10 @@ async def rollback_session(body: RollbackSessionBody, request: Request) -> Respo
 
 @router.post("/fork_session", responses=answers(Forked))
 async def fork_session(body: ForkSessionBody, request: Request) -> Response:
-    """Open a streaming session with the history of another; what is cached of it is shared."""
+    """Open a streaming session with the history of another; what is cached of it is shared.
+
+    A 503 while too many are open.
+    """
     context_of(request).check_open()
     new_id = body.new_session_id or uuid.uuid4().hex
     data = await _ask(
@@ -98,5 +101,5 @@ async def _ask(request: Request, make_message: Callable[[str], SessionMessage]) 
     if context.frontend.death is not None:
         raise ApiError(503, context.frontend.death, code="engine_dead")
     status_code = int(reply.data.get("status_code", 400))
-    code = "invalid_value" if status_code == 400 else None
+    code = {400: "invalid_value", 503: "too_many_sessions"}.get(status_code)
     raise ApiError(status_code, reply.message, param=reply.data.get("param"), code=code)

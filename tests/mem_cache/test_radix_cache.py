@@ -39,20 +39,25 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.model = PrefixModel(self.page_size)
         self.locks: list[TreeNode] = []
 
-    def accept(self, tokens: Tokens, owned_from: int) -> None:
-        """Offer pages of a row for `tokens`; before `owned_from` they are the tree's already."""
+    def accept(self, tokens: Tokens, owned_from: int, node: TreeNode | None = None) -> None:
+        """Offer pages of a row for `tokens`; before `owned_from` they are the tree's already.
+
+        `node` is what the lease has locked of them: that lock moves.
+        """
         num_fresh = (len(tokens) - owned_from) // self.page_size
         own = self.allocator.alloc(num_fresh, ROW)
         shared = array(tuple(self.model.pages_of(tokens[:owned_from])))
         offered = np.concatenate([shared, own])
-        kept = self.cache.accept(array(tokens), LeaseOffer(ROW, owned_from, offered))
+        kept = self.cache.accept(array(tokens), LeaseOffer(ROW, owned_from, offered, node))
+        num_known = 0 if node is None else owned_from // self.page_size
         for prefix, page in zip(self.model.prefixes(tokens), offered.tolist(), strict=True):
             self.model.pages.setdefault(prefix, page)
         self.model.touch(tokens)
         assert kept.length == len(tokens)
-        assert kept.pages.tolist() == self.model.pages_of(tokens)
+        assert kept.pages.tolist() == self.model.pages_of(tokens)[num_known:]
         assert kept.node is not None
-        self.allocator.free(offered[offered != kept.pages], ROW)
+        own = offered[num_known:]
+        self.allocator.free(own[own != kept.pages], ROW)
         self.locks.append(kept.node)
         self.model.locked.append(tokens)
 
@@ -65,8 +70,10 @@ class RadixCacheMachine(RuleBasedStateMachine):
     def extend_what_is_locked(self, data: st.DataObject) -> None:
         i = data.draw(st.integers(0, len(self.locks) - 1))
         prefix = self.model.locked[i]
-        self.accept(prefix + data.draw(token_lists(self.page_size)), owned_from=len(prefix))
-        self.unlock(i)
+        tokens = prefix + data.draw(token_lists(self.page_size))
+        node = self.locks.pop(i)
+        self.model.locked.pop(i)
+        self.accept(tokens, len(prefix), node)
 
     @rule(data=st.data())
     def match(self, data: st.DataObject) -> None:

@@ -100,3 +100,18 @@ def test_prefixes_longer_than_the_recursion_limit_are_no_problem() -> None:
     assert len(tree.tree.path_to(node)) == 1010
     tree.tree.unlock(node)
     assert tree.tree.evict(tree.full, 5000) == 1010
+
+
+def test_a_prefix_is_as_old_as_the_youngest_of_what_continued_it() -> None:
+    """Though an insert below a lock does not visit what lies above."""
+    tree = Tree()
+    stem, other = tree.insert(1, 2), tree.insert(7, 8)
+    tree.tree.lock(stem)
+    pages = np.concatenate([stem.values[0], tree.allocator.alloc(1, 1)])
+    offer = LeaseOffer(1, 2, pages, stem)
+    leaf = tree.tree.insert(np.array([1, 2, 3, 4], np.int32), offer, stem)
+    tree.tree.unlock(stem)
+    assert stem.last_access < other.last_access < leaf.last_access
+    assert tree.tree.evict(tree.full, 2) == 2
+    assert list(tree.tree.nodes()) == [stem]
+    assert stem.last_access == leaf.last_access

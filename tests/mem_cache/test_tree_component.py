@@ -94,6 +94,10 @@ class SnapshotComponent:
             self.num_protected -= 1
         self.refresh(node)
 
+    def move_lock(self, old: TreeNode, new: TreeNode) -> None:
+        self.lock(new)
+        self.unlock(old)
+
     def is_evictable(self, node: TreeNode) -> bool:
         return node.values[self.index] is not None and node.locks[self.index] == 0
 

@@ -96,7 +96,6 @@ def check_shape(tree: RadixTree) -> None:
             assert len(child.key) % tree.page_size == 0
             assert child.key[: tree.page_size].tobytes() == first_page
             assert child.end == node.end + len(child.key)
-            assert node is root or child.last_access <= node.last_access
             assert node is root or child.locks[0] <= node.locks[0]
 
 

@@ -39,7 +39,7 @@ _FREE_REST = (
     "    memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), "
     "owner=lease.row)\n"
 )
-_FREE_DUPLICATES = "    memory.allocator.free(offered[offered != kept.pages], lease.row)\n"
+_FREE_DUPLICATES = "    memory.allocator.free(fresh[fresh != kept.pages], lease.row)\n"
 _UNLOCK_AT_END = """        memory.cache.unlock(lease.node)
         lease.node = None
     del memory"""
@@ -86,17 +86,34 @@ MUTATIONS = (
     # -- publishing a prefix
     Mutation(
         "forget the old lock when a longer prefix is published",
-        _RELEASE,
-        "        memory.cache.unlock(lease.node)\n    lease.node = kept.node",
-        "        pass\n    lease.node = kept.node",
+        _CACHE,
+        "            self.tree.move_lock(start, node)\n",
+        "            self.tree.lock(node)\n",
+    ),
+    Mutation(
+        "lock what lies above a published prefix once more",
+        _FULL,
+        "        self._lock_up_to(new, old)\n",
+        "        self.lock(new)\n",
+    ),
+    Mutation(
+        "forget that a prefix was used, once what continued it is gone",
+        _TREE,
+        "        parent.last_access = max(parent.last_access, leaf.last_access)\n",
+        "",
+    ),
+    Mutation(
+        "look for what a lease continues at the root",
+        _TREE,
+        "        node = below or self.root\n",
+        "        node = self.root\n",
     ),
     Mutation("keep the duplicates of a published prefix", _RELEASE, _FREE_DUPLICATES, ""),
     Mutation(
         "free duplicates from the matched instead of the protected length",
         _RELEASE,
-        "offered[offered != kept.pages]",
-        "offered[protected // page_size + 1 :][(offered != kept.pages)"
-        "[protected // page_size + 1 :]]",
+        "fresh[fresh != kept.pages]",
+        "fresh[1:][(fresh != kept.pages)[1:]]",
     ),
     Mutation(
         "offer tokens that were not written",
@@ -126,7 +143,7 @@ MUTATIONS = (
     Mutation(
         "go on reading the duplicates",
         _RELEASE,
-        "    rows.pages[lease.row, : length // page_size] = kept.pages\n",
+        "    rows.pages[lease.row, first : length // page_size] = kept.pages\n",
         "",
     ),
     # -- leases begin and grow
@@ -451,7 +468,7 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         _RANK,
-        "may_fit = self._fits(request, slot, with_idle=True)",
+        "may_fit = self._fits_without_idle(request, slot)",
         "may_fit = True",
     ),
     Mutation(
@@ -533,6 +550,18 @@ MUTATIONS = (
         _STREAMING,
         "if self._running is None or self._len_after(message) == self.num_tokens:",
         "if True:",
+    ),
+    Mutation(
+        "end a whole conversation for what the turn before it was",
+        _STREAMING,
+        "        if self._is_whole:\n            return []\n",
+        "",
+    ),
+    Mutation(
+        "a whole conversation that fails leaves what is no history any more",
+        _DESK,
+        "                request.kept_len = session.kept_len()\n",
+        "                pass\n",
     ),
     Mutation(
         "end a turn though the stop before it cuts nothing",

@@ -28,6 +28,7 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
     running: str | None = None
+    is_whole: bool = False  # whether the running turn handed in all of its prompt
     last: str | None = None  # the last turn, while it can be amended
     before_last: tuple[list[int], list[int]] = ([], [])  # tokens and turn ends
 
@@ -73,7 +74,7 @@ class Conversations:
         message = generate(rid, new, max_new_tokens, session=turn, **kwargs)
         self.driver.submit(message, history)
         if rid not in self.driver.finish:
-            conversation.running = rid
+            conversation.running, conversation.is_whole = rid, turn.is_whole
         return rid
 
     def say(
@@ -137,7 +138,7 @@ class Conversations:
 
     def abort_late(self, session_id: str) -> bool:
         """The client of the last turn, which has ended, has gone without seeing that. Answers
-        whether there was a turn in flight, which was built on it."""
+        whether a turn in flight was built on it."""
         conversation = self.of[session_id]
         rid, conversation.last = conversation.last, None
         assert rid is not None
@@ -148,9 +149,11 @@ class Conversations:
         return self._was_refused(conversation)
 
     def _was_refused(self, conversation: Conversation) -> bool:
-        rid, conversation.running = conversation.running, None
-        if rid is None:
+        rid = conversation.running
+        if rid is None or conversation.is_whole:
+            assert rid not in self.driver.finish
             return False
+        conversation.running = None
         finish = self.driver.finish[rid]
         assert (finish.type, finish.status_code) == ("abort", 400), rid
         assert "whose end its client had not seen" in (finish.message or "")

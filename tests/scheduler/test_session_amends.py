@@ -93,6 +93,53 @@ def test_a_session_opened_anew_under_the_same_name_is_not_cut() -> None:
     s.close_all()
 
 
+# -- a whole conversation in flight, which was built on nothing ------------------------------------
+
+
+@pytest.mark.parametrize("amend", ["stop", "abort"])
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+@pytest.mark.parametrize("end", ["length", "abort", "retract", "device"])
+@pytest.mark.parametrize("diverges_at", [0, 9, 14])
+@pytest.mark.parametrize(("page_size", "radix"), EVERY_MEMORY)
+def test_a_whole_conversation_runs_on_though_the_turn_before_it_is_amended(
+    amend: str, num_steps: int, end: str, diverges_at: int, page_size: int, radix: bool
+) -> None:
+    s = talk(page_size=page_size, use_radix_cache=radix, pool_tokens=1024)
+    s.say("s", [1, 2, 3], 5)
+    s.say("s", [4, 5], 6)
+    same = s.of["s"].tokens[:diverges_at]
+    rid = s.begin("s", [*same, 41, 42, 43, 44], 6, turn=WHOLE)
+    for _ in range(num_steps):
+        s.driver.step()
+    assert not (s.stop_late("s", 2) if amend == "stop" else s.abort_late("s"))
+    if end == "abort":
+        s.driver.abort(rid)
+    elif end == "device":
+        s.driver.fail_all("the device is gone")
+    elif end == "retract" and num_steps:
+        s.driver.retract(rid)
+    s.run()
+    assert (s.driver.finish[rid].type == "abort") == (end in ("abort", "device"))
+    s.check()
+    lease = s.lease("s")
+    assert lease is None or lease.kv_committed_len <= len(s.of["s"].tokens)
+    go_on(s, s.of["s"].tokens)
+
+
+def test_the_same_conversation_sent_again_is_answered_and_finds_what_it_had_before() -> None:
+    s = talk(page_size=4, pool_tokens=512)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    s.say("s", prompt, 6, turn=WHOLE)
+    rid = s.begin("s", prompt, 6, turn=WHOLE)
+    s.driver.step()
+    s.abort_late("s")
+    s.run()
+    assert s.driver.finish[rid].type == "length"
+    assert s.driver.cached[rid] >= 4
+    s.check()
+    go_on(s, s.of["s"].tokens)
+
+
 # -- a client that was gone when its turn ended ----------------------------------------------------
 
 

@@ -1,5 +1,8 @@
 """Sessions come to their end: closed by their client, at rest or in flight, or by the clock."""
 
+import gc
+import weakref
+
 import pytest
 
 from sgl_jax.core.messages import OpenSession, SessionTurn
@@ -58,6 +61,7 @@ def test_closing_an_idle_session_frees_all_but_what_the_tree_keeps() -> None:
 def test_a_session_is_closed_when_it_was_idle_for_too_long() -> None:
     """Ticks may pause while nobody needs them: time counts from the first one after a use."""
     s = talk()
+    s.driver.tick(0.0)
     assert not s.driver.scheduler.needs_ticks
     s.open("short", timeout_s=5.0)
     assert s.driver.scheduler.needs_ticks
@@ -125,6 +129,34 @@ def test_a_session_of_the_same_name_has_a_time_of_its_own() -> None:
     s.driver.tick(153.5)
     assert set(s.listed()) == {"s"}
     assert not s.driver.scheduler.needs_ticks
+
+
+def test_it_is_known_how_long_a_session_idles_though_none_times_out() -> None:
+    s = talk()
+    s.say("s", [1, 2, 3])
+    assert s.driver.scheduler.needs_ticks
+    s.driver.tick(100.0)
+    assert not s.driver.scheduler.needs_ticks
+    s.driver.tick(3700.0)
+    assert s.listed()["s"]["idle_s"] == 3600.0
+
+
+@pytest.mark.parametrize("is_ticked", [False, True])
+def test_nothing_of_a_closed_session_is_kept_until_its_time_would_have_come(
+    is_ticked: bool,
+) -> None:
+    s = talk(pool_tokens=1024)
+    book = s.driver.scheduler._sessions.book
+    closed = []
+    for number in range(200):
+        s.open(f"t{number}", timeout_s=1e9)
+        if is_ticked:
+            s.driver.tick(float(number))
+        closed.append(weakref.ref(book.get(f"t{number}")))
+        s.close(f"t{number}")
+    gc.collect()
+    assert not any(ref() for ref in closed)
+    assert len(book._checks) + len(book._new_timed) < 80
 
 
 def test_time_does_not_run_back() -> None:

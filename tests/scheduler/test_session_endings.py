@@ -295,12 +295,26 @@ def test_a_history_holds_no_more_than_its_capacity() -> None:
     s.say("small", [1] * 5, 3)
     rid = s.begin("small", [2, 2, 2])
     assert "holds 10 at most" in (s.driver.finish[rid].message or "")
-    s.say("small", [2, 2], 3)
+    rid = s.begin("small", [2], 2)
+    assert "exceed the 10 tokens that the session can hold" in (s.driver.finish[rid].message or "")
+    assert s.driver.finish[rid].status_code == 400
+    s.say("small", [2], 1)
     s.check()
-    rid = s.begin("small", [3])
+    rid = s.begin("small", [3], 1)
     assert s.driver.finish[rid].status_code == 400
     s.roll_back("small", 1)
-    s.say("small", [3, 3])
+    s.say("small", [3], 1)
+    s.close_all()
+
+
+def test_a_default_length_gives_way_to_the_capacity() -> None:
+    s = talk()
+    s.open("small", capacity_of_str_len=10)
+    rid = s.say("small", [1] * 4, 128, is_length_default=True)
+    assert len(s.driver.tokens[rid]) == 6
+    rid = s.begin("small", [], 128, is_length_default=True)
+    assert s.driver.finish[rid].status_code == 400
+    assert s.listed()["small"]["num_tokens"] == 10
     s.close_all()
 
 
@@ -314,6 +328,7 @@ def test_sessions_are_limited_and_their_ids_are_their_own() -> None:
     reply = s.driver.session(OpenSession(rid="q", session_id="third"))
     assert (reply.rid, reply.ok) == ("q", False)
     assert "2 sessions are open" in reply.message
+    assert reply.data["status_code"] == 503
     reply = s.driver.session(ForkSession(rid="q", session_id="s", new_session_id="third"))
     assert not reply.ok
     s.close("second")

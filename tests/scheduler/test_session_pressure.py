@@ -47,6 +47,72 @@ def test_nobody_is_evicted_for_a_request_that_does_not_fit_even_so() -> None:
     s.close_all()
 
 
+@pytest.mark.parametrize("reads_what_they_share", [False, True])
+def test_nor_are_sessions_that_share_pages_which_can_be_freed_only_once(
+    reads_what_they_share: bool,
+) -> None:
+    s = talk(page_size=4, pool_tokens=128, num_rows=17, schedule_conservativeness=0.0)
+    s.say("s", list(range(30)), 5)
+    for number in range(6):
+        s.fork("s", f"f{number}")
+        s.say(f"f{number}", [number], 3)
+    s.driver.submit(generate("running", [40] * 30, 30))
+    while len(s.driver.tokens["running"]) < 5:
+        s.driver.step()
+    stem = list(range(30)) if reads_what_they_share else []
+    s.driver.submit(generate("big", stem + [41] * (110 - len(stem)), 10))
+    for _ in range(4):
+        s.driver.step()
+    assert s.driver.scheduler.num_waiting == 1
+    assert s.driver.scheduler.counters()["sessions_evicted"] == 0
+    s.run()
+    s.driver.check_tokens("big")
+    assert s.driver.scheduler.counters()["sessions_evicted"] > 0
+    s.close_all()
+
+
+def test_what_a_running_request_shares_with_a_prompt_counts_as_room_for_it() -> None:
+    s = talk(page_size=4, pool_tokens=128, num_rows=17, schedule_conservativeness=0.0)
+    s.say("s", [1] * 20, 4)
+    s.driver.submit(generate("running", [2] * 60, 20))
+    while len(s.driver.tokens["running"]) < 5:
+        s.driver.step()
+    s.driver.submit(generate("more", [2] * 60 + [3] * 30, 4))
+    for _ in range(3):
+        s.driver.step()
+    assert s.driver.scheduler.num_waiting == 0
+    s.run()
+    s.driver.check_tokens("more")
+    s.close_all()
+
+
+def test_a_turn_that_cannot_use_its_slot_empties_it_only_when_it_starts() -> None:
+    s = talk(pool_tokens=64)
+    s.say("s", list(range(20)), 5)
+    s.driver.submit(generate("big", [40] * 30, 20))
+    for _ in range(8):
+        s.driver.step()
+    rid = s.begin("s", [49] * 20, 4, turn=SessionTurn(id="s", is_whole=True))
+    for _ in range(2):
+        s.driver.step()
+    assert s.driver.scheduler.num_waiting == 1
+    held = s.lease("s")
+    assert held is not None
+    s.driver.abort(rid)
+    assert s.lease("s") is held
+    s.settle()
+    s.run()
+    s.close_all()
+
+
+def test_a_turn_that_cannot_use_its_slot_starts_on_what_that_held() -> None:
+    s = talk(pool_tokens=64)
+    s.say("s", list(range(40)), 5)
+    s.say("s", [49] * 45, 4, turn=SessionTurn(id="s", is_whole=True))
+    assert s.driver.scheduler.counters()["sessions_evicted"] == 0
+    s.close_all()
+
+
 def test_a_session_whose_turn_waits_goes_after_those_with_none() -> None:
     s = talk(page_size=4, pool_tokens=64, num_rows=4)
     for session_id in ("a", "b"):
