@@ -71,16 +71,21 @@ def estimate_step(
     attention = max(kv, attention_mxu) if work.is_prefill else kv
     collectives = sum(collective_time(collective, chip) for collective in cost.collectives)
     flops = 2 * work.tokens * memory.weights_used(config) / memory.weight_itemsize
-    parts = {
-        "HBM": weights + kv,
-        "MXU": flops / chip.bf16_flops_per_s + (attention_mxu if work.is_prefill else 0.0),
-        "ICI": collectives,
-    }
-    total = max(program, weights) + attention + collectives
+    products = flops / chip.bf16_flops_per_s
+    fused = max(program, weights)
+    parts = {"HBM": 0.0, "MXU": 0.0, "ICI": collectives, "instructions": 0.0}
+    parts[_bound_of(fused, hbm=weights, mxu=products)] += fused
+    parts["HBM" if attention == kv else "MXU"] += attention
     bound = max(parts, key=lambda name: parts[name])
-    if max(parts.values()) < total / 3:
-        bound = "instructions"
+    total = fused + attention + collectives
     return StepTime(total, program, weights, attention, collectives, bound)
+
+
+def _bound_of(seconds: float, hbm: float, mxu: float) -> str:
+    """What most of a program's time would be needed for in any case, if anything."""
+    if max(hbm, mxu) < seconds / 2:
+        return "instructions"
+    return "HBM" if hbm >= mxu else "MXU"
 
 
 @dataclass(frozen=True)
