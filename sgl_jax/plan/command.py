@@ -10,8 +10,8 @@ import jax
 from sgl_jax.aot.topology import has_tpu_compiler
 from sgl_jax.plan.advice import advise
 from sgl_jax.plan.arguments import PlanRequest, parse_plan_request
-from sgl_jax.plan.estimate import DoesNotFitError, Plan, make_plan
-from sgl_jax.plan.memory import smallest_fit
+from sgl_jax.plan.estimate import DoesNotFitError, Plan, StepDoesNotFitError, make_plan
+from sgl_jax.plan.memory import plan_memory, smallest_fit
 from sgl_jax.plan.report import as_dict, as_text
 from sgl_jax.plan.sweep import plot_sweep, require_plots, sweep, sweep_table
 
@@ -37,11 +37,12 @@ def _plan(request: PlanRequest) -> int:
     try:
         plan = make_plan(request)
     except DoesNotFitError as error:
-        nearest = _nearest(request)
+        nearest = _nearest(request, isinstance(error, StepDoesNotFitError))
         if request.json:
             print(json.dumps({"fits": False, "reason": str(error), "nearest": nearest}, indent=2))
         else:
-            print(f"Does not fit: {error}.\nNearest that does: {nearest or 'none'}.")
+            print(f"Does not fit: {str(error).rstrip('.')}.")
+            print(f"Nearest that does: {nearest or 'none'}.")
         return 1
     plan = dataclasses.replace(plan, advice=advise(plan))
     if request.json:
@@ -73,15 +74,30 @@ def _sweep(request: PlanRequest) -> int:
     return 0 if any(isinstance(outcome, Plan) for outcome in outcomes.values()) else 1
 
 
-def _nearest(request: PlanRequest) -> str | None:
-    """Another mesh of the slice, or the smallest slice, that holds one request of the load."""
-    # A limit on tokens that is too low is not what another slice mends.
-    request = dataclasses.replace(
-        request, args=dataclasses.replace(request.args, max_total_tokens=None)
+def _nearest(request: PlanRequest, is_compiled: bool) -> str | None:
+    """The limit, the mesh of the slice, or the smallest slice, that holds one request of the load.
+
+    `is_compiled`: what was asked for is refused by the compiler, though by count it has room.
+    """
+    limit, args = request.args.max_total_tokens, request.args
+    unlimited = dataclasses.replace(request, args=dataclasses.replace(args, max_total_tokens=None))
+    asked = plan_memory(unlimited)
+    need = -(-request.workload.tokens // args.page_size) * args.page_size
+    lifted = ""
+    if limit is not None:
+        is_low = limit < need
+        if asked.kv_tokens >= need and (is_low or limit > asked.kv_tokens):
+            bound = f"at least {need}" if is_low else f"at most {asked.kv_tokens}"
+            return f"{_mesh(request)}, without --max-total-tokens or with {bound}"
+        if is_low:
+            request, lifted = unlimited, f", without --max-total-tokens or with at least {need}"
+    lighter_than = asked.weight_bytes if is_compiled else None
+    found = smallest_fit(request, same_slice=True, lighter_than=lighter_than) or smallest_fit(
+        request, lighter_than=lighter_than
     )
-    found = smallest_fit(request, same_slice=True) or smallest_fit(request)
-    if found is None:
-        return None
-    return (
-        f"{found.topology.name} with --dp-size {found.args.dp_size} --tp-size {found.args.tp_size}"
-    )
+    return None if found is None else f"{_mesh(found)}{lifted}"
+
+
+def _mesh(request: PlanRequest) -> str:
+    args = request.args
+    return f"{request.topology.name} with --dp-size {args.dp_size} --tp-size {args.tp_size}"

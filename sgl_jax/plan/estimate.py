@@ -20,6 +20,10 @@ class DoesNotFitError(Exception):
     little."""
 
 
+class StepDoesNotFitError(DoesNotFitError):
+    """Weights and KV have room, and the compiler says that a step beside them has not."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One compiled step and its estimate."""
@@ -125,7 +129,9 @@ def _compile(engine: EngineProgramsOnPaper, bucket: Bucket) -> ProgramCost:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         first_line = str(error).splitlines()[0]
-        raise DoesNotFitError(f"the compiler of the chip refuses the step: {first_line}") from error
+        raise StepDoesNotFitError(
+            f"the compiler of the chip refuses the step: {first_line}"
+        ) from error
 
 
 def _device_bytes(

@@ -28,6 +28,11 @@ class MemoryPlan:
         """KV tokens that one rank holds."""
         return max(0, self.num_pages) * self.page_size
 
+    @property
+    def fits(self) -> bool:
+        """Whether what is always there has room; temporaries of steps are not counted."""
+        return self.weight_bytes + self.table_bytes + self.kv_bytes <= self.usable_hbm_bytes
+
 
 def plan_memory(request: PlanRequest) -> MemoryPlan:
     """Divide a device's memory as the engine does at its start.
@@ -65,11 +70,14 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     )
 
 
-def smallest_fit(request: PlanRequest, same_slice: bool = False) -> PlanRequest | None:
+def smallest_fit(
+    request: PlanRequest, same_slice: bool = False, lighter_than: int | None = None
+) -> PlanRequest | None:
     """The smallest slice of the generation, and the mesh on it, that holds one whole request.
 
     Of the meshes of one slice, the one with most ranks. Weights, tables and pages are counted,
-    not compiled. `same_slice` looks at other meshes of the slice asked for only.
+    not compiled. `same_slice` looks at meshes of the slice asked for only, `lighter_than` at those
+    whose devices hold fewer bytes of weights.
     """
     generation = request.topology.generation
     slices = [request.topology] if same_slice else Topology.all_of(generation)
@@ -81,7 +89,9 @@ def smallest_fit(request: PlanRequest, same_slice: bool = False) -> PlanRequest 
                 memory = plan_memory(candidate)
             except ValueError:  # the heads do not divide
                 continue
-            if memory.kv_tokens >= request.workload.tokens:
+            if lighter_than is not None and memory.weight_bytes >= lighter_than:
+                continue
+            if memory.fits and memory.kv_tokens >= request.workload.tokens:
                 return candidate
     return None
 

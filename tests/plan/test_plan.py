@@ -10,7 +10,7 @@ from sgl_jax.plan import command
 from sgl_jax.plan import sweep as sweep_module
 from sgl_jax.plan.advice import advise
 from sgl_jax.plan.arguments import parse_plan_request
-from sgl_jax.plan.estimate import make_plan
+from sgl_jax.plan.estimate import StepDoesNotFitError, make_plan
 from sgl_jax.plan.memory import plan_memory, smallest_fit
 from sgl_jax.plan.report import as_dict, as_text
 
@@ -119,6 +119,59 @@ def test_another_mesh_of_the_same_slice_is_the_nearest_if_it_fits(capsys):
     words = ["--model-path", "llama-3.3-70b", "--topology", "v6e-8", "--dp-size", "8"]
     assert command.main(words) == 1
     assert "Nearest that does: v6e-8 with --dp-size 1 --tp-size 8." in capsys.readouterr().out
+
+
+def refused(words, capsys):
+    """The second sentence of a refusal."""
+    assert command.main(words) == 1
+    return capsys.readouterr().out.splitlines()[1]
+
+
+def test_a_limit_too_low_for_one_request_is_what_is_named(capsys):
+    words = ["--model-path", "llama-3.1-8b", "--topology", "v6e-1", "--max-total-tokens", "1024"]
+    assert refused(words, capsys) == (
+        "Nearest that does: v6e-1 with --dp-size 1 --tp-size 1, without --max-total-tokens or with "
+        "at least 2048."
+    )
+
+
+def test_a_slice_that_is_too_small_and_a_low_limit_are_both_named(capsys):
+    words = ["--model-path", "llama-3.3-70b", "--topology", "v6e-1", "--max-total-tokens", "1024"]
+    assert refused(words, capsys) == (
+        "Nearest that does: v6e-8 with --dp-size 1 --tp-size 8, without --max-total-tokens or with "
+        "at least 2048."
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "nearest"),
+    [
+        (["--max-total-tokens", "10000000"], "v6e-4 with --dp-size 4 --tp-size 1, without"),
+        ([], "v6e-4 with --dp-size 2 --tp-size 2."),
+    ],
+)
+def test_what_the_compiler_refused_is_not_named_again(limit, nearest, monkeypatch, capsys):
+    def refuse(request):
+        raise StepDoesNotFitError("the compiler of the chip refuses the step: Ran out of memory.")
+
+    monkeypatch.setattr(command, "make_plan", refuse)
+    words = ["--model-path", "llama-3.1-8b", "--topology", "v6e-4", "--dp-size", "4", *limit]
+    assert command.main(words) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("Ran out of memory.")
+    assert not first.endswith("..")
+    assert second.startswith(f"Nearest that does: {nearest}")
+    if limit:
+        most = int(second.rstrip(".").rpartition(" ")[2])
+        assert "or with at most" in second
+        assert 2048 < most < 10_000_000
+
+
+def test_a_slice_without_room_for_the_tokens_asked_for_does_not_fit():
+    words = ["--model-path", "llama-3.1-8b", "--topology", "v6e-4", "--tp-size", "4"]
+    found = smallest_fit(parse_plan_request([*words, "--max-total-tokens", "200000"]))
+    # 16 GB of weights and 26 GB of KV are more than one chip's 32 GB.
+    assert (found.topology.name, found.args.tp_size) == ("v6e-4", 2)
 
 
 def test_a_load_longer_than_memory_is_refused_before_anything_is_compiled(model_path, capsys):
