@@ -101,6 +101,10 @@ def test_every_generation_compiles_a_decode_and_a_mixed_step(generation, tokens,
     assert_compiles_in_place(Shape(tokens=tokens), tpu_mesh(generation))
 
 
+def test_the_least_memory_suffices_for_the_most_kv_heads(tpu_mesh):
+    assert_compiles_in_place(Shape(tokens=2048, kv_heads=32), tpu_mesh("v5e"))
+
+
 @pytest.mark.parametrize(
     "shape",
     [

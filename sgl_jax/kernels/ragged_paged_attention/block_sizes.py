@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 
-VMEM_LIMIT_BYTES = 48 << 20  # of the 64 MiB or more that a chip has
 MAX_BLOCK_BYTES = 4 << 20  # of one of the kernel's two buffers
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-VMEM_LIMIT_BYTES = 60 << 20  # of the 64 MiB or more that a chip has
-
 
 class PrefillBlocks(NamedTuple):
     """Sizes of the prefill kernel."""

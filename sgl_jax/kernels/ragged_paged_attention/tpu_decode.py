@@ -26,10 +26,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import (
-    VMEM_LIMIT_BYTES,
     DecodeBlocks,
     decode_blocks,
 )
+from sgl_jax.kernels.ragged_paged_attention.vmem import VMEM_LIMIT_BYTES
 
 SUBLANES = 8
 LANES = 128

@@ -22,10 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import (
-    VMEM_LIMIT_BYTES,
     PrefillBlocks,
     prefill_blocks,
 )
+from sgl_jax.kernels.ragged_paged_attention.vmem import VMEM_LIMIT_BYTES
 
 LANES = 128
 # Tokens that change between the order of memory, by token, and that of compute, by head, at once.

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.vmem import VMEM_LIMIT_BYTES
 
 LANES = 128
 BLOCK_TOKENS = 512  # tokens of one step of the grid
@@ -217,6 +218,7 @@ def write_kv(
             ],
         ),
         input_output_aliases={num_scalars + 1: 0},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret,
     )
     sizes = jnp.stack([layer, batch.q_offsets[-1]]).astype(jnp.int32)
