@@ -24,10 +24,7 @@ class Chip:
     hbm_bytes_per_s: float
     bf16_flops_per_s: float
     clock_hz: float
-    vmem_bytes: int
-    # One link in one direction, and the links a chip has.
-    ici_link_bytes_per_s: float
-    ici_links: int
+    ici_link_bytes_per_s: float  # of one link in one direction
 
 
 def _gib(value: float) -> int:
@@ -36,9 +33,9 @@ def _gib(value: float) -> int:
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
-        "v5e": Chip("TPU v5 lite", 1, _gib(15.75), 819e9, 197e12, 1.5e9, _gib(0.125), 50e9, 4),
-        "v6e": Chip("TPU v6 lite", 1, _gib(31.25), 1640e9, 918e12, 1.75e9, _gib(0.125), 100e9, 4),
-        "v5p": Chip("TPU v5", 1, _gib(95.74), 2765e9, 459e12, 1.75e9, _gib(0.0625), 100e9, 6),
-        "tpu7x": Chip("TPU7x", 2, _gib(94.75), 3690e9, 1154e12, 2.2e9, _gib(0.0625), 50e9, 6),
+        "v5e": Chip("TPU v5 lite", 1, _gib(15.75), 819e9, 197e12, 1.5e9, 50e9),
+        "v6e": Chip("TPU v6 lite", 1, _gib(31.25), 1640e9, 918e12, 1.75e9, 100e9),
+        "v5p": Chip("TPU v5", 1, _gib(95.74), 2765e9, 459e12, 1.75e9, 100e9),
+        "tpu7x": Chip("TPU7x", 2, _gib(94.75), 3690e9, 1154e12, 2.2e9, 50e9),
     }
 )

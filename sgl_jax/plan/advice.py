@@ -35,7 +35,7 @@ def advise(plan: Plan) -> list[str]:
     if plan.concurrency < wanted:
         found.append(
             f"memory holds {plan.concurrency} requests of this load on a rank, {wanted} may run: "
-            "more --tp-size, or a larger --mem-fraction-static"
+            f"{_more_room(plan)}, or a larger --mem-fraction-static"
         )
     elif plan.decode.time.bound == "HBM" and _rows_memory_allows(plan) > 2 * rows:
         found.append(
@@ -50,6 +50,15 @@ def advise(plan: Plan) -> list[str]:
             f"{plan_memory(smaller).kv_tokens:,} KV tokens a rank"
         )
     return found
+
+
+def _more_room(plan: Plan) -> str:
+    """What gives a rank more KV tokens: more devices to a rank, while heads are left to split."""
+    args, topology = plan.request.args, plan.request.topology
+    has_devices = args.dp_size > 1 or args.num_devices < topology.num_devices
+    if has_devices and args.tp_size < plan.request.config.num_kv_heads:
+        return "more --tp-size"
+    return "a larger slice"
 
 
 def _rows_memory_allows(plan: Plan) -> int:

@@ -10,7 +10,7 @@ from sgl_jax.aot.topology import Topology
 from sgl_jax.core.server_args import ServerArgs, add_arguments
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 
-_SERVER_SETTINGS = (
+SERVER_SETTINGS = (
     *("model_path", "dtype", "kv_cache_dtype", "context_length", "tp_size", "dp_size"),
     *("weight_sharding", "attention_backend", "page_size", "mem_fraction_static"),
     *("max_total_tokens", "max_running_requests", "chunked_prefill_size"),
@@ -74,7 +74,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         description="Compile a model's steps for a TPU slice, without one, and say what they need. "
         f"--model-path is a folder, a config.json, or one of {', '.join(known_models())}.",
     )
-    add_arguments(parser, only=_SERVER_SETTINGS)
+    add_arguments(parser, only=SERVER_SETTINGS)
     parser.set_defaults(page_size=_DEFAULT_PAGE_SIZE)
     parser.add_argument("--topology", required=True, help="slice: v6e-8, v5e-4, v5p-8, v6e:2x4")
     parser.add_argument("--input-len", type=int, default=1024, help="tokens of a prompt (1024)")
@@ -92,7 +92,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         if words.plot and not words.sweep:
             raise ValueError("--plot needs --sweep")
         topology = Topology.parse(words.topology)
-        args = ServerArgs(**{name: getattr(words, name) for name in _SERVER_SETTINGS})
+        args = ServerArgs(**{name: getattr(words, name) for name in SERVER_SETTINGS})
         if not words.sweep and args.num_devices > topology.num_devices:
             raise ValueError(
                 f"--dp-size {args.dp_size} x --tp-size {args.tp_size} needs {args.num_devices} "

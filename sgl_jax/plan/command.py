@@ -69,9 +69,11 @@ def _sweep(request: PlanRequest) -> int:
         print(json.dumps(rows, indent=2))
     else:
         print(sweep_table(outcomes))
+    if not any(isinstance(outcome, Plan) for outcome in outcomes.values()):
+        return 1
     if request.plot:
         plot_sweep(outcomes, request.plot)
-    return 0 if any(isinstance(outcome, Plan) for outcome in outcomes.values()) else 1
+    return 0
 
 
 def _nearest(request: PlanRequest, is_compiled: bool) -> str | None:

@@ -10,6 +10,7 @@ from sgl_jax.aot.program_cost import ProgramCost, program_cost
 from sgl_jax.aot.topology import topology_mesh
 from sgl_jax.checkpoint.paths import flatten
 from sgl_jax.executor.buckets import Bucket
+from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.plan.arguments import PlanRequest
 from sgl_jax.plan.memory import MemoryPlan, plan_memory
 from sgl_jax.plan.step_time import DeviceBytes, StepTime, StepWork, estimate_step
@@ -77,7 +78,7 @@ def make_plan(request: PlanRequest) -> Plan:
     chunk = engine.shape.sizes(1).max_chunk_tokens
     decode_bucket = engine.shape.buckets.smallest(concurrency * (1 + limits.draft_tokens))
     prefill_bucket = engine.shape.buckets.plain[-1]
-    device = _device_bytes(engine, memory, request)
+    device = device_bytes(engine, memory, request)
 
     def plan_step(bucket: Bucket, work: StepWork) -> StepPlan:
         cost = _compile(engine, bucket)
@@ -134,12 +135,15 @@ def _compile(engine: EngineProgramsOnPaper, bucket: Bucket) -> ProgramCost:
         ) from error
 
 
-def _device_bytes(
+def device_bytes(
     engine: EngineProgramsOnPaper, memory: MemoryPlan, request: PlanRequest
 ) -> DeviceBytes:
+    """The weights that a device reads in a step, and how they are laid out."""
     experts = layers_and_head = 0
     for path, leaf in flatten(engine.params).items():
         size = bytes_per_device(leaf)
+        if DATA_AXIS in leaf.sharding.spec:
+            size *= request.args.dp_size  # gathered from the other ranks, then read whole
         if path[0] == "embedding" and not request.config.tie_word_embeddings:
             continue  # a few rows are read
         if request.config.moe and path[-1] in ("gate", "up", "down"):

@@ -1,9 +1,12 @@
 """A plan as text for people, and as JSON for programs."""
 
 import dataclasses
+import shlex
 from typing import Any
 
 from sgl_jax.aot.program_cost import Collective
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.plan.arguments import SERVER_SETTINGS, PlanRequest
 from sgl_jax.plan.estimate import Plan, StepPlan
 from sgl_jax.plan.step_time import ICI_HOP_S
 
@@ -17,6 +20,10 @@ ASSUMPTIONS = (
     "experts are equally likely",
     "the host is never waited for",
 )
+
+# The planner's own default of a page's size is not the server's.
+_ALWAYS_SAID = ("model_path", "page_size", "dp_size", "tp_size")
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
 
 
 def as_text(plan: Plan) -> str:
@@ -48,6 +55,8 @@ def as_text(plan: Plan) -> str:
         f"{plan.output_tokens_per_s:,.0f} output tokens/s, "
         f"{plan.output_tokens_per_s_per_chip:,.0f} a chip, {plan.requests_per_s:.2f} requests/s",
         "",
+        f"Serve with: {serve_command(plan.request)}",
+        "",
         "Advice",
         *[f"  - {line}" for line in plan.advice or ["nothing stands out"]],
         "",
@@ -75,9 +84,20 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "requests_per_s": plan.requests_per_s,
         "output_tokens_per_s": plan.output_tokens_per_s,
         "output_tokens_per_s_per_chip": plan.output_tokens_per_s_per_chip,
+        "serve_command": serve_command(plan.request),
         "advice": plan.advice,
         "assumptions": list(ASSUMPTIONS),
     }
+
+
+def serve_command(request: PlanRequest) -> str:
+    """The command line that starts the engine that was planned."""
+    args = request.args
+    words = ["sgl-jax", "serve"]
+    said = [name for name in SERVER_SETTINGS if getattr(args, name) != _DEFAULTS[name]]
+    for name in dict.fromkeys((*_ALWAYS_SAID, *said)):
+        words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    return shlex.join(words)
 
 
 def _step_dict(step: StepPlan) -> dict[str, Any]:

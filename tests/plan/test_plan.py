@@ -89,6 +89,7 @@ def test_text_and_json_say_the_same(plan):
     assert f"{values['output_tokens_per_s']:,.0f} output tokens/s" in text
     for line in values["assumptions"] + values["advice"]:
         assert line in text
+    assert f"Serve with: {values['serve_command']}" in text
 
 
 def test_a_small_model_is_told_of_fewer_chips(plan):
@@ -119,6 +120,14 @@ def test_another_mesh_of_the_same_slice_is_the_nearest_if_it_fits(capsys):
     words = ["--model-path", "llama-3.3-70b", "--topology", "v6e-8", "--dp-size", "8"]
     assert command.main(words) == 1
     assert "Nearest that does: v6e-8 with --dp-size 1 --tp-size 8." in capsys.readouterr().out
+
+
+def test_a_sweep_of_which_nothing_fits_plots_nothing_and_says_so(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    words = ["--model-path", "llama-3.3-70b", "--topology", "v6e-1", "--sweep"]
+    assert command.main([*words, "--plot", str(tmp_path / "sweep.svg")]) == 1
+    assert "weights and tables take" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def refused(words, capsys):

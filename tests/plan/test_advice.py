@@ -1,0 +1,62 @@
+"""What is advised, of plans put together by hand; and the command that serves what was planned."""
+
+import pytest
+
+from sgl_jax.aot.engine_programs import engine_programs
+from sgl_jax.aot.program_cost import ProgramCost
+from sgl_jax.aot.topology import has_tpu_compiler, topology_mesh
+from sgl_jax.core.server_args import parse_server_args
+from sgl_jax.plan.advice import advise
+from sgl_jax.plan.arguments import SERVER_SETTINGS, parse_plan_request
+from sgl_jax.plan.estimate import Plan, StepPlan, device_bytes
+from sgl_jax.plan.memory import plan_memory
+from sgl_jax.plan.report import serve_command
+from sgl_jax.plan.step_time import StepTime
+
+pytestmark = pytest.mark.skipif(
+    not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed"
+)
+
+LLAMA = ["--model-path", "llama-3.1-8b", "--topology", "v6e-8"]
+
+
+def crowded_plan(*words):
+    """A plan whose memory holds fewer requests than may run."""
+    request = parse_plan_request([*LLAMA, *words])
+    time = StepTime(1.0, 1.0, 1.0, attention_s=0.0, collectives_s=0.0, bound="HBM")
+    step = StepPlan(1, 1, ProgramCost(0, 0, 0, 0, 0, 0, (), ()), time)
+    return Plan(request, plan_memory(request), step, step, 1, 4096, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "advice"),
+    [
+        (["--dp-size", "1", "--tp-size", "4"], "more --tp-size"),  # four devices are idle
+        (["--dp-size", "2", "--tp-size", "4"], "more --tp-size"),  # of the other rank
+        (["--dp-size", "1", "--tp-size", "8"], "a larger slice"),  # one device for each KV head
+    ],
+)
+def test_a_rank_gets_more_devices_only_where_there_are_some_and_heads_to_split(mesh, advice):
+    (line,) = (line for line in advise(crowded_plan(*mesh)) if "may run" in line)
+    assert f"may run: {advice}, or a larger --mem-fraction-static" in line
+
+
+def test_the_serve_command_starts_the_engine_that_was_planned():
+    words = ["--tp-size", "8", "--max-total-tokens", "65536", "--dtype", "float32"]
+    request = parse_plan_request([*LLAMA, *words])
+    command = serve_command(request)
+    assert command.startswith("sgl-jax serve --model-path llama-3.1-8b --page-size 128 --dp-size 1")
+    served = parse_server_args(command.split()[2:])
+    for name in SERVER_SETTINGS:
+        assert getattr(served, name) == getattr(request.args, name)
+
+
+def test_layers_that_are_split_over_ranks_are_read_whole():
+    def read(*words):
+        request = parse_plan_request([*LLAMA, "--dp-size", "4", "--tp-size", "2", *words])
+        mesh = topology_mesh(request.topology, 4, 2)
+        engine = engine_programs(request.args, request.config, mesh, num_pages=64)
+        return device_bytes(engine, plan_memory(request), request)
+
+    whole, split = read(), read("--weight-sharding", "data")
+    assert split == whole
