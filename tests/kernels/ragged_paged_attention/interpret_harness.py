@@ -28,6 +28,7 @@ EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
 MODES = {"lazy": LAZY, "eager": EAGER}
 
 SCALE = 0.3
+NO_PAGE = 2**30  # out of any cache's range
 LAYERS, LAYER = 2, 1
 TOLERANCE = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}
 
@@ -162,9 +163,12 @@ def build(case: Case) -> Problem:
 
 
 def make_batch(problem: Problem, program: Program) -> AttentionBatch:
-    """The batch of a problem; traceable."""
+    """The batch of a problem; traceable. Beyond a row's last page its table names none."""
+    lengths = problem.kv_starts + problem.q_lens
+    used = -(-lengths // program.page_size)
+    columns = jnp.arange(problem.page_table.shape[1])
     return AttentionBatch.build(
-        problem.page_table,
+        jnp.where(columns < used[:, None], problem.page_table, NO_PAGE),
         problem.kv_starts,
         problem.q_lens,
         problem.num_decode,
