@@ -116,7 +116,9 @@ def collective_time(collective: Collective, chip: Chip) -> float:
         return 0.0
     rounds = 2 * (n - 1) if collective.kind == "all-reduce" else n - 1
     ring = _RING_LINKS * chip.ici_link_bytes_per_s
-    one = rounds * (collective.num_bytes / n / ring + ICI_HOP_S)
+    # Each round passes one part on; the result of a reduce-scatter is a part.
+    part = collective.num_bytes / (1 if collective.kind == "reduce-scatter" else n)
+    one = rounds * (part / ring + ICI_HOP_S)
     return collective.times * one
 
 

@@ -23,10 +23,10 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.step_plan import RankResult, StepPlan
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import MemoryView
-from sgl_jax.scheduler.balancer import Balancer, Candidate
 from sgl_jax.scheduler.commit import commit_rank
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.deadlines import Deadlines
+from sgl_jax.scheduler.dispatcher import Dispatcher
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request, RequestState
@@ -54,8 +54,10 @@ class Scheduler:
         self.sizes = sizes
         self.config = config
         self.ranks = [RankScheduler(r, sizes, config) for r in range(sizes.dp_size)]
-        self._waiting = WaitingQueue(config.schedule_policy, sizes.dp_size, self._best_cached_len)
-        self._balancer = Balancer(config.load_balance_method, sizes.dp_size)
+        self._dispatcher = Dispatcher(self.ranks, config.load_balance_method)
+        self._waiting = WaitingQueue(
+            config.schedule_policy, sizes.dp_size, self._dispatcher.best_cached_len
+        )
         self._deadlines = Deadlines(config.waiting_timeout_s, config.request_timeout_s)
         self._forced_retract = ForcedRetract(config)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
@@ -290,48 +292,17 @@ class Scheduler:
             for row in draft.unservable:
                 self._end_unservable(draft.rank, row)
         if not taken and self._forced_retract.may_start(self.num_running):
-            self._admit(drafts)
+            self._admit_into(drafts)
         if all(draft.is_empty for draft in drafts):
             return None
         plan = StepPlan(self._steps, tuple(draft.build() for draft in drafts))
         self._steps += 1
         return plan
 
-    def _admit(self, drafts: list[StepDraft]) -> None:
-        """Start waiting requests on ranks with room, in the queue's order, until none can."""
-        open_ranks = [draft.rank.dp_rank for draft in drafts if draft.can_admit]
-        if not len(self._waiting) or not open_ranks:
-            return
-        self._sessions.let_move(self._waiting)
-        for request in self._waiting.ordered(open_ranks):
-            while True:
-                ranks = [
-                    rank
-                    for rank in self.ranks
-                    if drafts[rank.dp_rank].can_admit and request.dp_rank in (None, rank.dp_rank)
-                ]
-                if not ranks:
-                    break
-                if drafts[self._choose_rank(ranks, request)].admit(request):
-                    self._waiting.remove(request)
-                    break
-            if not any(draft.can_admit for draft in drafts):
-                return
-
-    def _choose_rank(self, ranks: list[RankScheduler], request: Request) -> int:
-        """One of `ranks`, any of which may take the request."""
-        # To look a long prompt up is work; it is done only if something depends on it.
-        is_looked_up = len(ranks) > 1 and self._balancer.uses_cached_len
-        return self._balancer.choose(
-            [
-                Candidate(
-                    rank.dp_rank,
-                    len(rank.running),
-                    rank.cached_len(request) if is_looked_up else 0,
-                )
-                for rank in ranks
-            ]
-        )
+    def _admit_into(self, drafts: list[StepDraft]) -> None:
+        if len(self._waiting) and any(draft.can_admit for draft in drafts):
+            self._sessions.let_move(self._waiting)
+            self._dispatcher.admit(self._waiting, drafts)
 
     def _make_request(self, message: GenerateRequest) -> Request:
         """A request from its message. Raises `InvalidRequestError` if it cannot be served."""
@@ -350,11 +321,6 @@ class Scheduler:
         self._sessions.release_all()
         for rank in self.ranks:
             rank.memory.cache.reset()
-
-    def _best_cached_len(self, request: Request) -> int:
-        if request.dp_rank is not None:
-            return self.ranks[request.dp_rank].cached_len(request)
-        return max(rank.cached_len(request) for rank in self.ranks)
 
     def _rank_of(self, request: Request) -> RankScheduler:
         assert request.dp_rank is not None, "a running request is on a rank"

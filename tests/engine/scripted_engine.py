@@ -38,6 +38,7 @@ from sgl_jax.engine.channel import Channel
 from sgl_jax.engine.process import run_engine
 
 CRASH_SEED = 666  # a request with this seed is a defect of the engine
+MAX_SESSIONS = 8
 FULL_SEED = 503  # and with this one, the queue is full
 LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
 LATE_TOKENS = 3
@@ -121,6 +122,9 @@ class ScriptedEngine:
         match message:
             case ListSessions():
                 data = {"sessions": [described_session(name) for name in sorted(self.sessions)]}
+            case OpenSession() if len(self.sessions) >= MAX_SESSIONS:
+                full = {"status_code": 503}
+                return Reply(rid=message.rid, ok=False, message="too many", data=full)
             case OpenSession(session_id=name) if name not in self.sessions:
                 self.sessions.add(name)
             case CloseSession(session_id=name) if name in self.sessions:

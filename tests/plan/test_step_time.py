@@ -55,12 +55,14 @@ def test_a_prefill_chunk_is_bound_by_the_matrix_units():
     assert time.bound == "MXU"
 
 
-def test_an_all_reduce_goes_round_twice_and_an_all_gather_once():
+def test_an_all_reduce_goes_round_twice_its_halves_once():
     reduce = Collective("all-reduce", "", 4_000_000, group_size=4, times=10, in_loop=True)
     gather = reduce._replace(kind="all-gather")
     once = 1_000_000 / 200e9 + ICI_HOP_S
     assert collective_time(reduce, CHIP) == pytest.approx(10 * 6 * once)
     assert collective_time(gather, CHIP) == pytest.approx(10 * 3 * once)
+    scatter = reduce._replace(kind="reduce-scatter", num_bytes=1_000_000)  # what each has at last
+    assert collective_time(scatter, CHIP) == pytest.approx(10 * 3 * once)
     assert collective_time(reduce._replace(group_size=1), CHIP) == 0
 
 

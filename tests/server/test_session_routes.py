@@ -10,7 +10,7 @@ import pytest
 
 from sgl_jax.core.messages import CloseSession, GenerateRequest, OpenSession, SessionTurn
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.engine.scripted_engine import HISTORY
+from tests.engine.scripted_engine import HISTORY, MAX_SESSIONS
 from tests.server.conftest import Rig, serving
 
 pytestmark = pytest.mark.anyio
@@ -50,6 +50,15 @@ async def test_a_session_is_opened_under_its_id_or_a_new_one(rig: Rig) -> None:
         rid="", session_id=first, streaming=True, capacity_of_str_len=50, timeout_s=5.0
     )
     assert first != await post(rig, "/open_session")
+
+
+async def test_one_session_too_many_is_a_503_that_says_so(rig: Rig) -> None:
+    for _ in range(MAX_SESSIONS):
+        await post(rig, "/open_session")
+    answer = await rig.http.post("/open_session", json={})
+    assert answer.status_code == 503
+    error = answer.json()["error"]
+    assert (error["message"], error["code"]) == ("too many", "too_many_sessions")
 
 
 async def test_an_id_in_use_is_a_400_that_names_it(rig: Rig) -> None:

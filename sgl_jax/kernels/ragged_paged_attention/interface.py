@@ -7,8 +7,10 @@ from functools import partial
 from typing import Protocol
 
 import jax
+from jax.typing import DTypeLike
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.tiles import tile_slots
 from sgl_jax.kernels.ragged_paged_attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )
@@ -18,6 +20,7 @@ __all__ = [
     "AttentionBatch",
     "RaggedPagedAttention",
     "attention_implementation",
+    "page_size_unit",
 ]
 
 ATTENTION_BACKENDS = ("auto", "pallas", "xla")
@@ -73,10 +76,7 @@ def attention_implementation(backend: str, platform: str) -> RaggedPagedAttentio
     Raises:
         ValueError: the backend is unknown, or cannot run on that platform.
     """
-    if backend not in ATTENTION_BACKENDS:
-        known = ", ".join(ATTENTION_BACKENDS)
-        raise ValueError(f"--attention-backend must be one of {known}, got {backend!r}")
-    if backend == "xla" or (backend == "auto" and platform != "tpu"):
+    if not _is_pallas(backend, platform):
         return xla_ragged_paged_attention
     # Here and not above: who does not use Pallas does not wait for its import.
     from jax.experimental.pallas import tpu as pltpu
@@ -93,3 +93,19 @@ def attention_implementation(backend: str, platform: str) -> RaggedPagedAttentio
         f"--attention-backend pallas runs on a TPU and is simulated on a CPU; on a {platform} "
         "choose xla"
     )
+
+
+def page_size_unit(backend: str, platform: str, kv_cache_dtype: DTypeLike) -> int:
+    """What page sizes must be multiples of: the slots of a tile for Pallas, 1 for XLA.
+
+    Raises:
+        ValueError: the backend is unknown.
+    """
+    return tile_slots(kv_cache_dtype) if _is_pallas(backend, platform) else 1
+
+
+def _is_pallas(backend: str, platform: str) -> bool:
+    if backend not in ATTENTION_BACKENDS:
+        known = ", ".join(ATTENTION_BACKENDS)
+        raise ValueError(f"--attention-backend must be one of {known}, got {backend!r}")
+    return backend == "pallas" or (backend == "auto" and platform == "tpu")

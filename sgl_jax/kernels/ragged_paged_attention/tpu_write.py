@@ -19,17 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.tiles import tile_slots
 from sgl_jax.kernels.ragged_paged_attention.vmem import VMEM_LIMIT_BYTES
 
 LANES = 128
 BLOCK_TOKENS = 512  # tokens of one step of the grid
 IN_FLIGHT = 8  # runs whose tiles are being read or written
 READ_AHEAD = 4  # runs between the start of a read and its use
-
-
-def tile_slots(dtype: Any) -> int:
-    """Slots of one tile of the cache."""
-    return 32 // jnp.dtype(dtype).itemsize
 
 
 class _Tokens(NamedTuple):

@@ -17,11 +17,11 @@ from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBat
 # be too small to be worth its launch.
 DECODE_BLOCKS = 8
 DECODE_KEYS = 64
-PREFILL_QUERIES = 128
 PREFILL_KEYS = 128
-# The last few queries of a chunk, or all of a short one, such as a turn of a conversation: a block
-# of PREFILL_QUERIES would be mostly padding, and meet the whole history.
-SHORT_QUERIES = 16
+# Queries of a chunk are met in blocks. The smaller ones are for the last queries of a chunk, or all
+# of a short one, such as a turn of a conversation: a large block would be mostly padding, and meet
+# the whole history.
+PREFILL_QUERIES = (128, 16, 4)
 
 # Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
 # by exp(_MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
@@ -102,7 +102,7 @@ def ragged_paged_attention(
     cached = _Layer(kv_cache, layer, q.shape[2])
     # Blocks of queries overrun the end of their row. That is harmless: rows are processed in
     # ascending order, so what a block wrote past its row's end is overwritten by later rows.
-    padded = jnp.pad(q, ((0, PREFILL_QUERIES), (0, 0), (0, 0)))
+    padded = jnp.pad(q, ((0, max(PREFILL_QUERIES)), (0, 0), (0, 0)))
     out = lax.dynamic_update_slice_in_dim(
         jnp.zeros_like(padded), _decode(q, cached, batch, options), 0, axis=0
     )
@@ -176,18 +176,16 @@ def _prefill(
 ) -> jax.Array:
     """Put the attention of the rows from `num_decode` on into out; q and out [T + padding, ...]."""
     table = _BlockTable.of(batch.page_table, cached.page_size, PREFILL_KEYS)
-    long = _QueryBlocks(PREFILL_QUERIES, table, cached, batch, options)
-    short = _QueryBlocks(SHORT_QUERIES, table, cached, batch, options)
+    sizes = [_QueryBlocks(size, table, cached, batch, options) for size in PREFILL_QUERIES]
+    left_to_smaller = (*PREFILL_QUERIES[1:], 0)
 
     def row_blocks(row: jax.Array, out: jax.Array) -> jax.Array:
-        q_len = batch.q_lens[row]
-        num_long = -(-jnp.maximum(q_len - SHORT_QUERIES, 0) // PREFILL_QUERIES)
-        rest = num_long * PREFILL_QUERIES
-        out = lax.fori_loop(
-            0, num_long, lambda i, out: long.attend(q, out, row, i * PREFILL_QUERIES), out
-        )
-        has_rest = (rest < q_len).astype(jnp.int32)
-        return lax.fori_loop(0, has_rest, lambda _, out: short.attend(q, out, row, rest), out)
+        first, q_len = jnp.int32(0), batch.q_lens[row]
+        for blocks, rest in zip(sizes, left_to_smaller, strict=True):
+            count = -(-jnp.maximum(q_len - first - rest, 0) // blocks.num_queries)
+            out = blocks.attend_in_turn(q, out, row, first, count)
+            first += count * blocks.num_queries
+        return out
 
     return lax.fori_loop(batch.num_decode, batch.num_rows, row_blocks, out)
 
@@ -200,6 +198,17 @@ class _QueryBlocks(NamedTuple):
     cached: _Layer
     batch: AttentionBatch
     options: _Options
+
+    def attend_in_turn(
+        self, q: jax.Array, out: jax.Array, row: jax.Array, first: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        """Put the attention of `count` blocks of the row, from its query `first` on, into out."""
+        return lax.fori_loop(
+            0,
+            count,
+            lambda i, out: self.attend(q, out, row, first + i * self.num_queries),
+            out,
+        )
 
     def attend(self, q: jax.Array, out: jax.Array, row: jax.Array, first: jax.Array) -> jax.Array:
         """Put the attention of the row's queries `first`, `first` + 1, ... into out."""
