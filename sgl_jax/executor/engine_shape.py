@@ -16,6 +16,7 @@ from sgl_jax.executor.row_tables import row_table_shapes
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.ragged_paged_attention.interface import page_size_unit
 from sgl_jax.layers.attention import replicated_kv_heads
+from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import KVPoolLayout, kv_pool_shape
 from sgl_jax.models.config import ModelConfig
 
@@ -70,10 +71,14 @@ class EngineShape(NamedTuple):
 
     @property
     def logit_bytes(self) -> int:
-        """Logits of the largest step, float32, as drawn from: given, changed, and with noise."""
+        """Logits of the largest step, float32; and of a block of its rows, what drawing makes.
+
+        That is at most six arrays of the block's logits: changed, with noise, probabilities, and
+        twice the counts of tokens in prompts and in outputs.
+        """
         limits = self.limits
         num_slots = min(limits.tokens, limits.rows * (1 + limits.draft_tokens))
-        return 3 * 4 * num_slots * self.vocab_size
+        return 4 * self.vocab_size * (num_slots + 6 * min(num_slots, BLOCK_ROWS))
 
     def sizes(self, num_pages: int) -> EngineSizes:
         """Everything the scheduler must stay within, with `num_pages` on each rank."""

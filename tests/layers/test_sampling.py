@@ -15,6 +15,7 @@ from sgl_jax.layers.sampling import (
     token_logprobs,
     unpack_row_params,
 )
+from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 
 CONTEXT = 600
 VOCAB = 64
@@ -162,6 +163,27 @@ def penalised(logits, tokens, prompt_len, repetition=1.0, frequency=0.0, presenc
     seen = np.bincount(tokens, minlength=len(logits)) > 0
     damped = np.where(logits > 0, logits / repetition, logits * repetition)
     return np.where(seen, damped, logits) - frequency * output - presence * (output > 0)
+
+
+def test_rows_draw_alike_in_one_block_of_rows_and_in_several():
+    rng = np.random.default_rng(5)
+    num_rows = 2 * BLOCK_ROWS + 6  # the last block overlaps its neighbour
+    logits = rng.normal(size=(num_rows, VOCAB)) * 2
+    kinds = (
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 9, "repetition_penalty": 1.4},
+        {"temperature": 0, "frequency_penalty": 1.1},
+    )
+    rows = []
+    for i in range(num_rows):
+        line = 1 + i % 31
+        tokens = np.random.default_rng(line).integers(VOCAB, size=8)
+        rows.append(admission(line, tokens, prompt_len=3, seed=i, **kinds[i % len(kinds)]))
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 8], rows[i : i + 8]) for i in range(0, num_rows, 8)]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+    assert (together != logits.argmax(axis=1)).sum() > 20
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ an exact draw from the renormalised remainder (Gumbel, 1954; "Gumbel-max trick")
 The noise of a row depends on its seed and the position of the drawn token alone, never on its
 neighbours, its place in the batch, the padded size or the rank.
 
-A batch of plain greedy rows costs one argmax: everything else stands behind `lax.cond`.
+A batch of plain greedy rows costs one argmax: everything else stands behind `lax.cond`. It goes by
+blocks of rows, because it holds several arrays of the size of the logits, and those of 256 rows of
+a large vocabulary would take the memory of many KV pages.
 """
 
 from typing import NamedTuple
@@ -20,6 +22,8 @@ from jax import lax
 from sgl_jax.layers.sampling.filters import keep_threshold
 from sgl_jax.layers.sampling.penalties import adjust_logits, needs_adjusting
 from sgl_jax.layers.sampling.row_params import RowParams
+
+BLOCK_ROWS = 32  # rows whose changed logits and noise are held at once
 
 
 class SampledRows(NamedTuple):
@@ -41,28 +45,60 @@ def sample_tokens(
         token_table: int32[num_rows, max_context_len], read only if a row has penalties.
         where: which rows draw.
     """
-    random = where.samples & (params.temperature > 0.0)
-    adjusted = where.samples & needs_adjusting(params, where.num_tokens)
-
-    def elaborate() -> jax.Array:
-        changed = lax.cond(
-            jnp.any(adjusted),
-            lambda: adjust_logits(
-                logits, params, token_table, where.rows, where.num_tokens, adjusted
-            ),
-            lambda: logits,
-        )
-        scores = lax.cond(
-            jnp.any(random),
-            lambda: _scores(changed, params, where.num_tokens, random),
-            lambda: changed,
-        )
-        return first_argmax(scores)
-
+    elaborate = _is_random(params, where) | _is_adjusted(params, where)
     tokens: jax.Array = lax.cond(
-        jnp.any(random | adjusted), elaborate, lambda: first_argmax(logits)
+        jnp.any(elaborate),
+        lambda: _sample_in_blocks(logits, params, token_table, where),
+        lambda: first_argmax(logits),
     )
     return tokens
+
+
+def _is_random(params: RowParams, where: SampledRows) -> jax.Array:
+    return where.samples & (params.temperature > 0.0)
+
+
+def _is_adjusted(params: RowParams, where: SampledRows) -> jax.Array:
+    return where.samples & needs_adjusting(params, where.num_tokens)
+
+
+def _sample_in_blocks(
+    logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
+) -> jax.Array:
+    """As `sample_tokens`, of `BLOCK_ROWS` rows after the other.
+
+    The last block overlaps the one before it where rows do not fill it, and draws the same again.
+    """
+    num_rows = logits.shape[0]
+    size = min(BLOCK_ROWS, num_rows)
+
+    def sample_block(index: jax.Array, tokens: jax.Array) -> jax.Array:
+        start = jnp.minimum(index * size, num_rows - size)
+        block = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, size), (logits, params, where)
+        )
+        drawn = _sample_block(block[0], block[1], token_table, block[2])
+        return lax.dynamic_update_slice_in_dim(tokens, drawn, start, axis=0)
+
+    nothing = jnp.zeros(num_rows, jnp.int32)
+    return lax.fori_loop(0, -(-num_rows // size), sample_block, nothing)
+
+
+def _sample_block(
+    logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
+) -> jax.Array:
+    random, adjusted = _is_random(params, where), _is_adjusted(params, where)
+    changed = lax.cond(
+        jnp.any(adjusted),
+        lambda: adjust_logits(logits, params, token_table, where.rows, where.num_tokens, adjusted),
+        lambda: logits,
+    )
+    scores = lax.cond(
+        jnp.any(random),
+        lambda: _scores(changed, params, where.num_tokens, random),
+        lambda: changed,
+    )
+    return first_argmax(scores)
 
 
 def first_argmax(values: jax.Array) -> jax.Array:
