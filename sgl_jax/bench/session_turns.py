@@ -6,11 +6,12 @@
     python -m sgl_jax.bench.session_turns --num-sessions 8 --num-turns 150
 
 The last of these takes many turns of several sessions at once, and says how much slower the last
-ones are than the first ones of new sessions. The others compare: for each length of the history,
-one conversation is brought to that length, and then grows by short turns, each taken twice in turn:
-in the session, which gets the new tokens alone, and without one, which gets them all. Random
-tokens, greedy, a few tokens out. Medians over the turns; the two ways alternate, so that whatever
-else the machine does befalls both alike.
+ones are than their first ones, and than the first ones of new sessions; its server needs
+`--max-running-requests` of twice as many, since each session keeps a row. The others compare: for
+each length of the history, one conversation is brought to that length, and then grows by short
+turns, each taken twice in turn: in the session, which gets the new tokens alone, and without one,
+which gets them all. Random tokens, greedy, a few tokens out. Medians over the turns; the two ways
+alternate, so that whatever else the machine does befalls both alike.
 """
 
 import argparse
@@ -90,6 +91,11 @@ class Client:
         elapsed_ms = 1000 * (time.perf_counter() - start)
         return answer["output_ids"], answer["meta_info"]["cached_tokens"], elapsed_ms
 
+    def num_evicted_sessions(self) -> int:
+        """Sessions that the server has evicted since its start."""
+        with urllib.request.urlopen(self._base_url + "/get_server_info", timeout=60) as response:
+            return int(json.load(response)["counters"]["sessions_evicted"])
+
 
 def measure(
     client: Client, label: str, history_len: int, num_turns: int, num_new: int, num_output: int
@@ -125,17 +131,23 @@ def measure(
 def measure_growth(
     client: Client, num_sessions: int, num_turns: int, num_new: int, num_output: int
 ) -> str:
-    """Latency of the last fifth of the turns over that of the first fifth.
+    """Latency of the last fifth of the turns, over that of the first fifth, and over new sessions'.
 
     Old sessions take all turns but the last fifth. Then they take those in turn with as many new
     sessions that take their first ones: whatever else the machine does befalls both alike. The
     very first turn, which opens a history, is not counted.
+
+    Raises RuntimeError if the server did not keep all of these sessions in place: each holds one
+    of its rows, so it needs `--max-running-requests` of twice as many.
     """
     part = max(num_turns // 5, 1)
+    evicted = client.num_evicted_sessions()
     with ThreadPoolExecutor(num_sessions) as pool:
         old = _Conversations(client, pool, num_sessions, num_new, num_output)
         new = _Conversations(client, pool, num_sessions, num_new, num_output)
-        for _ in range(num_turns - part):
+        old.take_turn()
+        own_first = [old.take_turn() for _ in range(part)]
+        for _ in range(num_turns - 2 * part - 1):
             old.take_turn()
         new.take_turn()
         first, last = [], []
@@ -144,11 +156,20 @@ def measure_growth(
             first += new.take_turn()
         old.close()
         new.close()
+    evicted = client.num_evicted_sessions() - evicted
+    missed = old.num_not_in_place + new.num_not_in_place
+    if evicted or missed:
+        raise RuntimeError(
+            f"{evicted} sessions were evicted and {missed} turns did not find all of the turn "
+            f"before in place: serve with --max-running-requests {2 * num_sessions} and more memory"
+        )
+    own_ms = statistics.median(ms for turn in own_first for ms in turn)
     first_ms, last_ms = statistics.median(first), statistics.median(last)
     return (
-        f"{num_sessions} sessions x {num_turns} turns of {num_new} + {num_output} tokens: median "
-        f"of the first {part} turns {first_ms:.1f} ms, of the last {last_ms:.1f} ms, ratio "
-        f"{last_ms / first_ms:.2f}"
+        f"{num_sessions} sessions x {num_turns} turns of {num_new} + {num_output} tokens, median "
+        f"of the last {part} turns {last_ms:.1f} ms: {last_ms / own_ms:.2f} times their own first "
+        f"{part} ({own_ms:.1f} ms), {last_ms / first_ms:.2f} times those of new sessions beside "
+        f"them ({first_ms:.1f} ms); every turn found the one before in place"
     )
 
 
@@ -164,15 +185,23 @@ class _Conversations:
         opening = {"capacity_of_str_len": 0, "streaming": True}
         self._ids = [client.post("/open_session", opening) for _ in range(count)]
         self._rngs = [random.Random(seed) for seed in range(count)]
+        self._history_len = 0
+        self.num_not_in_place = 0  # turns that had to compute more than is new
 
     def take_turn(self) -> list[float]:
         """Milliseconds of one turn of each session, all sent at once."""
 
-        def take(session_id: str, rng: random.Random) -> float:
+        def take(session_id: str, rng: random.Random) -> tuple[int, float]:
             new = rng.choices(_TOKENS, k=self._num_new)
-            return self._client.generate(new, self._num_output, session_id)[2]
+            _, cached, ms = self._client.generate(new, self._num_output, session_id)
+            return cached, ms
 
-        return list(self._pool.map(take, self._ids, self._rngs))
+        results = list(self._pool.map(take, self._ids, self._rngs))
+        # Of the last token drawn no KV was computed yet.
+        in_place = max(self._history_len - 1, 0)
+        self.num_not_in_place += sum(cached < in_place for cached, _ in results)
+        self._history_len += self._num_new + self._num_output
+        return [ms for _, ms in results]
 
     def close(self) -> None:
         """Close all of them."""

@@ -14,7 +14,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
 from sgl_jax.executor.row_tables import row_table_shapes
 from sgl_jax.executor.step import StepState
-from sgl_jax.kernels.ragged_paged_attention.interface import page_size_unit
+from sgl_jax.kernels.ragged_paged_attention.interface import check_page_size
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import KVPoolLayout, kv_pool_shape
@@ -53,13 +53,7 @@ class EngineShape(NamedTuple):
             head_dim=config.head_dim,
             dtype=dtype if args.kv_cache_dtype == "auto" else jnp.dtype(args.kv_cache_dtype),
         )
-        unit = page_size_unit(args.attention_backend, platform, pool_layout.dtype)
-        if args.page_size % unit:
-            raise ValueError(
-                f"--page-size must be a multiple of {unit} with the Pallas kernels and a "
-                f"{pool_layout.dtype} cache, got {args.page_size}; --attention-backend xla "
-                "takes any"
-            )
+        check_page_size(args.attention_backend, platform, args.page_size, pool_layout.dtype)
         limits = step_limits(args, platform)
         buckets = choose_buckets(limits, platform)
         return cls(args, dtype, context_len, config.vocab_size, pool_layout, limits, buckets)

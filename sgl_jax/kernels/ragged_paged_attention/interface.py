@@ -7,6 +7,7 @@ from functools import partial
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
@@ -20,10 +21,11 @@ __all__ = [
     "AttentionBatch",
     "RaggedPagedAttention",
     "attention_implementation",
-    "page_size_unit",
+    "check_page_size",
 ]
 
 ATTENTION_BACKENDS = ("auto", "pallas", "xla")
+MAX_PAGE_SIZE = 256  # of the Pallas kernels: whole pages lie in vector memory
 
 
 class RaggedPagedAttention(Protocol):
@@ -95,13 +97,22 @@ def attention_implementation(backend: str, platform: str) -> RaggedPagedAttentio
     )
 
 
-def page_size_unit(backend: str, platform: str, kv_cache_dtype: DTypeLike) -> int:
-    """What page sizes must be multiples of: the slots of a tile for Pallas, 1 for XLA.
+def check_page_size(backend: str, platform: str, page_size: int, kv_cache_dtype: DTypeLike) -> None:
+    """Refuse pages that who answers on `platform` cannot read; XLA reads any.
 
     Raises:
-        ValueError: the backend is unknown.
+        ValueError: the backend is unknown; or, for Pallas, a page does not hold whole tiles or is
+            larger than any that its kernels were compiled for.
     """
-    return tile_slots(kv_cache_dtype) if _is_pallas(backend, platform) else 1
+    if not _is_pallas(backend, platform):
+        return
+    tile = tile_slots(kv_cache_dtype)
+    if page_size % tile or page_size > MAX_PAGE_SIZE:
+        raise ValueError(
+            f"--page-size must be a multiple of {tile} up to {MAX_PAGE_SIZE} with the Pallas "
+            f"kernels and a {jnp.dtype(kv_cache_dtype)} cache, got {page_size}; "
+            "--attention-backend xla takes any"
+        )
 
 
 def _is_pallas(backend: str, platform: str) -> bool:

@@ -18,10 +18,11 @@ from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBat
 DECODE_BLOCKS = 8
 DECODE_KEYS = 64
 PREFILL_KEYS = 128
-# Queries of a chunk are met in blocks. The smaller ones are for the last queries of a chunk, or all
-# of a short one, such as a turn of a conversation: a large block would be mostly padding, and meet
-# the whole history.
-PREFILL_QUERIES = (128, 16, 4)
+# Queries of a chunk are met in blocks of 128, the last few of a chunk, or all of a short one such as
+# a turn of a conversation, in smaller ones: a large block would be mostly padding, and meet the
+# whole history. Each size, and how many queries are left to smaller ones: a block of 128 takes
+# about as long as four of 16, one of 16 as three of 4.
+PREFILL_QUERIES = ((128, 48), (16, 8), (4, 0))
 
 # Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
 # by exp(_MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
@@ -102,7 +103,7 @@ def ragged_paged_attention(
     cached = _Layer(kv_cache, layer, q.shape[2])
     # Blocks of queries overrun the end of their row. That is harmless: rows are processed in
     # ascending order, so what a block wrote past its row's end is overwritten by later rows.
-    padded = jnp.pad(q, ((0, max(PREFILL_QUERIES)), (0, 0), (0, 0)))
+    padded = jnp.pad(q, ((0, PREFILL_QUERIES[0][0]), (0, 0), (0, 0)))
     out = lax.dynamic_update_slice_in_dim(
         jnp.zeros_like(padded), _decode(q, cached, batch, options), 0, axis=0
     )
@@ -176,15 +177,14 @@ def _prefill(
 ) -> jax.Array:
     """Put the attention of the rows from `num_decode` on into out; q and out [T + padding, ...]."""
     table = _BlockTable.of(batch.page_table, cached.page_size, PREFILL_KEYS)
-    sizes = [_QueryBlocks(size, table, cached, batch, options) for size in PREFILL_QUERIES]
-    left_to_smaller = (*PREFILL_QUERIES[1:], 0)
 
     def row_blocks(row: jax.Array, out: jax.Array) -> jax.Array:
         first, q_len = jnp.int32(0), batch.q_lens[row]
-        for blocks, rest in zip(sizes, left_to_smaller, strict=True):
-            count = -(-jnp.maximum(q_len - first - rest, 0) // blocks.num_queries)
+        for size, left_to_smaller in PREFILL_QUERIES:
+            blocks = _QueryBlocks(size, table, cached, batch, options)
+            count = -(-jnp.maximum(q_len - first - left_to_smaller, 0) // size)
             out = blocks.attend_in_turn(q, out, row, first, count)
-            first += count * blocks.num_queries
+            first += count * size
         return out
 
     return lax.fori_loop(batch.num_decode, batch.num_rows, row_blocks, out)

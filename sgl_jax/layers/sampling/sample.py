@@ -81,7 +81,8 @@ def _sample_in_blocks(
         return lax.dynamic_update_slice_in_dim(tokens, drawn, start, axis=0)
 
     nothing = jnp.zeros(num_rows, jnp.int32)
-    return lax.fori_loop(0, -(-num_rows // size), sample_block, nothing)
+    tokens: jax.Array = lax.fori_loop(0, -(-num_rows // size), sample_block, nothing)
+    return tokens
 
 
 def _sample_block(

@@ -15,8 +15,9 @@ from sgl_jax.kernels.ragged_paged_attention.interface import (
 )
 
 LAYERS, PAGES, HEAD_DIM, KV_HEADS = 2, 2048, 8, 2
-ROWS, TOKENS = 6, 160  # buckets, so that few programs are compiled
+ROWS, TOKENS = 6, 320  # buckets, so that few programs are compiled
 MAX_DRAFTS = 4
+LONGEST = 150  # tokens of a chunk
 MAX_LEN = 400  # tokens of a row: more than one block of keys
 
 
@@ -51,8 +52,11 @@ class Case(NamedTuple):
 def cases(draw):
     program = draw(st.sampled_from(PROGRAMS))
     border = st.integers(0, 12).map(lambda n: n * program.page_size)
-    starts = st.one_of(st.integers(0, MAX_LEN - 70), border)
-    lengths = st.one_of(st.integers(0, 70), st.just(64), st.just(program.page_size))
+    starts = st.one_of(st.integers(0, MAX_LEN - LONGEST), border)
+    # Blocks of every size, alone and after larger ones.
+    lengths = st.one_of(
+        st.integers(0, 70), st.integers(128, LONGEST), st.just(64), st.just(program.page_size)
+    )
     return Case(
         program,
         draw(st.lists(st.tuples(starts, st.integers(1, 1 + MAX_DRAFTS)), max_size=3)),
