@@ -18,9 +18,9 @@ from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBat
 DECODE_BLOCKS = 8
 DECODE_KEYS = 64
 PREFILL_KEYS = 128
-# Queries of a chunk are met in blocks of 128, the last few of a chunk, or all of a short one such as
-# a turn of a conversation, in smaller ones: a large block would be mostly padding, and meet the
-# whole history. Each size, and how many queries are left to smaller ones: a block of 128 takes
+# A chunk's queries are met in blocks of 128; the last few of a chunk, or all of a short one such as
+# a turn of a conversation, in smaller ones, since a large block would be mostly padding and meet
+# the whole history. Each size, and how many queries are left to smaller ones: a block of 128 takes
 # about as long as four of 16, one of 16 as three of 4.
 PREFILL_QUERIES = ((128, 48), (16, 8), (4, 0))
 
