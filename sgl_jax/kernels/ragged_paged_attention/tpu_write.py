@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.vmem import VMEM_LIMIT_BYTES
+from sgl_jax.kernels.vmem import VMEM_LIMIT_BYTES
 
 LANES = 128
 BLOCK_TOKENS = 512  # tokens of one step of the grid
