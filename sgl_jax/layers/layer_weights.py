@@ -66,7 +66,7 @@ def _cut(weight: jax.Array) -> tuple[jax.Array, ...]:
 def weights_of_layer(layers: Any, layer: jax.Array) -> Any:
     """The weights of one layer, from a tree of stacked arrays and tuples of separate ones.
 
-    Vectors are arrays; matrices are `StackedLayers` or `SeparateLayers`, for `use_weight` and
+    Vectors are arrays; all else is `StackedLayers` or `SeparateLayers`, for `use_weight` and
     `use_stack` to unpack.
     """
 

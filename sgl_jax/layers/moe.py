@@ -48,15 +48,15 @@ class MixtureOfExperts(nnx.Module):
         """x and the result: [T, hidden]."""
         num_tokens, hidden_size = x.shape
         weights, experts = self._route(x)
+        chosen = experts.reshape(-1)
         # One line per (token, expert), sorted by expert: the products are then grouped.
-        order = jnp.argsort(experts.reshape(-1))
-        group_sizes = jnp.bincount(experts.reshape(-1), length=self.num_experts).astype(jnp.int32)
+        order = jnp.argsort(chosen)
+        group_sizes = jnp.sum(chosen[:, None] == jnp.arange(self.num_experts), 0, dtype=jnp.int32)
         lines = x[order // self.top_k]
         gate = self._project(lines, self.gate, group_sizes, transposed=True)
         up = self._project(lines, self.up, group_sizes, transposed=True)
         out = self._project(jax.nn.silu(gate) * up, self.down, group_sizes, transposed=False)
-        out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
-        out = out.reshape(num_tokens, self.top_k, hidden_size)
+        out = out[jnp.argsort(order)].reshape(num_tokens, self.top_k, hidden_size)
         partial_sum = jnp.einsum("tkh,tk->th", out, weights.astype(x.dtype))
         return sum_over_tensor(partial_sum)
 

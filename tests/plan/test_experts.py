@@ -24,13 +24,15 @@ def test_the_bytes_moved_are_the_experts_and_each_products_lines():
 
 
 def test_a_visit_computes_a_whole_tile_for_each_group_that_has_a_line_in_it():
-    fixed, per_gflop = VISIT_BUNDLES["TPU v6 lite"]
-    one = experts_time(1, MOE, 0, 2, 4, CHIP)
-    visit = fixed + per_gflop * 2 * 8 * 2048 * 192 / 1e9  # a tile of the 8 lines there are
-    assert one.instructions_s == pytest.approx(48 * 3 * 8 * visit / 1.75e9)
+    fixed, per_mib, per_gflop = VISIT_BUNDLES["TPU v6 lite"]
+
+    def visit(lines):
+        return fixed + per_mib * 0.75 + per_gflop * 2 * lines * 2048 * 192 / 1e9
+
+    one = experts_time(1, MOE, 0, 2, 4, CHIP)  # a tile of the 8 lines there are
+    assert one.instructions_s == pytest.approx(48 * 3 * 8 * visit(8) / 1.75e9)
     many = experts_time(2048, MOE, 0, 2, 4, CHIP)
-    visit = fixed + per_gflop * 2 * 128 * 2048 * 192 / 1e9
-    assert many.instructions_s == pytest.approx(48 * 3 * (128 + 128 - 1) * visit / 1.75e9)
+    assert many.instructions_s == pytest.approx(48 * 3 * (128 + 128 - 1) * visit(128) / 1.75e9)
 
 
 def test_the_longer_of_the_two_is_what_it_takes():

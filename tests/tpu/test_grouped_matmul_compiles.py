@@ -61,7 +61,8 @@ def assert_compiles_without_copies(shape, mesh):
     all_matrices = LAYERS * shape.groups * matrix_bytes
     # Stored as they are, not padded to whole rows of lanes.
     assert memory.argument_size_in_bytes < 1.01 * all_matrices + 2 * activation_bytes
-    assert memory.temp_size_in_bytes < 2**20 < shape.groups * matrix_bytes / 4
+    # At most some lines: the matrices of one layer would be more.
+    assert memory.temp_size_in_bytes < shape.groups * matrix_bytes / 8
     assert seconds < MAX_COMPILE_S
 
 

@@ -41,21 +41,32 @@ class _Visits(NamedTuple):
 
 
 def _plan_visits(group_sizes: jax.Array, layer: jax.Array, num_lines: int, tile: int) -> _Visits:
-    stops = jnp.cumsum(group_sizes)
+    """Find the visits by comparisons and sums, which XLA fuses; a gather is a kernel of its own."""
+    num_groups = len(group_sizes)
+    group = jnp.arange(num_groups)
+    until = group[:, None] >= group  # [group, groups up to it]
+
+    def running_sum(values: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(until, values, 0), axis=1)
+
+    stops = running_sum(group_sizes)
     starts = stops - group_sizes
     first_tiles = starts // tile
     counts = jnp.where(group_sizes > 0, (stops - 1) // tile - first_tiles + 1, 0)
-    after = jnp.cumsum(counts)  # visits of this group and of those before it
-    count = after[-1]
-    visit = jnp.minimum(jnp.arange(max_visits(num_lines, len(group_sizes), tile)), count - 1)
-    group = jnp.sum(after[None, :] <= visit[:, None], axis=1)
+    after = running_sum(counts)  # visits of this group and of those before it
     before = after - counts
+    visit = jnp.minimum(jnp.arange(max_visits(num_lines, num_groups, tile)), after[-1] - 1)
+    is_of = (before <= visit[:, None]) & (visit[:, None] < after)  # [visit, group]
+
+    def of_visits(values: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(is_of, values, 0), axis=1).astype(jnp.int32)
+
     return _Visits(
-        sizes=jnp.stack([layer, count]).astype(jnp.int32),
-        group=group.astype(jnp.int32),
-        tile=((first_tiles - before)[group] + visit).astype(jnp.int32),
-        first=starts[group].astype(jnp.int32),
-        stop=stops[group].astype(jnp.int32),
+        sizes=jnp.stack([layer, after[-1]]).astype(jnp.int32),
+        group=of_visits(group),
+        tile=of_visits(first_tiles - before) + visit,
+        first=of_visits(starts),
+        stop=of_visits(stops),
     )
 
 
