@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -81,6 +82,33 @@ def test_mixture_of_experts(simulate, tp, norm_topk_prob):
             out = silu(gate) * up @ params["down"][expert]
             expected[token] += out * weights[expert] / total
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
+
+
+class ExpertLayers(nnx.Module):
+    """Three layers of experts, run one after the other as a model does."""
+
+    def __init__(self, simulate):
+        multiply = grouped_matmul_implementation("cpu", simulate=simulate)
+        self.layer = MixtureOfExperts(
+            *(8, 12, 5, 2), norm_topk_prob=True, dtype=jnp.float32, multiply=multiply
+        )
+        stack_layers(self.layer, num_layers=3, data_shards=1)
+
+    def __call__(self, x):
+        graphdef, weights = nnx.split(self.layer)
+
+        def run_layer(x, index):
+            layer = nnx.merge(graphdef, weights_of_layer(weights, index))
+            return (x + layer(x)) / 8, None
+
+        return lax.scan(run_layer, x, jnp.arange(3))[0]
+
+
+def test_the_tpus_kernel_finds_each_layers_experts_in_the_stack():
+    x = np.random.default_rng(1).normal(size=(20, 8)).astype(np.float32)
+    expected, _ = run(ExpertLayers(simulate=False), "__call__", x)
+    actual, _ = run(ExpertLayers(simulate=True), "__call__", x)
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("tp", [1, 2])

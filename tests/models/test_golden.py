@@ -143,7 +143,7 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
         ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
-        ("qwen3_moe", SIMULATED_TPU),
+        pytest.param("qwen3_moe", SIMULATED_TPU, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -73,9 +73,9 @@ def test_a_step_of_many_small_exchanges_is_bound_by_the_interconnect():
 
 def test_a_step_waits_for_its_experts_beside_all_else():
     work = StepWork(tokens=256, kv_tokens_read=0, query_key_pairs=0, is_prefill=False)
-    held = device(layers=ONE_GB, experts=10 * ONE_GB)
+    held = device(layers=ONE_GB, experts=57 * ONE_GB)
     time = estimate_step(cost(), work, MOE, held, CHIP)
-    assert time.experts_s == experts_time(256, MOE, 10 * ONE_GB, 2, 1, CHIP).total_s
+    assert time.experts_s == experts_time(256, MOE, 57 * ONE_GB, 2, 1, CHIP).total_s
     assert time.total_s == pytest.approx(1 / 1640 + time.experts_s)
     assert time.weights_s == pytest.approx(1 / 1640)
     assert time.bound == "HBM"
