@@ -53,7 +53,7 @@ def check_in_both_modes(case):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_each_line_is_multiplied_with_the_matrix_of_its_group(mode, case):
     check(case, compiled(case.program, MODES[mode]))
