@@ -2,8 +2,8 @@
 
 The experts' inner width is split over the tensor axis, so each chip holds a slice of every expert
 and all chips have the same work whatever the router chooses. That width is the last axis but one of
-all three weights: a slice of it is rarely a multiple of the 128 lanes that a TPU's memory has in a
-row, to which the last axis would be padded.
+all three weights: a slice of it is often no multiple of the 128 lanes that a row of a TPU's memory
+has, and arrays whose last axis is none are copied on their way into a kernel (docs/kernels.md).
 """
 
 from typing import Any
