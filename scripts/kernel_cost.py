@@ -3,10 +3,12 @@
 
     python scripts/kernel_cost.py [--chips v5e v6e] [--only decode] [--json FILE]
 
-Every kernel is compiled by the TPU's own compiler (libtpu) for the attention of Llama-3.1-8B: 32
-query and 8 KV heads of 128, bfloat16. What is read off is the schedule (`bench/kernel_schedule.py`
-says what that means): bundles of the hot loop for each token of KV in decode, for 10**9 floating
-point operations in prefill, for each run of tokens in the write.
+Every kernel is compiled by the TPU's own compiler (libtpu): attention for Llama-3.1-8B, 32 query
+and 8 KV heads of 128, bfloat16; the grouped product for Qwen3-30B-A3B's 128 experts, their inner
+width split over four chips. What is read off is the schedule (`bench/kernel_schedule.py` says what
+that means): bundles of the hot loop for each token of KV in decode, for 10**9 floating point
+operations in prefill, for each run of tokens in the write, for each visit of a group to a tile in
+the grouped product.
 """
 
 import argparse
@@ -35,6 +37,8 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from sgl_jax.aot.chips import CHIPS  # noqa: E402
 from sgl_jax.aot.topology import Topology, topology_mesh  # noqa: E402
+from sgl_jax.kernels.grouped_matmul.tiles import choose_tiles  # noqa: E402
+from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import decode_blocks  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import prefill_blocks  # noqa: E402
@@ -44,6 +48,7 @@ from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv  # noqa: E
 
 Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16
 ROWS, CONTEXT, CHUNK = 64, 4096, 2048
+EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 192
 
 
 class Kernel(NamedTuple):
@@ -177,6 +182,31 @@ def our_write(tokens: int) -> Kernel:
     )
 
 
+def our_grouped_product(tokens: int, inwards: bool) -> Kernel:
+    """Gate or up of a layer, stored as [out, in], or down, stored as [in, out]."""
+    lines = tokens * TOP_K
+    inputs, outputs = (HIDDEN, INNER) if inwards else (INNER, HIDDEN)
+    tile = choose_tiles(lines, EXPERTS, inputs, outputs, jnp.dtype(DTYPE).itemsize).lines
+
+    def multiply(lines, matrices, layer, sizes):
+        return tpu_grouped_matmul(lines, matrices, layer, sizes, transposed=inwards)
+
+    return Kernel(
+        f"grouped product {'in' if inwards else 'out'}wards, {tokens} tokens",
+        multiply,
+        [
+            ((lines, inputs), DTYPE),
+            ((2, EXPERTS, INNER, HIDDEN), DTYPE),
+            ((), jnp.int32),
+            ((EXPERTS,), jnp.int32),
+        ],
+        None,
+        f"visit to {tile} lines",
+        per(1),
+        f"{INNER * HIDDEN * 2 // 1024} KiB",
+    )
+
+
 def jax_decode(page_size: int) -> Kernel:
     """jax's paged attention visits KV heads one by one, 512 keys at a time."""
     pages = CONTEXT // page_size
@@ -232,6 +262,10 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "jax-prefill-1024": lambda: jax_prefill(1024),
     "write-64": lambda: our_write(64),
     "write-2048": lambda: our_write(2048),
+    "grouped-64-inwards": lambda: our_grouped_product(64, True),
+    "grouped-64-outwards": lambda: our_grouped_product(64, False),
+    "grouped-2048-inwards": lambda: our_grouped_product(CHUNK, True),
+    "grouped-2048-outwards": lambda: our_grouped_product(CHUNK, False),
 }
 
 

@@ -85,37 +85,34 @@ def _layer_sources(config: ModelConfig, num_kv_heads: int) -> dict[Path, Callabl
 
 def _mlp_sources(config: ModelConfig) -> dict[Path, Callable[[int], Source]]:
     hidden, moe = config.hidden_size, config.moe
-
-    def gate(prefix: str, width: int) -> Source:
-        return Transposed(f"{prefix}.gate_proj.weight", (hidden, width))
-
-    def up(prefix: str, width: int) -> Source:
-        return Transposed(f"{prefix}.up_proj.weight", (hidden, width))
-
-    def down(prefix: str, width: int) -> Source:
-        return Transposed(f"{prefix}.down_proj.weight", (width, hidden))
-
     if moe is None:
         width = config.intermediate_size
+
+        def dense(name: str, inputs: int, outputs: int) -> Callable[[int], Source]:
+            matrix = (inputs, outputs)
+            return lambda layer: Transposed(f"model.layers.{layer}.mlp.{name}_proj.weight", matrix)
+
         return {
-            ("mlp", "gate"): lambda layer: gate(f"model.layers.{layer}.mlp", width),
-            ("mlp", "up"): lambda layer: up(f"model.layers.{layer}.mlp", width),
-            ("mlp", "down"): lambda layer: down(f"model.layers.{layer}.mlp", width),
+            ("mlp", "gate"): dense("gate", hidden, width),
+            ("mlp", "up"): dense("up", hidden, width),
+            ("mlp", "down"): dense("down", width, hidden),
         }
 
-    def each_expert(make: Callable[[str, int], Source]) -> Callable[[int], Source]:
-        return lambda layer: Stacked(
-            [
-                make(f"model.layers.{layer}.mlp.experts.{expert}", moe.intermediate_size)
-                for expert in range(moe.num_experts)
-            ]
-        )
+    num_experts, shape = moe.num_experts, (moe.intermediate_size, hidden)
+
+    def experts(name: str, kind: type[Plain] | type[Transposed]) -> Callable[[int], Source]:
+        def source(layer: int) -> Source:
+            prefix = f"model.layers.{layer}.mlp.experts"
+            names = (f"{prefix}.{expert}.{name}_proj.weight" for expert in range(num_experts))
+            return Stacked([kind(one, shape) for one in names])
+
+        return source
 
     return {
         ("mlp", "router"): lambda layer: Transposed(
-            f"model.layers.{layer}.mlp.gate.weight", (hidden, moe.num_experts)
+            f"model.layers.{layer}.mlp.gate.weight", (hidden, num_experts)
         ),
-        ("mlp", "gate"): each_expert(gate),
-        ("mlp", "up"): each_expert(up),
-        ("mlp", "down"): each_expert(down),
+        ("mlp", "gate"): experts("gate", Plain),
+        ("mlp", "up"): experts("up", Plain),
+        ("mlp", "down"): experts("down", Transposed),
     }

@@ -46,8 +46,8 @@ def load_model(
     Returns:
         graphdef: `nnx.merge(graphdef, params)` is the model.
         params: nested dictionaries of arrays, each placed as its PartitionSpec says
-            (`array.sharding.spec`); on a CPU, matrices of layers are tuples of arrays (see
-            `layers.layer_weights`).
+            (`array.sharding.spec`); on a CPU that does not simulate a TPU, matrices of layers
+            are tuples of arrays (see `layers.layer_weights`).
 
     Raises:
         CheckpointError: the folder's weights are not those of `config`.
@@ -56,7 +56,8 @@ def load_model(
     graphdef, params = load_stacked(
         model_path, config, mesh, dtype, load_format, weight_sharding, seed, attention_backend
     )
-    if weight_sharding == "replicated" and mesh.devices.flat[0].platform == "cpu":
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu and weight_sharding == "replicated" and attention_backend != "pallas":
         separate_matrices(params["layers"])
     return graphdef, params
 

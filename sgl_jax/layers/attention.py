@@ -1,8 +1,10 @@
 """Self-attention with grouped queries, its KV heads split over the tensor axis."""
 
 import math
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -11,7 +13,7 @@ from sgl_jax.kernels.ragged_paged_attention.interface import (
     AttentionBatch,
     RaggedPagedAttention,
 )
-from sgl_jax.layers.layer_weights import project
+from sgl_jax.layers.layer_weights import project, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
@@ -102,6 +104,6 @@ class Attention(nnx.Module):
         qkv = lax.optimization_barrier(project(x, self.qkv))
         qkv = qkv.reshape(x.shape[0], -1, *self.heads_shape)
         if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias[...]
+            qkv = use_weight(self.qkv_bias, partial(jnp.add, qkv))
         q = qkv[:, :, :-2].reshape(x.shape[0], -1, qkv.shape[-1])
         return q, qkv[:, :, -2], qkv[:, :, -1]

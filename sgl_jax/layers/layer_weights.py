@@ -1,8 +1,9 @@
 """How the weights of many equal layers lie in memory, and how the running layer gets its own.
 
-A weight of all layers is one array, stacked on axis 0; the loop over layers slices it. Compilers
-for accelerators fuse that slice into the product that reads it. On a CPU it is a copy, made anew
-in every step, that costs about as much as the product of a few tokens. There the matrices of each
+A weight of all layers is one array, stacked on axis 0, and a layer's use of it slices it. Compilers
+for accelerators fuse that slice into the product that reads it; a kernel that they cannot look into
+is given the whole stack and the layer's number instead. On a CPU the slice is a copy, made anew in
+every step, that costs about as much as the product of a few tokens. There the matrices of each
 layer are arrays of their own instead, and a product branches on the layer: the loop's body is
 still compiled once.
 """
@@ -18,7 +19,20 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sgl_jax.layers.mesh_axes import DATA_AXIS, concatenate_over_data
 from sgl_jax.layers.parameter import ParamTree
+
+
+class StackedLayers(NamedTuple):
+    """A matrix of all layers in one array, and which layer is running."""
+
+    array: jax.Array  # [layers, ...]
+    layer: jax.Array  # int32 []
+
+    def slice(self) -> jax.Array:
+        """The running layer's own."""
+        own: jax.Array = lax.dynamic_index_in_dim(self.array, self.layer, keepdims=False)
+        return own
 
 
 class SeparateLayers(NamedTuple):
@@ -50,24 +64,58 @@ def _cut(weight: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def weights_of_layer(layers: Any, layer: jax.Array) -> Any:
-    """The weights of one layer, from a tree of stacked arrays and tuples of separate ones."""
+    """The weights of one layer, from a tree of stacked arrays and tuples of separate ones.
+
+    Vectors are arrays; all else is `StackedLayers` or `SeparateLayers`, for `use_weight` and
+    `use_stack` to unpack.
+    """
 
     def take(weight: Any) -> Any:
         if isinstance(weight, tuple):
             return SeparateLayers(weight, layer)
-        return lax.dynamic_index_in_dim(weight, layer, keepdims=False)
+        stacked = StackedLayers(weight, layer)
+        return stacked if weight.ndim > 2 else stacked.slice()
 
     return jax.tree.map(take, layers, is_leaf=lambda weight: isinstance(weight, tuple))
+
+
+def gather_over_data(layer: nnx.Module) -> None:
+    """Replace, in place, each parameter of one layer that is split over 'data' by the whole.
+
+    The specs are those of the stacked parameters, hence one axis longer than a layer's array.
+    """
+    for _, param in nnx.to_flat_state(nnx.state(layer)):
+        axes = param.spec[1:]
+        if DATA_AXIS in axes:
+            value = param.get_value()
+            own = value.slice() if isinstance(value, StackedLayers) else value
+            param.set_value(concatenate_over_data(own, axes.index(DATA_AXIS)))
 
 
 def use_weight(weight: nnx.Param[Any], use: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """`use` the running layer's array of `weight`, without copying it where it lies apart."""
     value = weight.get_value()
+    if isinstance(value, StackedLayers):
+        return use(value.slice())
     if isinstance(value, SeparateLayers):
         branches = [lambda array=array: use(array) for array in value.arrays]
         result: jax.Array = lax.switch(value.layer, branches)
         return result
     return use(value)
+
+
+def use_stack(
+    weight: nnx.Param[Any], use: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """As `use_weight`, for a `use` that takes a stack [layers, ...] and the layer, int32 [].
+
+    The stack is that of all layers, which is not sliced, or the layer's own array as a stack of
+    one.
+    """
+    value = weight.get_value()
+    if isinstance(value, StackedLayers):
+        return use(value.array, value.layer)
+    return use_weight(weight, lambda array: use(array[None], jnp.int32(0)))
 
 
 def project(x: jax.Array, weight: nnx.Param[Any]) -> jax.Array:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from sgl_jax.layers.mesh_axes import DATA_AXIS, concatenate_over_data
+from sgl_jax.layers.mesh_axes import DATA_AXIS
 
 # A tree of parameters, or of what belongs to each (specs, shardings): nested dictionaries.
 ParamTree = dict[str, Any]
@@ -52,15 +52,3 @@ def stack_layers(layer: nnx.Module, num_layers: int, data_shards: int) -> None:
         shape = (num_layers, *declared.shape)
         param.set_value(jax.ShapeDtypeStruct(shape, declared.dtype))
         param.set_metadata(spec=P(None, *axes))
-
-
-def gather_over_data(layer: nnx.Module) -> None:
-    """Replace, in place, each parameter of one layer that is split over 'data' by the whole.
-
-    The specs are still those of the stacked parameters, hence one axis longer than the values.
-    """
-    for _, param in nnx.to_flat_state(nnx.state(layer)):
-        axes = param.spec[1:]
-        if DATA_AXIS in axes:
-            axis = axes.index(DATA_AXIS)
-            param.set_value(concatenate_over_data(param.get_value(), axis))

@@ -17,11 +17,11 @@ from jax.typing import DTypeLike
 from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead
-from sgl_jax.layers.layer_weights import weights_of_layer
+from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.parameter import gather_over_data, stack_layers
+from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import RopeScaling, Rotation, inverse_frequencies, rotation
 from sgl_jax.models.config import ModelConfig, RopeConfig
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.kernels.ragged_paged_attention.interface import attention_implementation
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.layers.parameter import ParamTree, parameter_shapes, partition_specs
@@ -42,7 +43,8 @@ def place_model(
         dtype: of all parameters.
         weight_sharding: "replicated" gives each data-parallel rank all of its layers' weights;
             "data" splits them over the ranks and gathers each layer's when it runs.
-        attention_backend: see `kernels.ragged_paged_attention.interface`.
+        attention_backend: see `kernels.ragged_paged_attention.interface`; a CPU that is to simulate
+            the TPU's attention simulates its grouped product, too.
 
     Raises:
         ValueError: an option is unknown, or the mesh does not fit the model.
@@ -50,11 +52,15 @@ def place_model(
     if weight_sharding not in WEIGHT_SHARDINGS:
         known = ", ".join(WEIGHT_SHARDINGS)
         raise ValueError(f"weight_sharding must be one of {known}, got {weight_sharding!r}")
+    platform = mesh.devices.flat[0].platform
     options = BuildOptions(
         dtype=dtype,
         tp_size=mesh.shape[TENSOR_AXIS],
         data_shards=mesh.shape[DATA_AXIS] if weight_sharding == "data" else 1,
-        attend=attention_implementation(attention_backend, mesh.devices.flat[0].platform),
+        attend=attention_implementation(attention_backend, platform),
+        multiply_groups=grouped_matmul_implementation(
+            platform, simulate=attention_backend == "pallas"
+        ),
     )
     model = build_model(config, options)
 

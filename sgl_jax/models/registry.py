@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from jax.typing import DTypeLike
 
+from sgl_jax.kernels.grouped_matmul.blocked import blocked_grouped_matmul
+from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
 from sgl_jax.kernels.ragged_paged_attention.interface import RaggedPagedAttention
 from sgl_jax.kernels.ragged_paged_attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
@@ -27,6 +29,7 @@ class BuildOptions(NamedTuple):
     tp_size: int = 1
     data_shards: int = 1  # parts each layer's weights are split into over the data axis
     attend: RaggedPagedAttention = xla_ragged_paged_attention
+    multiply_groups: GroupedMatmul = blocked_grouped_matmul
 
 
 def build_model(config: ModelConfig, options: BuildOptions) -> CausalLM:
@@ -75,6 +78,7 @@ def _qwen3_moe(config: ModelConfig, options: BuildOptions) -> DecoderLayer:
         config.moe.top_k,
         norm_topk_prob=config.moe.norm_topk_prob,
         dtype=options.dtype,
+        multiply=options.multiply_groups,
     )
     attention = _attention(config, options, qk_norm=True)
     return DecoderLayer(config, attention, experts, options.dtype)

@@ -12,8 +12,11 @@ from sgl_jax.plan.step_time import ICI_HOP_S
 
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
-    "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + attention + collectives",
+    "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + attention + experts + "
+    "collectives",
     "attention = KV bytes / HBM bandwidth; in prefill the kernel's instructions, if those are more",
+    "experts = bytes of experts in use and of lines / HBM bandwidth, or the kernel's instructions, "
+    "if those are more",
     f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, and "
     "nothing overlaps them",
     "requests are greedy, report no log-probabilities, share no prefix, and are all alike; "
@@ -113,10 +116,11 @@ def _step_dict(step: StepPlan) -> dict[str, Any]:
 
 def _step_lines(title: str, step: StepPlan) -> list[str]:
     time = step.time
+    experts = f"experts {_ms(time.experts_s)}, " if time.experts_s else ""
     return [
         f"{title} of {step.tokens:,} tokens: {_ms(time.total_s)}, bound by {time.bound}",
         f"  program {_ms(time.program_s)} (weights alone {_ms(time.weights_s)}), attention "
-        f"{_ms(time.attention_s)}, collectives {_ms(time.collectives_s)}",
+        f"{_ms(time.attention_s)}, {experts}collectives {_ms(time.collectives_s)}",
         *[f"  {_collective(collective)}" for collective in step.cost.collectives],
     ]
 

@@ -1,9 +1,9 @@
 """How long one step may take, from what its compiled program says and what the chip can do.
 
-A step is estimated as the longer of (the compiler's cycles of all but attention and collectives)
-and (the bytes of weights over the bandwidth), plus attention, plus collectives. Attention is the
-longer of its KV bytes over the bandwidth and, in prefill, the instructions that the kernel's
-schedule has for its products.
+A step is estimated as the longer of (the compiler's cycles of all but kernels and collectives) and
+(the bytes of weights over the bandwidth), plus attention, plus experts, plus collectives. Attention
+is the longer of its KV bytes over the bandwidth and, in prefill, the instructions that the kernel's
+schedule has for its products; experts likewise (`experts`).
 Nothing of this was measured on a chip: it is what the step would take if nothing waited for
 anything else.
 """
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from sgl_jax.aot.chips import Chip
 from sgl_jax.aot.program_cost import Collective, ProgramCost
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.plan.experts import experts_time
 
 # Instructions of the prefill kernel's loop per 10^9 operations, counted in its compiled schedule
 # (docs/kernels.md: 32 query and 8 KV heads of 128, bfloat16, page 128); one a cycle.
@@ -42,9 +43,10 @@ class StepTime:
     """Seconds of a step on one device, and of its parts."""
 
     total_s: float
-    program_s: float  # the compiler's estimate, without attention and collectives
-    weights_s: float  # reading weights
+    program_s: float  # the compiler's estimate, without kernels and collectives
+    weights_s: float  # reading weights, those of experts left out
     attention_s: float
+    experts_s: float
     collectives_s: float
     bound: str  # "HBM", "MXU", "ICI" or "instructions"
 
@@ -62,7 +64,7 @@ def estimate_step(
         chip: the device.
     """
     program = cost.estimated_cycles / chip.clock_hz
-    weights = memory.weights_read(work.tokens, config) / chip.hbm_bytes_per_s
+    weights = memory.layer_and_head_bytes / chip.hbm_bytes_per_s
     kv = work.kv_tokens_read * memory.kv_token_bytes / chip.hbm_bytes_per_s
     heads = config.num_heads / memory.tp_size
     attention_flops = 4 * work.query_key_pairs * heads * config.head_dim * config.num_layers
@@ -70,15 +72,27 @@ def estimate_step(
     attention_mxu = bundles / chip.clock_hz
     attention = max(kv, attention_mxu) if work.is_prefill else kv
     collectives = sum(collective_time(collective, chip) for collective in cost.collectives)
-    flops = 2 * work.tokens * memory.weights_used(config) / memory.weight_itemsize
+    flops = 2 * work.tokens * memory.layer_and_head_bytes / memory.weight_itemsize
     products = flops / chip.bf16_flops_per_s
     fused = max(program, weights)
+    experts = experts_time(
+        *(work.tokens, config, memory.expert_bytes, memory.weight_itemsize, memory.tp_size, chip)
+    )
     parts = {"HBM": 0.0, "MXU": 0.0, "ICI": collectives, "instructions": 0.0}
     parts[_bound_of(fused, hbm=weights, mxu=products)] += fused
     parts["HBM" if attention == kv else "MXU"] += attention
+    parts["HBM" if experts.total_s == experts.hbm_s else "MXU"] += experts.total_s
     bound = max(parts, key=lambda name: parts[name])
-    total = fused + attention + collectives
-    return StepTime(total, program, weights, attention, collectives, bound)
+    total = fused + attention + experts.total_s + collectives
+    return StepTime(
+        total_s=total,
+        program_s=program,
+        weights_s=weights,
+        attention_s=attention,
+        experts_s=experts.total_s,
+        collectives_s=collectives,
+        bound=bound,
+    )
 
 
 def _bound_of(seconds: float, hbm: float, mxu: float) -> str:
@@ -98,16 +112,6 @@ class DeviceBytes:
     kv_token_bytes: int
     tp_size: int
 
-    def weights_read(self, tokens: int, config: ModelConfig) -> float:
-        """Bytes of weights that a step of so many tokens touches, experts in use expected."""
-        return self.layer_and_head_bytes + self.expert_bytes * _experts_touched(tokens, config)
-
-    def weights_used(self, config: ModelConfig) -> float:
-        """Bytes of weights that each token is multiplied with."""
-        moe = config.moe
-        share = moe.top_k / moe.num_experts if moe else 0.0
-        return self.layer_and_head_bytes + self.expert_bytes * share
-
 
 def collective_time(collective: Collective, chip: Chip) -> float:
     """Seconds a step spends in one kind of exchange, as rings over the chips that take part."""
@@ -120,10 +124,3 @@ def collective_time(collective: Collective, chip: Chip) -> float:
     part = collective.num_bytes / (1 if collective.kind == "reduce-scatter" else n)
     one = rounds * (part / ring + ICI_HOP_S)
     return collective.times * one
-
-
-def _experts_touched(tokens: int, config: ModelConfig) -> float:
-    """Share of the experts that at least one of the tokens is sent to, if all are as likely."""
-    if config.moe is None:
-        return 0.0
-    return 1.0 - (1.0 - config.moe.top_k / config.moe.num_experts) ** tokens

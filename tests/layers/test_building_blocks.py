@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.embedding import Embedding, LMHead
-from sgl_jax.layers.layer_weights import project, separate_matrices, weights_of_layer
+from sgl_jax.layers.layer_weights import project, separate_matrices, use_stack, weights_of_layer
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
@@ -59,9 +61,15 @@ def test_gated_mlp(tp):
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_mixture_of_experts(tp, norm_topk_prob):
+@pytest.mark.parametrize("simulate", [False, True], ids=["XLA", "the TPU's kernel"])
+def test_mixture_of_experts(simulate, tp, norm_topk_prob):
     x = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32) / 4
-    module = MixtureOfExperts(8, 12, 5, 2, norm_topk_prob=norm_topk_prob, dtype=jnp.float32)
+    module = MixtureOfExperts(
+        *(8, 12, 5, 2),
+        norm_topk_prob=norm_topk_prob,
+        dtype=jnp.float32,
+        multiply=grouped_matmul_implementation("cpu", simulate=simulate),
+    )
     actual, params = run(module, "__call__", x, tp=tp)
     expected = np.zeros_like(x, np.float64)
     for token, vector in enumerate(x.astype(np.float64)):
@@ -70,10 +78,37 @@ def test_mixture_of_experts(tp, norm_topk_prob):
         chosen = np.argsort(-weights)[:2]
         total = weights[chosen].sum() if norm_topk_prob else 1.0
         for expert in chosen:
-            gate, up = vector @ params["gate"][expert], vector @ params["up"][expert]
+            gate, up = params["gate"][expert] @ vector, params["up"][expert] @ vector
             out = silu(gate) * up @ params["down"][expert]
             expected[token] += out * weights[expert] / total
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
+
+
+class ExpertLayers(nnx.Module):
+    """Three layers of experts, run one after the other as a model does."""
+
+    def __init__(self, simulate):
+        multiply = grouped_matmul_implementation("cpu", simulate=simulate)
+        self.layer = MixtureOfExperts(
+            *(8, 12, 5, 2), norm_topk_prob=True, dtype=jnp.float32, multiply=multiply
+        )
+        stack_layers(self.layer, num_layers=3, data_shards=1)
+
+    def __call__(self, x):
+        graphdef, weights = nnx.split(self.layer)
+
+        def run_layer(x, index):
+            layer = nnx.merge(graphdef, weights_of_layer(weights, index))
+            return (x + layer(x)) / 8, None
+
+        return lax.scan(run_layer, x, jnp.arange(3))[0]
+
+
+def test_the_tpus_kernel_finds_each_layers_experts_in_the_stack():
+    x = np.random.default_rng(1).normal(size=(20, 8)).astype(np.float32)
+    expected, _ = run(ExpertLayers(simulate=False), "__call__", x)
+    actual, _ = run(ExpertLayers(simulate=True), "__call__", x)
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -143,10 +178,16 @@ def test_each_layer_is_given_its_own_weights_however_they_lie(separate):
         separate_matrices(weights)
         assert [array.shape for array in weights["matrix"]] == [(4, 5)] * 3
 
+    def of_stack(stack, layer):
+        assert stack.shape[0] == (1 if separate else 3)
+        return x @ stack[layer]
+
     @jax.jit
-    def product(weights, layer):
-        return project(x, nnx.Param(weights_of_layer(weights, layer)["matrix"]))
+    def products(weights, layer):
+        matrix = nnx.Param(weights_of_layer(weights, layer)["matrix"])
+        return project(x, matrix), use_stack(matrix, of_stack)
 
     for layer in range(3):
         expected = x @ np.asarray(stacked)[layer]
-        np.testing.assert_allclose(product(weights, layer), expected, atol=TOLERANCE)
+        for product in products(weights, layer):
+            np.testing.assert_allclose(product, expected, atol=TOLERANCE)

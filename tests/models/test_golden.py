@@ -37,12 +37,26 @@ class Chunk(NamedTuple):
 class Server:
     """A model on a mesh, its cache, and pages dealt out in random order; one request per row."""
 
-    def __init__(self, folder, *, dp=1, tp=1, page_size=16, weight_sharding="replicated"):
+    def __init__(
+        self,
+        folder,
+        *,
+        dp=1,
+        tp=1,
+        page_size=16,
+        weight_sharding="replicated",
+        attention_backend="auto",
+    ):
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
         self.mesh = Mesh(devices, ("data", "tensor"))
         config = ModelConfig.from_path(folder)
         self.graphdef, self.params = load_model(
-            folder, config, self.mesh, jnp.float32, weight_sharding=weight_sharding
+            folder,
+            config,
+            self.mesh,
+            jnp.float32,
+            weight_sharding=weight_sharding,
+            attention_backend=attention_backend,
         )
         self.dp, self.page_size, self.pages_per_row = dp, page_size, 80 // page_size
         kv_heads = replicated_kv_heads(config.num_heads, config.num_kv_heads, tp)
@@ -108,6 +122,7 @@ class Setup(NamedTuple):
     tp: int = 1
     page_size: int = 16
     weight_sharding: str = "replicated"
+    attention_backend: str = "auto"
 
 
 ONE_TOKEN_PAGES = Setup(page_size=1)
@@ -115,6 +130,7 @@ TWO_CHIPS = Setup(tp=2)
 MORE_CHIPS_THAN_KV_HEADS = Setup(tp=4)
 TWO_RANKS = Setup(dp=2)
 SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
+SIMULATED_TPU = Setup(attention_backend="pallas")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +143,7 @@ SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
         ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
+        pytest.param("qwen3_moe", SIMULATED_TPU, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -23,7 +23,9 @@ LLAMA = ["--model-path", "llama-3.1-8b", "--topology", "v6e-8"]
 def crowded_plan(*words):
     """A plan whose memory holds fewer requests than may run."""
     request = parse_plan_request([*LLAMA, *words])
-    time = StepTime(1.0, 1.0, 1.0, attention_s=0.0, collectives_s=0.0, bound="HBM")
+    time = StepTime(
+        *(1.0, 1.0, 1.0), attention_s=0.0, experts_s=0.0, collectives_s=0.0, bound="HBM"
+    )
     step = StepPlan(1, 1, ProgramCost(0, 0, 0, 0, 0, 0, (), ()), time)
     return Plan(request, plan_memory(request), step, step, 1, 4096, 1.0, 1.0, 1.0)
 

@@ -1,12 +1,11 @@
 """A step's time from its parts, by hand."""
 
-import dataclasses
-
 import pytest
 
 from sgl_jax.aot.chips import CHIPS
 from sgl_jax.aot.program_cost import Collective, ProgramCost
 from sgl_jax.plan.arguments import read_config
+from sgl_jax.plan.experts import experts_time
 from sgl_jax.plan.step_time import (
     ICI_HOP_S,
     PREFILL_BUNDLES_PER_GFLOP,
@@ -74,10 +73,11 @@ def test_a_step_of_many_small_exchanges_is_bound_by_the_interconnect():
     assert time.bound == "ICI"
 
 
-def test_experts_are_read_as_far_as_tokens_are_likely_to_want_them():
-    of_experts = device(experts=ONE_GB)
-    assert of_experts.weights_read(1, MOE) == pytest.approx(ONE_GB * 8 / 128)
-    assert of_experts.weights_read(4096, MOE) == pytest.approx(ONE_GB)
-    assert of_experts.weights_used(MOE) == pytest.approx(ONE_GB * 8 / 128)
-    dense = dataclasses.replace(of_experts, layer_and_head_bytes=7, expert_bytes=0)
-    assert dense.weights_read(1, LLAMA) == 7
+def test_a_step_waits_for_its_experts_beside_all_else():
+    work = StepWork(tokens=256, kv_tokens_read=0, query_key_pairs=0, is_prefill=False)
+    held = device(layers=ONE_GB, experts=57 * ONE_GB)
+    time = estimate_step(cost(), work, MOE, held, CHIP)
+    assert time.experts_s == experts_time(256, MOE, 57 * ONE_GB, 2, 1, CHIP).total_s
+    assert time.total_s == pytest.approx(1 / 1640 + time.experts_s)
+    assert time.weights_s == pytest.approx(1 / 1640)
+    assert time.bound == "HBM"

@@ -8,9 +8,14 @@ BLOCK_LINES = 32
 
 
 def blocked_grouped_matmul(
-    lines: jax.Array, matrices: jax.Array, group_sizes: jax.Array
+    lines: jax.Array,
+    matrices: jax.Array,
+    layer: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
 ) -> jax.Array:
-    """See `interface.grouped_matmul`.
+    """See `interface.GroupedMatmul`.
 
     A block overruns the end of its group. That is harmless: groups are processed in ascending
     order, so what it wrote there is overwritten by the groups that follow.
@@ -18,14 +23,17 @@ def blocked_grouped_matmul(
     num_lines = lines.shape[0]
     starts = jnp.cumsum(group_sizes) - group_sizes
     padded = jnp.pad(lines, ((0, BLOCK_LINES), (0, 0)))
+    contracted = ((1,), (1 if transposed else 0,))
 
     def group(index: jax.Array, out: jax.Array) -> jax.Array:
         def block(number: jax.Array, out: jax.Array) -> jax.Array:
             start = starts[index] + number * BLOCK_LINES
-            product = lax.dynamic_slice_in_dim(padded, start, BLOCK_LINES) @ matrices[index]
+            some = lax.dynamic_slice_in_dim(padded, start, BLOCK_LINES)
+            product = lax.dot_general(some, matrices[layer, index], (contracted, ((), ())))
             return lax.dynamic_update_slice_in_dim(out, product, start, axis=0)
 
         return lax.fori_loop(0, -(-group_sizes[index] // BLOCK_LINES), block, out)
 
-    out = jnp.zeros((num_lines + BLOCK_LINES, matrices.shape[2]), lines.dtype)
-    return lax.fori_loop(0, matrices.shape[0], group, out)[:num_lines]
+    width = matrices.shape[2 if transposed else 3]
+    out = jnp.zeros((num_lines + BLOCK_LINES, width), lines.dtype)
+    return lax.fori_loop(0, matrices.shape[1], group, out)[:num_lines]

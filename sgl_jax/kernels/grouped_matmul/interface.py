@@ -1,26 +1,61 @@
-"""The grouped product that mixtures of experts make, and the choice of who computes it."""
+"""The grouped product that mixtures of experts make, and the one place that chooses who answers.
+
+Every implementation has the signature of `GroupedMatmul`.
+"""
+
+from functools import partial
+from typing import Protocol
 
 import jax
-from jax import lax
 
 from sgl_jax.kernels.grouped_matmul.blocked import blocked_grouped_matmul
+from sgl_jax.kernels.grouped_matmul.ragged import ragged_grouped_matmul
+
+__all__ = ["GroupedMatmul", "grouped_matmul_implementation"]
 
 
-def grouped_matmul(lines: jax.Array, matrices: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Multiply consecutive groups of lines, each with its own matrix.
+class GroupedMatmul(Protocol):
+    """Multiply consecutive groups of lines, each with its own matrix of the running layer."""
 
-    Accelerators have a kernel behind `jax.lax.ragged_dot`; on a CPU that multiplies every line
-    with every matrix, so loops over the groups in use take its place.
+    def __call__(
+        self,
+        lines: jax.Array,
+        matrices: jax.Array,
+        layer: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        transposed: bool,
+    ) -> jax.Array:
+        """Multiply with the shapes of one chip.
 
-    Args:
-        lines: [n, k], the first group_sizes[0] of the first group, and so on.
-        matrices: [groups, k, m].
-        group_sizes: int32 [groups], their sum n.
+        Args:
+            lines: [n, k], the first group_sizes[0] of the first group, and so on.
+            matrices: [layers, groups, k, m]; [layers, groups, m, k] if `transposed`.
+            layer: int32 [] which layer's matrices.
+            group_sizes: int32 [groups], their sum n.
+            transposed: whether matrices are stored as [out, in].
 
-    Returns:
-        [n, m] in the dtype of `lines`.
+        Returns:
+            [n, m] in the dtype of `lines`.
+        """
+        ...
+
+
+def grouped_matmul_implementation(platform: str, *, simulate: bool = False) -> GroupedMatmul:
+    """Who multiplies on `platform` ("cpu", "gpu", "tpu"): the one place that chooses.
+
+    A TPU has a kernel that reads the stacked matrices where they lie; with `simulate` a CPU
+    interprets it with its DMAs, slowly. Elsewhere XLA multiplies: on a GPU by its own grouped
+    product, which on a CPU would multiply every line with every matrix, so that there loops over
+    the groups in use take its place.
     """
-    result: jax.Array = lax.platform_dependent(
-        lines, matrices, group_sizes, cpu=blocked_grouped_matmul, default=lax.ragged_dot
-    )
-    return result
+    if platform == "tpu" or (platform == "cpu" and simulate):
+        # Here and not above: who does not use Pallas does not wait for its import.
+        from jax.experimental.pallas import tpu as pltpu
+
+        from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
+
+        if platform == "tpu":
+            return tpu_grouped_matmul
+        return partial(tpu_grouped_matmul, interpret=pltpu.InterpretParams())
+    return blocked_grouped_matmul if platform == "cpu" else ragged_grouped_matmul

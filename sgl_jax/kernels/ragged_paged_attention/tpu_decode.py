@@ -29,7 +29,7 @@ from sgl_jax.kernels.ragged_paged_attention.block_sizes import (
     DecodeBlocks,
     decode_blocks,
 )
-from sgl_jax.kernels.ragged_paged_attention.vmem import VMEM_LIMIT_BYTES
+from sgl_jax.kernels.vmem import VMEM_LIMIT_BYTES
 
 SUBLANES = 8
 LANES = 128

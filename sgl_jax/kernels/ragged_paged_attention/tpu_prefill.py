@@ -25,7 +25,7 @@ from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import (
     PrefillBlocks,
     prefill_blocks,
 )
-from sgl_jax.kernels.ragged_paged_attention.vmem import VMEM_LIMIT_BYTES
+from sgl_jax.kernels.vmem import VMEM_LIMIT_BYTES
 
 LANES = 128
 # Tokens that change between the order of memory, by token, and that of compute, by head, at once.

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
 from sgl_jax.kernels.ragged_paged_attention.tiles import tile_slots
-from sgl_jax.kernels.ragged_paged_attention.vmem import VMEM_LIMIT_BYTES
+from sgl_jax.kernels.vmem import VMEM_LIMIT_BYTES
 
 LANES = 128
 BLOCK_TOKENS = 512  # tokens of one step of the grid

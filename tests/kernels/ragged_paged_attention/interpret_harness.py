@@ -1,63 +1,17 @@
-"""TPU kernels on the CPU: DMAs and semaphores simulated, ragged batches drawn, float64 the judge.
+"""Ragged batches for the TPU's attention kernels: drawn, built, and judged by float64."""
 
-`simulate` runs a function that contains Pallas kernels and fails on a race and on a semaphore
-that a kernel left behind. Neither execution mode sees every mistake: with `LAZY` a DMA moves its
-bytes only when somebody waits for it, so a missing wait gives wrong values; with `EAGER` it moves
-them at once, and the race detector speaks. So every kernel is tested in both.
-"""
-
-import contextlib
-import io
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
-from jax._src import dispatch
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # holds the races flag
-from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention import reference
 from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
 
-# Memory nobody wrote is NaN in both: any read of it shows.
-LAZY = pltpu.InterpretParams(dma_execution_mode="on_wait")
-EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
-MODES = {"lazy": LAZY, "eager": EAGER}
-
 SCALE = 0.3
 NO_PAGE = 2**30  # out of any cache's range
 LAYERS, LAYER = 2, 1
-TOLERANCE = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}
-
-
-class SimulationError(AssertionError):
-    """A race, an access out of bounds, or a semaphore that is not zero when its kernel ends."""
-
-
-def simulate(function: Callable[..., Any], *args: Any) -> Any:
-    """Run function(*args), which calls kernels in interpret mode, to its end.
-
-    Raises:
-        SimulationError: two accesses of which one is a write were not ordered, an access was out
-            of bounds, or a semaphore was left with a count.
-    """
-    pltpu.reset_tpu_interpret_mode_state()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        try:
-            result = jax.block_until_ready(function(*args))
-        except jax.errors.JaxRuntimeError as error:
-            dispatch.runtime_tokens.clear()  # else the error is raised again when Python exits
-            raise SimulationError(str(error)) from error
-    races = interpret_pallas_call.races
-    if races is not None and races.races_found:
-        raise SimulationError(f"race: {printed.getvalue()}")
-    if "non-zero count" in printed.getvalue():
-        raise SimulationError(printed.getvalue())
-    return result
 
 
 class Program(NamedTuple):
@@ -194,10 +148,3 @@ def with_new_tokens(problem: Problem, program: Program) -> np.ndarray:
 def pack(kv_cache: np.ndarray) -> np.ndarray:
     """The same cache with K and V of each head side by side."""
     return np.concatenate(np.split(kv_cache, 2, axis=2), axis=4)
-
-
-def assert_close(got: Any, want: np.ndarray, dtype: Any) -> None:
-    """Within the tolerance of `dtype`, NaN only where the reference has NaN."""
-    np.testing.assert_allclose(
-        np.asarray(got, np.float64), want, rtol=0, atol=TOLERANCE[jnp.dtype(dtype)]
-    )

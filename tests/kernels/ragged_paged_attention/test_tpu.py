@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from sgl_jax.kernels.ragged_paged_attention import tpu
 from tests.kernels.ragged_paged_attention.interpret_harness import (
     LAYER,
-    MODES,
     Case,
     Program,
-    assert_close,
     build,
     cases,
     expected,
     make_batch,
     pack,
-    simulate,
     with_new_tokens,
 )
+from tests.kernels.simulation import MODES, assert_close, simulate
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=2, max_drafts=2, rows=5),

@@ -11,21 +11,16 @@ from hypothesis import given, settings
 from sgl_jax.kernels.ragged_paged_attention import tpu_decode
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import DecodeBlocks
 from tests.kernels.ragged_paged_attention.interpret_harness import (
-    EAGER,
     LAYER,
-    LAZY,
-    MODES,
     Case,
     Program,
-    SimulationError,
-    assert_close,
     build,
     cases,
     expected,
     make_batch,
-    simulate,
     with_new_tokens,
 )
+from tests.kernels.simulation import EAGER, LAZY, MODES, SimulationError, assert_close, simulate
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=4),

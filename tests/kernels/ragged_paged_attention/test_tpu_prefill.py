@@ -13,16 +13,15 @@ from sgl_jax.kernels.ragged_paged_attention import tpu_prefill
 from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import PrefillBlocks
 from tests.kernels.ragged_paged_attention.interpret_harness import (
     LAYER,
-    MODES,
     Case,
     Program,
     build,
     cases,
     expected,
     make_batch,
-    simulate,
     with_new_tokens,
 )
+from tests.kernels.simulation import MODES, simulate
 
 MAX_CHUNK = 80  # more than a block of queries
 PLAIN = Program(page_size=16, kv_heads=2, group=4, tokens=256, max_len=280)

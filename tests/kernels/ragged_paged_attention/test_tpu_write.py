@@ -10,17 +10,15 @@ from hypothesis import given, settings
 
 from sgl_jax.kernels.ragged_paged_attention import tpu_write
 from tests.kernels.ragged_paged_attention.interpret_harness import (
-    EAGER,
     LAYER,
-    MODES,
     Case,
     Program,
     build,
     cases,
     make_batch,
-    simulate,
     with_new_tokens,
 )
+from tests.kernels.simulation import EAGER, MODES, simulate
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=1, tokens=64),

@@ -1,0 +1,164 @@
+"""The grouped product for TPU: a Pallas kernel that reads the matrices of all layers in place.
+
+Lines are cut into tiles, whatever their groups. A *visit* is a group and a tile that it has lines
+in; it multiplies the whole tile with the group's matrix and keeps the group's lines. Visits are
+ordered by group, and so by tile, hence
+
+- a group's matrix is fetched once, while the visit before computes, and that of a group without
+  lines never;
+- the visits to one tile follow each other, so its result stays in vector memory until all groups
+  have left their lines in it.
+
+There are fewer visits than groups and tiles together. The grid has room for the most there can be;
+those beyond the last repeat its indices, which moves nothing, and compute nothing.
+
+The layer's number is prefetched with the visits and chooses where in [layers, groups, ...] a matrix
+lies: XLA would copy a layer's matrices, in every step, to hand them to a kernel. After the idea of
+MegaBlocks (arXiv 2211.15841).
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.grouped_matmul.tiles import Tiles, choose_tiles, max_visits
+from sgl_jax.kernels.vmem import VMEM_LIMIT_BYTES
+
+
+class _Visits(NamedTuple):
+    """What the kernel knows beforehand, in scalar memory."""
+
+    sizes: Any  # int32 [2]: the layer, how many visits there are
+    group: Any  # int32 [most visits]
+    tile: Any  # int32 [most visits]
+    first: Any  # int32 [most visits] the group's first line
+    stop: Any  # int32 [most visits] the line after its last
+
+
+def _plan_visits(group_sizes: jax.Array, layer: jax.Array, num_lines: int, tile: int) -> _Visits:
+    """Find the visits by comparisons and sums, which XLA fuses; a gather is a kernel of its own."""
+    num_groups = len(group_sizes)
+    group = jnp.arange(num_groups)
+    until = group[:, None] >= group  # [group, groups up to it]
+
+    def running_sum(values: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(until, values, 0), axis=1)
+
+    stops = running_sum(group_sizes)
+    starts = stops - group_sizes
+    first_tiles = starts // tile
+    counts = jnp.where(group_sizes > 0, (stops - 1) // tile - first_tiles + 1, 0)
+    after = running_sum(counts)  # visits of this group and of those before it
+    before = after - counts
+    visit = jnp.minimum(jnp.arange(max_visits(num_lines, num_groups, tile)), after[-1] - 1)
+    is_of = (before <= visit[:, None]) & (visit[:, None] < after)  # [visit, group]
+
+    def of_visits(values: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(is_of, values, 0), axis=1).astype(jnp.int32)
+
+    return _Visits(
+        sizes=jnp.stack([layer, after[-1]]).astype(jnp.int32),
+        group=of_visits(group),
+        tile=of_visits(first_tiles - before) + visit,
+        first=of_visits(starts),
+        stop=of_visits(stops),
+    )
+
+
+def _kernel(
+    sizes: Any,
+    group: Any,
+    tile: Any,
+    first: Any,
+    stop: Any,
+    lines: Any,
+    matrix: Any,
+    out: Any,
+    *,
+    transposed: bool,
+) -> None:
+    """lines [tile, k] times matrix [1, 1, k, width] into some rows of out [tile, width]."""
+    visits = _Visits(sizes, group, tile, first, stop)
+    visit = pl.program_id(1)
+
+    @pl.when(visit < visits.sizes[1])
+    def _() -> None:
+        product = _multiply(lines[...], matrix[0, 0], transposed)
+        keep = _is_of_group(visits, visit, out.shape)
+        out[...] = jnp.where(keep, product, out[...].astype(jnp.float32)).astype(out.dtype)
+
+
+def _multiply(lines: jax.Array, matrix: jax.Array, transposed: bool) -> jax.Array:
+    """In float32, and products of float32 without loss."""
+    contracted = ((1,), (1 if transposed else 0,))
+    return lax.dot_general(
+        lines,
+        matrix,
+        (contracted, ((), ())),
+        precision=lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _is_of_group(visits: _Visits, visit: Any, shape: tuple[int, ...]) -> jax.Array:
+    """bool of `shape`: the rows of the visit's tile that are lines of its group."""
+    line = visits.tile[visit] * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (line >= visits.first[visit]) & (line < visits.stop[visit])
+
+
+def tpu_grouped_matmul(
+    lines: jax.Array,
+    matrices: jax.Array,
+    layer: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
+    tiles: Tiles | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """See `interface.GroupedMatmul`.
+
+    `tiles` are those of `choose_tiles` unless given. `interpret` simulates the kernel on a CPU:
+    `pltpu.InterpretParams`.
+    """
+    num_lines, inputs = lines.shape
+    num_groups = matrices.shape[1]
+    outputs = matrices.shape[2 if transposed else 3]
+    if tiles is None:
+        itemsize = matrices.dtype.itemsize
+        tiles = choose_tiles(num_lines, num_groups, inputs, outputs, itemsize)
+    tile, width = tiles
+
+    def of_matrix(column: Any, visit: Any, sizes: Any, group: Any, *_: Any) -> Any:
+        where = (column, 0) if transposed else (0, column)
+        return sizes[0], group[visit], *where
+
+    block = (1, 1, width, inputs) if transposed else (1, 1, inputs, width)
+    kernel = pl.pallas_call(
+        partial(_kernel, transposed=transposed),
+        name="grouped_matmul",
+        out_shape=jax.ShapeDtypeStruct((num_lines, outputs), lines.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(_Visits._fields),
+            grid=(pl.cdiv(outputs, width), max_visits(num_lines, num_groups, tile)),
+            in_specs=[
+                pl.BlockSpec((tile, inputs), lambda _, v, sizes, group, tile, *__: (tile[v], 0)),
+                pl.BlockSpec(block, of_matrix),
+            ],
+            out_specs=pl.BlockSpec(
+                (tile, width), lambda column, v, sizes, group, tile, *_: (tile[v], column)
+            ),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+        ),
+        interpret=interpret,
+    )
+    visits = _plan_visits(group_sizes, layer, num_lines, tile)
+    result: jax.Array = kernel(*visits, lines, matrices)
+    return result

@@ -1,0 +1,83 @@
+"""Grouped products: drawn, built, and judged by float64."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+LAYERS, LAYER = 3, 1
+
+
+class Program(NamedTuple):
+    """What a compiled program depends on."""
+
+    lines: int = 40
+    groups: int = 5
+    inputs: int = 64
+    outputs: int = 96
+    transposed: bool = False
+    dtype: Any = jnp.float32
+    tile_lines: int = 16
+    tile_width: int = 96
+
+
+class Case(NamedTuple):
+    program: Program
+    sizes: tuple[int, ...]  # lines of each group
+    poisoned: int | None  # a line that is full of NaN
+    seed: int
+
+
+@st.composite
+def cases(draw, programs):
+    """Groups of any sizes: none, all, and often up to the border of a tile."""
+    program = draw(st.sampled_from(programs))
+    tile, lines = program.tile_lines, program.lines
+    borders = st.integers(0, lines // tile).map(lambda n: n * tile)
+    ends = st.one_of(st.integers(0, lines), borders, st.sampled_from((0, lines)))
+    number = program.groups - 1
+    cuts = sorted(draw(st.lists(ends, min_size=number, max_size=number)))
+    return Case(
+        program,
+        tuple(int(size) for size in np.diff([0, *cuts, lines])),
+        draw(st.one_of(st.none(), st.integers(0, lines - 1))),
+        draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+class Problem(NamedTuple):
+    """The arrays of a case. Matrices that no line needs are NaN: reading one would show."""
+
+    lines: np.ndarray
+    matrices: np.ndarray
+    layer: np.int32
+    group_sizes: np.ndarray
+
+
+def build(case: Case) -> Problem:
+    """Draw the arrays of a case from its seed; results are about 1/2."""
+    program, rng = case.program, np.random.default_rng(case.seed)
+    lines = rng.normal(size=(program.lines, program.inputs))
+    if case.poisoned is not None:
+        lines[case.poisoned] = np.nan
+    matrices = np.full((LAYERS, program.groups, program.inputs, program.outputs), np.nan)
+    for group, size in enumerate(case.sizes):
+        if size:
+            drawn = rng.normal(size=matrices.shape[2:]) / program.inputs**0.5 / 2
+            matrices[LAYER, group] = drawn
+    if program.transposed:
+        matrices = matrices.swapaxes(2, 3)
+    sizes = np.array(case.sizes, np.int32)
+    dtype = program.dtype
+    return Problem(lines.astype(dtype), matrices.astype(dtype), np.int32(LAYER), sizes)
+
+
+def expected(problem: Problem, program: Program) -> np.ndarray:
+    """The result in float64."""
+    matrices = np.asarray(problem.matrices, np.float64)[LAYER]
+    if program.transposed:
+        matrices = matrices.swapaxes(1, 2)
+    group = np.repeat(np.arange(program.groups), problem.group_sizes)
+    lines = np.asarray(problem.lines, np.float64)
+    return np.stack([line @ matrices[own] for line, own in zip(lines, group, strict=True)])

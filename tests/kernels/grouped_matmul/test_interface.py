@@ -1,0 +1,37 @@
+"""Who multiplies groups where; and those who leave it to XLA do it right."""
+
+import jax
+import numpy as np
+import pytest
+
+from sgl_jax.kernels.grouped_matmul.blocked import blocked_grouped_matmul
+from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
+from sgl_jax.kernels.grouped_matmul.ragged import ragged_grouped_matmul
+from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
+from tests.kernels.grouped_matmul.problems import Case, Program, build, expected
+
+SIZES = {
+    "an empty group between others": (5, 0, 35),
+    "the first group has it all": (40, 0, 0),
+    "the last group has it all": (0, 0, 40),
+    "groups of whole blocks": (32, 0, 8),
+    "small groups": (1, 2, 37),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("multiply", [blocked_grouped_matmul, ragged_grouped_matmul])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_agrees_with_float64(sizes, multiply, transposed):
+    program = Program(groups=3, transposed=transposed)
+    problem = build(Case(program, sizes, poisoned=None, seed=0))
+    problem = problem._replace(matrices=np.nan_to_num(problem.matrices))
+    actual = jax.jit(multiply, static_argnames="transposed")(*problem, transposed=transposed)
+    np.testing.assert_allclose(actual, expected(problem, program), rtol=0, atol=1e-5)
+
+
+def test_each_platform_has_its_own():
+    assert grouped_matmul_implementation("tpu") is tpu_grouped_matmul
+    assert grouped_matmul_implementation("cpu") is blocked_grouped_matmul
+    assert grouped_matmul_implementation("gpu") is ragged_grouped_matmul
+    assert grouped_matmul_implementation("cpu", simulate=True).func is tpu_grouped_matmul

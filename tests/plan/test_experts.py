@@ -1,0 +1,44 @@
+"""The time of a step's experts, by hand."""
+
+import pytest
+
+from sgl_jax.aot.chips import CHIPS
+from sgl_jax.plan.arguments import read_config
+from sgl_jax.plan.experts import VISIT_BUNDLES, experts_time, experts_touched
+
+CHIP = CHIPS["v6e"]
+MOE = read_config("qwen3-30b-a3b")  # 48 layers, hidden 2048, 128 experts of 768, 8 a token
+ONE_GB = 10**9
+
+
+def test_experts_are_read_as_far_as_tokens_are_likely_to_want_them():
+    assert experts_touched(1, MOE.moe) == pytest.approx(8 / 128)
+    assert experts_touched(2, MOE.moe) == pytest.approx(8 / 128 + 8 / 128 * 120 / 128)
+    assert experts_touched(4096, MOE.moe) == pytest.approx(1)
+
+
+def test_the_bytes_moved_are_the_experts_and_each_products_lines():
+    time = experts_time(4096, MOE, ONE_GB, 2, 4, CHIP)
+    lines = 48 * 3 * 4096 * 8 * (2048 + 192) * 2
+    assert time.hbm_s == pytest.approx((ONE_GB + lines) / 1640e9)
+
+
+def test_a_visit_computes_a_whole_tile_for_each_group_that_has_a_line_in_it():
+    fixed, per_mib, per_gflop = VISIT_BUNDLES["TPU v6 lite"]
+
+    def visit(lines):
+        return fixed + per_mib * 0.75 + per_gflop * 2 * lines * 2048 * 192 / 1e9
+
+    one = experts_time(1, MOE, 0, 2, 4, CHIP)  # a tile of the 8 lines there are
+    assert one.instructions_s == pytest.approx(48 * 3 * 8 * visit(8) / 1.75e9)
+    many = experts_time(2048, MOE, 0, 2, 4, CHIP)
+    assert many.instructions_s == pytest.approx(48 * 3 * (128 + 128 - 1) * visit(128) / 1.75e9)
+
+
+def test_the_longer_of_the_two_is_what_it_takes():
+    time = experts_time(64, MOE, 8 * ONE_GB, 2, 4, CHIP)
+    assert time.total_s == max(time.hbm_s, time.instructions_s) > 0
+
+
+def test_a_model_without_experts_waits_for_none():
+    assert experts_time(64, read_config("llama-3.1-8b"), 0, 2, 4, CHIP) == (0, 0)

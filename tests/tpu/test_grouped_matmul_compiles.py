@@ -1,0 +1,101 @@
+"""The TPU's own compiler accepts the grouped product, and copies no matrix for it."""
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sgl_jax.aot.chips import CHIPS
+from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
+
+MAX_COMPILE_S = 10
+LAYERS = 4
+
+
+class Shape(NamedTuple):
+    """What one chip multiplies in a layer."""
+
+    lines: int = 512
+    groups: int = 128
+    inputs: int = 2048
+    outputs: int = 192
+    transposed: bool = True
+    dtype: Any = jnp.bfloat16
+
+    @property
+    def matrices(self):
+        outwards = (self.outputs, self.inputs) if self.transposed else (self.inputs, self.outputs)
+        return LAYERS, self.groups, *outwards
+
+
+def compile_product(shape, mesh):
+    """The compiled kernel, and the seconds of work that it took."""
+
+    def struct(dtype, *dims):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))
+
+    def run(lines, matrices, layer, sizes):
+        return tpu_grouped_matmul(lines, matrices, layer, sizes, transposed=shape.transposed)
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(run).lower(
+            struct(shape.dtype, shape.lines, shape.inputs),
+            struct(shape.dtype, *shape.matrices),
+            struct(jnp.int32),
+            struct(jnp.int32, shape.groups),
+        )
+    start = time.process_time()
+    return lowered.compile(), time.process_time() - start
+
+
+def assert_compiles_without_copies(shape, mesh):
+    compiled, seconds = compile_product(shape, mesh)
+    memory = compiled.memory_analysis()
+    itemsize = jnp.dtype(shape.dtype).itemsize
+    matrix_bytes = shape.inputs * shape.outputs * itemsize
+    activation_bytes = shape.lines * (shape.inputs + shape.outputs) * itemsize
+    all_matrices = LAYERS * shape.groups * matrix_bytes
+    # Stored as they are, not padded to whole rows of lanes.
+    assert memory.argument_size_in_bytes < 1.01 * all_matrices + 2 * activation_bytes
+    # At most some lines: the matrices of one layer would be more.
+    assert memory.temp_size_in_bytes < shape.groups * matrix_bytes / 8
+    assert seconds < MAX_COMPILE_S
+
+
+INWARDS = Shape()
+OUTWARDS = Shape(inputs=192, outputs=2048, transposed=False)
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+@pytest.mark.parametrize("shape", [INWARDS, OUTWARDS], ids=["inwards", "outwards"])
+def test_every_generation_reads_the_stacked_experts_in_place(shape, generation, tpu_mesh):
+    assert_compiles_without_copies(shape, tpu_mesh(generation))
+
+
+SHAPES = {
+    "a chunk of 2,048 tokens": INWARDS._replace(lines=16384),
+    "a chunk outwards": OUTWARDS._replace(lines=16384),
+    "whole experts": INWARDS._replace(outputs=768),
+    "whole experts outwards": OUTWARDS._replace(inputs=768),
+    "one token": INWARDS._replace(lines=8),
+    "few and large experts": INWARDS._replace(groups=8, inputs=4096, outputs=14336, lines=4096),
+    "few and large experts outwards": OUTWARDS._replace(
+        groups=8, inputs=14336, outputs=4096, lines=4096
+    ),
+    "an eighth of 1,408": INWARDS._replace(groups=64, outputs=176, lines=96),
+    "float32": INWARDS._replace(dtype=jnp.float32),
+    "float32 outwards": OUTWARDS._replace(dtype=jnp.float32),
+}
+
+
+# The oldest generation knows the fewest operations and has the least memory.
+@pytest.mark.parametrize(
+    "generation", ["v5e", *(pytest.param(g, marks=pytest.mark.long) for g in ("v6e", "tpu7x"))]
+)
+@pytest.mark.parametrize("name", SHAPES)
+def test_other_shapes_compile(name, generation, tpu_mesh):
+    assert_compiles_without_copies(SHAPES[name], tpu_mesh(generation))
