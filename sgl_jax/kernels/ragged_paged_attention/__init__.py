@@ -1,4 +1,5 @@
 """Attention over a paged KV cache for a batch of rows of different lengths.
 
-`interface` is what models call; `xla` runs anywhere; `reference` is the float64 judge of both.
+`interface` is what models call, and chooses who answers: `tpu`, three Pallas kernels, or `xla`,
+which runs anywhere. `reference` is the float64 judge of both.
 """
