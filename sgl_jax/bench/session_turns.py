@@ -22,7 +22,7 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,9 +133,9 @@ def measure_growth(
 ) -> str:
     """Latency of the last fifth of the turns, over that of the first fifth, and over new sessions'.
 
-    Old sessions take all turns but the last fifth. Then they take those in turn with as many new
-    sessions that take their first ones: whatever else the machine does befalls both alike. The
-    very first turn, which opens a history, is not counted.
+    Sessions take all their turns. Then they take a fifth more, in turn with as many new sessions
+    that take their first ones: whatever else the machine does befalls both alike. The very first
+    turn, which opens a history, is not counted.
 
     Raises RuntimeError if the server did not keep all of these sessions in place: each holds one
     of its rows, so it needs `--max-running-requests` of twice as many.
@@ -144,16 +144,10 @@ def measure_growth(
     evicted = client.num_evicted_sessions()
     with ThreadPoolExecutor(num_sessions) as pool:
         old = _Conversations(client, pool, num_sessions, num_new, num_output)
+        turns = [old.take_turn() for _ in range(num_turns)]
         new = _Conversations(client, pool, num_sessions, num_new, num_output)
-        old.take_turn()
-        own_first = [old.take_turn() for _ in range(part)]
-        for _ in range(num_turns - 2 * part - 1):
-            old.take_turn()
         new.take_turn()
-        first, last = [], []
-        for _ in range(part):
-            last += old.take_turn()
-            first += new.take_turn()
+        beside = [(old.take_turn(), new.take_turn()) for _ in range(part)]
         old.close()
         new.close()
     evicted = client.num_evicted_sessions() - evicted
@@ -163,14 +157,19 @@ def measure_growth(
             f"{evicted} sessions were evicted and {missed} turns did not find all of the turn "
             f"before in place: serve with --max-running-requests {2 * num_sessions} and more memory"
         )
-    own_ms = statistics.median(ms for turn in own_first for ms in turn)
-    first_ms, last_ms = statistics.median(first), statistics.median(last)
+    first_ms, last_ms = _median(turns[1 : 1 + part]), _median(turns[-part:])
+    old_ms, new_ms = (_median(side) for side in zip(*beside, strict=True))
     return (
-        f"{num_sessions} sessions x {num_turns} turns of {num_new} + {num_output} tokens, median "
-        f"of the last {part} turns {last_ms:.1f} ms: {last_ms / own_ms:.2f} times their own first "
-        f"{part} ({own_ms:.1f} ms), {last_ms / first_ms:.2f} times those of new sessions beside "
-        f"them ({first_ms:.1f} ms); every turn found the one before in place"
+        f"{num_sessions} sessions x {num_turns} turns of {num_new} + {num_output} tokens, medians: "
+        f"first {part} turns {first_ms:.1f} ms, last {part} {last_ms:.1f} ms, ratio "
+        f"{last_ms / first_ms:.2f}; {part} turns more {old_ms:.1f} ms, those of new sessions in "
+        f"between {new_ms:.1f} ms, ratio {old_ms / new_ms:.2f}; every turn found the one before in "
+        "place"
     )
+
+
+def _median(turns: Iterable[list[float]]) -> float:
+    return statistics.median(ms for turn in turns for ms in turn)
 
 
 class _Conversations:
