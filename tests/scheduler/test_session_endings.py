@@ -18,7 +18,7 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import generate
-from tests.scheduler.test_sessions import talk
+from tests.scheduler.test_sessions import PAGE_SIZES, talk
 
 NEW = list(range(10, 40))  # in chunks of 8: four steps
 
@@ -40,7 +40,7 @@ def go_on(s: Conversations, history: list[int]) -> None:
 
 @pytest.mark.parametrize("num_turns", [0, 1, 3])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("radix", [False, True])
 def test_a_turn_aborted_at_any_point_never_was(
@@ -71,11 +71,13 @@ def test_a_turn_aborted_at_any_point_never_was(
 
 @pytest.mark.parametrize("num_turns", [0, 2])
 @pytest.mark.parametrize("num_steps", [1, 3, 6])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("radix", [False, True])
 def test_a_turn_aborted_while_it_waits_after_a_retract_never_was(
-    num_turns: int, num_steps: int, radix: bool
+    num_turns: int, num_steps: int, page_size: int, overlap: bool, radix: bool
 ) -> None:
-    s = talk(use_radix_cache=radix)
+    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix)
     for number in range(num_turns):
         s.say("s", [number, 1, 2], 3)
     history = s.of["s"].tokens
@@ -123,12 +125,14 @@ def test_a_row_whose_tokens_were_never_sent_to_the_device_is_not_kept(end: str) 
 
 @pytest.mark.parametrize("num_turns", [0, 1, 3])
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 6])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_retracted_turn_goes_on_and_succeeds(
-    num_turns: int, num_steps: int, radix: bool, num_drafts: int
+    num_turns: int, num_steps: int, page_size: int, overlap: bool, radix: bool, num_drafts: int
 ) -> None:
-    s = talk(use_radix_cache=radix, num_drafts=num_drafts)
+    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix, num_drafts=num_drafts)
     for number in range(num_turns):
         s.say("s", [number, 1, 2], 3)
     history = s.of["s"].tokens

@@ -92,12 +92,13 @@ def test_tokens_accepted_past_a_stop_are_not_in_the_history(
 
 
 @pytest.mark.parametrize("num_kept", [1, 2, 3])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [4, *PAGE_SIZES])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("is_retracted", [False, True])
 def test_a_stop_string_cuts_the_history_where_it_was_found(
-    num_kept: int, page_size: int, is_retracted: bool
+    num_kept: int, page_size: int, overlap: bool, is_retracted: bool
 ) -> None:
-    s = talk(page_size=page_size)
+    s = talk(page_size=page_size, overlap=overlap)
     s.say("s", [1, 2, 3])
     rid = s.begin("s", [4, 5], 40)
     while len(s.driver.tokens[rid]) < 4:
@@ -153,16 +154,18 @@ def test_a_stop_string_found_after_the_turn_had_ended_cuts_the_history_all_the_s
 
 
 @pytest.mark.parametrize("start", [0, 1, 6, 9, 14, 40])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [4, *PAGE_SIZES])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("radix", [False, True])
 def test_a_turn_reports_log_probabilities_of_its_history_too(
-    start: int, page_size: int, radix: bool
+    start: int, page_size: int, overlap: bool, radix: bool
 ) -> None:
     """What is to be scored is computed again, though the tree may own more of it."""
-    s = talk(page_size=page_size, use_radix_cache=radix)
+    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix)
     s.say("s", [1, 2, 3, 4, 5, 6, 7], 3)
-    rid = s.say("s", [8, 9], 3, logprob_start_len=start)
+    rid = s.say("s", [8, 9], 3, logprob_start_len=start, return_logprob=True, top_logprobs_num=2)
     s.driver.check_prompt_logprobs(rid, s.driver.prompts[rid])
+    s.driver.check_logprobs(rid)
     s.say("s", [10])
     s.driver.check_tokens(rid)
     s.close_all()
