@@ -65,6 +65,7 @@ class ScriptedEngine:
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
+    is_stuck: bool = False  # likewise: it hears nothing, as in a long step
 
     @property
     def info(self) -> dict[str, Any]:
@@ -78,6 +79,9 @@ class ScriptedEngine:
 
     def run(self, channel: Channel) -> None:
         while not self.stopped:
+            if self.is_stuck:
+                time.sleep(0.01)
+                continue
             for message in channel.poll(0 if self.running else 0.05):
                 self.seen.append(message)
                 if isinstance(message, Shutdown):
