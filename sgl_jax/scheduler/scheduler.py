@@ -31,6 +31,7 @@ from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.request_len import max_request_len
+from sgl_jax.scheduler.session_book import SessionsFullError
 from sgl_jax.scheduler.session_desk import SessionDesk
 from sgl_jax.scheduler.step_planner import StepDraft
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
@@ -61,7 +62,9 @@ class Scheduler:
         self._deadlines = Deadlines(config.waiting_timeout_s, config.request_timeout_s)
         self._forced_retract = ForcedRetract(config)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
-        self._sessions = SessionDesk(self.ranks, self._requests, config.max_sessions)
+        self._sessions = SessionDesk(
+            self.ranks, self._requests, config.max_sessions, config.max_session_tokens
+        )
         self._arrivals = 0
         self._steps = 0
         self._finished = 0
@@ -83,6 +86,9 @@ class Scheduler:
             request = self._make_request(message)
         except InvalidRequestError as error:
             self.refuse(message, str(error), 400)
+            return
+        except SessionsFullError as error:
+            self.refuse(message, str(error), 503)
             return
         self._arrivals += 1
         self._requests[request.rid] = request
@@ -305,7 +311,7 @@ class Scheduler:
             self._dispatcher.admit(self._waiting, drafts)
 
     def _make_request(self, message: GenerateRequest) -> Request:
-        """A request from its message. Raises `InvalidRequestError` if it cannot be served."""
+        """A request from its message. Raises `InvalidRequestError`, `SessionsFullError`."""
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self._arrivals, max_len)
