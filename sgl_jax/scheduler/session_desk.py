@@ -169,7 +169,6 @@ class SessionDesk:
 
     def _describe(self, session: Session, idle_s: float, is_closing: bool) -> dict[str, Any]:
         home = self._home(session.session_id)
-        lease = None if home is None else home.memory.cache.idle_lease(session.session_id)
         return {
             "session_id": session.session_id,
             "streaming": isinstance(session, StreamingSession),
@@ -180,9 +179,20 @@ class SessionDesk:
             "idle_s": idle_s,
             "timeout_s": session.timeout_s,
             "dp_rank": None if home is None else home.dp_rank,
-            "cached_tokens": 0 if lease is None else lease.kv_committed_len,
+            "cached_tokens": 0 if home is None else _num_cached(home, session.session_id),
         }
 
     def _home(self, session_id: str) -> RankScheduler | None:
         """The rank that holds the session's lease."""
         return next((rank for rank in self._ranks if rank.memory.cache.holds(session_id)), None)
+
+
+def _num_cached(home: RankScheduler, session_id: str) -> int:
+    """Committed tokens of the session's lease, whether its slot holds it or a running turn."""
+    memory = home.memory
+    lease = memory.cache.idle_lease(session_id)
+    if lease is not None:
+        return lease.kv_committed_len
+    row = memory.cache.lent_row(session_id)
+    assert row is not None, f"rank {home.dp_rank} holds no lease of {session_id!r}"
+    return int(memory.rows.kv_committed_len[row])

@@ -82,7 +82,11 @@ class Forked(Struct, frozen=True):
 
 
 class SessionEntry(Struct, frozen=True):
-    """A session. `cached_tokens`: of its history, whose KV is kept on rank `dp_rank` for it."""
+    """A session.
+
+    `cached_tokens`: whose KV is in place on rank `dp_rank`, of its history and of the turn that
+    runs; 0 without a rank if it was evicted, or its turn waits to be computed anew.
+    """
 
     session_id: str
     streaming: bool

@@ -185,6 +185,33 @@ def test_a_leading_bos_is_not_said_twice() -> None:
     assert s.driver.tokens["b"] == s.driver.oracle.expected_output([*history, 2], 2)
 
 
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_what_is_in_place_is_listed_while_a_turn_runs_too(dp_size: int) -> None:
+    s = talk(dp_size=dp_size, overlap=False)
+
+    def listed() -> tuple[object, object]:
+        entry = s.listed()["s"]
+        return entry["dp_rank"], entry["cached_tokens"]
+
+    assert listed() == (None, 0)
+    rid = s.begin("s", list(range(20)), 4)
+    assert listed() == (None, 0)
+    s.driver.step()
+    home = s.driver.scheduler._requests[rid].dp_rank
+    assert listed() == (home, 8)  # a chunk
+    s.run()
+    assert listed() == (home, 23)
+    rid = s.begin("s", [1, 2], 20)
+    assert listed() == (home, 23)
+    s.driver.step()
+    assert listed() == (home, 26)
+    s.driver.retract(rid)
+    assert listed() == (None, 0)
+    s.run()
+    assert listed() == (s.driver.dp_rank[rid], 45)
+    s.close_all()
+
+
 # -- whole conversations ----------------------------------------------------------------------
 
 
