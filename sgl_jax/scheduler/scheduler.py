@@ -129,8 +129,8 @@ class Scheduler:
     def tick(self, now_s: float) -> None:
         """The time, in seconds from any origin: end what has taken too long.
 
-        Needed only if there is a time limit (`needs_ticks`); a request arrives at the time of the
-        last tick, a session is used at that of the next.
+        Needed only now and then (`needs_tick`), and before whatever else the time matters to: a
+        request arrives at the time of the last tick, a session is used at that of the next.
         """
         config, expired = self.config, self._deadlines.tick(now_s)
         for rid in expired.to_finish:
@@ -143,11 +143,10 @@ class Scheduler:
                 self._time_out(rid, text, 503)
         self._sessions.tick(now_s)
 
-    @property
-    def needs_ticks(self) -> bool:
-        """Whether a request or session that is here may time out."""
-        limits = (self.config.waiting_timeout_s, self.config.request_timeout_s)
-        return (any(limits) and not self.is_idle) or self._sessions.book.needs_ticks
+    def needs_tick(self, now_s: float) -> bool:
+        """Whether a tick would change anything but the time. Until it would, or something else
+        happens, none is needed."""
+        return self._deadlines.needs_tick(now_s) or self._sessions.book.needs_tick(now_s)
 
     @property
     def num_sessions(self) -> int:

@@ -42,7 +42,7 @@ class SessionsFullError(RuntimeError):
 class SessionBook:
     """All sessions of an engine by id, and when each was used last, by the ticks of the engine.
 
-    Ticks may be far apart while no session needs them, so a session counts as used at the first
+    Ticks may be far apart while no session needs one, so a session counts as used at the first
     tick after its use, not at the last one before.
 
     `num_kept` counts the tokens that the sessions keep on the host, all together. Whoever changes
@@ -67,10 +67,10 @@ class SessionBook:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    @property
-    def needs_ticks(self) -> bool:
-        """Whether any session may time out, or it is not known yet when one was used."""
-        return bool(self._timed or self._used_since_tick)
+    def needs_tick(self, now_s: float) -> bool:
+        """Whether a tick would do more than to tell the time: it is not known yet when a session
+        was used, or one may have been idle for too long."""
+        return bool(self._used_since_tick) or (bool(self._checks) and self._checks[0].at_s < now_s)
 
     def open(self, opened: OpenSession) -> None:
         """Raises `InvalidRequestError` if the id is taken, `SessionsFullError`."""
