@@ -84,7 +84,9 @@ class ServerArgs:
     disable_radix_cache: bool = _arg(False, "keep no prefixes between requests")
 
     # Scheduling
-    max_running_requests: int = _arg(0, "requests running at once over all ranks; 0: by device")
+    max_running_requests: int = _arg(
+        0, "requests running at once over all ranks, and sessions kept in place; 0: by device"
+    )
     max_queued_requests: int = _arg(2048, "waiting requests beyond which new ones get a 503")
     chunked_prefill_size: int = _arg(0, "prompt tokens per step and rank at most; 0: by device")
     schedule_policy: str = _arg(

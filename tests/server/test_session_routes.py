@@ -16,6 +16,7 @@ from sgl_jax.core.messages import (
     OpenSession,
     SessionTurn,
 )
+from sgl_jax.engine.request_limits import MAX_RID_CHARS
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import HISTORY, MAX_SESSIONS
 from tests.server.conftest import Rig, serving
@@ -177,6 +178,15 @@ async def test_session_params_reach_the_engine(rig: Rig) -> None:
     params = {"id": "s", "rid": None, "offset": None, "drop_previous_output": True}
     await post(rig, "/v1/completions", prompt="hi", session_params=params)
     assert sent_turn(rig) == SessionTurn(id="s", drop_previous_output=True)
+
+
+async def test_a_turn_of_any_name_that_a_request_may_have_can_be_continued(rig: Rig) -> None:
+    await post(rig, "/open_session", session_id="s")
+    name = "x" * MAX_RID_CHARS
+    answer = await post(rig, "/generate", text="hi", rid=name, session_params={"id": "s"})
+    assert answer["meta_info"]["id"] == name
+    await post(rig, "/generate", text="hi", session_params={"id": "s", "rid": name})
+    assert sent_turn(rig) == SessionTurn(id="s", rid=name)
 
 
 async def test_a_chat_hands_in_the_whole_conversation(rig: Rig) -> None:
