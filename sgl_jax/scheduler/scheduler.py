@@ -88,16 +88,18 @@ class Scheduler:
             self.refuse(message, str(error), 400)
             return
         except SessionsFullError as error:
-            self.refuse(message, str(error), 503)
+            self.refuse(message, str(error), 503, code="too_many_sessions")
             return
         self._arrivals += 1
         self._requests[request.rid] = request
         self._deadlines.add(request.rid)
         self._waiting.add(request)
 
-    def refuse(self, message: GenerateRequest, text: str, status_code: int) -> None:
+    def refuse(
+        self, message: GenerateRequest, text: str, status_code: int, code: str | None = None
+    ) -> None:
         """Answer a request that never entered the queue."""
-        finish = FinishReason("abort", message=text, status_code=status_code)
+        finish = FinishReason("abort", message=text, status_code=status_code, code=code)
         self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:

@@ -364,6 +364,7 @@ def test_all_sessions_together_hold_no_more_tokens_than_they_may() -> None:
         s.driver.submit(generate(f"{number}", new, 1, session=turn))
         finish = s.driver.finish[f"{number}"]
         assert (finish.type, finish.status_code) == ("abort", 503)
+        assert finish.code == "too_many_sessions"
         assert "hold 24 tokens of history, and 7 more would exceed the 30" in (finish.message or "")
         assert "--max-session-tokens" in (finish.message or "")
     reply = s.driver.session(ForkSession(rid="q", session_id="s", new_session_id="fork"))

@@ -18,7 +18,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.engine.request_limits import MAX_RID_CHARS
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.engine.scripted_engine import HISTORY, MAX_SESSIONS
+from tests.engine.scripted_engine import FULL_SEED, HISTORY, MAX_SESSIONS
 from tests.server.conftest import Rig, serving
 
 pytestmark = pytest.mark.anyio
@@ -241,6 +241,15 @@ async def test_a_refused_turn_is_a_plain_400(rig: Rig, stream: bool) -> None:
         answer = await rig.http.post(path, json={**fields, "stream": stream})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == "there is no such session"
+
+
+async def test_a_turn_for_which_sessions_have_no_room_is_a_503_of_its_own_kind(rig: Rig) -> None:
+    """Programs can tell it from a full queue."""
+    await post(rig, "/open_session", session_id="s")
+    body = {"text": "hi", "sampling_params": {"seed": FULL_SEED}}
+    for more, code in (({"session_params": {"id": "s"}}, "too_many_sessions"), ({}, "queue_full")):
+        answer = await rig.http.post("/generate", json={**body, **more})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
 
 
 async def test_a_draining_server_opens_none_but_closes(rig: Rig) -> None:
