@@ -21,6 +21,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str | None = None
     # For an abort that is no wish of the client: the HTTP status it should see, 400 or 5xx.
     status_code: int | None = None
+    code: str | None = None  # a name of the reason for programs, where the status says too little
 
 
 class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,6 +25,7 @@ _BOUNDS = {
     "max_queued_requests": (1, 10_000_000),
     "session_memory_fraction": (0.0, 1.0),
     "max_sessions": (1, 1_000_000),
+    "max_session_tokens": (1, 1_000_000_000_000),
     "chunked_prefill_size": (0, 1_048_576),
     "schedule_conservativeness": (0.0, 10.0),
     "port": (0, 65535),  # 0 takes any free one
@@ -83,7 +84,9 @@ class ServerArgs:
     disable_radix_cache: bool = _arg(False, "keep no prefixes between requests")
 
     # Scheduling
-    max_running_requests: int = _arg(0, "requests running at once over all ranks; 0: by device")
+    max_running_requests: int = _arg(
+        0, "requests running at once over all ranks, and sessions kept in place; 0: by device"
+    )
     max_queued_requests: int = _arg(2048, "waiting requests beyond which new ones get a 503")
     chunked_prefill_size: int = _arg(0, "prompt tokens per step and rank at most; 0: by device")
     schedule_policy: str = _arg(
@@ -103,6 +106,10 @@ class ServerArgs:
         0.8, "share of a rank's KV pages that idle sessions may hold"
     )
     max_sessions: int = _arg(4096, "sessions that may be open; more are refused with a 503")
+    max_session_tokens: int = _arg(
+        67_108_864,
+        "tokens of history kept for all sessions together; more are refused with a 503",
+    )
 
     # Speculative decoding
     speculative_algorithm: str = _arg(

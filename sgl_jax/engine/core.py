@@ -103,10 +103,11 @@ class EngineCore:
                 is_resting = self.scheduler.is_idle and not self._in_flight
                 watchdog.feed()
                 messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
-                # Sessions may time out at rest; what arrives must not find an old time.
-                if messages or self.scheduler.needs_ticks:
+                now_s = time.monotonic()
+                # What arrives must not find an old time. Else only if it matters: each is recorded.
+                if messages or self.scheduler.needs_tick(now_s):
                     with self._answering_defects():
-                        self._tick()
+                        self._tick(now_s)
                 for message in messages:
                     with self._answering_defects():
                         self._handle(message, channel)
@@ -128,10 +129,10 @@ class EngineCore:
 
     # -- steps ------------------------------------------------------------------------------
 
-    def _tick(self) -> None:
+    def _tick(self, now_s: float) -> None:
         """Tell the scheduler the time; what that ends gave memory back, to be proved again."""
         num_sessions = self.scheduler.num_sessions
-        self.events.tick(time.monotonic())
+        self.events.tick(now_s)
         if self.scheduler.num_sessions != num_sessions:
             self._is_audited = False
 

@@ -25,7 +25,7 @@ from sgl_jax.layers.sampling import (
 )
 
 # Positions whose logits are held at once when a prompt is scored.
-_SCORED_BLOCK = 32
+SCORED_BLOCK = 32
 
 
 class Model(Protocol):
@@ -163,7 +163,7 @@ def _write_tokens(
 def _score(model: Model, hidden: jax.Array, successors: jax.Array) -> TokenLogprobs:
     """Log-probabilities at all T positions, a block at a time: logits of all would not fit."""
     num_tokens = hidden.shape[0]
-    padding = -num_tokens % _SCORED_BLOCK
+    padding = -num_tokens % SCORED_BLOCK
     hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
     successors = jnp.pad(successors, (0, padding))
 
@@ -174,8 +174,8 @@ def _score(model: Model, hidden: jax.Array, successors: jax.Array) -> TokenLogpr
     blocks: TokenLogprobs = lax.map(
         score_block,
         (
-            hidden.reshape(-1, _SCORED_BLOCK, hidden.shape[1]),
-            successors.reshape(-1, _SCORED_BLOCK),
+            hidden.reshape(-1, SCORED_BLOCK, hidden.shape[1]),
+            successors.reshape(-1, SCORED_BLOCK),
         ),
     )
     return TokenLogprobs(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))

@@ -51,6 +51,10 @@ class SessionAwareCache:
         """What the slot holds; None if the session runs, was evicted, or is not known here."""
         return self._idle.get(session_id)
 
+    def lent_row(self, session_id: str) -> int | None:
+        """The row of the lease that the session's running turn holds; None if none runs here."""
+        return next((row for row, each in self._lent.items() if each == session_id), None)
+
     def oldest_idle(self, except_id: str | None = None) -> str | None:
         """The idle session used longest ago, other than `except_id`."""
         return next((each for each in self._idle if each != except_id), None)

@@ -19,6 +19,7 @@ class SchedulerConfig(NamedTuple):
     num_draft_tokens: int = 0  # per row and step; 0 without speculative decoding
     session_memory_fraction: float = 1.0  # of a rank's pages that idle sessions may hold
     max_sessions: int = 4096
+    max_session_tokens: int = 1 << 26  # of all sessions' histories, on the host
     check_every_step: bool = False  # prove the ledger's balance after each step
     forced_retract_interval: int = 0  # steps from one forced retract to the next; 0: never
     forced_retract_no_prefill_bs: int = 0  # start nothing while more run than this; 0: no bound
@@ -42,6 +43,7 @@ class SchedulerConfig(NamedTuple):
             num_draft_tokens=args.num_draft_tokens,
             session_memory_fraction=args.session_memory_fraction,
             max_sessions=args.max_sessions,
+            max_session_tokens=args.max_session_tokens,
             check_every_step=args.check_memory == "busy",
             forced_retract_interval=args.test_retract_interval if args.test_retract else 0,
             forced_retract_no_prefill_bs=args.test_retract_no_prefill_bs,

@@ -38,6 +38,18 @@ class Deadlines:
         self._to_start.pop(rid, None)
         self._to_finish.pop(rid, None)
 
+    def needs_tick(self, now_s: float) -> bool:
+        """Whether a tick would do more than to tell the time."""
+        if self._now_s is None:
+            return bool(self._to_start or self._to_finish)
+        return any(
+            next(iter(arrivals.values()), now_s) < now_s - timeout_s
+            for arrivals, timeout_s in (
+                (self._to_start, self._waiting_timeout_s),
+                (self._to_finish, self._request_timeout_s),
+            )
+        )
+
     def tick(self, now_s: float) -> Expired:
         """Time goes on to `now_s`, never back; answers each expiry once."""
         if self._now_s is None:

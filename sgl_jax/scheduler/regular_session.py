@@ -9,7 +9,7 @@ import numpy as np
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import AbortRequest, OpenSession, SessionTurn, StopRequest
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.turn_prompt import NO_TOKENS, append_turn
+from sgl_jax.scheduler.turn_prompt import NO_TOKENS, append_turn, turn_name
 
 # What one session may keep on the host; a client that wants more replaces turns, or opens another.
 MAX_TURNS = 16_384
@@ -75,7 +75,7 @@ class RegularSession:
         self.num_running = 0  # turns of the tree in flight
         self._nodes: dict[str, _Node] = {}
         self._in_flight: dict[str, _Node] = {}  # by request id, also those replaced meanwhile
-        self._num_kept = 0  # tokens, over all nodes
+        self.num_kept = 0  # tokens that it keeps on the host, over all nodes
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +88,7 @@ class RegularSession:
         """Turns of the tree that have finished."""
         return len(self._nodes) - self.num_running
 
-    def compose(self, rid: str, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
+    def compose(self, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
         """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
         if turn.is_whole:
             raise InvalidRequestError(
@@ -98,7 +98,7 @@ class RegularSession:
             )
         parent = None if turn.rid is None else self._finished(turn.rid)
         dropped = self._below(parent) if turn.replace else {}
-        name = turn.name or rid
+        name = turn_name(turn)
         if name in self._nodes and name not in dropped:
             raise InvalidRequestError(f"session {self.session_id!r} has a turn {name!r}", "rid")
         self._require_room(len(input_ids), dropped)
@@ -111,10 +111,10 @@ class RegularSession:
         if turn.replace:
             self._drop(parent)
         kept_len = 0 if parent is None else _kept_len(parent, turn)
-        node = _Node(rid, turn.name or rid, parent, kept_len, prompt[kept_len:].copy())
+        node = _Node(rid, turn_name(turn), parent, kept_len, prompt[kept_len:].copy())
         self._nodes[node.name] = self._in_flight[rid] = node
         self.num_running += 1
-        self._num_kept += node.num_kept
+        self.num_kept += node.num_kept
         if parent is not None:
             parent.children[node.name] = node
 
@@ -128,7 +128,7 @@ class RegularSession:
         else:
             node.output = tokens[node.prompt_len :].copy()
             self.num_running -= 1
-            self._num_kept += node.num_output_tokens
+            self.num_kept += node.num_output_tokens
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
         """Turns in flight whose prompt has what `message` takes from a turn that has ended."""
@@ -161,8 +161,8 @@ class RegularSession:
                 child.added = np.concatenate([node.tokens(child.kept_len)[standing:], child.added])
                 child.kept_len = standing
         node.output = node.output[: message.num_output_tokens].copy()
-        self._num_kept -= before
-        self._num_kept += sum(each.num_kept for each in (node, *node.children.values()))
+        self.num_kept -= before
+        self.num_kept += sum(each.num_kept for each in (node, *node.children.values()))
 
     def _amendable(self, message: StopRequest | AbortRequest) -> _Node | None:
         """The turn that `message` is about, if it has ended well and can still be amended."""
@@ -189,11 +189,11 @@ class RegularSession:
 
     def _require_room(self, num_new: int, dropped: dict[str, _Node]) -> None:
         """Raise `InvalidRequestError` if the session would keep too much, but for `dropped`."""
-        num_kept = self._num_kept - sum(node.num_kept for node in dropped.values())
+        num_kept = self.num_kept - sum(node.num_kept for node in dropped.values())
         if len(self._nodes) - len(dropped) < MAX_TURNS and num_kept + num_new <= MAX_KEPT_TOKENS:
             return
         raise InvalidRequestError(
-            f"session {self.session_id!r} has {self.num_turns} turns that keep {self._num_kept} "
+            f"session {self.session_id!r} has {self.num_turns} turns that keep {self.num_kept} "
             f"tokens; {MAX_TURNS} turns and {MAX_KEPT_TOKENS} tokens are the most: replace some, "
             "or open another session",
             "session_params",
@@ -217,7 +217,7 @@ class RegularSession:
         for name, node in dropped.items():
             del self._nodes[name]
             self.num_running -= node.output is None
-            self._num_kept -= node.num_kept
+            self.num_kept -= node.num_kept
         if parent is not None:
             parent.children.clear()
 
@@ -225,7 +225,7 @@ class RegularSession:
         """Forget a turn that nothing continues."""
         del self._nodes[node.name]
         self.num_running -= node.output is None
-        self._num_kept -= node.num_kept
+        self.num_kept -= node.num_kept
         if node.parent is not None:
             node.parent.children.pop(node.name, None)
 

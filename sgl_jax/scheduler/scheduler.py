@@ -31,6 +31,7 @@ from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.request_len import max_request_len
+from sgl_jax.scheduler.session_book import SessionsFullError
 from sgl_jax.scheduler.session_desk import SessionDesk
 from sgl_jax.scheduler.step_planner import StepDraft
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
@@ -61,7 +62,9 @@ class Scheduler:
         self._deadlines = Deadlines(config.waiting_timeout_s, config.request_timeout_s)
         self._forced_retract = ForcedRetract(config)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
-        self._sessions = SessionDesk(self.ranks, self._requests, config.max_sessions)
+        self._sessions = SessionDesk(
+            self.ranks, self._requests, config.max_sessions, config.max_session_tokens
+        )
         self._arrivals = 0
         self._steps = 0
         self._finished = 0
@@ -84,14 +87,19 @@ class Scheduler:
         except InvalidRequestError as error:
             self.refuse(message, str(error), 400)
             return
+        except SessionsFullError as error:
+            self.refuse(message, str(error), 503, code="too_many_sessions")
+            return
         self._arrivals += 1
         self._requests[request.rid] = request
         self._deadlines.add(request.rid)
         self._waiting.add(request)
 
-    def refuse(self, message: GenerateRequest, text: str, status_code: int) -> None:
+    def refuse(
+        self, message: GenerateRequest, text: str, status_code: int, code: str | None = None
+    ) -> None:
         """Answer a request that never entered the queue."""
-        finish = FinishReason("abort", message=text, status_code=status_code)
+        finish = FinishReason("abort", message=text, status_code=status_code, code=code)
         self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:
@@ -123,8 +131,8 @@ class Scheduler:
     def tick(self, now_s: float) -> None:
         """The time, in seconds from any origin: end what has taken too long.
 
-        Needed only if there is a time limit (`needs_ticks`); a request arrives at the time of the
-        last tick, a session is used at that of the next.
+        Needed only now and then (`needs_tick`), and before whatever else the time matters to: a
+        request arrives at the time of the last tick, a session is used at that of the next.
         """
         config, expired = self.config, self._deadlines.tick(now_s)
         for rid in expired.to_finish:
@@ -137,11 +145,10 @@ class Scheduler:
                 self._time_out(rid, text, 503)
         self._sessions.tick(now_s)
 
-    @property
-    def needs_ticks(self) -> bool:
-        """Whether a request or session that is here may time out."""
-        limits = (self.config.waiting_timeout_s, self.config.request_timeout_s)
-        return (any(limits) and not self.is_idle) or self._sessions.book.needs_ticks
+    def needs_tick(self, now_s: float) -> bool:
+        """Whether a tick would change anything but the time. Until it would, or something else
+        happens, none is needed."""
+        return self._deadlines.needs_tick(now_s) or self._sessions.book.needs_tick(now_s)
 
     @property
     def num_sessions(self) -> int:
@@ -305,7 +312,7 @@ class Scheduler:
             self._dispatcher.admit(self._waiting, drafts)
 
     def _make_request(self, message: GenerateRequest) -> Request:
-        """A request from its message. Raises `InvalidRequestError` if it cannot be served."""
+        """A request from its message. Raises `InvalidRequestError`, `SessionsFullError`."""
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self._arrivals, max_len)

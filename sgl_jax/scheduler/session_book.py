@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, OpenSession
+from sgl_jax.core.messages import AbortRequest, GenerateRequest, OpenSession, StopRequest
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.regular_session import RegularSession
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession
+from sgl_jax.scheduler.turn_prompt import named_turn
 
-# Closed sessions are swept from the heap of checks when they are more than the open ones, and so.
+# Checks of closed sessions are swept from the heap when there are twice as many checks as timed
+# sessions, and this many more.
 _MIN_SWEPT = 64
 
 
@@ -31,21 +33,28 @@ class _Check(NamedTuple):
     session_id: str
 
 
-class TooManySessionsError(RuntimeError):
-    """No more sessions may be open at a time: nothing is wrong with the request, which may succeed
-    when one was closed. The HTTP layer answers 503."""
+class SessionsFullError(RuntimeError):
+    """No more sessions may be open at a time, or they hold as many tokens as they may together:
+    nothing is wrong with the request, which may succeed when some were closed. The HTTP layer
+    answers 503."""
 
 
 class SessionBook:
     """All sessions of an engine by id, and when each was used last, by the ticks of the engine.
 
-    Ticks may be far apart while no session needs them, so a session counts as used at the first
+    Ticks may be far apart while no session needs one, so a session counts as used at the first
     tick after its use, not at the last one before.
+
+    `num_kept` counts the tokens that the sessions keep on the host, all together. Whoever changes
+    a session's history does so through the book, which keeps count.
     """
 
-    def __init__(self, max_sessions: int) -> None:
+    def __init__(self, max_sessions: int, max_tokens: int) -> None:
         self._max_sessions = max_sessions
+        self._max_tokens = max_tokens
         self._sessions: dict[str, Session] = {}
+        self.num_kept = 0
+        self._kept_by: dict[str, int] = {}  # of these, each session's
         self._used_at: dict[str, float] = {}
         self._used_since_tick: set[str] = set()
         self._timed: dict[str, int] = {}  # sessions that may time out: the serial of their opening
@@ -58,13 +67,13 @@ class SessionBook:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    @property
-    def needs_ticks(self) -> bool:
-        """Whether any session may time out, or it is not known yet when one was used."""
-        return bool(self._timed or self._used_since_tick)
+    def needs_tick(self, now_s: float) -> bool:
+        """Whether a tick would do more than to tell the time: it is not known yet when a session
+        was used, or one may have been idle for too long."""
+        return bool(self._used_since_tick) or (bool(self._checks) and self._checks[0].at_s < now_s)
 
     def open(self, opened: OpenSession) -> None:
-        """Raises `InvalidRequestError` if the id is taken, `TooManySessionsError`."""
+        """Raises `InvalidRequestError` if the id is taken, `SessionsFullError`."""
         self._require_free(opened.session_id)
         session = StreamingSession(opened) if opened.streaming else RegularSession(opened)
         self._add(session)
@@ -97,31 +106,27 @@ class SessionBook:
         return session
 
     def fork(self, session: StreamingSession, new_session_id: str) -> None:
-        """Raises `InvalidRequestError` if the new id is taken, `TooManySessionsError`."""
+        """Raises `InvalidRequestError` if the new id is taken, `SessionsFullError`."""
         self._require_free(new_session_id)
+        self._require_room(session.num_tokens)
         self._add(session.fork(new_session_id))
 
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array]:
         """The session that a request is a turn of, and the whole prompt. Changes nothing.
 
-        Raises `InvalidRequestError` if the session cannot take it.
+        Raises `InvalidRequestError` if the session cannot take it, `SessionsFullError`.
         """
-        turn = message.session
-        assert turn is not None
+        turn = named_turn(message)
         session = self.get(turn.id)
-        whole = session.compose(message.rid, turn, message.input_ids)
-        if session.capacity and len(whole) > session.capacity:
-            raise InvalidRequestError(
-                f"the turn makes {len(whole)} tokens, session {turn.id!r} holds "
-                f"{session.capacity} at most",
-                "session_params",
-            )
+        whole = session.compose(turn, message.input_ids)
+        num_known = session.num_tokens if turn.is_whole else 0
+        self._require_room(len(message.input_ids) - num_known)
         return session, whole
 
     def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
         """A turn is in flight, as `compose_turn` made it."""
-        assert message.session is not None
-        session.begin(message.rid, message.session, prompt)
+        session.begin(message.rid, named_turn(message), prompt)
+        self._recount(session)
         self._used_since_tick.add(session.session_id)
 
     def end_turn(self, session: Session, rid: str, tokens: Int32Array | None) -> None:
@@ -129,9 +134,21 @@ class SessionBook:
         session.end(rid, tokens)
         if self._sessions.get(session.session_id) is not session:
             return  # closed, while a turn ran that had been replaced
+        self._recount(session)
         self._used_since_tick.add(session.session_id)
         if session.session_id in self._closing and not session.num_running:
             self._forget(session.session_id)
+
+    def amend_turn(self, session: Session, message: StopRequest | AbortRequest) -> int | None:
+        """As `amend` of the session; for a regular one, None."""
+        fitting = session.amend(message)
+        self._recount(session)
+        return fitting
+
+    def roll_back(self, session: StreamingSession, num_turns: int) -> None:
+        """Raises `InvalidRequestError` if it has fewer turns."""
+        session.roll_back(num_turns)
+        self._recount(session)
 
     def close(self, session_id: str) -> Session:
         """Close a session, or if it has requests in flight, let it take no more."""
@@ -177,6 +194,7 @@ class SessionBook:
 
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session
+        self._recount(session)
         self._used_since_tick.add(session.session_id)
         if session.timeout_s is not None:
             self._timed[session.session_id] = next(self._serials)
@@ -184,6 +202,7 @@ class SessionBook:
 
     def _forget(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
+        self.num_kept -= self._kept_by.pop(session_id)
         self._used_at.pop(session_id, None)
         self._used_since_tick.discard(session_id)
         self._closing.discard(session_id)
@@ -195,6 +214,11 @@ class SessionBook:
             self._checks = [check for check in self._checks if self._is_open(check)]
             heapq.heapify(self._checks)
 
+    def _recount(self, session: Session) -> None:
+        """The history of a session may have changed."""
+        self.num_kept += session.num_kept - self._kept_by.get(session.session_id, 0)
+        self._kept_by[session.session_id] = session.num_kept
+
     def _is_open(self, check: _Check) -> bool:
         """Whether its session is: not closed, with perhaps another opened under its name."""
         return self._timed.get(check.session_id) == check.serial
@@ -205,6 +229,16 @@ class SessionBook:
         if session_id in self._sessions:
             raise InvalidRequestError(f"session {session_id!r} exists already", "session_id")
         if len(self._sessions) >= self._max_sessions:
-            raise TooManySessionsError(
-                f"{self._max_sessions} sessions are open, which is the most there may be"
+            raise SessionsFullError(
+                f"{self._max_sessions} sessions are open, which is the most there may be "
+                "(--max-sessions)"
+            )
+
+    def _require_room(self, num_added: int) -> None:
+        """Raises `SessionsFullError` if the sessions may not keep so many tokens more."""
+        if num_added > 0 and self.num_kept + num_added > self._max_tokens:
+            raise SessionsFullError(
+                f"the sessions hold {self.num_kept} tokens of history, and {num_added} more would "
+                f"exceed the {self._max_tokens} that they may hold together "
+                "(--max-session-tokens); close some"
             )

@@ -24,7 +24,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.session_book import SessionBook, TooManySessionsError
+from sgl_jax.scheduler.session_book import SessionBook, SessionsFullError
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession
 
@@ -37,8 +37,9 @@ class SessionDesk:
         ranks: Sequence[RankScheduler],
         requests: Mapping[str, Request],
         max_sessions: int,
+        max_session_tokens: int,
     ) -> None:
-        self.book = SessionBook(max_sessions)
+        self.book = SessionBook(max_sessions, max_session_tokens)
         self._ranks = ranks
         self._requests = requests
         self._num_removed = 0  # leases that slots had given up when turns were last let move
@@ -49,7 +50,7 @@ class SessionDesk:
             data = self._do(message)
         except InvalidRequestError as error:
             return Reply(rid=message.rid, ok=False, message=str(error), data={"param": error.param})
-        except TooManySessionsError as error:
+        except SessionsFullError as error:
             data = {"status_code": 503}
             return Reply(rid=message.rid, ok=False, message=str(error), data=data)
         return Reply(rid=message.rid, ok=True, data=data)
@@ -57,7 +58,7 @@ class SessionDesk:
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, int | None]:
         """A request of a session: the session, its whole prompt, and the rank it must run on.
 
-        Changes nothing. Raises `InvalidRequestError` if it cannot be a turn.
+        Changes nothing. Raises `InvalidRequestError` if it cannot be a turn, `SessionsFullError`.
         """
         assert message.session is not None
         home = self._home(message.session.id)
@@ -84,10 +85,10 @@ class SessionDesk:
     def amend_turn(self, message: StopRequest | AbortRequest) -> None:
         """A turn had ended before it was known where its client saw it end, or that nobody did.
 
-        What is `built_on` it has been ended.
+        Whatever was `built_on` it has been ended before.
         """
         session = None if message.session is None else self.book.find(message.session.id)
-        fitting = None if session is None else session.amend(message)
+        fitting = None if session is None else self.book.amend_turn(session, message)
         if session is None or fitting is None:
             return
         for request in self._requests.values():
@@ -160,7 +161,7 @@ class SessionDesk:
 
     def _roll_back(self, message: RollbackSession) -> dict[str, Any]:
         session = self.book.idle_streaming(message.session_id)
-        session.roll_back(message.num_turns)
+        self.book.roll_back(session, message.num_turns)
         home = self._home(message.session_id)
         if home is not None:
             home.roll_back_session(message.session_id, session.num_tokens)
@@ -168,7 +169,6 @@ class SessionDesk:
 
     def _describe(self, session: Session, idle_s: float, is_closing: bool) -> dict[str, Any]:
         home = self._home(session.session_id)
-        lease = None if home is None else home.memory.cache.idle_lease(session.session_id)
         return {
             "session_id": session.session_id,
             "streaming": isinstance(session, StreamingSession),
@@ -179,9 +179,20 @@ class SessionDesk:
             "idle_s": idle_s,
             "timeout_s": session.timeout_s,
             "dp_rank": None if home is None else home.dp_rank,
-            "cached_tokens": 0 if lease is None else lease.kv_committed_len,
+            "cached_tokens": 0 if home is None else _num_cached(home, session.session_id),
         }
 
     def _home(self, session_id: str) -> RankScheduler | None:
         """The rank that holds the session's lease."""
         return next((rank for rank in self._ranks if rank.memory.cache.holds(session_id)), None)
+
+
+def _num_cached(home: RankScheduler, session_id: str) -> int:
+    """Committed tokens of the session's lease, whether its slot holds it or a running turn."""
+    memory = home.memory
+    lease = memory.cache.idle_lease(session_id)
+    if lease is not None:
+        return lease.kv_committed_len
+    row = memory.cache.lent_row(session_id)
+    assert row is not None, f"rank {home.dp_rank} holds no lease of {session_id!r}"
+    return int(memory.rows.kv_committed_len[row])

@@ -7,7 +7,7 @@ import numpy as np
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import AbortRequest, OpenSession, SessionTurn, StopRequest
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.turn_prompt import NO_TOKENS, append_turn
+from sgl_jax.scheduler.turn_prompt import NO_TOKENS, append_turn, turn_name
 
 
 class Turn(NamedTuple):
@@ -50,6 +50,13 @@ class StreamingSession:
         return len(self.tokens)
 
     @property
+    def num_kept(self) -> int:
+        """Tokens that it keeps on the host: the history, what the running turn adds to it, and
+        what the last turn replaced."""
+        replaced = 0 if self._replaced is None else len(self._replaced.tokens)
+        return max(len(self.tokens), len(self._pending)) + replaced
+
+    @property
     def num_turns(self) -> int:
         """Turns that succeeded."""
         return len(self.turns)
@@ -59,7 +66,7 @@ class StreamingSession:
         """Requests in flight: one, or none."""
         return int(self._running is not None)
 
-    def compose(self, rid: str, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
+    def compose(self, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
         """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
         if self._running is not None:
             raise InvalidRequestError(
@@ -71,7 +78,7 @@ class StreamingSession:
 
     def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
         """A turn starts, with the prompt that `compose` made."""
-        self._running, self._name, self._pending = rid, turn.name or rid, prompt
+        self._running, self._name, self._pending = rid, turn_name(turn), prompt
         self._is_whole = turn.is_whole
 
     def kept_len(self) -> int:
@@ -98,9 +105,7 @@ class StreamingSession:
 
         A whole conversation is what its client says it is, and has taken nothing from here.
         """
-        if self._running is None or self._len_after(message) == self.num_tokens:
-            return []
-        if self._is_whole:
+        if self._running is None or self._is_whole or self._len_after(message) == self.num_tokens:
             return []
         return [self._running]
 
@@ -115,7 +120,7 @@ class StreamingSession:
         if fitting == self.num_tokens:
             return None
         assert self._running is None or self._is_whole, "a turn runs on what is amended"
-        self.tokens = self.tokens[:fitting]
+        self.tokens = self.tokens[:fitting].copy()
         if isinstance(message, StopRequest):
             self.turns[-1] = self.turns[-1]._replace(num_tokens=fitting)
         else:
@@ -134,7 +139,8 @@ class StreamingSession:
                 "num_turns",
             )
         self.turns = self.turns[:num_turns]
-        self.tokens = self.tokens[: self.turns[-1].num_tokens if self.turns else 0]
+        # A copy: a part of the array would keep all of it.
+        self.tokens = self.tokens[: self.turns[-1].num_tokens if self.turns else 0].copy()
 
     def fork(self, new_session_id: str) -> "StreamingSession":
         """Another session with the same history."""

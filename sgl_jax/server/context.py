@@ -22,13 +22,14 @@ _DEFAULT_MODEL = "default"  # what clients send who know of only one model
 
 @dataclasses.dataclass
 class ServerContext:
-    """One per server; `draining` is the only thing that changes."""
+    """One per server; of all this only `draining` changes while it serves."""
 
     args: ServerArgs
     frontend: Frontend
     engine_info: dict[str, Any]
     engine_metrics: EngineMetrics
     draining: bool = False
+    answer_timeout_s: float = 30.0  # how long the engine may take to answer; it may be in a step
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
@@ -62,24 +63,39 @@ class ServerContext:
         return encode() if num_chars < _LONG_TEXT_CHARS else await asyncio.to_thread(encode)
 
     async def ask(
-        self, make_message: Callable[[str], FrontMessage], timeout_s: float = 30.0
+        self,
+        make_message: Callable[[str], FrontMessage],
+        timeout_s: float | None = None,
+        *,
+        on_unheard: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """Ask the engine and wait for its answer.
 
+        Args:
+            timeout_s: by default `answer_timeout_s`.
+            on_unheard: gets the answer if nobody waits for it any more, because time was up or
+                whoever asked was cancelled: the engine does what it was asked all the same.
+
         Raises:
-            ApiError: 503, no answer within `timeout_s` (the engine may be in a long step).
+            ApiError: 503, no answer in time.
         """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Reply] = loop.create_future()
+        timeout_s = self.answer_timeout_s if timeout_s is None else timeout_s
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
         def on_reply(reply: Reply) -> None:
-            if not answer.done():  # else whoever asked has given up
+            if not answer.done():
                 answer.set_result(reply)
+            elif on_unheard is not None:
+                on_unheard(reply)
 
         self.frontend.ask(make_message, on_reply)
         try:
             return await asyncio.wait_for(answer, timeout_s)
-        except TimeoutError as error:
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if on_unheard is not None and answer.done() and not answer.cancelled():
+                on_unheard(answer.result())  # it came in the moment of giving up
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise ApiError(503, f"the engine gave no answer within {timeout_s:g} s") from error
 
 

@@ -80,7 +80,8 @@ def abort_error(finish: FinishReason) -> ApiError | None:
     if finish.type != "abort" or finish.status_code is None:
         return None
     code = {400: "invalid_value", 503: "queue_full", 504: "timeout"}.get(finish.status_code)
-    return ApiError(finish.status_code, finish.message or "the request was aborted", code=code)
+    message = finish.message or "the request was aborted"
+    return ApiError(finish.status_code, message, code=finish.code or code)
 
 
 def envelope(error: ApiError) -> bytes:

@@ -20,7 +20,7 @@ from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.errors import abort_error, envelope, to_api_error
 
 T = TypeVar("T")
-_CLIENT_GONE = 499  # nginx's number for a client that closed the connection; nobody reads it
+CLIENT_GONE = 499  # nginx's number for a client that closed the connection; nobody reads it
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -143,7 +143,7 @@ async def respond(
         return EventStream(group, answer_format)
     answers = await while_connected(request.receive, _gather(group))
     if answers is None:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     return json_response(answer_format.whole(answers))
 
 

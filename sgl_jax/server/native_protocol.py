@@ -10,9 +10,7 @@ from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.server.logprobs import NativeLogprob
 from sgl_jax.server.openai_protocol import MAX_CHOICES, given_sampling
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
-from sgl_jax.server.strict_model import StrictModel, TokenIds
-
-Rid = Annotated[str, Field(min_length=1, max_length=200)]
+from sgl_jax.server.strict_model import Rid, StrictModel, TokenIds
 
 
 class NativeSampling(StrictModel):

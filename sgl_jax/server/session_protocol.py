@@ -7,8 +7,8 @@ from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionTurn
-from sgl_jax.engine.request_limits import MAX_RID_CHARS, MAX_SESSION_ID_CHARS
-from sgl_jax.server.strict_model import StrictModel
+from sgl_jax.engine.request_limits import MAX_SESSION_ID_CHARS
+from sgl_jax.server.strict_model import Rid, StrictModel
 
 _INT32 = 2**31
 _MAX_TIMEOUT_S = 1e9
@@ -20,9 +20,7 @@ class SessionParams(StrictModel):
     """`session_params`: the session that a request is a turn of, and how it continues it."""
 
     id: SessionId
-    rid: Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)] | None = Field(
-        default=None, description="the turn to append to; null starts anew"
-    )
+    rid: Rid | None = Field(default=None, description="the turn to append to; null starts anew")
     offset: int | None = Field(
         default=None, ge=-_INT32, lt=_INT32, description="tokens of the history to keep; 0: all"
     )
@@ -82,7 +80,11 @@ class Forked(Struct, frozen=True):
 
 
 class SessionEntry(Struct, frozen=True):
-    """A session. `cached_tokens`: of its history, whose KV is kept on rank `dp_rank` for it."""
+    """A session.
+
+    `cached_tokens`: whose KV is in place on rank `dp_rank`, of its history and of the turn that
+    runs; 0 without a rank if it was evicted, or its turn waits to be computed anew.
+    """
 
     session_id: str
     streaming: bool

@@ -1,5 +1,6 @@
 """Sessions: opened, closed, listed, rolled back and forked. Their turns come as requests."""
 
+import contextlib
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -7,17 +8,19 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from sgl_jax.core.errors import EngineDeadError
 from sgl_jax.core.messages import (
     CloseSession,
     ForkSession,
     ListSessions,
     OpenSession,
+    Reply,
     RollbackSession,
     SessionMessage,
 )
-from sgl_jax.server.context import context_of
+from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.generation import json_response
+from sgl_jax.server.generation import CLIENT_GONE, json_response, while_connected
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.session_protocol import (
@@ -47,6 +50,7 @@ async def open_session(body: OpenSessionBody, request: Request) -> Response:
             capacity_of_str_len=body.capacity_of_str_len,
             timeout_s=body.timeout,
         ),
+        opens=None if body.session_id else session_id,
     )
     return json_response(session_id)
 
@@ -72,13 +76,14 @@ async def rollback_session(body: RollbackSessionBody, request: Request) -> Respo
 async def fork_session(body: ForkSessionBody, request: Request) -> Response:
     """Open a streaming session with the history of another; what is cached of it is shared.
 
-    A 503 while too many are open.
+    A 503 while too many are open, or sessions hold too many tokens.
     """
     context_of(request).check_open()
     new_id = body.new_session_id or uuid.uuid4().hex
     data = await _ask(
         request,
         lambda rid: ForkSession(rid=rid, session_id=body.session_id, new_session_id=new_id),
+        opens=None if body.new_session_id else new_id,
     )
     return json_response(msgspec.convert(data, Forked))
 
@@ -92,10 +97,24 @@ async def list_sessions(request: Request) -> Response:
     )
 
 
-async def _ask(request: Request, make_message: Callable[[str], SessionMessage]) -> dict[str, Any]:
-    """The engine's answer. Raises `ApiError` with its reason if it refused."""
+async def _ask(
+    request: Request, make_message: Callable[[str], SessionMessage], *, opens: str | None = None
+) -> dict[str, Any]:
+    """The engine's answer. Raises `ApiError` with its reason if it refused.
+
+    `opens` is the generated id of the session that this would open: if nobody hears of it, because
+    the answer comes too late or the client has gone, the session is closed. (One that its client
+    has named stays: the client can use it or close it.)
+    """
     context = context_of(request)
-    reply = await context.ask(make_message)
+    if opens is None:
+        reply = await context.ask(make_message)
+    else:
+        asking = context.ask(make_message, on_unheard=lambda r: _close_unheard(context, opens, r))
+        heard = await while_connected(request.receive, asking)
+        if heard is None:
+            raise ApiError(CLIENT_GONE, "the client went away")
+        reply = heard
     if reply.ok:
         return reply.data
     if context.frontend.death is not None:
@@ -103,3 +122,13 @@ async def _ask(request: Request, make_message: Callable[[str], SessionMessage]) 
     status_code = int(reply.data.get("status_code", 400))
     code = {400: "invalid_value", 503: "too_many_sessions"}.get(status_code)
     raise ApiError(status_code, reply.message, param=reply.data.get("param"), code=code)
+
+
+def _close_unheard(context: ServerContext, session_id: str, reply: Reply) -> None:
+    """Close a session whose id nobody has learnt, if it was opened."""
+    if not reply.ok:
+        return
+    with contextlib.suppress(EngineDeadError):  # then it has gone with the engine
+        context.frontend.ask(
+            lambda rid: CloseSession(rid=rid, session_id=session_id), lambda reply: None
+        )

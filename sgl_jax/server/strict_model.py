@@ -4,6 +4,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sgl_jax.engine.request_limits import MAX_RID_CHARS
+
+Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 

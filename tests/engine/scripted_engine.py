@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
@@ -39,7 +41,7 @@ from sgl_jax.engine.process import run_engine
 
 CRASH_SEED = 666  # a request with this seed is a defect of the engine
 MAX_SESSIONS = 8
-FULL_SEED = 503  # and with this one, the queue is full
+FULL_SEED = 503  # and with this one, the queue is full, or if it is a turn's, all sessions are
 LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
 LATE_TOKENS = 3
 HISTORY = 100  # tokens of every session
@@ -65,6 +67,7 @@ class ScriptedEngine:
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
+    is_stuck: bool = False  # likewise: it hears nothing, as in a long step
 
     @property
     def info(self) -> dict[str, Any]:
@@ -78,6 +81,9 @@ class ScriptedEngine:
 
     def run(self, channel: Channel) -> None:
         while not self.stopped:
+            if self.is_stuck:
+                time.sleep(0.01)
+                continue
             for message in channel.poll(0 if self.running else 0.05):
                 self.seen.append(message)
                 if isinstance(message, Shutdown):
@@ -145,6 +151,8 @@ class ScriptedEngine:
             raise RuntimeError("the script says to crash")
         if seed == FULL_SEED:
             finish = FinishReason(type="abort", message="the queue is full", status_code=503)
+            if request.session is not None:
+                finish = msgspec.structs.replace(finish, code="too_many_sessions")
             return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
         if request.session is not None and request.session.id not in self.sessions:
             finish = FinishReason(type="abort", message="there is no such session", status_code=400)

@@ -12,12 +12,21 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.core.messages import FrontMessage, GenerateRequest
+from sgl_jax.core.messages import (
+    FrontMessage,
+    GenerateRequest,
+    ListSessions,
+    OpenSession,
+    Reply,
+    SessionTurn,
+)
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine import core as core_module
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.replay.__main__ import main as replay
+from sgl_jax.scheduler.event_log import EventReader
+from sgl_jax.scheduler.events import Ticked
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.faults import FaultyExecutor
 
@@ -215,6 +224,51 @@ def test_what_an_engine_recorded_is_decided_alike_again(
     assert rig.core.scheduler.counters()["requests_force_retracted"] > 0
     assert replay([str(path), "--check-memory", "busy"]) == 0
     assert "18 requests" in capsys.readouterr().out
+
+
+def test_an_engine_at_rest_records_nothing_until_a_session_has_idled_for_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=time.sleep)
+    monkeypatch.setattr(core_module, "time", clock)
+    path = tmp_path / "engine.events"
+    rig = Rig(tmp_path, record_events=str(path))
+    turn = SessionTurn(id="s")
+    sampling = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+
+    def rest(seconds: int) -> Iterator[list[FrontMessage]]:
+        for _ in range(5 * seconds):
+            now_s[0] += 0.2
+            yield []
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield [OpenSession(rid="q", session_id="s", streaming=True, timeout_s=60.0)]
+        turns = (
+            GenerateRequest(rid=f"{i}", input_ids=[5], sampling=sampling, session=turn)
+            for i in range(2)
+        )
+        yield from rig.until_idle([next(turns)])
+        yield from rest(1)
+        size = path.stat().st_size
+        yield from rest(40)
+        assert path.stat().st_size == size
+        yield [ListSessions(rid="listed")]
+        yield from rig.until_idle([next(turns)])
+        yield from rest(59)
+        assert rig.core.scheduler.num_sessions == 1
+        yield from rest(3)
+        assert rig.core.scheduler.num_sessions == 0
+
+    channel = rig.run(script())
+    rig.core._close()
+    replies = {reply.rid: reply for reply in channel.sent if isinstance(reply, Reply)}
+    (entry,) = replies["listed"].data["sessions"]
+    assert entry["idle_s"] == pytest.approx(41.0, abs=0.3)
+    with path.open("rb") as file:
+        num_ticks = sum(isinstance(event, Ticked) for event in EventReader(file))
+    assert num_ticks < 12
+    assert replay([str(path), "--check-memory", "busy"]) == 0
 
 
 def test_a_recording_that_cannot_be_made_is_known_before_a_model_is_loaded(

@@ -270,7 +270,7 @@ def test_what_a_session_cannot_take_is_refused_and_changes_nothing(engine: Engin
     ):
         with pytest.raises(GenerationError, match=reason):
             turn(engine, session_id, [302], **params)
-    with pytest.raises(GenerationError, match="holds 40 at most"):
+    with pytest.raises(GenerationError, match="exceed the 40 tokens that the session can hold"):
         turn(engine, session_id, [302] * 40)
     with pytest.raises(GenerationError, match="there is no session"):
         turn(engine, "nobody", [302])

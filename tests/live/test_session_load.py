@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from sgl_jax.text.tokenizer import Tokenizer
 from tests.accuracy import near_ties
-from tests.live.live_server import LiveServer, live_server
+from tests.live.live_server import DEMO, LiveServer, live_server
 
 NUM_SESSIONS, NUM_TURNS, NUM_PLAIN = 64, 20, 16
 NUM_NEW, NUM_OUTPUT = 8, 6
 HISTORY = NUM_TURNS * (NUM_NEW + NUM_OUTPUT)
+ASSISTANT = "<|im_start|>assistant\n"
 
 
 def generate(client: httpx.Client, ids: list[int], **more: Any) -> dict[str, Any]:
@@ -52,35 +53,35 @@ def ask_plainly(client: httpx.Client, seed: int) -> list[tuple[list[int], list[i
 
 
 def test_a_fact_of_the_first_turn_is_known_in_the_twentieth(tmp_path: Path) -> None:
-    """Though every turn is retracted on its way, and the session evicted between them."""
+    """Though no turn sends what was said before it, every turn is retracted on its way, and the
+    session is evicted between them: only the server can know it."""
     flags = ("--context-length", "1024", "--max-running-requests", "2", "--check-memory", "busy")
-    texts = ["The code of Anna is 471.", *(f"What is {i} + {i + 3}?" for i in range(11, 29))]
-    messages: list[Any] = []
+    says = ["The code of Anna is 471.", *(f"What is {i} + {i + 3}?" for i in range(11, 29))]
+    encode = Tokenizer.load(str(DEMO)).encode
+    total, sent = 0, []
     with (
         live_server(tmp_path, *flags, "--test-retract") as server,
         httpx.Client(base_url=server.url, timeout=120) as client,
         ThreadPoolExecutor(2) as threads,
     ):
-        chat = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-        opened = client.post("/open_session", json={"capacity_of_str_len": 0, "streaming": True})
-        session_id = opened.json()
-        for text in (*texts, "What is the code of Anna?"):
-            messages.append({"role": "user", "content": text})
-            answer = chat.chat.completions.create(
-                model="demo",
-                messages=messages,
-                temperature=0,
-                extra_body={"session_id": session_id},
-            )
-            content = answer.choices[0].message.content
-            messages.append({"role": "assistant", "content": content})
+        session_id = client.post("/open_session", json={"streaming": True}).json()
+        for text in (*says, "What is the code of Anna?"):
+            end_of_answer = "\n" if sent else ""  # of the template; the model ends before it
+            sent.append(f"{end_of_answer}<|im_start|>user\n{text}<|im_end|>\n{ASSISTANT}")
+            body = {"text": sent[-1], "sampling_params": {"temperature": 0}}
+            answer = client.post("/generate", json={**body, "session_params": {"id": session_id}})
+            assert answer.status_code == 200, answer.text
+            meta = answer.json()["meta_info"]
+            assert meta["prompt_tokens"] == total + len(encode(sent[-1]))
+            total = meta["prompt_tokens"] + meta["completion_tokens"]
             # Two requests at once need both rows, the session's among them.
             list(threads.map(lambda i: generate(client, [300 + i] * 20), range(2)))
         counters = server.get("/get_server_info")["counters"]
         client.post("/close_session", json={"session_id": session_id})
         server.assert_nothing_leaked()
-    assert len(messages) == 2 * 20
-    assert "471" in content
+    assert len(sent) == 20
+    assert ["471" in text for text in sent] == [True] + 19 * [False]
+    assert "471" in answer.json()["text"]
     assert counters["sessions_evicted"] > 10
     assert counters["requests_force_retracted"] > 20
 

@@ -204,7 +204,11 @@ def test_back_to_an_earlier_turn_and_on_in_two_ways(client: Client) -> None:
         assert client.turn(name, new)["output_ids"] == whole["output_ids"]
 
 
-def test_a_chat_recalls_a_fact_and_computes_only_what_is_new(client: Client) -> None:
+def test_a_chat_is_answered_as_without_its_session_and_computes_only_what_is_new(
+    client: Client,
+) -> None:
+    """A chat sends all of the conversation; `test_session_load.py` asks what only the session
+    can know."""
     session_id = client.open(streaming=True)
     chat = openai.OpenAI(base_url=client.server.url + "/v1", api_key="none", max_retries=0)
     messages: list[Any] = []

@@ -35,6 +35,9 @@ _REGULAR = "sgl_jax/scheduler/regular_session.py"
 _BOOK = "sgl_jax/scheduler/session_book.py"
 _DESK = "sgl_jax/scheduler/session_desk.py"
 
+_BUILT_ON = (
+    "if self._running is None or self._is_whole or self._len_after(message) == self.num_tokens:"
+)
 _FREE_REST = (
     "    memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), "
     "owner=lease.row)\n"
@@ -546,16 +549,28 @@ MUTATIONS = (
         "            elif False:\n                heapq.heappush(",
     ),
     Mutation(
+        "count what a session was rolled back from as kept",
+        _BOOK,
+        "        session.roll_back(num_turns)\n        self._recount(session)\n",
+        "        session.roll_back(num_turns)\n",
+    ),
+    Mutation(
+        "let sessions keep as many tokens as they like",
+        _BOOK,
+        "        self._require_room(len(message.input_ids) - num_known)\n",
+        "",
+    ),
+    Mutation(
         "let a turn run on what a late stop cuts",
         _STREAMING,
-        "if self._running is None or self._len_after(message) == self.num_tokens:",
+        _BUILT_ON,
         "if True:",
     ),
     Mutation(
         "end a whole conversation for what the turn before it was",
         _STREAMING,
-        "        if self._is_whole:\n            return []\n",
-        "",
+        _BUILT_ON,
+        "if self._running is None or self._len_after(message) == self.num_tokens:",
     ),
     Mutation(
         "a whole conversation that fails leaves what is no history any more",
@@ -566,8 +581,8 @@ MUTATIONS = (
     Mutation(
         "end a turn though the stop before it cuts nothing",
         _STREAMING,
-        "if self._running is None or self._len_after(message) == self.num_tokens:",
-        "if self._running is None:",
+        _BUILT_ON,
+        "if self._running is None or self._is_whole:",
     ),
     Mutation(
         "a turn whose end nobody saw stays",

@@ -134,9 +134,9 @@ def test_a_chain_of_turns_keeps_no_token_twice() -> None:
     branch = tree.say("branch", [7], history[:10], rid="11", offset=10)
     kept = [node.num_kept for node in tree.session()._nodes.values()]
     assert kept == [5] * 12 + [len(branch) - 10]
-    assert tree.session()._num_kept == sum(kept)
+    assert tree.session().num_kept == sum(kept)
     tree.say("all gone", [7], [], replace=True)
-    assert tree.session()._num_kept == 4
+    assert tree.session().num_kept == 4
 
 
 def test_a_session_keeps_only_so_many_turns_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_what_continues_a_turn_that_is_cut_late_keeps_what_it_has_read() -> None
     assert tree.described()["num_turns"] == 4
     tree.say("c", [8], second, rid="b")
     tree.say("d", [8], first[:4], rid="a")
-    assert tree.session()._num_kept == sum(n.num_kept for n in tree.session()._nodes.values())
+    assert tree.session().num_kept == sum(n.num_kept for n in tree.session()._nodes.values())
 
 
 def test_a_turn_whose_end_nobody_saw_never_was_unless_another_has_continued_it() -> None:
@@ -257,8 +257,10 @@ def test_a_refused_turn_that_would_replace_others_replaces_nothing() -> None:
     tree = Tree(capacity_of_str_len=20)
     first = tree.say("a", [1, 2, 3], [])
     tree.say("b", [4], first, rid="a")
-    tree.refused("c", "holds 20 at most", [5] * 21, replace=True)
-    tree.refused("d", "holds 20 at most", [5] * 20, rid="a", replace=True)
+    tree.refused("c", "exceed the 20 tokens that the session can hold", [5] * 21, replace=True)
+    tree.refused(
+        "d", "exceed the 20 tokens that the session can hold", [5] * 20, rid="a", replace=True
+    )
     tree.refused("e", "the prompt is empty", [], replace=True)
     message = generate("f", [1], 500, session=SessionTurn(id="t", replace=True))
     tree.driver.submit(message)

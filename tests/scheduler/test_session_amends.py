@@ -27,12 +27,13 @@ def three_turns(page_size: int = 4, radix: bool = True, **config: object) -> Con
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 @pytest.mark.parametrize("num_kept", [1, 3, 4])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("page_size", "radix"), EVERY_MEMORY)
 def test_a_stop_that_crosses_the_next_turn_ends_that_and_cuts_the_one_before(
-    num_steps: int, num_kept: int, page_size: int, radix: bool
+    num_steps: int, num_kept: int, page_size: int, radix: bool, overlap: bool
 ) -> None:
     """It was sent when for its client the turn before was in flight, and is refused as then."""
-    s = three_turns(page_size, radix)
+    s = three_turns(page_size, radix, overlap=overlap)
     s.begin("s", list(range(10, 22)), 10)
     for _ in range(num_steps):
         s.driver.step()
@@ -144,9 +145,12 @@ def test_the_same_conversation_sent_again_is_answered_and_finds_what_it_had_befo
 
 
 @pytest.mark.parametrize("num_turns", [1, 2, 4])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("page_size", "radix"), EVERY_MEMORY)
-def test_a_turn_whose_end_nobody_saw_never_was(num_turns: int, page_size: int, radix: bool) -> None:
-    s = talk(page_size=page_size, use_radix_cache=radix, pool_tokens=1024)
+def test_a_turn_whose_end_nobody_saw_never_was(
+    num_turns: int, page_size: int, radix: bool, overlap: bool
+) -> None:
+    s = talk(page_size=page_size, use_radix_cache=radix, pool_tokens=1024, overlap=overlap)
     for number in range(num_turns):
         history = s.of["s"].tokens
         s.say("s", [number, 1, 2], 5)
@@ -155,9 +159,12 @@ def test_a_turn_whose_end_nobody_saw_never_was(num_turns: int, page_size: int, r
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 5])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("page_size", "radix"), EVERY_MEMORY)
-def test_nor_was_what_was_sent_after_it(num_steps: int, page_size: int, radix: bool) -> None:
-    s = three_turns(page_size, radix)
+def test_nor_was_what_was_sent_after_it(
+    num_steps: int, page_size: int, radix: bool, overlap: bool
+) -> None:
+    s = three_turns(page_size, radix, overlap=overlap)
     s.begin("s", list(range(10, 22)), 10)
     for _ in range(num_steps):
         s.driver.step()

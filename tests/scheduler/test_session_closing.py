@@ -62,9 +62,9 @@ def test_a_session_is_closed_when_it_was_idle_for_too_long() -> None:
     """Ticks may pause while nobody needs them: time counts from the first one after a use."""
     s = talk()
     s.driver.tick(0.0)
-    assert not s.driver.scheduler.needs_ticks
+    assert not s.driver.scheduler.needs_tick(1e6)
     s.open("short", timeout_s=5.0)
-    assert s.driver.scheduler.needs_ticks
+    assert s.driver.scheduler.needs_tick(0.0)
     s.driver.tick(1e6)
     s.driver.tick(1e6 + 5)
     s.say("short", [1, 2, 3])
@@ -82,9 +82,30 @@ def test_a_session_is_closed_when_it_was_idle_for_too_long() -> None:
     s.driver.tick(1e6 + 106.5)
     assert set(s.listed()) == {"s"}
     assert s.lease("short") is None
-    assert not s.driver.scheduler.needs_ticks
+    assert not s.driver.scheduler.needs_tick(1e9)
     del s.of["short"]
     s.close_all()
+
+
+def test_at_rest_a_tick_is_needed_only_when_a_sessions_time_may_be_over() -> None:
+    """Each is recorded: an idle server's recording must not grow for ever."""
+    s = talk()
+    scheduler = s.driver.scheduler
+    s.open("short", timeout_s=5.0)
+    s.driver.tick(100.0)
+    assert not any(scheduler.needs_tick(now_s) for now_s in (100.2, 103.0, 105.0))
+    s.say("short", [1])
+    assert scheduler.needs_tick(104.0)  # it was used, nobody knows when
+    s.driver.tick(104.0)
+    assert not scheduler.needs_tick(105.0)
+    assert scheduler.needs_tick(105.5)  # when it would have ended, had it not been used
+    s.driver.tick(105.5)
+    assert set(s.listed()) == {"s", "short"}
+    assert not scheduler.needs_tick(109.0)
+    assert scheduler.needs_tick(109.5)
+    s.driver.tick(109.5)
+    assert set(s.listed()) == {"s"}
+    assert not scheduler.needs_tick(1e9)
 
 
 def test_a_tick_looks_only_at_sessions_whose_time_may_be_over() -> None:
@@ -128,15 +149,15 @@ def test_a_session_of_the_same_name_has_a_time_of_its_own() -> None:
     s.check()
     s.driver.tick(153.5)
     assert set(s.listed()) == {"s"}
-    assert not s.driver.scheduler.needs_ticks
+    assert not s.driver.scheduler.needs_tick(1e9)
 
 
 def test_it_is_known_how_long_a_session_idles_though_none_times_out() -> None:
     s = talk()
     s.say("s", [1, 2, 3])
-    assert s.driver.scheduler.needs_ticks
+    assert s.driver.scheduler.needs_tick(0.0)
     s.driver.tick(100.0)
-    assert not s.driver.scheduler.needs_ticks
+    assert not s.driver.scheduler.needs_tick(1e9)
     s.driver.tick(3700.0)
     assert s.listed()["s"]["idle_s"] == 3600.0
 

@@ -18,7 +18,7 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import generate
-from tests.scheduler.test_sessions import talk
+from tests.scheduler.test_sessions import PAGE_SIZES, talk
 
 NEW = list(range(10, 40))  # in chunks of 8: four steps
 
@@ -40,7 +40,7 @@ def go_on(s: Conversations, history: list[int]) -> None:
 
 @pytest.mark.parametrize("num_turns", [0, 1, 3])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("radix", [False, True])
 def test_a_turn_aborted_at_any_point_never_was(
@@ -71,11 +71,13 @@ def test_a_turn_aborted_at_any_point_never_was(
 
 @pytest.mark.parametrize("num_turns", [0, 2])
 @pytest.mark.parametrize("num_steps", [1, 3, 6])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("radix", [False, True])
 def test_a_turn_aborted_while_it_waits_after_a_retract_never_was(
-    num_turns: int, num_steps: int, radix: bool
+    num_turns: int, num_steps: int, page_size: int, overlap: bool, radix: bool
 ) -> None:
-    s = talk(use_radix_cache=radix)
+    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix)
     for number in range(num_turns):
         s.say("s", [number, 1, 2], 3)
     history = s.of["s"].tokens
@@ -123,12 +125,14 @@ def test_a_row_whose_tokens_were_never_sent_to_the_device_is_not_kept(end: str) 
 
 @pytest.mark.parametrize("num_turns", [0, 1, 3])
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 6])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_retracted_turn_goes_on_and_succeeds(
-    num_turns: int, num_steps: int, radix: bool, num_drafts: int
+    num_turns: int, num_steps: int, page_size: int, overlap: bool, radix: bool, num_drafts: int
 ) -> None:
-    s = talk(use_radix_cache=radix, num_drafts=num_drafts)
+    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix, num_drafts=num_drafts)
     for number in range(num_turns):
         s.say("s", [number, 1, 2], 3)
     history = s.of["s"].tokens
@@ -294,7 +298,7 @@ def test_a_history_holds_no_more_than_its_capacity() -> None:
     s.open("small", capacity_of_str_len=10)
     s.say("small", [1] * 5, 3)
     rid = s.begin("small", [2, 2, 2])
-    assert "holds 10 at most" in (s.driver.finish[rid].message or "")
+    assert "exceed the 10 tokens that the session can hold" in (s.driver.finish[rid].message or "")
     rid = s.begin("small", [2], 2)
     assert "exceed the 10 tokens that the session can hold" in (s.driver.finish[rid].message or "")
     assert s.driver.finish[rid].status_code == 400
@@ -339,6 +343,50 @@ def test_sessions_are_limited_and_their_ids_are_their_own() -> None:
     reply = s.driver.session(RollbackSession(rid="q", session_id="s", num_turns=1))
     assert "it cannot go back to 1" in reply.message
     s.close_all()
+
+
+def test_all_sessions_together_hold_no_more_tokens_than_they_may() -> None:
+    """More is refused with a 503, and changes nothing, until some are closed or go back."""
+    s = talk(max_session_tokens=30)
+    s.open("t")
+    s.driver.session(OpenSession(rid="q", session_id="tree"))
+    book = s.driver.scheduler._sessions.book
+    s.say("s", [1] * 10, 2)
+    s.say("t", [2] * 10, 2)
+    assert book.num_kept == 24
+    too_much = (
+        SessionTurn(id="s"),
+        SessionTurn(id="tree"),
+        SessionTurn(id="s", is_whole=True),
+    )
+    for number, turn in enumerate(too_much):
+        new = [3] * (19 if turn.is_whole else 7)
+        s.driver.submit(generate(f"{number}", new, 1, session=turn))
+        finish = s.driver.finish[f"{number}"]
+        assert (finish.type, finish.status_code) == ("abort", 503)
+        assert finish.code == "too_many_sessions"
+        assert "hold 24 tokens of history, and 7 more would exceed the 30" in (finish.message or "")
+        assert "--max-session-tokens" in (finish.message or "")
+    reply = s.driver.session(ForkSession(rid="q", session_id="s", new_session_id="fork"))
+    assert (reply.ok, reply.data) == (False, {"status_code": 503})
+    assert "12 more would exceed" in reply.message
+    assert book.num_kept == 24
+    s.check()
+    rid = s.begin("s", [3] * 6, 4)  # what is in flight counts, too
+    s.driver.submit(generate("other", [4], 1, session=SessionTurn(id="tree")))
+    assert s.driver.finish["other"].status_code == 503
+    s.driver.abort(rid)
+    s.settle()
+    assert book.num_kept == 24
+    s.roll_back("s", 0)
+    s.fork("t", "fork")
+    s.close("t")
+    assert book.num_kept == 12
+    s.say("s", [3] * 18, 1)
+    s.check()
+    s.driver.session(CloseSession(rid="q", session_id="tree"))
+    s.close_all()
+    assert book.num_kept == 0
 
 
 # -- all other ends ---------------------------------------------------------------------------

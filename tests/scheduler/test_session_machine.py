@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
+from sgl_jax.scheduler.streaming_session import StreamingSession
 from tests.scheduler.conversations import Conversations
 from tests.scheduler.test_state_machine import MAX_QUEUED, STEMS, SchedulerMachine, run_machine
 from tests.scheduler.turn_trees import TurnTrees
@@ -341,6 +342,7 @@ class SessionMachine(SchedulerMachine):
         self.settle()
         self.talk.check()
         self.check_trees()
+        self.check_kept()
         for rank in self.driver.scheduler.ranks:
             view, memory = rank.memory.view(), rank.memory
             assert view.free_rows + view.session_rows + len(rank.running) == view.total_rows
@@ -362,6 +364,20 @@ class SessionMachine(SchedulerMachine):
     def check_trees(self) -> None:
         listed = self.talk.listed().items()
         self.trees.check({key: entry for key, entry in listed if not entry["streaming"]})
+
+    def check_kept(self) -> None:
+        """The book's running count is that of the arrays which the sessions keep."""
+        book = self.driver.scheduler._sessions.book
+        num_kept = 0
+        for session, _, _ in book.all():
+            if isinstance(session, StreamingSession):
+                replaced = session._replaced.tokens if session._replaced else ()
+                num_kept += max(len(session.tokens), len(session._pending)) + len(replaced)
+                assert session.tokens.base is None or not len(session.tokens)
+            else:
+                for node in session._nodes.values():
+                    num_kept += len(node.added) + (0 if node.output is None else len(node.output))
+        assert book.num_kept == num_kept
 
     def come_to_rest(self) -> None:
         self.settle()

@@ -12,7 +12,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.scheduler.config import SchedulerConfig
 from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import Driver, generate, make_sizes
-from tests.scheduler.test_sessions import talk
+from tests.scheduler.test_sessions import PAGE_SIZES, talk
 
 
 def test_trap_1_a_retract_neither_ends_the_turn_nor_lets_another_in() -> None:
@@ -53,14 +53,16 @@ def test_trap_2_a_retract_takes_the_memory_of_the_slot_too(radix: bool, num_turn
 
 
 @pytest.mark.parametrize("num_steps", range(1, 9))
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("radix", [False, True])
 def test_trap_3_lengths_that_grew_at_launch_are_not_saved_when_the_turn_is_aborted(
-    num_steps: int, num_drafts: int, radix: bool
+    num_steps: int, page_size: int, overlap: bool, num_drafts: int, radix: bool
 ) -> None:
     """Without sessions:
     `test_an_aborted_request_leaves_no_more_in_the_cache_than_was_written_and_read`."""
-    s = talk(page_size=1, num_drafts=num_drafts, use_radix_cache=radix)
+    s = talk(page_size=page_size, overlap=overlap, num_drafts=num_drafts, use_radix_cache=radix)
     s.say("s", [1, 2, 3], 4)
     history = s.of["s"].tokens
     rid = s.begin("s", list(range(20)), 30)
@@ -140,13 +142,14 @@ def test_trap_6_memory_is_freed_and_counted_by_whole_pages(radix: bool, length: 
     s.close_all()
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [4, *PAGE_SIZES])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_trap_7_of_two_sessions_that_say_the_same_the_duplicates_are_freed_once(
-    page_size: int,
+    page_size: int, overlap: bool
 ) -> None:
     """From what is protected on, not from what was matched: the second turns match nothing, and
     their prefix is much longer than what the tree has of it when they publish."""
-    s = talk(page_size=page_size)
+    s = talk(page_size=page_size, overlap=overlap)
     s.open("t")
     for number in range(4):
         for session_id in ("s", "t"):
@@ -197,7 +200,7 @@ def test_trap_8_many_turns_at_once_bring_their_rows_and_keep_them_between_chunks
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [4, *PAGE_SIZES])
 def test_trap_9_what_speculation_accepts_past_the_end_is_no_part_of_the_history(
     overlap: bool, page_size: int
 ) -> None:

@@ -92,12 +92,13 @@ def test_tokens_accepted_past_a_stop_are_not_in_the_history(
 
 
 @pytest.mark.parametrize("num_kept", [1, 2, 3])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [4, *PAGE_SIZES])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("is_retracted", [False, True])
 def test_a_stop_string_cuts_the_history_where_it_was_found(
-    num_kept: int, page_size: int, is_retracted: bool
+    num_kept: int, page_size: int, overlap: bool, is_retracted: bool
 ) -> None:
-    s = talk(page_size=page_size)
+    s = talk(page_size=page_size, overlap=overlap)
     s.say("s", [1, 2, 3])
     rid = s.begin("s", [4, 5], 40)
     while len(s.driver.tokens[rid]) < 4:
@@ -153,16 +154,18 @@ def test_a_stop_string_found_after_the_turn_had_ended_cuts_the_history_all_the_s
 
 
 @pytest.mark.parametrize("start", [0, 1, 6, 9, 14, 40])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [4, *PAGE_SIZES])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("radix", [False, True])
 def test_a_turn_reports_log_probabilities_of_its_history_too(
-    start: int, page_size: int, radix: bool
+    start: int, page_size: int, overlap: bool, radix: bool
 ) -> None:
     """What is to be scored is computed again, though the tree may own more of it."""
-    s = talk(page_size=page_size, use_radix_cache=radix)
+    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix)
     s.say("s", [1, 2, 3, 4, 5, 6, 7], 3)
-    rid = s.say("s", [8, 9], 3, logprob_start_len=start)
+    rid = s.say("s", [8, 9], 3, logprob_start_len=start, return_logprob=True, top_logprobs_num=2)
     s.driver.check_prompt_logprobs(rid, s.driver.prompts[rid])
+    s.driver.check_logprobs(rid)
     s.say("s", [10])
     s.driver.check_tokens(rid)
     s.close_all()
@@ -180,6 +183,33 @@ def test_a_leading_bos_is_not_said_twice() -> None:
     s.driver.run()
     assert s.driver.prompt_tokens["b"] == len(history) + 1
     assert s.driver.tokens["b"] == s.driver.oracle.expected_output([*history, 2], 2)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_what_is_in_place_is_listed_while_a_turn_runs_too(dp_size: int) -> None:
+    s = talk(dp_size=dp_size, overlap=False)
+
+    def listed() -> tuple[object, object]:
+        entry = s.listed()["s"]
+        return entry["dp_rank"], entry["cached_tokens"]
+
+    assert listed() == (None, 0)
+    rid = s.begin("s", list(range(20)), 4)
+    assert listed() == (None, 0)
+    s.driver.step()
+    home = s.driver.scheduler._requests[rid].dp_rank
+    assert listed() == (home, 8)  # a chunk
+    s.run()
+    assert listed() == (home, 23)
+    rid = s.begin("s", [1, 2], 20)
+    assert listed() == (home, 23)
+    s.driver.step()
+    assert listed() == (home, 26)
+    s.driver.retract(rid)
+    assert listed() == (None, 0)
+    s.run()
+    assert listed() == (s.driver.dp_rank[rid], 45)
+    s.close_all()
 
 
 # -- whole conversations ----------------------------------------------------------------------

@@ -109,6 +109,24 @@ def test_those_that_ended_are_forgotten() -> None:
     assert deadlines.tick(9.0) == (["b"], ["b"])
 
 
+def test_a_tick_is_needed_when_a_request_has_taken_too_long_and_no_sooner() -> None:
+    deadlines = Deadlines(2.0, 5.0)
+    assert not deadlines.needs_tick(100.0)
+    deadlines.add("early")
+    assert deadlines.needs_tick(100.0)  # the first says when it arrived
+    deadlines.tick(100.0)
+    deadlines.add("a")
+    for now_s, expected in ((102.0, False), (102.5, True)):
+        assert deadlines.needs_tick(now_s) == expected
+    assert deadlines.tick(102.5).to_start == ["early", "a"]
+    for now_s, expected in ((102.5, False), (105.0, False), (105.1, True)):
+        assert deadlines.needs_tick(now_s) == expected
+    for rid in ("early", "a"):
+        deadlines.forget(rid)
+    assert not deadlines.needs_tick(1e9)
+    assert not Deadlines(0.0, 0.0).needs_tick(1e9)
+
+
 def test_without_limits_a_tick_changes_nothing() -> None:
     driver = Driver(make_sizes())
     driver.submit(generate("a", [1], 5))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import ASGIApp
 
 from sgl_jax.core.messages import EngineFailed
 from sgl_jax.core.server_args import ServerArgs
@@ -38,6 +39,7 @@ class Rig:
     http: httpx.AsyncClient
     engine: ScriptedEngine
     context: ServerContext
+    app: ASGIApp
 
     @property
     def front(self) -> Frontend:
@@ -65,12 +67,13 @@ async def serving(
     front = Frontend(tokenizer, EngineFacts.from_info(engine.info), client, metrics=metrics)
     args = ServerArgs(model_path=str(model_folder), api_key=api_key)
     context = ServerContext(args, front, engine.info, EngineMetrics(metrics))
-    transport = httpx.ASGITransport(build_app(context), raise_app_exceptions=False)
+    app = build_app(context)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client.listen(front.handle, lambda error: front.fail(str(error)))
     thread.start()
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield Rig(http, engine, context)
+            yield Rig(http, engine, context, app)
     finally:
         engine.stopped = True
         await asyncio.to_thread(thread.join, 5.0)

@@ -1,6 +1,7 @@
 """Sessions over HTTP: what reaches the engine, and what clients are told."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,16 @@ import msgspec
 import openai
 import pytest
 
-from sgl_jax.core.messages import CloseSession, GenerateRequest, OpenSession, SessionTurn
+from sgl_jax.core.messages import (
+    CloseSession,
+    ForkSession,
+    GenerateRequest,
+    OpenSession,
+    SessionTurn,
+)
+from sgl_jax.engine.request_limits import MAX_RID_CHARS
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.engine.scripted_engine import HISTORY, MAX_SESSIONS
+from tests.engine.scripted_engine import FULL_SEED, HISTORY, MAX_SESSIONS
 from tests.server.conftest import Rig, serving
 
 pytestmark = pytest.mark.anyio
@@ -27,6 +35,32 @@ async def post(rig: Rig, path: str, **fields: Any) -> Any:
     answer = await rig.http.post(path, json=fields)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail("it did not come to that")
+
+
+async def call_and_leave(rig: Rig, path: str, fields: dict[str, Any]) -> int:
+    """Send a request and close the connection at once; the status that nobody reads."""
+    received = iter([{"type": "http.request", "body": msgspec.json.encode(fields)}])
+    statuses = []
+
+    async def receive() -> dict[str, Any]:
+        return next(received, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if message["type"] == "http.response.start" else [])
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    await rig.app({**scope, "query_string": b"", "http_version": "1.1"}, receive, send)
+    (status,) = statuses
+    return int(status)
 
 
 def sent(rig: Rig, kind: type) -> Any:
@@ -59,6 +93,46 @@ async def test_one_session_too_many_is_a_503_that_says_so(rig: Rig) -> None:
     assert answer.status_code == 503
     error = answer.json()["error"]
     assert (error["message"], error["code"]) == ("too many", "too_many_sessions")
+
+
+@pytest.mark.parametrize("path", ["/open_session", "/fork_session"])
+@pytest.mark.parametrize("end", ["too late", "client gone"])
+async def test_a_session_whose_id_nobody_has_learnt_is_closed(
+    rig: Rig, path: str, end: str
+) -> None:
+    """Else nobody could, and it would count among those that may be open."""
+    await post(rig, "/open_session", session_id="mine", streaming=True)
+    fields = {"session_id": "mine"} if path == "/fork_session" else {}
+    rig.engine.is_stuck = True
+    await asyncio.sleep(0.1)  # it may be polling yet
+    if end == "too late":
+        rig.context.answer_timeout_s = 0.05
+        answer = await rig.http.post(path, json=fields)
+        assert answer.status_code == 503
+        assert "no answer within 0.05 s" in answer.json()["error"]["message"]
+    else:
+        assert await call_and_leave(rig, path, fields) == 499
+    rig.engine.is_stuck, rig.context.answer_timeout_s = False, 30.0
+    await until(lambda: any(isinstance(message, CloseSession) for message in rig.engine.seen))
+    opened = sent(rig, ForkSession if fields else OpenSession)
+    assert sent(rig, CloseSession).session_id == getattr(
+        opened, "new_session_id", opened.session_id
+    )
+    listed = await post(rig, "/list_sessions")
+    assert [entry["session_id"] for entry in listed["sessions"]] == ["mine"]
+
+
+async def test_a_session_that_its_client_has_named_stays_though_the_answer_was_late(
+    rig: Rig,
+) -> None:
+    """The client can use it, or close it; it may have done so already."""
+    rig.engine.is_stuck, rig.context.answer_timeout_s = True, 0.05
+    await asyncio.sleep(0.1)
+    answer = await rig.http.post("/open_session", json={"session_id": "named"})
+    assert answer.status_code == 503
+    rig.engine.is_stuck, rig.context.answer_timeout_s = False, 30.0
+    await until(lambda: "named" in rig.engine.sessions)
+    assert await post(rig, "/close_session", session_id="named") == {}
 
 
 async def test_an_id_in_use_is_a_400_that_names_it(rig: Rig) -> None:
@@ -104,6 +178,15 @@ async def test_session_params_reach_the_engine(rig: Rig) -> None:
     params = {"id": "s", "rid": None, "offset": None, "drop_previous_output": True}
     await post(rig, "/v1/completions", prompt="hi", session_params=params)
     assert sent_turn(rig) == SessionTurn(id="s", drop_previous_output=True)
+
+
+async def test_a_turn_of_any_name_that_a_request_may_have_can_be_continued(rig: Rig) -> None:
+    await post(rig, "/open_session", session_id="s")
+    name = "x" * MAX_RID_CHARS
+    answer = await post(rig, "/generate", text="hi", rid=name, session_params={"id": "s"})
+    assert answer["meta_info"]["id"] == name
+    await post(rig, "/generate", text="hi", session_params={"id": "s", "rid": name})
+    assert sent_turn(rig) == SessionTurn(id="s", rid=name)
 
 
 async def test_a_chat_hands_in_the_whole_conversation(rig: Rig) -> None:
@@ -158,6 +241,15 @@ async def test_a_refused_turn_is_a_plain_400(rig: Rig, stream: bool) -> None:
         answer = await rig.http.post(path, json={**fields, "stream": stream})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == "there is no such session"
+
+
+async def test_a_turn_for_which_sessions_have_no_room_is_a_503_of_its_own_kind(rig: Rig) -> None:
+    """Programs can tell it from a full queue."""
+    await post(rig, "/open_session", session_id="s")
+    body = {"text": "hi", "sampling_params": {"seed": FULL_SEED}}
+    for more, code in (({"session_params": {"id": "s"}}, "too_many_sessions"), ({}, "queue_full")):
+        answer = await rig.http.post("/generate", json={**body, **more})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
 
 
 async def test_a_draining_server_opens_none_but_closes(rig: Rig) -> None:

@@ -23,7 +23,7 @@ from sgl_jax.layers.sampling.filters import keep_threshold
 from sgl_jax.layers.sampling.penalties import adjust_logits, needs_adjusting
 from sgl_jax.layers.sampling.row_params import RowParams
 
-BLOCK_ROWS = 32  # rows whose changed logits and noise are held at once
+BLOCK_ROWS = 16  # rows whose changed logits and noise are held at once
 
 
 class SampledRows(NamedTuple):
