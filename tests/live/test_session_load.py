@@ -27,15 +27,23 @@ def generate(client: httpx.Client, ids: list[int], **more: Any) -> dict[str, Any
     return result
 
 
-def converse(client: httpx.Client, seed: int) -> list[tuple[list[int], list[int]]]:
-    """A whole conversation in a session; each turn's whole prompt and output."""
+def converse(
+    client: httpx.Client, seed: int, num_turns: int = NUM_TURNS, *, in_place: bool = False
+) -> list[tuple[list[int], list[int]]]:
+    """A whole conversation in a session; each turn's whole prompt and output.
+
+    `in_place`: each turn must find all of the turns before but the last token, of which no KV was
+    computed yet.
+    """
     rng = random.Random(seed)
     opened = client.post("/open_session", json={"capacity_of_str_len": 0, "streaming": True})
     session_id, history, turns = opened.json(), [], []
-    for _ in range(NUM_TURNS):
+    for _ in range(num_turns):
         new = [rng.randrange(300, 700) for _ in range(NUM_NEW)]
         answer = generate(client, new, session_params={"id": session_id})
         assert answer["meta_info"]["prompt_tokens"] == len(history) + NUM_NEW
+        if in_place:
+            assert answer["meta_info"]["cached_tokens"] == max(len(history) - 1, 0)
         turns.append((history + new, answer["output_ids"]))
         history = history + new + answer["output_ids"]
     assert client.post("/close_session", json={"session_id": session_id}).status_code == 200
@@ -106,6 +114,30 @@ def test_sessions_that_do_not_fit_are_all_right_and_leave_nothing(tmp_path: Path
             jobs += [threads.submit(ask_plainly, client, i) for i in range(NUM_PLAIN)]
             turns = [turn for job in jobs for turn in job.result()]
         check(server, turns)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_long_conversations_stay_in_place_and_answer_as_if_sent_whole(tmp_path: Path) -> None:
+    num_sessions, num_turns = 8, 150
+    flags = (
+        *("--context-length", "2304", "--max-running-requests", str(num_sessions)),
+        *("--check-memory", "busy", "--memory-error-action", "crash"),
+    )
+    with (
+        live_server(tmp_path, *flags) as server,
+        httpx.Client(base_url=server.url, timeout=600) as client,
+    ):
+        with ThreadPoolExecutor(num_sessions) as threads:
+            jobs = [
+                threads.submit(converse, client, i, num_turns, in_place=True)
+                for i in range(num_sessions)
+            ]
+            turns = [turn for job in jobs for turn in job.result()]
+        assert server.get("/get_server_info")["counters"]["sessions_evicted"] == 0
+        asyncio.run(explain_differences(server.url, turns))
+        server.assert_nothing_leaked()
+        server.assert_flush_frees_everything()
 
 
 async def explain_differences(url: str, turns: list[tuple[list[int], list[int]]]) -> None:
