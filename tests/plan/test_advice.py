@@ -22,12 +22,18 @@ LLAMA = ["--model-path", "llama-3.1-8b", "--topology", "v6e-8"]
 
 def crowded_plan(*words):
     """A plan whose memory holds fewer requests than may run."""
+    return plan_of(*words, concurrency=1)
+
+
+def plan_of(*words, concurrency=256, collectives_s=0.0):
+    """A plan of a decode step of a second, bound by memory."""
     request = parse_plan_request([*LLAMA, *words])
     time = StepTime(
-        *(1.0, 1.0, 1.0), attention_s=0.0, experts_s=0.0, collectives_s=0.0, bound="HBM"
+        *(1.0, 1.0, 1.0), attention_s=0.0, experts_s=0.0, collectives_s=collectives_s, bound="HBM"
     )
-    step = StepPlan(1, 1, ProgramCost(0, 0, 0, 0, 0, 0, (), ()), time)
-    return Plan(request, plan_memory(request), step, step, 1, 4096, 1.0, 1.0, 1.0)
+    rows = request.args.max_running_requests or concurrency
+    step = StepPlan(rows, rows, ProgramCost(0, 0, 0, 0, 0, 0, (), ()), time)
+    return Plan(request, plan_memory(request), step, step, concurrency, 4096, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +47,26 @@ def crowded_plan(*words):
 def test_a_rank_gets_more_devices_only_where_there_are_some_and_heads_to_split(mesh, advice):
     (line,) = (line for line in advise(crowded_plan(*mesh)) if "may run" in line)
     assert f"may run: {advice}, or a larger --mem-fraction-static" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "share", "advice"),
+    [
+        (["--tp-size", "4"], 0.0, "4 devices of the slice are idle: raise --dp-size or --tp-size"),
+        (["--model-path", "qwen3-30b-a3b", "--tp-size", "8"], 0.0, "more than the model's 4 KV"),
+        (["--tp-size", "8", "--input-len", "100", "--output-len", "60"], 0.0, "a smaller --page-"),
+        (["--tp-size", "8"], 0.4, "collectives take 40% of a decode step: less --tp-size"),
+        (["--tp-size", "8", "--max-running-requests", "16"], 0.0, "a larger --max-running-req"),
+        (["--tp-size", "8"], 0.0, "fits on fewer chips: v6e-1 with --dp-size 1 --tp-size 1"),
+    ],
+)
+def test_what_stands_out_is_said(words, share, advice):
+    lines = advise(plan_of(*words, collectives_s=share))
+    assert sum(advice in line for line in lines) == 1
+
+
+def test_of_a_plan_that_uses_its_slice_well_nothing_is_said():
+    assert advise(plan_of("--model-path", "llama-3.3-70b", "--tp-size", "8")) == []
 
 
 def test_the_serve_command_starts_the_engine_that_was_planned():

@@ -1,5 +1,7 @@
 """A step's time from its parts, by hand."""
 
+import dataclasses
+
 import pytest
 
 from sgl_jax.aot.chips import CHIPS
@@ -52,6 +54,13 @@ def test_a_prefill_chunk_is_bound_by_the_matrix_units():
     bundles = flops / 1e9 * PREFILL_BUNDLES_PER_GFLOP["TPU v6 lite"]
     assert time.attention_s == pytest.approx(bundles / 1.75e9)
     assert time.bound == "MXU"
+
+
+def test_small_heads_cost_a_prefill_chunk_as_much_as_heads_of_128():
+    small = dataclasses.replace(LLAMA, head_dim=64)
+    work = StepWork(2048, 1024, 2048 * 512)
+    times = [estimate_step(cost(), work, c, device(layers=1), CHIP) for c in (LLAMA, small)]
+    assert times[0].attention_s == times[1].attention_s > 0
 
 
 def test_an_all_reduce_goes_round_twice_its_halves_once():
