@@ -20,6 +20,21 @@ def test_the_flags_table_lists_every_flag_with_its_meaning() -> None:
         assert rows[name].startswith(meaning), name
 
 
+def test_the_flags_table_states_every_default() -> None:
+    rows = dict(re.findall(r"^\| `--([a-z0-9-]+)` \| ([^|]+) \| [^|]+ \|$", README, re.MULTILINE))
+    for setting in dataclasses.fields(ServerArgs):
+        default = setting.default
+        if default == "":
+            wanted = "required"
+        elif default is None or default == ():
+            wanted = "-"
+        elif default is False:
+            wanted = "off"
+        else:
+            wanted = f"`{default}`"
+        assert rows[setting.name.replace("_", "-")] == wanted, setting.name
+
+
 def test_every_file_it_links_to_exists() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (Path(__file__).parents[1] / target).exists(), target

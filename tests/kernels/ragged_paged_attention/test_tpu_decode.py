@@ -37,7 +37,7 @@ SHAPES = (
 BLOCKS = DecodeBlocks(block_keys=64, part_keys=32)  # small, so that rows have several
 
 
-def attend(program, interpret):
+def attend(program, interpret, blocks=BLOCKS):
     """The kernel of a program, compiled; it reads the cache as it is after this step's write."""
 
     @jax.jit
@@ -48,7 +48,7 @@ def attend(program, interpret):
             jnp.int32(LAYER),
             make_batch(problem, program),
             sinks=problem.sinks,
-            blocks=BLOCKS,
+            blocks=blocks,
             interpret=interpret,
             **program.options,
         )
@@ -90,6 +90,13 @@ def test_decode_rows_agree_with_float64_however_often_it_is_tried(mode, case):
 def test_heads_of_every_shape_share_registers(program):
     case = Case(program, [(150, 1), (31, 1 + program.max_drafts)], [], 0, seed=2)
     check(case, compiled(program, EAGER))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_longer_than_the_blocks_that_chips_get(mode):
+    program = Program(page_size=128, kv_heads=8, group=4, rows=2, tokens=8, max_len=1280)
+    case = Case(program, [(1150, 1), (1023, 1)], [], 2, seed=4)
+    check(case, compiled(program, MODES[mode], DecodeBlocks(block_keys=1024, part_keys=256)))
 
 
 def test_an_empty_row_among_decode_rows_is_passed_over():
