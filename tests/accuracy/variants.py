@@ -1,7 +1,6 @@
 """The ways a server can be run that must not change what it answers, and which of them to try.
 
-Data only. `ALL` is the whole matrix; `SOME` is chosen so that every pair of values of two axes
-meets in it.
+Data only. `ALL` is the whole matrix; in `SOME` every value of every axis occurs.
 """
 
 import itertools
@@ -74,11 +73,8 @@ ALL = sorted(
 SOME = (
     Variant(1, True, 32, True, 2, True),
     Variant(16, False, 32, False, 1, False),
-    Variant(1, False, 128, True, 1, True),
-    Variant(16, True, 128, False, 2, False),
-    Variant(16, False, 1024, True, 2, True),
     Variant(1, True, 1024, False, 1, True),
-    Variant(1, False, 1024, True, 2, False),
+    Variant(16, True, 128, True, 2, False),
 )
 # What every answer is compared with: nothing clever, nothing retracted.
 REFERENCE = Variant(16, False, 128, False, 1, False)

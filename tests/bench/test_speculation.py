@@ -1,10 +1,13 @@
 """N-gram drafts on the demonstration model: the same answers in fewer steps."""
 
+import pytest
+
 from sgl_jax.bench.speculation import TASKS, compare, together
 
 MIN_RATIO = 1.5
 
 
+@pytest.mark.long
 def test_drafts_change_no_answer_and_save_a_third_of_the_steps() -> None:
     comparisons = compare(
         6, seed=2, context_length=1280, chunked_prefill_size=128, skip_warmup=True

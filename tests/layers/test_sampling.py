@@ -167,7 +167,7 @@ def penalised(logits, tokens, prompt_len, repetition=1.0, frequency=0.0, presenc
 
 def test_rows_draw_alike_in_one_block_of_rows_and_in_several():
     rng = np.random.default_rng(5)
-    num_rows = 2 * BLOCK_ROWS + 6  # the last block overlaps its neighbour
+    num_rows = 4 * BLOCK_ROWS + 6  # the last block overlaps its neighbour
     logits = rng.normal(size=(num_rows, VOCAB)) * 2
     kinds = (
         {"temperature": 0},

@@ -117,15 +117,21 @@ def test_the_least_memory_suffices_for_the_most_kv_heads(tpu_mesh):
     "shape",
     [
         Shape(page_size=16, kv_heads=2, q_heads=8),
-        Shape(page_size=64, kv_heads=1, q_heads=8, max_drafts=4, tokens=320),
+        pytest.param(
+            Shape(page_size=64, kv_heads=1, q_heads=8, max_drafts=4, tokens=320),
+            marks=pytest.mark.long,
+        ),
         Shape(page_size=256, kv_heads=1, q_heads=4, head_dim=256, soft_cap=50.0),
-        Shape(kv_heads=8, q_heads=64, sinks=True, sliding_window=128, context=65536, rows=16),
+        pytest.param(
+            Shape(kv_heads=8, q_heads=64, sinks=True, sliding_window=128, context=65536, rows=16),
+            marks=pytest.mark.long,
+        ),
         Shape(dtype=jnp.float32, kv_heads=2, q_heads=2, page_size=16, rows=256, tokens=256),
-        Shape(tokens=1, rows=1, context=16384),
+        pytest.param(Shape(tokens=1, rows=1, context=16384), marks=pytest.mark.long),
         Shape(rows=256, tokens=256, page_size=16, kv_heads=1, q_heads=4, context=32768),
         Shape(head_dim=64, q_heads=64, sinks=True, sliding_window=128),
     ],
-    ids=lambda shape: f"page{shape.page_size}-kv{shape.kv_heads}-dim{shape.head_dim}",
+    ids=str,
 )
 @pytest.mark.parametrize("generation", ["v6e", pytest.param("v5e", marks=pytest.mark.long)])
 def test_other_shapes_and_options_compile(shape, generation, tpu_mesh):

@@ -19,10 +19,11 @@ DECODE_BLOCKS = 8
 DECODE_KEYS = 64
 PREFILL_KEYS = 128
 # A chunk's queries are met in blocks of 128; the last few of a chunk, or all of a short one such as
-# a turn of a conversation, in smaller ones, since a large block would be mostly padding and meet
-# the whole history. Each size, and how many queries are left to smaller ones: a block of 128 takes
-# about as long as four of 16, one of 16 as three of 4.
-PREFILL_QUERIES = ((128, 48), (16, 8), (4, 0))
+# a turn of a conversation, in blocks of 4, since a large block would be mostly padding and meet the
+# whole history. A block of 128 takes about as long as ten of 4.
+PREFILL_QUERIES = 128
+SHORT_QUERIES = 4
+LEFT_TO_SHORT = 32  # queries of a row that are not worth a large block
 
 # Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
 # by exp(_MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
@@ -103,7 +104,7 @@ def ragged_paged_attention(
     cached = _Layer(kv_cache, layer, q.shape[2])
     # Blocks of queries overrun the end of their row. That is harmless: rows are processed in
     # ascending order, so what a block wrote past its row's end is overwritten by later rows.
-    padded = jnp.pad(q, ((0, PREFILL_QUERIES[0][0]), (0, 0), (0, 0)))
+    padded = jnp.pad(q, ((0, PREFILL_QUERIES), (0, 0), (0, 0)))
     out = lax.dynamic_update_slice_in_dim(
         jnp.zeros_like(padded), _decode(q, cached, batch, options), 0, axis=0
     )
@@ -178,14 +179,16 @@ def _prefill(
     """Put the attention of the rows from `num_decode` on into out; q and out [T + padding, ...]."""
     table = _BlockTable.of(batch.page_table, cached.page_size, PREFILL_KEYS)
 
+    long = _QueryBlocks(PREFILL_QUERIES, table, cached, batch, options)
+    short = _QueryBlocks(SHORT_QUERIES, table, cached, batch, options)
+
     def row_blocks(row: jax.Array, out: jax.Array) -> jax.Array:
-        first, q_len = jnp.int32(0), batch.q_lens[row]
-        for size, left_to_smaller in PREFILL_QUERIES:
-            blocks = _QueryBlocks(size, table, cached, batch, options)
-            count = -(-jnp.maximum(q_len - first - left_to_smaller, 0) // size)
-            out = blocks.attend_in_turn(q, out, row, first, count)
-            first += count * size
-        return out
+        q_len = batch.q_lens[row]
+        num_long = -(-jnp.maximum(q_len - LEFT_TO_SHORT, 0) // PREFILL_QUERIES)
+        rest = num_long * PREFILL_QUERIES
+        num_short = -(-jnp.maximum(q_len - rest, 0) // SHORT_QUERIES)
+        out = long.attend_in_turn(q, out, row, jnp.int32(0), num_long)
+        return short.attend_in_turn(q, out, row, rest, num_short)
 
     return lax.fori_loop(batch.num_decode, batch.num_rows, row_blocks, out)
 
