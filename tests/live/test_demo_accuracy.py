@@ -17,6 +17,7 @@ def test_held_out_questions_are_answered_right(tmp_path: Path) -> None:
         server.assert_nothing_leaked()
 
 
+@pytest.mark.long
 def test_retracts_amid_decode_and_prefill_cost_no_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

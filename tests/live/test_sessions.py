@@ -261,6 +261,7 @@ def test_nothing_was_compiled_meanwhile(server: LiveServer) -> None:
     assert server.get("/get_server_info")["counters"]["compiles_after_ready"] == 0
 
 
+@pytest.mark.long
 def test_more_sessions_than_memory_with_drafts_and_retracts(tmp_path: Path) -> None:
     """Sessions are evicted and turns retracted all the time; every answer is right."""
     conversations = {seed: prompts(seed, 5) for seed in range(16)}
