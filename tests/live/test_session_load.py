@@ -122,6 +122,7 @@ def test_long_conversations_stay_in_place_and_answer_as_if_sent_whole(tmp_path: 
     num_sessions, num_turns = 8, 150
     flags = (
         *("--context-length", "2304", "--max-running-requests", str(num_sessions)),
+        *("--max-total-tokens", "32768"),  # nothing needs to be evicted
         *("--check-memory", "busy", "--memory-error-action", "crash"),
     )
     with (
