@@ -42,8 +42,8 @@ from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import decode_blocks  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import prefill_blocks  # noqa: E402
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode import decode_attention  # noqa: E402
-from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import prefill_attention  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv  # noqa: E402
 
 Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16

@@ -19,7 +19,7 @@ from sgl_jax.aot.chips import CHIPS, Chip
 from sgl_jax.bench.kernel_schedule import Schedule
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import MAX_BLOCK_BYTES, DecodeBlocks
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode import decode_attention
+from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention
 
 HEAD_DIM, PAGE_SIZE = 128, 128
 KV_HEADS = (1, 2, 4, 8)  # on a chip, each with a group of 4 queries

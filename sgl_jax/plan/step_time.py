@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from sgl_jax.aot.chips import Chip
 from sgl_jax.aot.program_cost import Collective, ProgramCost
+from sgl_jax.kernels.tpu_memory import LANES
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.plan.experts import experts_time
 
@@ -24,8 +25,6 @@ PREFILL_BUNDLES_PER_GFLOP: Mapping[str, int] = MappingProxyType(
 )
 # From one chip to the next, for each step of an exchange (jax-ml.github.io/scaling-book).
 ICI_HOP_S = 1e-6
-# Smaller heads share a row of the cache, K beside V, and are multiplied with all of it.
-_LANES = 128
 # A ring through the slice uses two of a chip's links, one in each direction.
 _RING_LINKS = 2
 
@@ -69,7 +68,8 @@ def estimate_step(
     weights = memory.layer_and_head_bytes / chip.hbm_bytes_per_s
     kv = work.kv_tokens_read * memory.kv_token_bytes / chip.hbm_bytes_per_s
     heads = config.num_heads / memory.tp_size
-    lanes = max(config.head_dim, _LANES)
+    # Smaller heads share a row of the cache, K beside V, and are multiplied with all of it.
+    lanes = max(config.head_dim, LANES)
     attention_flops = 4 * work.query_key_pairs * heads * lanes * config.num_layers
     bundles = attention_flops / 1e9 * PREFILL_BUNDLES_PER_GFLOP[chip.device_kind]
     attention_mxu = bundles / chip.clock_hz

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.aot.chips import CHIPS
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import prefill_attention
+from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention
 
 MAX_COMPILE_S = 10
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.tiles import tile_slots
 from sgl_jax.kernels.ragged_paged_attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )
+from sgl_jax.kernels.tpu_memory import tile_slots
 
 __all__ = [
     "ATTENTION_BACKENDS",

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode import decode_attention
-from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import prefill_attention
+from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention
+from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention
 from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv
 
 

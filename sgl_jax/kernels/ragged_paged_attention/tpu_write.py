@@ -19,10 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.tiles import tile_slots
-from sgl_jax.kernels.vmem import VMEM_LIMIT_BYTES
+from sgl_jax.kernels.tpu_memory import LANES, VMEM_LIMIT_BYTES, tile_slots
 
-LANES = 128
 BLOCK_TOKENS = 512  # tokens of one step of the grid
 IN_FLIGHT = 8  # runs whose tiles are being read or written
 READ_AHEAD = 4  # runs between the start of a read and its use

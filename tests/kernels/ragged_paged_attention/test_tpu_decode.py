@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sgl_jax.kernels.ragged_paged_attention import tpu_decode
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import DecodeBlocks
+from sgl_jax.kernels.ragged_paged_attention.tpu_decode import copies, kernel, softmax
+from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention
 from tests.kernels.ragged_paged_attention.interpret_harness import (
     LAYER,
     Case,
@@ -42,7 +43,7 @@ def attend(program, interpret, blocks=BLOCKS):
 
     @jax.jit
     def run(problem, cache):
-        return tpu_decode.decode_attention(
+        return decode_attention(
             problem.q,
             cache,
             jnp.int32(LAYER),
@@ -126,64 +127,62 @@ class _NoWait:
 
 
 def forget_to_wait_for_pages(monkeypatch):
-    monkeypatch.setattr(tpu_decode, "_wait_block", lambda *_: None)
+    monkeypatch.setattr(kernel, "wait_block", lambda *_: None)
 
 
 def forget_to_wait_for(name):
     def seed(monkeypatch):
-        copy = getattr(tpu_decode, name)
-        monkeypatch.setattr(tpu_decode, name, lambda *args: _NoWait(copy(*args)))
+        copy = getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, lambda *args: _NoWait(copy(*args)))
 
-    seed.__name__ = f"forget_to_wait_for{name}"
+    seed.__name__ = f"forget_to_wait_for_{name}"
     return seed
 
 
 def forget_to_wait_for_results(monkeypatch):
-    monkeypatch.setattr(tpu_decode, "_wait_out", lambda *_: None)
+    monkeypatch.setattr(kernel, "wait_out", lambda *_: None)
 
 
 def read_the_other_buffer(monkeypatch):
-    attend_block = tpu_decode._attend_block
+    attend_block = kernel.attend_block
     monkeypatch.setattr(
-        tpu_decode,
-        "_attend_block",
+        kernel,
+        "attend_block",
         lambda kernel, block: attend_block(kernel, block._replace(slot=1 - block.slot)),
     )
 
 
 def fetch_another_page(monkeypatch):
-    copy = tpu_decode._page_copy
-    monkeypatch.setattr(
-        tpu_decode, "_page_copy", lambda kernel, block, i: copy(kernel, block, i ^ 1)
-    )
+    copy = copies.page_copy
+    monkeypatch.setattr(copies, "page_copy", lambda kernel, block, i: copy(kernel, block, i ^ 1))
 
 
 def see_a_key_too_many(monkeypatch):
-    seen = tpu_decode._seen
+    seen = softmax.seen_keys
     monkeypatch.setattr(
-        tpu_decode, "_seen", lambda kernel, row, position: seen(kernel, row, position - 1)
+        softmax, "seen_keys", lambda kernel, row, position: seen(kernel, row, position - 1)
     )
 
 
 def see_a_key_too_few(monkeypatch):
-    seen = tpu_decode._seen
+    seen = softmax.seen_keys
     monkeypatch.setattr(
-        tpu_decode, "_seen", lambda kernel, row, position: seen(kernel, row, position + 1)
+        softmax, "seen_keys", lambda kernel, row, position: seen(kernel, row, position + 1)
     )
 
 
 def leave_values_of_unused_slots(monkeypatch):
-    monkeypatch.setattr(tpu_decode, "_clear_unused_values", lambda *_: None)
+    monkeypatch.setattr(softmax, "clear_unused_values", lambda *_: None)
 
 
 def give_rows_of_a_stack_to_its_first_head(monkeypatch):
-    monkeypatch.setattr(tpu_decode, "_own_columns", lambda shape, x: x[:, : shape.head_dim])
+    monkeypatch.setattr(softmax, "own_columns", lambda shape, x: x[:, : shape.head_dim])
 
 
 MISSING_WAITS = (
     forget_to_wait_for_pages,
-    forget_to_wait_for("_q_copy"),
-    forget_to_wait_for("_table_copy"),
+    forget_to_wait_for("q_copy"),
+    forget_to_wait_for("table_copy"),
     forget_to_wait_for_results,
 )
 FAULTS = (

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from sgl_jax.kernels.ragged_paged_attention import tpu_prefill
 from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import PrefillBlocks
+from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import copies, kernel, softmax
+from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention
 from tests.kernels.ragged_paged_attention.interpret_harness import (
     LAYER,
     Case,
@@ -70,7 +71,7 @@ def attend(program, interpret):
 
     @jax.jit
     def run(problem, cache):
-        return tpu_prefill.prefill_attention(
+        return prefill_attention(
             problem.q,
             cache,
             jnp.int32(LAYER),
@@ -139,11 +140,11 @@ def no_wait_for_keys(kernel, row, block, slot):
     """Compute on whatever the slot holds."""
 
 
-def keys_of_the_other_slot(kernel, work, attend_heads=tpu_prefill._attend_heads):
+def keys_of_the_other_slot(kernel, work, attend_heads=softmax.attend_heads):
     attend_heads(kernel, work._replace(slot=1 - work.slot))
 
 
-def a_mask_off_by_one(kernel, work, seen=tpu_prefill._seen):
+def a_mask_off_by_one(kernel, work, seen=softmax.seen_keys):
     return seen(kernel, work._replace(first=work.first + 1))
 
 
@@ -157,7 +158,7 @@ class PageBefore(NamedTuple):
         return self.table[slot, zero, jnp.maximum(page - 1, 0)]
 
 
-def the_page_before(kernel, *where, start=tpu_prefill._start_keys):
+def the_page_before(kernel, *where, start=kernel.start_keys):
     table = PageBefore(kernel.buffers.table)
     start(kernel._replace(buffers=kernel.buffers._replace(table=table)), *where)
 
@@ -166,39 +167,39 @@ def values_of_unused_slots(kernel, block, keys, slot):
     """Leave NaN where no token lies."""
 
 
-def results_not_waited_for(kernel, block, do, out_copies=tpu_prefill._out_copies):
+def results_not_waited_for(kernel, block, do, out_copies=kernel.out_copies):
     out_copies(kernel, block, lambda copy: None if do.__code__.co_names == ("wait",) else do(copy))
 
 
-def more_queries_than_the_row_has(kernel, block, do, runs=tpu_prefill._for_each_run):
+def more_queries_than_the_row_has(kernel, block, do, runs=copies.for_each_run):
     tokens = jnp.minimum(block.num_tokens + 1, kernel.shape.blocks.queries)
     runs(kernel, block._replace(num_tokens=jnp.where(block.num_tokens > 0, tokens, 0)), do)
 
 
-def masked_blocks_taken_for_clear(kernel, work, attend_heads=tpu_prefill._attend_heads):
+def masked_blocks_taken_for_clear(kernel, work, attend_heads=softmax.attend_heads):
     attend_heads(kernel, work._replace(position=None))
 
 
-def never_the_first_keys(kernel, work, attend_heads=tpu_prefill._attend_heads):
+def never_the_first_keys(kernel, work, attend_heads=softmax.attend_heads):
     attend_heads(kernel, work._replace(is_first=jnp.bool(False)))
 
 
 @pytest.mark.parametrize(
-    ("part", "bug", "mode"),
+    ("module", "part", "bug", "mode"),
     [
-        ("_wait_keys", no_wait_for_keys, "lazy"),
-        ("_wait_keys", no_wait_for_keys, "eager"),
-        ("_attend_heads", keys_of_the_other_slot, "lazy"),
-        ("_seen", a_mask_off_by_one, "lazy"),
-        ("_start_keys", the_page_before, "lazy"),
-        ("_clear_unseen_values", values_of_unused_slots, "lazy"),
-        ("_out_copies", results_not_waited_for, "eager"),
-        ("_for_each_run", more_queries_than_the_row_has, "lazy"),
-        ("_attend_heads", masked_blocks_taken_for_clear, "lazy"),
-        ("_attend_heads", never_the_first_keys, "lazy"),
+        (kernel, "wait_keys", no_wait_for_keys, "lazy"),
+        (kernel, "wait_keys", no_wait_for_keys, "eager"),
+        (softmax, "attend_heads", keys_of_the_other_slot, "lazy"),
+        (softmax, "seen_keys", a_mask_off_by_one, "lazy"),
+        (kernel, "start_keys", the_page_before, "lazy"),
+        (kernel, "clear_unseen_values", values_of_unused_slots, "lazy"),
+        (kernel, "out_copies", results_not_waited_for, "eager"),
+        (copies, "for_each_run", more_queries_than_the_row_has, "lazy"),
+        (softmax, "attend_heads", masked_blocks_taken_for_clear, "lazy"),
+        (softmax, "attend_heads", never_the_first_keys, "lazy"),
     ],
 )
-def test_a_seeded_bug_is_noticed(part, bug, mode, monkeypatch):
-    monkeypatch.setattr(tpu_prefill, part, bug)
+def test_a_seeded_bug_is_noticed(module, part, bug, mode, monkeypatch):
+    monkeypatch.setattr(module, part, bug)
     with pytest.raises(AssertionError):
         check(TWO_ROWS, attend(TWO_ROWS.program, MODES[mode]))
