@@ -69,8 +69,9 @@ def _sample_in_blocks(
 
     The last block overlaps the one before it where rows do not fill it, and draws the same again.
     """
-    num_rows = logits.shape[0]
-    size = min(BLOCK_ROWS, num_rows)
+    num_rows, size = logits.shape[0], BLOCK_ROWS
+    if num_rows <= size:  # a loop of one turn would take the compiler longer
+        return _sample_block(logits, params, token_table, where)
 
     def sample_block(index: jax.Array, tokens: jax.Array) -> jax.Array:
         start = jnp.minimum(index * size, num_rows - size)
