@@ -1,5 +1,5 @@
 """Engines in these tests run for seconds, and would be compiled for longer."""
 
-from tests.executor.quick_programs import quickly_compiled_programs
+from tests.quick_compilation import quickly_compiled_programs
 
 __all__ = ["quickly_compiled_programs"]

@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from sgl_jax.kernels.grouped_matmul import tpu
 from sgl_jax.kernels.grouped_matmul.tiles import Tiles
 from tests.kernels.grouped_matmul.problems import Case, Program, build, cases, expected
 from tests.kernels.simulation import EAGER, MODES, assert_close, simulate
+from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(),
@@ -24,7 +24,7 @@ PROGRAMS = (
 
 
 def multiply(program, interpret):
-    @jax.jit
+    @quick_jit
     def run(problem):
         return tpu.tpu_grouped_matmul(
             *problem,

@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from tests.kernels.ragged_paged_attention.interpret_harness import (
     with_new_tokens,
 )
 from tests.kernels.simulation import MODES, assert_close, simulate
+from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=2, max_drafts=2, rows=5),
@@ -30,7 +30,7 @@ PROGRAMS = (
 
 @lru_cache
 def compiled(program, mode):
-    @jax.jit
+    @quick_jit
     def run(problem):
         return tpu.ragged_paged_attention(
             problem.q,

@@ -2,7 +2,6 @@
 
 from functools import lru_cache, partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from tests.kernels.ragged_paged_attention.interpret_harness import (
     with_new_tokens,
 )
 from tests.kernels.simulation import EAGER, LAZY, MODES, SimulationError, assert_close, simulate
+from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=4),
@@ -41,7 +41,7 @@ BLOCKS = DecodeBlocks(block_keys=64, part_keys=32)  # small, so that rows have s
 def attend(program, interpret, blocks=BLOCKS):
     """The kernel of a program, compiled; it reads the cache as it is after this step's write."""
 
-    @jax.jit
+    @quick_jit
     def run(problem, cache):
         return decode_attention(
             problem.q,

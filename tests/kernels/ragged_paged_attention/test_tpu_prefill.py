@@ -3,7 +3,6 @@
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from tests.kernels.ragged_paged_attention.interpret_harness import (
     with_new_tokens,
 )
 from tests.kernels.simulation import MODES, simulate
+from tests.quick_compilation import quick_jit
 
 MAX_CHUNK = 80  # more than a block of queries
 PLAIN = Program(page_size=16, kv_heads=2, group=4, tokens=256, max_len=280)
@@ -69,7 +69,7 @@ def blocks_of(program):
 def attend(program, interpret):
     """The kernel of a program, compiled; it reads the cache as it is after this step's write."""
 
-    @jax.jit
+    @quick_jit
     def run(problem, cache):
         return prefill_attention(
             problem.q,

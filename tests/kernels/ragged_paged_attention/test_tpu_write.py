@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from tests.kernels.ragged_paged_attention.interpret_harness import (
     with_new_tokens,
 )
 from tests.kernels.simulation import EAGER, MODES, simulate
+from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=1, tokens=64),
@@ -29,7 +29,7 @@ PROGRAMS = (
 
 
 def write(program, interpret):
-    @jax.jit
+    @quick_jit
     def run(problem):
         batch = make_batch(problem, program)
         return tpu_write.write_kv(

@@ -1,12 +1,14 @@
-"""Step programs that XLA compiles four times faster, and that run slower.
+"""Programs that XLA compiles three times faster, and that run slower.
 
-A tiny model's programs run for milliseconds and take seconds to compile, so tests of the engine in
-this process go without most of XLA's optimisations. Tests of the real server (`tests/live`) and of
-accuracy run what users run.
+What runs for milliseconds and takes seconds to compile, as a tiny model or a simulated kernel, goes
+without most of XLA's optimisations. Tests of the real server (`tests/live`) and of accuracy run
+what users run.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
+import jax
 import pytest
 
 from sgl_jax.executor.programs import Programs
@@ -16,9 +18,12 @@ QUICKLY: dict[str, bool | str | int] = {
     "xla_backend_optimization_level": 0,
 }
 
+quick_jit = partial(jax.jit, compiler_options=QUICKLY)
+
 
 @pytest.fixture(scope="package", autouse=True)
 def quickly_compiled_programs() -> Iterator[None]:
+    """For all engines of the package whose conftest imports this."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "_compiler_options", lambda self, bucket: QUICKLY)
         yield
