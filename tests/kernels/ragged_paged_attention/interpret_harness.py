@@ -107,13 +107,18 @@ def build(case: Case) -> Problem:
         for first in range(0, kv_starts[i], program.page_size):
             used = min(program.page_size, kv_starts[i] - first)
             page = cache[LAYER, table[i, first // program.page_size], :, :used]
-            page[...] = np.where(np.isnan(page), rng.normal(size=page.shape), page)
+            page[...] = np.where(np.isnan(page), _keys_and_values(rng, page.shape), page)
     q_heads = program.kv_heads * program.group
     q = rng.normal(size=(program.tokens, q_heads, program.head_dim))
-    k, v = rng.normal(size=(2, program.tokens, program.kv_heads, program.head_dim))
+    k, v = _keys_and_values(rng, (2, program.tokens, program.kv_heads, program.head_dim))
     sinks = rng.normal(size=q_heads).astype(np.float32) if program.sinks else None
     arrays = (np.asarray(x, program.dtype) for x in (q, k, v, cache))
     return Problem(*arrays, table, kv_starts, q_lens, np.int32(len(case.decodes)), sinks)
+
+
+def _keys_and_values(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Of variance one, and in bounds: a result over 2 is rounded by 1e-2 in bfloat16."""
+    return rng.uniform(-(3**0.5), 3**0.5, size=shape)
 
 
 def make_batch(problem: Problem, program: Program) -> AttentionBatch:
