@@ -50,8 +50,9 @@ class RaggedPagedAttention(Protocol):
         Args:
             q: [T, q_heads, head_dim]; q_heads is a multiple of kv_heads, and queries of one KV
                 head are neighbours.
-            k, v: [T, kv_heads, head_dim] of the same tokens. Padding tokens are written to the
-                null page, whose content is never read.
+            k, v: [T, kv_heads, head_dim] of the same tokens, attended to as the cache holds them:
+                in its type, and if that has 8 bits, at most its greatest value. Padding tokens are
+                written to the null page, whose content is never read.
             kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], K heads then V heads;
                 or [layers, pages, kv_heads, page_size, 2 * head_dim], K and V side by side.
                 Updated in place when the caller donates it or carries it through a loop.

@@ -6,7 +6,7 @@ tokens of a row that share a tile are a *run* and are written together; a run th
 reads nothing. Several runs are in flight at once, which is safe because no two runs of one grid
 step touch the same tile: a page that is being written has one row, and each step of the grid
 waits for its own writes before it ends. Padding and the null page, which any number of rows may
-share, are never written.
+share, are never written. Elements of one byte are moved as integers, whatever they mean.
 """
 
 from functools import partial
@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import as_cached, is_narrow
 from sgl_jax.kernels.tpu_memory import LANES, VMEM_LIMIT_BYTES, tile_slots
 
 BLOCK_TOKENS = 512  # tokens of one step of the grid
@@ -50,7 +51,7 @@ class _Buffers(NamedTuple):
 
     kv: Any  # [block, chunks * chunk] this step's new K and V
     cache: Any  # [layers, pages, slots, page_size, head_dim], slots: K and V of all heads
-    rows: Any  # float32 [chunks, block + 2 * tile, chunk] the same, one tile further down
+    rows: Any  # 32 bits [chunks, block + 2 * tile, chunk] the same, one tile further down
     tiles: Any  # [IN_FLIGHT, slots, tile, head_dim]
     read_sem: Any  # [IN_FLIGHT]
     write_sem: Any  # [IN_FLIGHT]
@@ -118,21 +119,37 @@ def _change_tile(buffers: _Buffers, runs: _Runs, run: Any) -> None:
     per_head = buffers.tiles.shape[3] // width
     for chunk in range(chunks):
         head, lanes = chunk // per_head, pl.ds(chunk % per_head * width, width)
-        old = buffers.tiles[at, head, :, lanes].astype(jnp.float32)
+        old = _widen(buffers.tiles[at, head, :, lanes])
         new = jnp.where(is_new, buffers.rows[chunk, source], old)
-        buffers.tiles[at, head, :, lanes] = new.astype(buffers.tiles.dtype)
+        buffers.tiles[at, head, :, lanes] = _narrow(new, buffers.tiles.dtype)
 
 
 def _stage(buffers: _Buffers) -> None:
     """Copy this step's K and V, chunk by chunk, to where any slots of them can be loaded.
 
-    Only 32-bit rows can be loaded from any row on; there and back loses nothing.
+    Only 32-bit rows can be loaded from any row on.
     """
     chunks, _, width = buffers.rows.shape
     block = buffers.kv.shape[0]
     for chunk in range(chunks):
         rows = buffers.kv[:, chunk * width : (chunk + 1) * width]
-        buffers.rows[chunk, pl.ds(buffers.tile, block)] = rows.astype(jnp.float32)
+        buffers.rows[chunk, pl.ds(buffers.tile, block)] = _widen(rows)
+
+
+def _wide_dtype(dtype: Any) -> Any:
+    return jnp.int32 if is_narrow(dtype) else jnp.float32
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """x with 32 bits an element, from which `_narrow` gets it back unchanged, NaN included."""
+    bits = pltpu.bitcast(x, jnp.int8) if is_narrow(x.dtype) else x
+    return bits.astype(_wide_dtype(x.dtype))
+
+
+def _narrow(x: jax.Array, dtype: Any) -> jax.Array:
+    if is_narrow(dtype):
+        return pltpu.bitcast(x.astype(jnp.int8), dtype)
+    return x.astype(dtype)
 
 
 def _kernel(*refs: Any, page_size: int) -> None:
@@ -187,8 +204,8 @@ def write_kv(
         )
     num_tokens = k.shape[0]
     is_packed = head_dim == 2 * k.shape[2]
-    kv = jnp.concatenate([k, v], axis=2 if is_packed else 1)
-    kv = kv.astype(kv_cache.dtype).reshape(num_tokens, -1)
+    kv = as_cached(jnp.concatenate([k, v], axis=2 if is_packed else 1), kv_cache.dtype)
+    kv = kv.reshape(num_tokens, -1)
     block = min(BLOCK_TOKENS, -(-num_tokens // tile) * tile)
     kv = jnp.pad(kv, ((0, -num_tokens % block), (0, 0)))
     width = LANES if head_dim % LANES == 0 else head_dim
@@ -204,7 +221,7 @@ def write_kv(
             in_specs=[pl.BlockSpec((block, kv.shape[1]), lambda i, *_: (i, 0)), in_memory],
             out_specs=in_memory,
             scratch_shapes=[
-                pltpu.VMEM((kv.shape[1] // width, block + 2 * tile, width), jnp.float32),
+                pltpu.VMEM((kv.shape[1] // width, block + 2 * tile, width), _wide_dtype(kv.dtype)),
                 pltpu.VMEM((IN_FLIGHT, slots, tile, head_dim), kv_cache.dtype),
                 pltpu.SemaphoreType.DMA((IN_FLIGHT,)),
                 pltpu.SemaphoreType.DMA((IN_FLIGHT,)),

@@ -22,6 +22,7 @@ class Program(NamedTuple):
     group: int = 4  # queries per KV head
     head_dim: int = 128
     dtype: Any = jnp.float32
+    cache_dtype: Any = None  # None: as `dtype`
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
@@ -29,6 +30,14 @@ class Program(NamedTuple):
     rows: int = 6
     tokens: int = 64
     max_len: int = 160  # tokens of a row
+
+    def as_cached(self, x: np.ndarray) -> np.ndarray:
+        """x in the cache's type, which if it has 8 bits holds nothing beyond its greatest."""
+        dtype = jnp.dtype(self.cache_dtype or self.dtype)
+        if dtype.itemsize == 1:
+            limit = float(jnp.finfo(dtype).max)
+            x = np.clip(np.asarray(x, np.float32), -limit, limit)
+        return np.asarray(x, dtype)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -112,8 +121,16 @@ def build(case: Case) -> Problem:
     q = rng.normal(size=(program.tokens, q_heads, program.head_dim))
     k, v = rng.normal(size=(2, program.tokens, program.kv_heads, program.head_dim))
     sinks = rng.normal(size=q_heads).astype(np.float32) if program.sinks else None
-    arrays = (np.asarray(x, program.dtype) for x in (q, k, v, cache))
-    return Problem(*arrays, table, kv_starts, q_lens, np.int32(len(case.decodes)), sinks)
+    arrays = (np.asarray(x, program.dtype) for x in (q, k, v))
+    return Problem(
+        *arrays,
+        program.as_cached(cache),
+        table,
+        kv_starts,
+        q_lens,
+        np.int32(len(case.decodes)),
+        sinks,
+    )
 
 
 def make_batch(problem: Problem, program: Program) -> AttentionBatch:
@@ -132,8 +149,9 @@ def make_batch(problem: Problem, program: Program) -> AttentionBatch:
 
 
 def expected(problem: Problem, program: Program) -> tuple[np.ndarray, np.ndarray]:
-    """(out [T, q_heads, head_dim], kv_cache) in float64 by the reference."""
-    arrays = (np.asarray(x, np.float64) for x in problem[:4])
+    """(out [T, q_heads, head_dim], kv_cache) in float64 by the reference, of what is cached."""
+    new = (program.as_cached(x) for x in (problem.k, problem.v))
+    arrays = (np.asarray(x, np.float64) for x in (problem.q, *new, problem.kv_cache))
     return reference.ragged_paged_attention(
         *arrays, LAYER, *problem[4:7], sinks=problem.sinks, **program.options
     )

@@ -26,6 +26,9 @@ PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=2, max_drafts=2, rows=5),
     Program(page_size=64, kv_heads=1, group=8, dtype=jnp.bfloat16, sliding_window=50, sinks=True),
 )
+EIGHT_BITS = Program(
+    page_size=32, group=2, dtype=jnp.bfloat16, cache_dtype=jnp.float8_e4m3fn, max_drafts=2
+)
 
 
 @lru_cache
@@ -59,7 +62,10 @@ def check(case, mode):
     )
 
 
-@pytest.mark.parametrize(("program", "mode"), [(PROGRAMS[0], "eager"), (PROGRAMS[1], "lazy")])
+@pytest.mark.parametrize(
+    ("program", "mode"),
+    [(PROGRAMS[0], "eager"), (PROGRAMS[1], "lazy"), (EIGHT_BITS, "eager"), (EIGHT_BITS, "lazy")],
+)
 def test_a_mixed_step_agrees_with_float64(program, mode):
     drafts = 1 + program.max_drafts
     check(Case(program, [(100, drafts), (63, 1)], [(10, 24), (0, 17)], 1, seed=4), mode)

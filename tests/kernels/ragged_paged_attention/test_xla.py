@@ -175,6 +175,27 @@ def test_bfloat16_accumulates_in_float32():
     np.testing.assert_allclose(np.asarray(out[:62], np.float32), expected[:62], atol=0.02)
 
 
+def test_a_cache_of_8_bits_is_attended_to_as_what_it_holds():
+    """Beyond the type's range lies its greatest value, not NaN."""
+    problem = build(Case(PROGRAMS[1], [(300, 1), (17, 1)], [(100, 60)], 0, seed=3))
+    values = np.array(problem.v)
+    values[:, 0] *= 200
+    k, v = (np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in (problem.k, values))
+    assert (abs(v) > 464).any()  # what a cast alone would make NaN
+    cached = [as_float8(x) for x in (k, v, problem.cache)]
+    out, cache = attend(problem._replace(k=k, v=v, cache=cached[2]), None, None)
+    arrays = [np.asarray(x, np.float32) for x in (problem.q, *cached)]
+    expected, expected_cache = reference.ragged_paged_attention(
+        *arrays, 1, *problem[4:7], scale=0.3
+    )
+    np.testing.assert_allclose(out[:62], expected[:62], rtol=1e-6, atol=2e-5)
+    np.testing.assert_array_equal(np.asarray(cache[:, 1:], np.float32), expected_cache[:, 1:])
+
+
+def as_float8(x):
+    return np.clip(x, -448, 448).astype(jnp.float8_e4m3fn)
+
+
 def test_a_cache_with_keys_and_values_side_by_side_gives_the_same():
     problem = build(Case(PROGRAMS[1], [(300, 2), (17, 1)], [(100, 60)], 1, seed=5))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import product_dtype
 from sgl_jax.kernels.ragged_paged_attention.scores import MASKED
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.memory import Kernel, KeyBlock, Shape
 
@@ -68,17 +69,18 @@ def _attend(kernel: Kernel, slot: Any, pages: Any, seen: jax.Array | None) -> No
     `seen` None: every query sees every key.
     """
     shape, options, state, kv = kernel.shape, kernel.options, kernel.state, kernel.buffers.kv
-    precision = lax.Precision.HIGHEST if kv.dtype == jnp.float32 else None
+    dtype = product_dtype(kernel.buffers.q.dtype, kv.dtype)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def side_by_side(heads: Iterable[int]) -> jax.Array:
         """[keys, stack_dim] of some heads of the cache."""
         parts = [kv[slot, pages, head].reshape(-1, shape.head_dim) for head in heads]
-        return jnp.concatenate(parts, axis=1)
+        return jnp.concatenate(parts, axis=1).astype(dtype)
 
     for stack in range(shape.stacks):
         keys = side_by_side(shape.heads(stack))
-        scores = dot(state.q[stack].astype(kv.dtype), keys, (((1,), (1,)), ((), ())))
+        scores = dot(state.q[stack].astype(dtype), keys, (((1,), (1,)), ((), ())))
         scores = scores * options.scale
         if options.soft_cap is not None:
             scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
@@ -91,7 +93,7 @@ def _attend(kernel: Kernel, slot: Any, pages: Any, seen: jax.Array | None) -> No
         state.top[stack] = top
         state.total[stack] = state.total[stack] * kept + weights.sum(axis=1, keepdims=True)
         values = side_by_side(map(shape.values_of, shape.heads(stack)))
-        found = own_columns(shape, dot(weights.astype(kv.dtype), values, (((1,), (0,)), ((), ()))))
+        found = own_columns(shape, dot(weights.astype(dtype), values, (((1,), (0,)), ((), ()))))
         state.weighted[stack] = state.weighted[stack] * kept[:, :1] + found
 
 
