@@ -72,7 +72,8 @@ def kv_absmax(pool: jax.Array, layout: KVPoolLayout, mesh: Mesh) -> jax.Array:
     Over all pages but the null pages, whoever owns them: what lies there is zero, or K and V of
     some token, now or before.
     """
-    return _absmax(pool, layout, mesh.shape["data"], mesh.shape["tensor"])
+    found: jax.Array = _absmax(pool, layout, mesh.shape["data"], mesh.shape["tensor"])
+    return found
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))

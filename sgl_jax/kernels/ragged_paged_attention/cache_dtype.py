@@ -10,14 +10,19 @@ from jax.typing import DTypeLike
 
 
 def as_cached(x: jax.Array, cache_dtype: DTypeLike) -> jax.Array:
-    """K or V as the cache holds it; in 8 bits, what is out of range becomes the greatest there is.
+    """K or V as the cache holds it.
 
-    A cast alone would make it NaN.
+    In 8 bits, what is out of range becomes the greatest number there is, where a cast alone would
+    make it NaN; and there are no subnormals, so that a kernel may convert by moving bits: what is
+    smaller than the smallest normal number, 2^-6, becomes that or zero, whichever is nearer.
     """
     if not is_narrow(cache_dtype):
         return x.astype(cache_dtype)
-    limit = float(jnp.finfo(cache_dtype).max)
-    return jnp.clip(x, -limit, limit).astype(cache_dtype)
+    info = jnp.finfo(cache_dtype)
+    greatest, smallest = float(info.max), float(info.smallest_normal)
+    coarse = jnp.round(x / smallest) * smallest
+    normal = jnp.where(jnp.abs(x) < smallest, coarse, x)
+    return jnp.clip(normal, -greatest, greatest).astype(cache_dtype)
 
 
 def product_dtype(q_dtype: DTypeLike, cache_dtype: DTypeLike) -> jnp.dtype:

@@ -32,11 +32,11 @@ class Program(NamedTuple):
     max_len: int = 160  # tokens of a row
 
     def as_cached(self, x: np.ndarray) -> np.ndarray:
-        """x in the cache's type, which if it has 8 bits holds nothing beyond its greatest."""
+        """x in the cache's type, which if it has 8 bits holds normal numbers alone, and zero."""
         dtype = jnp.dtype(self.cache_dtype or self.dtype)
         if dtype.itemsize == 1:
-            limit = float(jnp.finfo(dtype).max)
-            x = np.clip(np.asarray(x, np.float32), -limit, limit)
+            x = np.clip(np.asarray(x, np.float32), -448, 448)
+            x = np.where(abs(x) < 2**-6, np.rint(x * 2**6) * 2**-6, x)
         return np.asarray(x, dtype)
 
     @property

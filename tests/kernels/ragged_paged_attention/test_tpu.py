@@ -64,7 +64,12 @@ def check(case, mode):
 
 @pytest.mark.parametrize(
     ("program", "mode"),
-    [(PROGRAMS[0], "eager"), (PROGRAMS[1], "lazy"), (EIGHT_BITS, "eager"), (EIGHT_BITS, "lazy")],
+    [
+        (PROGRAMS[0], "eager"),
+        (PROGRAMS[1], "lazy"),
+        (EIGHT_BITS, "lazy"),
+        pytest.param(EIGHT_BITS, "eager", marks=pytest.mark.long),
+    ],
 )
 def test_a_mixed_step_agrees_with_float64(program, mode):
     drafts = 1 + program.max_drafts

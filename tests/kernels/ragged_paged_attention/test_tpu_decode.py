@@ -214,6 +214,16 @@ FAULTS = (
 )
 
 
+def test_keys_taken_in_another_order_than_masks_are_noticed(monkeypatch):
+    """An 8-bit cache gives its even keys first."""
+    monkeypatch.setattr(
+        softmax, "positions", lambda tile: jax.lax.broadcasted_iota(jnp.int32, tile, 1)
+    )
+    program = EIGHT_BITS[1]
+    with pytest.raises(AssertionError):
+        check(Case(program, [(150, 1), (47, 1)], [], 0, seed=5), attend(program, LAZY))
+
+
 def name_of(parameter):
     return parameter.__name__
 
