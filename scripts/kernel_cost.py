@@ -41,13 +41,13 @@ from sgl_jax.kernels.grouped_matmul.tiles import choose_tiles  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import decode_blocks  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import EIGHT_BITS  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import prefill_blocks  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv  # noqa: E402
 
 Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16
-EIGHT_BITS = jnp.float8_e4m3fn
 ROWS, CONTEXT, CHUNK = 64, 4096, 2048
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 192
 

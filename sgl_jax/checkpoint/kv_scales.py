@@ -13,11 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import (
+    EIGHT_BITS,
+    GREATEST,
+    cache_dtype_name,
+)
 from sgl_jax.layers.parameter import ParamTree
 from sgl_jax.models.config import ModelConfig
 
-KV_CACHE_DTYPE = "fp8_e4m3"
-_GREATEST = 448.0  # of the numbers that the cache holds
+KV_CACHE_DTYPE = cache_dtype_name(EIGHT_BITS)
 
 
 class ScalesByHead(NamedTuple):
@@ -37,7 +41,7 @@ class ScalesByHead(NamedTuple):
 
 
 def _next_power_of_two(absmax: Any, margin: float) -> NDArray[np.float32]:
-    wanted = np.asarray(absmax, np.float64) * margin / _GREATEST
+    wanted = np.asarray(absmax, np.float64) * margin / GREATEST
     exponent = np.ceil(np.log2(wanted, where=wanted > 0, out=np.zeros_like(wanted)))
     return np.exp2(exponent).astype(np.float32)
 

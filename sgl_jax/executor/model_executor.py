@@ -25,6 +25,7 @@ from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
 from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
 from sgl_jax.executor.step import StepState
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import cache_dtype_name
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_kv_pool
 from sgl_jax.models.config import ModelConfig
 
@@ -85,7 +86,7 @@ class ModelExecutor:
             "model_path": args.model_path,
             "architecture": config.architecture,
             "dtype": shape.dtype.name,
-            "kv_cache_dtype": self._pool_layout.dtype.name,
+            "kv_cache_dtype": cache_dtype_name(self._pool_layout.dtype),
             "platform": platform,
             "devices": [str(device) for device in self._mesh.devices.flat],
             "eos_token_ids": list(config.eos_token_ids),
@@ -173,7 +174,8 @@ class ModelExecutor:
     def kv_absmax(self) -> Float32Array:
         """The greatest |K| and |V| in the pool, [2, layers, kv_heads], copies of heads included.
 
-        Of tokens now and before, since `reset`, unless others lie in their place.
+        Of tokens now and before, since `reset`, unless others lie in their place. Not for a pool
+        of 8 bits.
         """
         return np.asarray(kv_absmax(self._state.kv_pool, self._pool_layout, self._mesh))
 

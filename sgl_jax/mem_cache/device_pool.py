@@ -26,7 +26,7 @@ class KVPoolLayout(NamedTuple):
     num_kv_heads: int  # over all chips of a rank, copies included where chips outnumber heads
     page_size: int  # tokens
     head_dim: int
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # of the array; int8 holds the bits of 8-bit floats
 
     @property
     def page_shape(self) -> tuple[int, int, int]:
@@ -70,7 +70,7 @@ def kv_absmax(pool: jax.Array, layout: KVPoolLayout, mesh: Mesh) -> jax.Array:
     """The greatest |K| and |V| in the pool, float32 [2, layers, kv_heads].
 
     Over all pages but the null pages, whoever owns them: what lies there is zero, or K and V of
-    some token, now or before.
+    some token, now or before. Not for a pool of 8 bits, which means other numbers than it holds.
     """
     found: jax.Array = _absmax(pool, layout, mesh.shape["data"], mesh.shape["tensor"])
     return found

@@ -16,21 +16,21 @@ SETTINGS = {
     "device": "cpu",
     "kv_cache_dtype": "fp8_e4m3",
     "context_length": 512,
-    "chunked_prefill_size": 64,
-    "max_running_requests": 4,
+    "chunked_prefill_size": 32,
+    "max_running_requests": 2,
     "max_total_tokens": 2048,
     "check_memory": "busy",
     "memory_error_action": "crash",
     "skip_warmup": True,
 }
-CALIBRATE = ("--model-path", str(DEMO), "--device", "cpu", "--chunked-prefill-size", "64")
+CALIBRATE = ("--model-path", str(DEMO), "--device", "cpu", "--chunked-prefill-size", "32")
 
 
 @pytest.fixture(scope="module")
 def scales(tmp_path_factory):
     """A file of scales, from a few questions of a split that is not asked here."""
     path = str(tmp_path_factory.mktemp("scales") / "scales.json")
-    words = ["--num-prompts", "6", "--context-length", "256", "--output-len", "4"]
+    words = ["--num-prompts", "3", "--context-length", "256", "--output-len", "4"]
     assert calibrate_kv_scales.main([*CALIBRATE, *words, "--output", path]) == 0
     return path
 

@@ -26,7 +26,7 @@ def attend(scales=None, *, cache_dtype=jnp.float32, tp=1, v_times=1.0):
     """Attention of one row of TOKENS, all in one page.
 
     Returns:
-        its result [TOKENS, HIDDEN], and K and V as cached, [2, KV_HEADS, TOKENS, HEAD_DIM].
+        its result [TOKENS, HIDDEN], and the cache's K and V, [2, KV_HEADS, TOKENS, HEAD_DIM].
     """
     module = Attention(
         *(HIDDEN, HEADS, KV_HEADS, HEAD_DIM),
@@ -97,8 +97,7 @@ def test_a_scale_brings_values_into_the_range_of_8_bits(v_times):
 
     def error(scale):
         scales = {"k": np.ones(KV_HEADS, np.float32), "v": np.full(KV_HEADS, scale, np.float32)}
-        out, cached = attend(scales, cache_dtype=jnp.float8_e4m3fn, v_times=v_times)
-        assert np.isfinite(cached).all()
+        out, _ = attend(scales, cache_dtype=jnp.int8, v_times=v_times)
         return np.abs(out - expected).max() / np.abs(expected).max()
 
     assert error(scale=np.exp2(np.round(np.log2(v_times)))) < 0.1

@@ -6,7 +6,7 @@ tokens of a row that share a tile are a *run* and are written together; a run th
 reads nothing. Several runs are in flight at once, which is safe because no two runs of one grid
 step touch the same tile: a page that is being written has one row, and each step of the grid
 waits for its own writes before it ends. Padding and the null page, which any number of rows may
-share, are never written. Elements of one byte are moved as integers, whatever they mean.
+share, are never written.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.cache_dtype import as_cached, is_narrow
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import as_cached, cache_dtype_name
 from sgl_jax.kernels.tpu_memory import LANES, VMEM_LIMIT_BYTES, tile_slots
 
 BLOCK_TOKENS = 512  # tokens of one step of the grid
@@ -119,37 +119,21 @@ def _change_tile(buffers: _Buffers, runs: _Runs, run: Any) -> None:
     per_head = buffers.tiles.shape[3] // width
     for chunk in range(chunks):
         head, lanes = chunk // per_head, pl.ds(chunk % per_head * width, width)
-        old = _widen(buffers.tiles[at, head, :, lanes])
+        old = buffers.tiles[at, head, :, lanes].astype(buffers.rows.dtype)
         new = jnp.where(is_new, buffers.rows[chunk, source], old)
-        buffers.tiles[at, head, :, lanes] = _narrow(new, buffers.tiles.dtype)
+        buffers.tiles[at, head, :, lanes] = new.astype(buffers.tiles.dtype)
 
 
 def _stage(buffers: _Buffers) -> None:
     """Copy this step's K and V, chunk by chunk, to where any slots of them can be loaded.
 
-    Only 32-bit rows can be loaded from any row on.
+    Only 32-bit rows can be loaded from any row on; there and back loses nothing.
     """
     chunks, _, width = buffers.rows.shape
     block = buffers.kv.shape[0]
     for chunk in range(chunks):
         rows = buffers.kv[:, chunk * width : (chunk + 1) * width]
-        buffers.rows[chunk, pl.ds(buffers.tile, block)] = _widen(rows)
-
-
-def _wide_dtype(dtype: Any) -> Any:
-    return jnp.int32 if is_narrow(dtype) else jnp.float32
-
-
-def _widen(x: jax.Array) -> jax.Array:
-    """x with 32 bits an element, from which `_narrow` gets it back unchanged, NaN included."""
-    bits = pltpu.bitcast(x, jnp.int8) if is_narrow(x.dtype) else x
-    return bits.astype(_wide_dtype(x.dtype))
-
-
-def _narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    if is_narrow(dtype):
-        return pltpu.bitcast(x.astype(jnp.int8), dtype)
-    return x.astype(dtype)
+        buffers.rows[chunk, pl.ds(buffers.tile, block)] = rows.astype(buffers.rows.dtype)
 
 
 def _kernel(*refs: Any, page_size: int) -> None:
@@ -199,8 +183,8 @@ def write_kv(
     tile = tile_slots(kv_cache.dtype)
     if page_size % tile:
         raise ValueError(
-            f"on TPU, page_size must be a multiple of {tile} for a {kv_cache.dtype} cache, "
-            f"got {page_size}"
+            f"on TPU, page_size must be a multiple of {tile} for a "
+            f"{cache_dtype_name(kv_cache.dtype)} cache, got {page_size}"
         )
     num_tokens = k.shape[0]
     is_packed = head_dim == 2 * k.shape[2]
@@ -208,6 +192,7 @@ def write_kv(
     kv = kv.reshape(num_tokens, -1)
     block = min(BLOCK_TOKENS, -(-num_tokens // tile) * tile)
     kv = jnp.pad(kv, ((0, -num_tokens % block), (0, 0)))
+    wide = jnp.int32 if jnp.issubdtype(kv.dtype, jnp.integer) else jnp.float32
     width = LANES if head_dim % LANES == 0 else head_dim
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
     num_scalars = len(_Tokens._fields)
@@ -221,7 +206,7 @@ def write_kv(
             in_specs=[pl.BlockSpec((block, kv.shape[1]), lambda i, *_: (i, 0)), in_memory],
             out_specs=in_memory,
             scratch_shapes=[
-                pltpu.VMEM((kv.shape[1] // width, block + 2 * tile, width), _wide_dtype(kv.dtype)),
+                pltpu.VMEM((kv.shape[1] // width, block + 2 * tile, width), wide),
                 pltpu.VMEM((IN_FLIGHT, slots, tile, head_dim), kv_cache.dtype),
                 pltpu.SemaphoreType.DMA((IN_FLIGHT,)),
                 pltpu.SemaphoreType.DMA((IN_FLIGHT,)),

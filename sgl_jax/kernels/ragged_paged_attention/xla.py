@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.cache_dtype import as_cached
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import as_cached, as_float32
 
 # Decode meets DECODE_BLOCKS blocks of keys at once, of whatever rows: one operation each would
 # be too small to be worth its launch.
@@ -74,7 +74,7 @@ class _Layer(NamedTuple):
         else:
             slots = self.kv_cache.at[self.layer, pages, where]
         blocks = slots.get(mode="promise_in_bounds")
-        tokens = jnp.moveaxis(blocks, -4, -3).astype(jnp.float32)
+        tokens = as_float32(jnp.moveaxis(blocks, -4, -3))
         return tokens.reshape(*pages.shape[:-1], self.kv_heads, -1, blocks.shape[-1])
 
 

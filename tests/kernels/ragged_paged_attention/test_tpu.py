@@ -26,9 +26,7 @@ PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=2, max_drafts=2, rows=5),
     Program(page_size=64, kv_heads=1, group=8, dtype=jnp.bfloat16, sliding_window=50, sinks=True),
 )
-EIGHT_BITS = Program(
-    page_size=32, group=2, dtype=jnp.bfloat16, cache_dtype=jnp.float8_e4m3fn, max_drafts=2
-)
+EIGHT_BITS = Program(page_size=32, group=2, dtype=jnp.bfloat16, cache_dtype=jnp.int8, max_drafts=2)
 
 
 @lru_cache

@@ -37,13 +37,13 @@ SHAPES = (
 )
 # Products in the type of the queries.
 EIGHT_BITS = (
-    Program(page_size=32, kv_heads=2, group=4, cache_dtype=jnp.float8_e4m3fn),
+    Program(page_size=32, kv_heads=2, group=4, cache_dtype=jnp.int8),
     Program(
         page_size=32,
         kv_heads=4,
         group=2,
         dtype=jnp.bfloat16,
-        cache_dtype=jnp.float8_e4m3fn,
+        cache_dtype=jnp.int8,
         sliding_window=75,
     ),
 )

@@ -61,15 +61,13 @@ MORE_PROGRAMS = (
 
 # Products in the type of the queries.
 EIGHT_BITS = (
-    Program(
-        page_size=32, kv_heads=2, group=4, cache_dtype=jnp.float8_e4m3fn, tokens=128, max_len=280
-    ),
+    Program(page_size=32, kv_heads=2, group=4, cache_dtype=jnp.int8, tokens=128, max_len=280),
     Program(
         page_size=64,
         kv_heads=4,
         group=1,
         dtype=jnp.bfloat16,
-        cache_dtype=jnp.float8_e4m3fn,
+        cache_dtype=jnp.int8,
         sliding_window=150,
         tokens=128,
         max_len=280,

@@ -27,9 +27,7 @@ PROGRAMS = (
     Program(page_size=128, kv_heads=1, group=1, dtype=jnp.bfloat16, tokens=64, max_len=300),
 )
 
-EIGHT_BITS = Program(
-    page_size=64, kv_heads=2, group=1, dtype=jnp.bfloat16, cache_dtype=jnp.float8_e4m3fn
-)
+EIGHT_BITS = Program(page_size=64, kv_heads=2, group=1, dtype=jnp.bfloat16, cache_dtype=jnp.int8)
 
 
 def write(program, interpret):
@@ -112,7 +110,7 @@ def test_a_cache_of_8_bits_holds_its_greatest_value_for_what_is_beyond_it(mode):
     ("program", "words"),
     [
         (Program(page_size=8, dtype=jnp.bfloat16), "multiple of 16 for a bfloat16 cache, got 8"),
-        (EIGHT_BITS._replace(page_size=16), "multiple of 32 for a float8_e4m3fn cache, got 16"),
+        (EIGHT_BITS._replace(page_size=16), "multiple of 32 for a fp8_e4m3 cache, got 16"),
     ],
 )
 def test_a_page_of_less_than_a_tile_is_refused(program, words):

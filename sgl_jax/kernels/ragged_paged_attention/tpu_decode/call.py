@@ -13,10 +13,10 @@ from sgl_jax.kernels.ragged_paged_attention.block_sizes import DecodeBlocks, dec
 from sgl_jax.kernels.ragged_paged_attention.cache_dtype import product_dtype
 from sgl_jax.kernels.ragged_paged_attention.rows import Rows
 from sgl_jax.kernels.ragged_paged_attention.scores import ScoreOptions
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode.eight_bits import can_move_bits
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.kernel import decode_kernel
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.memory import TABLES, KeyPages, Shape
-from sgl_jax.kernels.tpu_memory import LANES, VMEM_LIMIT_BYTES, converts_float8
+from sgl_jax.kernels.ragged_paged_attention.tpu_eight_bits import should_move_bits
+from sgl_jax.kernels.tpu_memory import LANES, VMEM_LIMIT_BYTES
 
 
 def decode_attention(
@@ -102,7 +102,7 @@ def _shape(
         block_pages=max(1, blocks.block_keys // (page_size * part_pages)) * part_pages,
         part_pages=part_pages,
         product_dtype=dtype,
-        moves_bits=can_move_bits(kv_cache.dtype, dtype) and not converts_float8(),
+        moves_bits=should_move_bits(kv_cache.dtype, dtype),
     )
 
 

@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     block_pages: int  # of one DMA buffer
     part_pages: int  # of a masked part of a block; divides block_pages
     product_dtype: jnp.dtype
-    moves_bits: bool  # to read an 8-bit cache; see `eight_bits`
+    moves_bits: bool  # to read an 8-bit cache; see `tpu_eight_bits`
 
     @property
     def head_rows(self) -> int:

@@ -9,12 +9,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from sgl_jax.kernels.ragged_paged_attention.scores import MASKED
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode.eight_bits import (
+from sgl_jax.kernels.ragged_paged_attention.tpu_decode.memory import Kernel, KeyBlock, Shape
+from sgl_jax.kernels.ragged_paged_attention.tpu_eight_bits import (
     HALF_BIAS,
+    converted,
     even_then_odd,
     positions,
 )
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode.memory import Kernel, KeyBlock, Shape
 
 
 def begin_row(kernel: Kernel, slot: jax.Array) -> None:
@@ -78,8 +79,8 @@ def _attend(kernel: Kernel, slot: Any, pages: Any, seen: jax.Array | None) -> No
         """[keys, stack_dim] of some heads of the cache, as `_product` wants it."""
         parts = [kv[slot, pages, head].reshape(-1, shape.head_dim) for head in heads]
         if shape.moves_bits:
-            parts = [even_then_odd(part) for part in parts]
-        return jnp.concatenate(parts, axis=1).astype(shape.product_dtype)
+            return jnp.concatenate([even_then_odd(part) for part in parts], axis=1)
+        return converted(jnp.concatenate(parts, axis=1), shape.product_dtype)
 
     for stack in range(shape.stacks):
         keys = side_by_side(shape.heads(stack))

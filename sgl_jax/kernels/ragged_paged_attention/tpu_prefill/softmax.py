@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from sgl_jax.kernels.ragged_paged_attention.scores import MASKED
+from sgl_jax.kernels.ragged_paged_attention.tpu_eight_bits import converted
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.memory import Kernel, div
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.query_block import QueryBlock
 from sgl_jax.kernels.tpu_memory import LANES
@@ -138,8 +139,9 @@ def _attend_head(kernel: Kernel, work: Work, head: Any, seen: jax.Array | None) 
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     pages = pl.ds(work.first_page, num_keys // shape.page_size)
-    k = kv[work.slot, pages, head].reshape(num_keys, head_dim).astype(dtype)
-    v = kv[work.slot, pages, shape.values_of(head)].reshape(num_keys, head_dim).astype(dtype)
+    k = kv[work.slot, pages, head].reshape(num_keys, head_dim)
+    v = kv[work.slot, pages, shape.values_of(head)].reshape(num_keys, head_dim)
+    k, v = converted(k, dtype), converted(v, dtype)
     scores = dot(state.q[head, :, at].reshape(rows, head_dim), k, (((1,), (1,)), ((), ())))
     if options.soft_cap is None:
         scores = scores * (options.scale * LOG2_E)
