@@ -4,11 +4,11 @@
     python scripts/kernel_cost.py [--chips v5e v6e] [--only decode] [--json FILE]
 
 Every kernel is compiled by the TPU's own compiler (libtpu): attention for Llama-3.1-8B, 32 query
-and 8 KV heads of 128, bfloat16; the grouped product for Qwen3-30B-A3B's 128 experts, their inner
-width split over four chips. What is read off is the schedule (`bench/kernel_schedule.py` says what
-that means): bundles of the hot loop for each token of KV in decode, for 10**9 floating point
-operations in prefill, for each run of tokens in the write, for each visit of a group to a tile in
-the grouped product.
+and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or of 8 bits; the grouped product for
+Qwen3-30B-A3B's 128 experts, their inner width split over four chips. What is read off is the
+schedule (`bench/kernel_schedule.py` says what that means): bundles of the hot loop for each token
+of KV in decode, for 10**9 floating point operations in prefill, for each run of tokens in the
+write, for each visit of a group to a tile in the grouped product.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from sgl_jax.kernels.grouped_matmul.tiles import choose_tiles  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import decode_blocks  # noqa: E402
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import EIGHT_BITS  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import prefill_blocks  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention  # noqa: E402
@@ -104,8 +105,12 @@ def per_run(schedule: Schedule) -> tuple[float, Loop]:
     return changing.bundles + finding.bundles, changing
 
 
-def page_dma(heads: int, page_size: int) -> str:
-    return f"{heads * page_size * HEAD_DIM * 2 // 1024} KiB"
+def page_dma(heads: int, page_size: int, dtype: Any = DTYPE) -> str:
+    return f"{heads * page_size * HEAD_DIM * jnp.dtype(dtype).itemsize // 1024} KiB"
+
+
+def shape_name(page_size: int, dtype: Any) -> str:
+    return f"page {page_size}" + (", fp8 cache" if dtype == EIGHT_BITS else "")
 
 
 Shape = tuple[tuple[int, ...], Any]
@@ -117,13 +122,13 @@ def step_rows(page_size: int) -> list[Shape]:
     return [((ROWS, CONTEXT // page_size), jnp.int32), rows, rows, ((), jnp.int32)]
 
 
-def cache_shape(page_size: int) -> Shape:
-    return (2, 1 + ROWS * CONTEXT // page_size, 2 * KV_HEADS, page_size, HEAD_DIM), DTYPE
+def cache_shape(page_size: int, dtype: Any = DTYPE) -> Shape:
+    return (2, 1 + ROWS * CONTEXT // page_size, 2 * KV_HEADS, page_size, HEAD_DIM), dtype
 
 
-def our_decode(page_size: int) -> Kernel:
-    rows, cache = step_rows(page_size), cache_shape(page_size)
-    blocks = decode_blocks(KV_HEADS, 2 * KV_HEADS * HEAD_DIM * 2)
+def our_decode(page_size: int, dtype: Any = DTYPE) -> Kernel:
+    rows, cache = step_rows(page_size), cache_shape(page_size, dtype)
+    blocks = decode_blocks(KV_HEADS, 2 * KV_HEADS * HEAD_DIM * jnp.dtype(dtype).itemsize)
 
     def decode(q, cache, layer, *rows):
         batch = AttentionBatch.build(*rows, ROWS)
@@ -132,18 +137,18 @@ def our_decode(page_size: int) -> Kernel:
     q = ((ROWS, Q_HEADS, HEAD_DIM), DTYPE)
     keys = max(blocks.block_keys, page_size)
     return Kernel(
-        f"decode, page {page_size}",
+        f"decode, {shape_name(page_size, dtype)}",
         decode,
         [q, cache, ((), jnp.int32), *rows],
         0,
         "KV token",
         per(keys),
-        page_dma(2 * KV_HEADS, page_size),
+        page_dma(2 * KV_HEADS, page_size, dtype),
     )
 
 
-def our_prefill(page_size: int) -> Kernel:
-    rows, cache = step_rows(page_size), cache_shape(page_size)
+def our_prefill(page_size: int, dtype: Any = DTYPE) -> Kernel:
+    rows, cache = step_rows(page_size), cache_shape(page_size, dtype)
     blocks = prefill_blocks(KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM, page_size, DTYPE, CHUNK)
 
     def prefill(q, cache, layer, *rows):
@@ -154,13 +159,13 @@ def our_prefill(page_size: int) -> Kernel:
     q_heads = blocks.heads * Q_HEADS // KV_HEADS
     flops = 4 * q_heads * blocks.queries * blocks.keys * HEAD_DIM
     return Kernel(
-        f"prefill, page {page_size}",
+        f"prefill, {shape_name(page_size, dtype)}",
         prefill,
         [q, cache, ((), jnp.int32), *rows],
         0,
         "GFLOP",
         per(flops / 1e9),
-        page_dma(2 * KV_HEADS, page_size),
+        page_dma(2 * KV_HEADS, page_size, dtype),
     )
 
 
@@ -254,10 +259,12 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "decode-128": lambda: our_decode(128),
     "decode-64": lambda: our_decode(64),
     "decode-16": lambda: our_decode(16),
+    "decode-128-fp8": lambda: our_decode(128, EIGHT_BITS),
     "jax-decode-128": lambda: jax_decode(128),
     "jax-decode-16": lambda: jax_decode(16),
     "prefill-128": lambda: our_prefill(128),
     "prefill-16": lambda: our_prefill(16),
+    "prefill-128-fp8": lambda: our_prefill(128, EIGHT_BITS),
     "jax-prefill-512": lambda: jax_prefill(512),
     "jax-prefill-1024": lambda: jax_prefill(1024),
     "write-64": lambda: our_write(64),

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from sgl_jax.checkpoint.dummy import dummy_params
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.hf_loading import load_safetensors
+from sgl_jax.checkpoint.kv_scales import place_kv_scales, read_kv_scales
 from sgl_jax.checkpoint.orbax_format import PARAMS_FOLDER, load_orbax
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.layer_weights import separate_matrices
@@ -31,6 +32,7 @@ def load_model(
     weight_sharding: str = "replicated",
     seed: int = 0,
     attention_backend: str = "auto",
+    kv_cache_scales: str | Path | None = None,
 ) -> tuple[Any, ParamTree]:
     """Build the model for `mesh` and fill it from `model_path`.
 
@@ -42,6 +44,7 @@ def load_model(
         load_format: one of `LOAD_FORMATS`; "auto" looks at what the folder holds.
         weight_sharding, attention_backend: see `models.placement.place_model`.
         seed: of dummy weights.
+        kv_cache_scales: file with the scales of an 8-bit KV cache (see `kv_scales`), if any.
 
     Returns:
         graphdef: `nnx.merge(graphdef, params)` is the model.
@@ -50,11 +53,12 @@ def load_model(
             are tuples of arrays (see `layers.layer_weights`).
 
     Raises:
-        CheckpointError: the folder's weights are not those of `config`.
+        CheckpointError: the folder's weights, or the scales, are not those of `config`.
         ValueError: an option is unknown, or the mesh does not fit the model.
     """
     graphdef, params = load_stacked(
-        model_path, config, mesh, dtype, load_format, weight_sharding, seed, attention_backend
+        *(model_path, config, mesh, dtype, load_format, weight_sharding, seed),
+        *(attention_backend, kv_cache_scales),
     )
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and weight_sharding == "replicated" and attention_backend != "pallas":
@@ -71,12 +75,19 @@ def load_stacked(
     weight_sharding: str = "replicated",
     seed: int = 0,
     attention_backend: str = "auto",
+    kv_cache_scales: str | Path | None = None,
 ) -> tuple[Any, ParamTree]:
     """As `load_model`, with every layer weight stacked on axis 0 whatever the platform."""
     if load_format not in LOAD_FORMATS:
         known = ", ".join(LOAD_FORMATS)
         raise ValueError(f"load_format must be one of {known}, got {load_format!r}")
-    graphdef, shapes = place_model(config, mesh, dtype, weight_sharding, attention_backend)
+    # First, for it is read in no time and may be refused.
+    kv_scales = None if kv_cache_scales is None else read_kv_scales(Path(kv_cache_scales), config)
+    graphdef, shapes = place_model(
+        config, mesh, dtype, weight_sharding, attention_backend, kv_scales is not None
+    )
+    # No part of a checkpoint.
+    kv_scale_shapes = shapes["layers"]["attention"].pop("kv_scales", None)
     shardings = jax.tree.map(lambda declared: declared.sharding, shapes)
     folder = Path(model_path)
     if load_format == "auto":
@@ -93,6 +104,9 @@ def load_stacked(
             config.num_heads, config.num_kv_heads, mesh.shape[TENSOR_AXIS]
         )
         params = load_safetensors(folder, config, shapes, shardings, kv_heads)
+    if kv_scales is not None:
+        placed = place_kv_scales(kv_scales, kv_scale_shapes)
+        params["layers"]["attention"]["kv_scales"] = placed
     return graphdef, params
 
 

@@ -56,7 +56,12 @@ class ServerArgs:
         "of weights and activations; auto is float32 on CPU, else bfloat16",
         ("auto", "float32", "bfloat16"),
     )
-    kv_cache_dtype: str = _arg("auto", "auto follows --dtype", ("auto", "float32", "bfloat16"))
+    kv_cache_dtype: str = _arg(
+        "auto", "auto follows --dtype", ("auto", "float32", "bfloat16", "fp8_e4m3")
+    )
+    kv_cache_scales: str | None = _arg(
+        None, "file of scales for fp8_e4m3, by scripts/calibrate_kv_scales; default: all are 1"
+    )
     context_length: int | None = _arg(None, "tokens per request; default: the model's own limit")
     chat_template: str | None = _arg(None, "file with a chat template, if not the tokenizer's")
 
@@ -173,6 +178,10 @@ class ServerArgs:
             value = getattr(self, name)
             if value is not None and value < self.page_size:
                 raise ValueError(f"{_flag(name)} must be at least one page, got {value}")
+        if self.kv_cache_scales is not None and self.kv_cache_dtype != "fp8_e4m3":
+            raise ValueError(
+                f"--kv-cache-scales needs --kv-cache-dtype fp8_e4m3, got {self.kv_cache_dtype}"
+            )
         for setting in dataclasses.fields(self):
             choices = setting.metadata["choices"]
             if choices and getattr(self, setting.name) not in choices:

@@ -14,6 +14,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
 from sgl_jax.executor.row_tables import row_table_shapes
 from sgl_jax.executor.step import StepState
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import cache_dtype
 from sgl_jax.kernels.ragged_paged_attention.interface import check_page_size
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
@@ -51,7 +52,7 @@ class EngineShape(NamedTuple):
             num_kv_heads=replicated_kv_heads(config.num_heads, config.num_kv_heads, args.tp_size),
             page_size=args.page_size,
             head_dim=config.head_dim,
-            dtype=dtype if args.kv_cache_dtype == "auto" else jnp.dtype(args.kv_cache_dtype),
+            dtype=dtype if args.kv_cache_dtype == "auto" else cache_dtype(args.kv_cache_dtype),
         )
         check_page_size(args.attention_backend, platform, args.page_size, pool_layout.dtype)
         limits = step_limits(args, platform)

@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_jax.checkpoint.loading import load_model
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.step_plan import Int32Array, RankPlan, RankResult, StepPlan
+from sgl_jax.core.step_plan import Float32Array, Int32Array, RankPlan, RankResult, StepPlan
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
@@ -25,7 +25,8 @@ from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
 from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
 from sgl_jax.executor.step import StepState
-from sgl_jax.mem_cache.device_pool import make_kv_pool
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import cache_dtype_name
+from sgl_jax.mem_cache.device_pool import kv_absmax, make_kv_pool
 from sgl_jax.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,13 @@ class ModelExecutor:
             weight_sharding=args.weight_sharding,
             seed=args.random_seed,
             attention_backend=args.attention_backend,
+            kv_cache_scales=args.kv_cache_scales,
         )
+        if args.kv_cache_dtype == "fp8_e4m3" and args.kv_cache_scales is None:
+            logger.warning(
+                "K and V are cached in 8 bits as they are, at most 448: "
+                "scripts/calibrate_kv_scales finds scales for --kv-cache-scales"
+            )
         self._weights = tuple(jax.tree.leaves(params))
         self._pool_layout = shape.pool_layout
         self._buckets = shape.buckets
@@ -79,7 +86,7 @@ class ModelExecutor:
             "model_path": args.model_path,
             "architecture": config.architecture,
             "dtype": shape.dtype.name,
-            "kv_cache_dtype": self._pool_layout.dtype.name,
+            "kv_cache_dtype": cache_dtype_name(self._pool_layout.dtype),
             "platform": platform,
             "devices": [str(device) for device in self._mesh.devices.flat],
             "eos_token_ids": list(config.eos_token_ids),
@@ -163,6 +170,14 @@ class ModelExecutor:
             self._state, output = program(self._weights, self._state, self._row_params, *step_input)
         jax.block_until_ready(output)
         return time.perf_counter() - start
+
+    def kv_absmax(self) -> Float32Array:
+        """The greatest |K| and |V| in the pool, [2, layers, kv_heads], copies of heads included.
+
+        Of tokens now and before, since `reset`, unless others lie in their place. Not for a pool
+        of 8 bits.
+        """
+        return np.asarray(kv_absmax(self._state.kv_pool, self._pool_layout, self._mesh))
 
     def start_profile(self, output_dir: str) -> None:
         """Trace the devices into `output_dir` until `stop_profile`."""

@@ -1,5 +1,6 @@
-"""How a TPU lays arrays out, and how much of its vector memory a kernel may take."""
+"""How a TPU lays arrays out, how much of its vector memory a kernel may take, and which it is."""
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -10,3 +11,10 @@ VMEM_LIMIT_BYTES = 60 << 20  # of the 64 MiB or more that a chip has; the compil
 def tile_slots(dtype: DTypeLike) -> int:
     """Rows of a tile, which is moved and stored whole: 8, 16 or 32 for 4, 2 or 1 byte elements."""
     return 32 // jnp.dtype(dtype).itemsize
+
+
+def converts_float8() -> bool:
+    """Whether the chip that is compiled for has instructions that convert 8-bit floats."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    kind = described.device_kind if described else jax.devices()[0].device_kind
+    return kind == "TPU7x"

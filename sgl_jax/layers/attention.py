@@ -13,6 +13,7 @@ from sgl_jax.kernels.ragged_paged_attention.interface import (
     AttentionBatch,
     RaggedPagedAttention,
 )
+from sgl_jax.layers.kv_scales import KVScales
 from sgl_jax.layers.layer_weights import project, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.norm import RMSNorm
@@ -59,9 +60,10 @@ class Attention(nnx.Module):
         qk_norm_eps: float | None = None,
         attend: RaggedPagedAttention,
         sliding_window: int | None = None,
+        has_kv_scales: bool = False,
     ) -> None:
         """`num_kv_heads` counts copies (`replicated_kv_heads`); `qk_norm_eps` adds Q, K norms;
-        `attend` is the kernel."""
+        `attend` is the kernel; `has_kv_scales` adds the scales of an 8-bit cache."""
         heads = (num_kv_heads, num_heads // num_kv_heads + 2, head_dim)
         self.qkv = parameter((hidden_size, math.prod(heads)), dtype, None, TENSOR_AXIS)
         self.qkv_bias = parameter(heads, dtype, TENSOR_AXIS) if qkv_bias else None
@@ -69,6 +71,7 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
         self.output = parameter((num_heads * head_dim, hidden_size), dtype, TENSOR_AXIS)
+        self.kv_scales = KVScales(num_kv_heads) if has_kv_scales else None
         self.sliding_window = sliding_window
         self.attend = attend
 
@@ -84,9 +87,12 @@ class Attention(nnx.Module):
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, by), rotate(k, by)
+        if self.kv_scales is not None:
+            q, k, v = self.kv_scales.before(q, k, v)
         out, kv_cache = self.attend(
-            rotate(q, by),
-            rotate(k, by),
+            q,
+            k,
             v,
             kv_cache,
             layer,
@@ -94,6 +100,8 @@ class Attention(nnx.Module):
             scale=q.shape[-1] ** -0.5,
             sliding_window=self.sliding_window,
         )
+        if self.kv_scales is not None:
+            out = self.kv_scales.after(out)
         out = project(out.reshape(x.shape[0], -1), self.output)
         return sum_over_tensor(out), kv_cache
 

@@ -3,6 +3,7 @@
 Owns the array's shape, sharding and size in bytes. Never decides who owns a page.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ class KVPoolLayout(NamedTuple):
     num_kv_heads: int  # over all chips of a rank, copies included where chips outnumber heads
     page_size: int  # tokens
     head_dim: int
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # of the array; int8 holds the bits of 8-bit floats
 
     @property
     def page_shape(self) -> tuple[int, int, int]:
@@ -63,3 +64,25 @@ def make_kv_pool(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Array:
     zeros = jax.jit(lambda: jnp.zeros(wanted.shape, wanted.dtype), out_shardings=wanted.sharding)
     pool: jax.Array = zeros()
     return pool
+
+
+def kv_absmax(pool: jax.Array, layout: KVPoolLayout, mesh: Mesh) -> jax.Array:
+    """The greatest |K| and |V| in the pool, float32 [2, layers, kv_heads].
+
+    Over all pages but the null pages, whoever owns them: what lies there is zero, or K and V of
+    some token, now or before. Not for a pool of 8 bits, which means other numbers than it holds.
+    """
+    found: jax.Array = _absmax(pool, layout, mesh.shape["data"], mesh.shape["tensor"])
+    return found
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _absmax(pool: jax.Array, layout: KVPoolLayout, dp_size: int, tp_size: int) -> jax.Array:
+    layers, head_dim = layout.num_layers, layout.head_dim
+    ranks = pool.reshape(layers, dp_size, -1, *layout.page_shape)[:, :, 1:]
+    size = jnp.abs(ranks).reshape(*ranks.shape[:-1], -1, head_dim)
+    greatest = jnp.max(size, axis=(1, 2, 4, 6)).astype(jnp.float32)  # [layers, slots, parts]
+    if greatest.shape[2] == 2:  # K and V of a head share a slot
+        return jnp.moveaxis(greatest, 2, 0)
+    by_chip = greatest.reshape(layers, tp_size, 2, -1)
+    return jnp.moveaxis(by_chip, 2, 0).reshape(2, layers, -1)

@@ -34,6 +34,7 @@ def place_model(
     dtype: DTypeLike,
     weight_sharding: str = "replicated",
     attention_backend: str = "auto",
+    has_kv_scales: bool = False,
 ) -> PlacedModel:
     """Declare the model of `config` for the mesh ('data', 'tensor').
 
@@ -45,6 +46,7 @@ def place_model(
             "data" splits them over the ranks and gathers each layer's when it runs.
         attention_backend: see `kernels.ragged_paged_attention.interface`; a CPU that is to simulate
             the TPU's attention simulates its grouped product, too.
+        has_kv_scales: whether K and V are scaled for the cache; the scales are parameters.
 
     Raises:
         ValueError: an option is unknown, or the mesh does not fit the model.
@@ -61,6 +63,7 @@ def place_model(
         multiply_groups=grouped_matmul_implementation(
             platform, simulate=attention_backend == "pallas"
         ),
+        has_kv_scales=has_kv_scales,
     )
     model = build_model(config, options)
 

@@ -30,6 +30,7 @@ class BuildOptions(NamedTuple):
     data_shards: int = 1  # parts each layer's weights are split into over the data axis
     attend: RaggedPagedAttention = xla_ragged_paged_attention
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
+    has_kv_scales: bool = False  # of an 8-bit KV cache
 
 
 def build_model(config: ModelConfig, options: BuildOptions) -> CausalLM:
@@ -97,6 +98,7 @@ def _attention(
         qk_norm_eps=config.rms_norm_eps if qk_norm else None,
         sliding_window=config.sliding_window,
         attend=options.attend,
+        has_kv_scales=options.has_kv_scales,
     )
 
 

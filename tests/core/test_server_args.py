@@ -57,6 +57,7 @@ REFUSED = [
     ({"max_total_tokens": 8}, "--max-total-tokens must be at least one page, got 8"),
     ({"context_length": 8}, "--context-length must be at least one page, got 8"),
     ({"schedule_policy": "sjf"}, "--schedule-policy must be one of fcfs, lpm, got 'sjf'"),
+    ({"kv_cache_scales": "f"}, "--kv-cache-scales needs --kv-cache-dtype fp8_e4m3, got auto"),
     ({"check_memory": "maybe"}, "--check-memory must be one of off, idle, busy, got 'maybe'"),
 ]
 

@@ -32,6 +32,7 @@ class Shape(NamedTuple):
     page_size: int = 128
     context: int = 4096
     dtype: Any = jnp.bfloat16
+    cache_dtype: Any = None  # None: as `dtype`
     max_drafts: int = 0
     sliding_window: int | None = None
     soft_cap: float | None = None
@@ -68,7 +69,7 @@ def compile_attention(shape, mesh):
         struct(shape.dtype, shape.tokens, shape.q_heads, shape.head_dim),
         kv,
         kv,
-        struct(shape.dtype, *cache),
+        struct(shape.cache_dtype or shape.dtype, *cache),
         struct(jnp.int32),
         struct(jnp.float32, shape.q_heads) if shape.sinks else None,
         struct(jnp.int32, shape.rows, pages),
@@ -85,7 +86,7 @@ def compile_attention(shape, mesh):
 def assert_compiles_in_place(shape, mesh):
     compiled, seconds, cache = compile_attention(shape, mesh)
     memory = compiled.memory_analysis()
-    cache_bytes = jnp.dtype(shape.dtype).itemsize
+    cache_bytes = jnp.dtype(shape.cache_dtype or shape.dtype).itemsize
     for dim in cache:
         cache_bytes *= dim
     assert memory.alias_size_in_bytes >= cache_bytes
@@ -98,6 +99,19 @@ def assert_compiles_in_place(shape, mesh):
 @pytest.mark.parametrize("generation", CHIPS)
 def test_every_generation_compiles_a_decode_step(generation, tpu_mesh):
     assert_compiles_in_place(Shape(tokens=64), tpu_mesh(generation))
+
+
+# The oldest generation moves bits, the newest has instructions; the others are as the oldest.
+@pytest.mark.parametrize(
+    "generation",
+    [
+        pytest.param(name, marks=() if name in ("v5e", "tpu7x") else pytest.mark.long)
+        for name in CHIPS
+    ],
+)
+def test_every_generation_compiles_a_cache_of_8_bits(generation, tpu_mesh):
+    shape = Shape(tokens=64, cache_dtype=jnp.int8, page_size=32)
+    assert_compiles_in_place(shape, tpu_mesh(generation))
 
 
 # The other generations compile prefill alone at this size; see `test_prefill_compiles.py`.

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import cache_dtype_name
 from sgl_jax.kernels.ragged_paged_attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )
@@ -50,10 +50,12 @@ class RaggedPagedAttention(Protocol):
         Args:
             q: [T, q_heads, head_dim]; q_heads is a multiple of kv_heads, and queries of one KV
                 head are neighbours.
-            k, v: [T, kv_heads, head_dim] of the same tokens. Padding tokens are written to the
-                null page, whose content is never read.
+            k, v: [T, kv_heads, head_dim] of the same tokens, attended to as the cache holds them
+                (`cache_dtype.as_cached`). Padding tokens are written to the null page, whose
+                content is never read.
             kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], K heads then V heads;
-                or [layers, pages, kv_heads, page_size, 2 * head_dim], K and V side by side.
+                or [layers, pages, kv_heads, page_size, 2 * head_dim], K and V side by side. Of
+                int8 it is a cache of 8-bit floats; see `cache_dtype`.
                 Updated in place when the caller donates it or carries it through a loop.
             layer: int32 [] which layer of the cache.
             batch: rows and pages.
@@ -110,7 +112,7 @@ def check_page_size(backend: str, platform: str, page_size: int, kv_cache_dtype:
     if page_size % tile or page_size > MAX_PAGE_SIZE:
         raise ValueError(
             f"--page-size must be a multiple of {tile} up to {MAX_PAGE_SIZE} with the Pallas "
-            f"kernels and a {jnp.dtype(kv_cache_dtype)} cache, got {page_size}; "
+            f"kernels and a {cache_dtype_name(kv_cache_dtype)} cache, got {page_size}; "
             "--attention-backend xla takes any"
         )
 

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import as_cached, cache_dtype_name
 from sgl_jax.kernels.tpu_memory import LANES, VMEM_LIMIT_BYTES, tile_slots
 
 BLOCK_TOKENS = 512  # tokens of one step of the grid
@@ -50,7 +51,7 @@ class _Buffers(NamedTuple):
 
     kv: Any  # [block, chunks * chunk] this step's new K and V
     cache: Any  # [layers, pages, slots, page_size, head_dim], slots: K and V of all heads
-    rows: Any  # float32 [chunks, block + 2 * tile, chunk] the same, one tile further down
+    rows: Any  # 32 bits [chunks, block + 2 * tile, chunk] the same, one tile further down
     tiles: Any  # [IN_FLIGHT, slots, tile, head_dim]
     read_sem: Any  # [IN_FLIGHT]
     write_sem: Any  # [IN_FLIGHT]
@@ -118,7 +119,7 @@ def _change_tile(buffers: _Buffers, runs: _Runs, run: Any) -> None:
     per_head = buffers.tiles.shape[3] // width
     for chunk in range(chunks):
         head, lanes = chunk // per_head, pl.ds(chunk % per_head * width, width)
-        old = buffers.tiles[at, head, :, lanes].astype(jnp.float32)
+        old = buffers.tiles[at, head, :, lanes].astype(buffers.rows.dtype)
         new = jnp.where(is_new, buffers.rows[chunk, source], old)
         buffers.tiles[at, head, :, lanes] = new.astype(buffers.tiles.dtype)
 
@@ -132,7 +133,7 @@ def _stage(buffers: _Buffers) -> None:
     block = buffers.kv.shape[0]
     for chunk in range(chunks):
         rows = buffers.kv[:, chunk * width : (chunk + 1) * width]
-        buffers.rows[chunk, pl.ds(buffers.tile, block)] = rows.astype(jnp.float32)
+        buffers.rows[chunk, pl.ds(buffers.tile, block)] = rows.astype(buffers.rows.dtype)
 
 
 def _kernel(*refs: Any, page_size: int) -> None:
@@ -182,15 +183,16 @@ def write_kv(
     tile = tile_slots(kv_cache.dtype)
     if page_size % tile:
         raise ValueError(
-            f"on TPU, page_size must be a multiple of {tile} for a {kv_cache.dtype} cache, "
-            f"got {page_size}"
+            f"on TPU, page_size must be a multiple of {tile} for a "
+            f"{cache_dtype_name(kv_cache.dtype)} cache, got {page_size}"
         )
     num_tokens = k.shape[0]
     is_packed = head_dim == 2 * k.shape[2]
-    kv = jnp.concatenate([k, v], axis=2 if is_packed else 1)
-    kv = kv.astype(kv_cache.dtype).reshape(num_tokens, -1)
+    kv = as_cached(jnp.concatenate([k, v], axis=2 if is_packed else 1), kv_cache.dtype)
+    kv = kv.reshape(num_tokens, -1)
     block = min(BLOCK_TOKENS, -(-num_tokens // tile) * tile)
     kv = jnp.pad(kv, ((0, -num_tokens % block), (0, 0)))
+    wide = jnp.int32 if jnp.issubdtype(kv.dtype, jnp.integer) else jnp.float32
     width = LANES if head_dim % LANES == 0 else head_dim
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
     num_scalars = len(_Tokens._fields)
@@ -204,7 +206,7 @@ def write_kv(
             in_specs=[pl.BlockSpec((block, kv.shape[1]), lambda i, *_: (i, 0)), in_memory],
             out_specs=in_memory,
             scratch_shapes=[
-                pltpu.VMEM((kv.shape[1] // width, block + 2 * tile, width), jnp.float32),
+                pltpu.VMEM((kv.shape[1] // width, block + 2 * tile, width), wide),
                 pltpu.VMEM((IN_FLIGHT, slots, tile, head_dim), kv_cache.dtype),
                 pltpu.SemaphoreType.DMA((IN_FLIGHT,)),
                 pltpu.SemaphoreType.DMA((IN_FLIGHT,)),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import as_cached, as_float32
 
 # Decode meets DECODE_BLOCKS blocks of keys at once, of whatever rows: one operation each would
 # be too small to be worth its launch.
@@ -73,7 +74,7 @@ class _Layer(NamedTuple):
         else:
             slots = self.kv_cache.at[self.layer, pages, where]
         blocks = slots.get(mode="promise_in_bounds")
-        tokens = jnp.moveaxis(blocks, -4, -3).astype(jnp.float32)
+        tokens = as_float32(jnp.moveaxis(blocks, -4, -3))
         return tokens.reshape(*pages.shape[:-1], self.kv_heads, -1, blocks.shape[-1])
 
 
@@ -120,7 +121,7 @@ def write_kv(
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
     pages = jnp.where(batch.valid, pages, NULL_PAGE)
     is_packed = kv_cache.shape[4] == 2 * k.shape[2]
-    kv = jnp.concatenate([k, v], axis=2 if is_packed else 1).astype(kv_cache.dtype)
+    kv = as_cached(jnp.concatenate([k, v], axis=2 if is_packed else 1), kv_cache.dtype)
     slots = kv_cache.at[layer, pages, :, batch.positions % page_size]
     return slots.set(kv, mode="promise_in_bounds")
 

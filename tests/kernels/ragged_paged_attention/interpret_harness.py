@@ -22,6 +22,7 @@ class Program(NamedTuple):
     group: int = 4  # queries per KV head
     head_dim: int = 128
     dtype: Any = jnp.float32
+    cache_dtype: Any = None  # None: as `dtype`; int8 holds 8-bit floats
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
@@ -29,6 +30,15 @@ class Program(NamedTuple):
     rows: int = 6
     tokens: int = 64
     max_len: int = 160  # tokens of a row
+
+    def as_cached(self, x: np.ndarray) -> np.ndarray:
+        """x as the cache's array holds it; 8 bits hold normal numbers alone, zero and NaN."""
+        dtype = jnp.dtype(self.cache_dtype or self.dtype)
+        return as_float8(x).view(dtype) if dtype == jnp.int8 else np.asarray(x, dtype)
+
+    def numbers(self, x: np.ndarray) -> np.ndarray:
+        """float64 of x as the cache's array holds it."""
+        return np.asarray(x.view(jnp.float8_e4m3fn) if x.dtype == jnp.int8 else x, np.float64)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -38,6 +48,12 @@ class Program(NamedTuple):
             "sliding_window": self.sliding_window,
             "soft_cap": self.soft_cap,
         }
+
+
+def as_float8(x: np.ndarray) -> np.ndarray:
+    """x in 8 bits: at most 448, and nothing between the smallest normal number and zero."""
+    x = np.clip(np.asarray(x, np.float32), -448, 448)
+    return np.where(abs(x) < 2**-6, np.rint(x * 2**6) * 2**-6, x).astype(jnp.float8_e4m3fn)
 
 
 class Case(NamedTuple):
@@ -76,7 +92,9 @@ class Problem(NamedTuple):
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    kv_cache: np.ndarray  # NaN wherever no token lies: in unused slots, pages, and the null page
+    kv_cache: (
+        np.ndarray
+    )  # as the cache's array; NaN wherever no token lies: in unused slots, pages, and the null page
     page_table: np.ndarray
     kv_starts: np.ndarray
     q_lens: np.ndarray
@@ -112,8 +130,16 @@ def build(case: Case) -> Problem:
     q = rng.normal(size=(program.tokens, q_heads, program.head_dim))
     k, v = _keys_and_values(rng, (2, program.tokens, program.kv_heads, program.head_dim))
     sinks = rng.normal(size=q_heads).astype(np.float32) if program.sinks else None
-    arrays = (np.asarray(x, program.dtype) for x in (q, k, v, cache))
-    return Problem(*arrays, table, kv_starts, q_lens, np.int32(len(case.decodes)), sinks)
+    arrays = (np.asarray(x, program.dtype) for x in (q, k, v))
+    return Problem(
+        *arrays,
+        program.as_cached(cache),
+        table,
+        kv_starts,
+        q_lens,
+        np.int32(len(case.decodes)),
+        sinks,
+    )
 
 
 def _keys_and_values(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -137,17 +163,23 @@ def make_batch(problem: Problem, program: Program) -> AttentionBatch:
 
 
 def expected(problem: Problem, program: Program) -> tuple[np.ndarray, np.ndarray]:
-    """(out [T, q_heads, head_dim], kv_cache) in float64 by the reference."""
-    arrays = (np.asarray(x, np.float64) for x in problem[:4])
+    """(out [T, q_heads, head_dim], kv_cache) in float64 by the reference, of what is cached."""
+    new = (program.as_cached(x) for x in (problem.k, problem.v))
+    cached = (program.numbers(x) for x in (*new, problem.kv_cache))
     return reference.ragged_paged_attention(
-        *arrays, LAYER, *problem[4:7], sinks=problem.sinks, **program.options
+        np.asarray(problem.q, np.float64),
+        *cached,
+        LAYER,
+        *problem[4:7],
+        sinks=problem.sinks,
+        **program.options,
     )
 
 
 def with_new_tokens(problem: Problem, program: Program) -> np.ndarray:
     """The cache after this step's K and V were written, in its own dtype."""
     _, cache = expected(problem, program)
-    return np.asarray(cache, np.float32).astype(problem.kv_cache.dtype)
+    return program.as_cached(cache)
 
 
 def pack(kv_cache: np.ndarray) -> np.ndarray:

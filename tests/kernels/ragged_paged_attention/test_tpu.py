@@ -26,6 +26,7 @@ PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=2, max_drafts=2, rows=5),
     Program(page_size=64, kv_heads=1, group=8, dtype=jnp.bfloat16, sliding_window=50, sinks=True),
 )
+EIGHT_BITS = Program(page_size=32, group=2, dtype=jnp.bfloat16, cache_dtype=jnp.int8, max_drafts=2)
 
 
 @lru_cache
@@ -59,7 +60,15 @@ def check(case, mode):
     )
 
 
-@pytest.mark.parametrize(("program", "mode"), [(PROGRAMS[0], "eager"), (PROGRAMS[1], "lazy")])
+@pytest.mark.parametrize(
+    ("program", "mode"),
+    [
+        (PROGRAMS[0], "eager"),
+        (PROGRAMS[1], "lazy"),
+        (EIGHT_BITS, "lazy"),
+        pytest.param(EIGHT_BITS, "eager", marks=pytest.mark.long),
+    ],
+)
 def test_a_mixed_step_agrees_with_float64(program, mode):
     drafts = 1 + program.max_drafts
     check(Case(program, [(100, drafts), (63, 1)], [(10, 24), (0, 17)], 1, seed=4), mode)

@@ -35,6 +35,18 @@ SHAPES = (
     Program(page_size=128, kv_heads=2, group=8, max_drafts=1, soft_cap=3.0, rows=3, tokens=16),
     Program(page_size=64, kv_heads=2, group=6, head_dim=256, sliding_window=64, rows=3, tokens=16),
 )
+# Products in the type of the queries.
+EIGHT_BITS = (
+    Program(page_size=32, kv_heads=2, group=4, cache_dtype=jnp.int8),
+    Program(
+        page_size=32,
+        kv_heads=4,
+        group=2,
+        dtype=jnp.bfloat16,
+        cache_dtype=jnp.int8,
+        sliding_window=75,
+    ),
+)
 BLOCKS = DecodeBlocks(block_keys=64, part_keys=32)  # small, so that rows have several
 
 
@@ -82,7 +94,7 @@ def test_decode_rows_agree_with_float64_without_races(mode, case):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=300, deadline=None)
-@given(case=decode_cases(PROGRAMS + SHAPES))
+@given(case=decode_cases(PROGRAMS + SHAPES + EIGHT_BITS))
 def test_decode_rows_agree_with_float64_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))
 
@@ -98,6 +110,12 @@ def test_rows_longer_than_the_blocks_that_chips_get(mode):
     program = Program(page_size=128, kv_heads=8, group=4, rows=2, tokens=8, max_len=1280)
     case = Case(program, [(1150, 1), (1023, 1)], [], 2, seed=4)
     check(case, compiled(program, MODES[mode], DecodeBlocks(block_keys=1024, part_keys=256)))
+
+
+@pytest.mark.parametrize(("program", "mode"), list(zip(EIGHT_BITS, MODES, strict=True)))
+def test_a_cache_of_8_bits_gives_what_float64_makes_of_what_it_holds(program, mode):
+    case = Case(program, [(150, 1), (47, 1), (100, 1)], [(3, 1)], 0, seed=5)
+    check(case, compiled(program, MODES[mode]))
 
 
 def test_an_empty_row_among_decode_rows_is_passed_over():
@@ -194,6 +212,16 @@ FAULTS = (
     leave_values_of_unused_slots,
     give_rows_of_a_stack_to_its_first_head,
 )
+
+
+def test_keys_taken_in_another_order_than_masks_are_noticed(monkeypatch):
+    """An 8-bit cache gives its even keys first."""
+    monkeypatch.setattr(
+        softmax, "positions", lambda tile: jax.lax.broadcasted_iota(jnp.int32, tile, 1)
+    )
+    program = EIGHT_BITS[1]
+    with pytest.raises(AssertionError):
+        check(Case(program, [(150, 1), (47, 1)], [], 0, seed=5), attend(program, LAZY))
 
 
 def name_of(parameter):

@@ -59,6 +59,21 @@ MORE_PROGRAMS = (
     Program(page_size=16, kv_heads=1, group=1, sinks=True, tokens=256, max_len=300, head_dim=64),
 )
 
+# Products in the type of the queries.
+EIGHT_BITS = (
+    Program(page_size=32, kv_heads=2, group=4, cache_dtype=jnp.int8, tokens=128, max_len=280),
+    Program(
+        page_size=64,
+        kv_heads=4,
+        group=1,
+        dtype=jnp.bfloat16,
+        cache_dtype=jnp.int8,
+        sliding_window=150,
+        tokens=128,
+        max_len=280,
+    ),
+)
+
 
 def blocks_of(program):
     """Small blocks, so that short rows have many."""
@@ -113,9 +128,15 @@ def test_prefill_rows_agree_with_float64_without_races(mode, case):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=200, deadline=None)
-@given(case=cases((*PROGRAMS, *MORE_PROGRAMS), max_prefills=3, max_chunk=MAX_CHUNK))
+@given(case=cases(PROGRAMS + MORE_PROGRAMS + EIGHT_BITS, max_prefills=3, max_chunk=MAX_CHUNK))
 def test_many_more_batches_agree_with_float64_without_races(mode, case):
     check(case, compiled(case.program, MODES[mode]))
+
+
+@pytest.mark.parametrize(("program", "mode"), list(zip(EIGHT_BITS, MODES, strict=True)))
+def test_a_cache_of_8_bits_gives_what_float64_makes_of_what_it_holds(program, mode):
+    case = Case(program, [(9, 1)], [(190, 70), (0, 20)], 0, seed=3)
+    check(case, compiled(program, MODES[mode]))
 
 
 # A row of several blocks of queries and of keys, and a second one: what goes wrong shows.

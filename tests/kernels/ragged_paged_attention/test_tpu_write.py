@@ -27,6 +27,8 @@ PROGRAMS = (
     Program(page_size=128, kv_heads=1, group=1, dtype=jnp.bfloat16, tokens=64, max_len=300),
 )
 
+EIGHT_BITS = Program(page_size=64, kv_heads=2, group=1, dtype=jnp.bfloat16, cache_dtype=jnp.int8)
+
 
 def write(program, interpret):
     @quick_jit
@@ -43,12 +45,14 @@ compiled = lru_cache(write)
 
 
 def check(case, run):
+    check_problem(build(case), case.program, run)
+
+
+def check_problem(problem, program, run):
     """Old and new tokens, other layers, unused slots and the null page: all as they should be."""
-    problem = build(case)
     cache = simulate(run, problem)
     np.testing.assert_array_equal(
-        np.asarray(cache, np.float32),
-        np.asarray(with_new_tokens(problem, case.program), np.float32),
+        np.asarray(cache, np.float32), np.asarray(with_new_tokens(problem, program), np.float32)
     )
 
 
@@ -68,7 +72,7 @@ def test_new_tokens_land_in_their_slots_and_nothing_else_changes(mode, case):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=500, deadline=None)
-@given(case=cases(PROGRAMS))
+@given(case=cases((*PROGRAMS, EIGHT_BITS)))
 def test_new_tokens_land_in_their_slots_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))
 
@@ -92,10 +96,26 @@ def test_rows_on_the_null_page_write_nothing(mode):
     np.testing.assert_array_equal(cache, problem.kv_cache)
 
 
-def test_a_page_of_less_than_a_tile_is_refused():
-    program = Program(page_size=8, dtype=jnp.bfloat16)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_of_8_bits_holds_its_greatest_value_for_what_is_beyond_it(mode):
+    """Two tiles to a page; runs that begin and end anywhere in them, one that fills its tile."""
+    problem = build(Case(EIGHT_BITS, [(31, 1), (64, 1), (0, 1)], [(5, 24), (32, 35)], 0, seed=2))
+    problem = problem._replace(k=problem.k * problem.k.dtype.type(300))
+    new_keys = np.asarray(problem.k, np.float32)
+    assert (abs(new_keys) > 464).any()  # what a cast alone would make NaN
+    check_problem(problem, EIGHT_BITS, compiled(EIGHT_BITS, MODES[mode]))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (Program(page_size=8, dtype=jnp.bfloat16), "multiple of 16 for a bfloat16 cache, got 8"),
+        (EIGHT_BITS._replace(page_size=16), "multiple of 32 for a fp8_e4m3 cache, got 16"),
+    ],
+)
+def test_a_page_of_less_than_a_tile_is_refused(program, words):
     problem = build(Case(program, [(3, 1)], [], 0, seed=0))
-    with pytest.raises(ValueError, match="multiple of 16 for a bfloat16 cache, got 8"):
+    with pytest.raises(ValueError, match=words):
         write(program, EAGER)(problem)
 
 

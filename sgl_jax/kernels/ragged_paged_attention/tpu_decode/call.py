@@ -10,10 +10,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import DecodeBlocks, decode_blocks
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import product_dtype
 from sgl_jax.kernels.ragged_paged_attention.rows import Rows
 from sgl_jax.kernels.ragged_paged_attention.scores import ScoreOptions
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.kernel import decode_kernel
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.memory import TABLES, KeyPages, Shape
+from sgl_jax.kernels.ragged_paged_attention.tpu_eight_bits import should_move_bits
 from sgl_jax.kernels.tpu_memory import LANES, VMEM_LIMIT_BYTES
 
 
@@ -89,6 +91,7 @@ def _shape(
     if blocks is None:
         blocks = decode_blocks(kv_heads, heads * head_dim * kv_cache.dtype.itemsize)
     part_pages = max(1, blocks.part_keys // page_size)
+    dtype = product_dtype(q.dtype, kv_cache.dtype)
     return Shape(
         kv_heads=kv_heads,
         group=q.shape[1] // kv_heads,
@@ -98,6 +101,8 @@ def _shape(
         packed=packed,
         block_pages=max(1, blocks.block_keys // (page_size * part_pages)) * part_pages,
         part_pages=part_pages,
+        product_dtype=dtype,
+        moves_bits=should_move_bits(kv_cache.dtype, dtype),
     )
 
 

@@ -24,6 +24,8 @@ class Shape(NamedTuple):
     packed: bool  # whether a slot holds a head's K and V side by side
     block_pages: int  # of one DMA buffer
     part_pages: int  # of a masked part of a block; divides block_pages
+    product_dtype: jnp.dtype
+    moves_bits: bool  # to read an 8-bit cache; see `tpu_eight_bits`
 
     @property
     def head_rows(self) -> int:

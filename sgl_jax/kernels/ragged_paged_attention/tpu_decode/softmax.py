@@ -1,7 +1,6 @@
 """The decode kernel's arithmetic: attention of one row's queries, block by block of its keys."""
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +10,12 @@ from jax.experimental import pallas as pl
 
 from sgl_jax.kernels.ragged_paged_attention.scores import MASKED
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.memory import Kernel, KeyBlock, Shape
+from sgl_jax.kernels.ragged_paged_attention.tpu_eight_bits import (
+    HALF_BIAS,
+    converted,
+    even_then_odd,
+    positions,
+)
 
 
 def begin_row(kernel: Kernel, slot: jax.Array) -> None:
@@ -48,7 +53,8 @@ def seen_keys(kernel: Kernel, row: Any, position: Any) -> jax.Array:
     shape, options = kernel.shape, kernel.options
     kv_start, kv_len = kernel.rows.kv_starts[row], kernel.rows.kv_len(row)
     tile = (shape.stack_rows, shape.part_pages * shape.page_size)
-    keys = lax.broadcasted_iota(jnp.int32, tile, 1) + position
+    order = positions(tile) if shape.moves_bits else lax.broadcasted_iota(jnp.int32, tile, 1)
+    keys = order + position
     if shape.max_queries == 1:
         last = kv_start
     else:
@@ -68,18 +74,17 @@ def _attend(kernel: Kernel, slot: Any, pages: Any, seen: jax.Array | None) -> No
     `seen` None: every query sees every key.
     """
     shape, options, state, kv = kernel.shape, kernel.options, kernel.state, kernel.buffers.kv
-    precision = lax.Precision.HIGHEST if kv.dtype == jnp.float32 else None
-    dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def side_by_side(heads: Iterable[int]) -> jax.Array:
-        """[keys, stack_dim] of some heads of the cache."""
+        """[keys, stack_dim] of some heads of the cache, as `_product` wants it."""
         parts = [kv[slot, pages, head].reshape(-1, shape.head_dim) for head in heads]
-        return jnp.concatenate(parts, axis=1)
+        if shape.moves_bits:
+            return jnp.concatenate([even_then_odd(part) for part in parts], axis=1)
+        return converted(jnp.concatenate(parts, axis=1), shape.product_dtype)
 
     for stack in range(shape.stacks):
         keys = side_by_side(shape.heads(stack))
-        scores = dot(state.q[stack].astype(kv.dtype), keys, (((1,), (1,)), ((), ())))
-        scores = scores * options.scale
+        scores = _product(shape, state.q[stack], keys, 1) * options.scale
         if options.soft_cap is not None:
             scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
         if seen is not None:
@@ -91,8 +96,21 @@ def _attend(kernel: Kernel, slot: Any, pages: Any, seen: jax.Array | None) -> No
         state.top[stack] = top
         state.total[stack] = state.total[stack] * kept + weights.sum(axis=1, keepdims=True)
         values = side_by_side(map(shape.values_of, shape.heads(stack)))
-        found = own_columns(shape, dot(weights.astype(kv.dtype), values, (((1,), (0,)), ((), ()))))
+        found = own_columns(shape, _product(shape, weights, values, 0))
         state.weighted[stack] = state.weighted[stack] * kept[:, :1] + found
+
+
+def _product(shape: Shape, x: jax.Array, kv: jax.Array, axis: int) -> jax.Array:
+    """float32 x [rows, n] times keys or values, whose `axis` has n elements; float32."""
+    bias = HALF_BIAS if shape.moves_bits else 1.0
+    result = lax.dot_general(
+        (x * bias).astype(shape.product_dtype),
+        kv,
+        (((1,), (axis,)), ((), ())),
+        precision=lax.Precision.HIGHEST if shape.product_dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return result * bias
 
 
 def own_columns(shape: Shape, x: jax.Array) -> jax.Array:

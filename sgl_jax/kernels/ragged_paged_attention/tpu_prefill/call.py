@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import product_dtype
 from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import PrefillBlocks, prefill_blocks
 from sgl_jax.kernels.ragged_paged_attention.rows import Rows
 from sgl_jax.kernels.ragged_paged_attention.scores import ScoreOptions
@@ -79,7 +80,8 @@ def _shape(q: jax.Array, kv_cache: jax.Array, blocks: PrefillBlocks | None, pack
     kv_heads, page_size = kv_cache.shape[2] // (1 if packed else 2), kv_cache.shape[3]
     group = q_heads // kv_heads
     if blocks is None:
-        blocks = prefill_blocks(kv_heads, group, head_dim, page_size, kv_cache.dtype, num_tokens)
+        dtype = product_dtype(q.dtype, kv_cache.dtype)
+        blocks = prefill_blocks(kv_heads, group, head_dim, page_size, dtype, num_tokens)
     if blocks.part_keys % page_size:
         raise ValueError(f"page_size must divide {blocks.part_keys}, got {page_size}")
     return Shape(kv_heads, group, page_size, head_dim, packed, blocks)
@@ -100,7 +102,7 @@ def _scratch(shape: Shape, q: jax.Array, kv_cache: jax.Array, table: tuple[int, 
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SemaphoreType.DMA,
         pltpu.SemaphoreType.DMA,
-        pltpu.VMEM((*by_head, shape.head_dim), kv_cache.dtype),
+        pltpu.VMEM((*by_head, shape.head_dim), product_dtype(q.dtype, kv_cache.dtype)),
         pltpu.VMEM((*by_head, LANES), jnp.float32),
         pltpu.VMEM((*by_head, LANES), jnp.float32),
         pltpu.VMEM((*by_head, shape.head_dim), jnp.float32),

@@ -64,7 +64,7 @@ class Buffers(NamedTuple):
 class Softmax(NamedTuple):
     """A block's queries by head, and what was found so far for each of them."""
 
-    q: Any  # [kv_heads, group, queries, head_dim]
+    q: Any  # [kv_heads, group, queries, head_dim] in the type of the products
     top: Any  # float32 [kv_heads, group, queries, 128] greatest score, in all lanes
     total: Any  # as top: denominator times 2^-top, a part of it in each lane
     weighted: Any  # float32 [kv_heads, group, queries, head_dim] numerator times 2^-top

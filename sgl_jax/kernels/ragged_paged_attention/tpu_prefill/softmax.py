@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from sgl_jax.kernels.ragged_paged_attention.scores import MASKED
+from sgl_jax.kernels.ragged_paged_attention.tpu_eight_bits import converted
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.memory import Kernel, div
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.query_block import QueryBlock
 from sgl_jax.kernels.tpu_memory import LANES
@@ -132,13 +133,15 @@ def _attend_head(kernel: Kernel, work: Work, head: Any, seen: jax.Array | None) 
     """Merge the attention of one KV head's queries over a block of keys into the state."""
     shape, options, state = kernel.shape, kernel.options, kernel.state
     num_keys, head_dim, kv = work.num_keys, shape.head_dim, kernel.buffers.kv
+    dtype = state.q.dtype
     by_token, rows = (shape.group, work.num_tokens), shape.group * work.num_tokens
     at = pl.ds(work.first, work.num_tokens)
-    precision = lax.Precision.HIGHEST if kv.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     pages = pl.ds(work.first_page, num_keys // shape.page_size)
     k = kv[work.slot, pages, head].reshape(num_keys, head_dim)
     v = kv[work.slot, pages, shape.values_of(head)].reshape(num_keys, head_dim)
+    k, v = converted(k, dtype), converted(v, dtype)
     scores = dot(state.q[head, :, at].reshape(rows, head_dim), k, (((1,), (1,)), ((), ())))
     if options.soft_cap is None:
         scores = scores * (options.scale * LOG2_E)
@@ -154,7 +157,7 @@ def _attend_head(kernel: Kernel, work: Work, head: Any, seen: jax.Array | None) 
     kept = jnp.exp2(old_top - top)
     parts = [weights[:, i : i + LANES] for i in range(0, num_keys, LANES)]
     total = old_total * kept + reduce(jnp.add, parts)
-    found = dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+    found = dot(weights.astype(dtype), v, (((1,), (0,)), ((), ())))
     weighted = old_weighted * _across(kept, head_dim) + found
     state.top[head, :, at] = top.reshape(*by_token, LANES)
     state.total[head, :, at] = total.reshape(*by_token, LANES)

@@ -1,0 +1,107 @@
+"""The file of scales for an 8-bit KV cache: written once for a model, read by its servers.
+
+Owns the file's form: JSON with the type of the cache, the model's shape, and a scale for each
+layer and KV head, for K and V apart. It names the shape so that another model's is refused.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.kernels.ragged_paged_attention.cache_dtype import (
+    EIGHT_BITS,
+    GREATEST,
+    cache_dtype_name,
+)
+from sgl_jax.layers.parameter import ParamTree
+from sgl_jax.models.config import ModelConfig
+
+KV_CACHE_DTYPE = cache_dtype_name(EIGHT_BITS)
+
+
+class ScalesByHead(NamedTuple):
+    """What K and V are divided by before they are cached; float32 [layers, kv_heads] each."""
+
+    k: NDArray[np.float32]
+    v: NDArray[np.float32]
+
+    @classmethod
+    def fitting(cls, k_absmax: Any, v_absmax: Any, margin: float) -> "ScalesByHead":
+        """Scales for K and V up to `margin` times the greatest seen, [layers, kv_heads] each.
+
+        They are the next powers of two: multiplying by one rounds nothing, and a float of 8 bits
+        is as exact at any size. A head of nothing but zeros gets 1.
+        """
+        return cls(*(_next_power_of_two(absmax, margin) for absmax in (k_absmax, v_absmax)))
+
+
+def _next_power_of_two(absmax: Any, margin: float) -> NDArray[np.float32]:
+    wanted = np.asarray(absmax, np.float64) * margin / GREATEST
+    exponent = np.ceil(np.log2(wanted, where=wanted > 0, out=np.zeros_like(wanted)))
+    return np.exp2(exponent).astype(np.float32)
+
+
+def write_kv_scales(path: Path, scales: ScalesByHead, config: ModelConfig) -> None:
+    """Write the scales of the model of `config`."""
+    content = {
+        "kv_cache_dtype": KV_CACHE_DTYPE,
+        "model": _shape_of(config),
+        "k": scales.k.tolist(),
+        "v": scales.v.tolist(),
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_kv_scales(path: Path, config: ModelConfig) -> ScalesByHead:
+    """Read what `write_kv_scales` wrote.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not for the model of `config`.
+    """
+    try:
+        content = json.loads(path.read_text())
+        found = {name: content[name] for name in ("kv_cache_dtype", "model")}
+        scales = ScalesByHead(*(np.asarray(content[name], np.float32) for name in "kv"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read KV scales: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{str(path)!r} is no file of KV scales: {error!r}") from error
+    expected = {"kv_cache_dtype": KV_CACHE_DTYPE, "model": _shape_of(config)}
+    for name, value in expected.items():
+        if found[name] != value:
+            raise CheckpointError(
+                f"the KV scales in {str(path)!r} are for {name} {found[name]}, not {value}"
+            )
+    for array in scales:
+        if array.shape != (config.num_layers, config.num_kv_heads):
+            raise CheckpointError(f"{str(path)!r} lacks scales: one for each layer and KV head")
+        if not (np.isfinite(array) & (array > 0)).all():
+            raise CheckpointError(f"KV scales must be above 0, {str(path)!r} has others")
+    return scales
+
+
+def place_kv_scales(scales: ScalesByHead, declared: ParamTree) -> ParamTree:
+    """The parameters of `layers.kv_scales.KVScales`, stacked, where and as they are declared.
+
+    A KV head that several chips have copies of has its scale on each of them.
+    """
+
+    def place(array: NDArray[np.float32], wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        copied = np.repeat(array, wanted.shape[1] // array.shape[1], axis=1)
+        return jax.make_array_from_callback(
+            wanted.shape, wanted.sharding, lambda index: copied[index]
+        )
+
+    return {name: place(array, declared[name]) for name, array in scales._asdict().items()}
+
+
+def _shape_of(config: ModelConfig) -> dict[str, Any]:
+    return {
+        name: getattr(config, name)
+        for name in ("architecture", "num_layers", "num_kv_heads", "head_dim")
+    }

@@ -1,0 +1,63 @@
+"""What the type of the KV cache means to those who write it and to those who read it.
+
+A cache of 8 bits is an array of int8 that holds the bits of float8_e4m3fn: a compiler that knows no
+arrays of float8 would turn all of the cache into float16, and back, whenever a token is written.
+
+It holds what it is given. Whoever divides K and V by scales first, so that they use the range that
+there is, also multiplies by them afterwards (`layers/kv_scales.py`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+EIGHT_BITS = jnp.dtype(jnp.int8)  # the array's
+FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)  # what its bits mean
+GREATEST = float(jnp.finfo(FLOAT8).max)  # 448
+SMALLEST = float(jnp.finfo(FLOAT8).smallest_normal)  # 2^-6
+_NAME = "fp8_e4m3"
+
+
+def cache_dtype(name: str) -> jnp.dtype:
+    """The dtype of the cache that `name` stands for."""
+    return EIGHT_BITS if name == _NAME else jnp.dtype(name)
+
+
+def cache_dtype_name(dtype: DTypeLike) -> str:
+    """What a cache of `dtype` is called."""
+    return _NAME if is_narrow(dtype) else jnp.dtype(dtype).name
+
+
+def is_narrow(dtype: DTypeLike) -> bool:
+    """Whether a cache of `dtype` is one of 8 bits."""
+    return jnp.dtype(dtype) == EIGHT_BITS
+
+
+def as_cached(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """K or V as a cache of `dtype` holds it.
+
+    In 8 bits, what is out of range becomes the greatest number there is, where a cast alone would
+    make it NaN; and there are no subnormals, so that a kernel may convert by moving bits: what is
+    smaller than the smallest normal number becomes that or zero, whichever is nearer.
+    """
+    if not is_narrow(dtype):
+        return x.astype(dtype)
+    normal = jnp.where(jnp.abs(x) < SMALLEST, jnp.round(x / SMALLEST) * SMALLEST, x)
+    numbers = jnp.clip(normal, -GREATEST, GREATEST).astype(FLOAT8)
+    return lax.bitcast_convert_type(numbers, EIGHT_BITS)
+
+
+def as_float32(cached: jax.Array) -> jax.Array:
+    """The numbers that a part of the cache holds."""
+    if is_narrow(cached.dtype):
+        cached = lax.bitcast_convert_type(cached, FLOAT8)
+    return cached.astype(jnp.float32)
+
+
+def product_dtype(q_dtype: DTypeLike, dtype: DTypeLike) -> jnp.dtype:
+    """The type in which the TPU's kernels multiply queries with keys, and weights with values.
+
+    It is the cache's; 8 bits are for storage alone, and the queries' type takes their place.
+    """
+    return jnp.dtype(q_dtype if is_narrow(dtype) else dtype)

@@ -1,0 +1,83 @@
+"""The file of KV scales: written and read for one model, refused for another, placed by head."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.kv_scales import ScalesByHead, read_kv_scales, write_kv_scales
+from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.models.config import ModelConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+QWEN3 = ModelConfig.from_path(GOLDEN / "qwen3")  # two layers, two KV heads
+SCALES = ScalesByHead(np.float32([[0.5, 1], [2, 4]]), np.float32([[8, 16], [32, 64]]))
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "scales.json"
+    write_kv_scales(path, SCALES, QWEN3)
+    return path
+
+
+def test_what_was_written_is_read(file):
+    for read, written in zip(read_kv_scales(file, QWEN3), SCALES, strict=True):
+        np.testing.assert_array_equal(read, written)
+
+
+def test_scales_are_powers_of_two_that_leave_room_for_the_margin():
+    absmax = np.array([[448.0, 449.0, 3.5, 0.0]])
+    scales = ScalesByHead.fitting(absmax, absmax, margin=1.0)
+    np.testing.assert_array_equal(scales.k, [[1.0, 2.0, 2.0**-7, 1.0]])
+    assert (absmax * 2 / ScalesByHead.fitting(absmax, absmax, margin=2.0).v <= 448).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda content: content["model"].update(num_layers=3), "are for model .*'num_layers': 3"),
+        (lambda content: content.update(kv_cache_dtype="int8"), "for kv_cache_dtype int8"),
+        (lambda content: content.pop("k"), "is no file of KV scales"),
+        (lambda content: content.update(v=[[1, 2]]), "one for each layer and KV head"),
+        (lambda content: content.update(v=[[1, 2], [3]]), "is no file of KV scales"),
+        (lambda content: content.update(v=[[1, 2], [3, 0]]), "must be above 0"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_model_is_refused_before_weights_are_read(
+    change, words, file, tmp_path
+):
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    with pytest.raises(CheckpointError, match=words):
+        load_model(tmp_path / "nowhere", QWEN3, mesh, jnp.float32, kv_cache_scales=file)
+
+
+def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot read KV scales: .*nowhere"):
+        read_kv_scales(tmp_path / "nowhere", QWEN3)
+    (tmp_path / "text").write_text("scales")
+    with pytest.raises(CheckpointError, match="is no file of KV scales"):
+        read_kv_scales(tmp_path / "text", QWEN3)
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_chip_has_the_scales_of_its_heads_and_of_their_copies(load_format, tp, file):
+    mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
+    _, params = load_model(
+        GOLDEN / "qwen3", QWEN3, mesh, jnp.float32, load_format, kv_cache_scales=file
+    )
+    placed = params["layers"]["attention"]["kv_scales"]
+    for name, scales in SCALES._asdict().items():
+        for shard in placed[name].addressable_shards:
+            chip = shard.device.id
+            heads = [chip * 2 // tp] if tp > 1 else [0, 1]
+            np.testing.assert_array_equal(shard.data, scales[:, heads])
