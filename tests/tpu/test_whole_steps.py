@@ -113,8 +113,10 @@ def test_a_step_fits_its_chip_copies_no_cache_and_exchanges_no_more_than_it_must
     expected = {
         ("all-reduce", True): 2 * config.num_layers,
         ("all-reduce", False): 1,  # the embedding
-        ("all-gather", False): 1,  # logits
+        ("all-to-all", False): 1,  # logits: each chip's share of the rows, then all rows
+        ("all-gather", False): 1,
     }
     if step == "scored":  # those of one block after the other
-        expected["all-gather", True] = -(-bucket.tokens // SCORED_BLOCK)
+        blocks = -(-bucket.tokens // SCORED_BLOCK)
+        expected |= {("all-to-all", True): blocks, ("all-gather", True): blocks}
     assert exchanges == expected
