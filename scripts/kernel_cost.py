@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Static costs of the TPU kernels, ours beside those that come with jax, without a TPU.
 
-    python scripts/kernel_cost.py [--chips v5e v6e] [--only decode] [--json FILE]
+    python scripts/kernel_cost.py [--chips v5e v6e] [--only decode prefill-128] [--json FILE]
 
 Every kernel is compiled by the TPU's own compiler (libtpu): attention for Llama-3.1-8B, 32 query
 and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or of 8 bits; the grouped product for
@@ -342,13 +342,13 @@ def row(cost: Cost) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=["v5e", "v6e"])
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name begins so")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     print(HEADER)
     costs = []
     for name, make in KERNELS.items():
-        if arguments.only in name:
+        if name.startswith(tuple(arguments.only)):
             for chip in arguments.chips:
                 costs.append(measure(make, chip))
                 print(row(costs[-1]), flush=True)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -27,15 +29,11 @@ class Chip:
     ici_link_bytes_per_s: float  # of one link in one direction
 
 
-def _gib(value: float) -> int:
-    return int(value * 2**30)
-
-
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
-        "v5e": Chip("TPU v5 lite", 1, _gib(15.75), 819e9, 197e12, 1.5e9, 50e9),
-        "v6e": Chip("TPU v6 lite", 1, _gib(31.25), 1640e9, 918e12, 1.75e9, 100e9),
-        "v5p": Chip("TPU v5", 1, _gib(95.74), 2765e9, 459e12, 1.75e9, 100e9),
-        "tpu7x": Chip("TPU7x", 2, _gib(94.75), 3690e9, 1154e12, 2.2e9, 50e9),
+        "v5e": Chip("TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9),
+        "v6e": Chip("TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9),
+        "v5p": Chip("TPU v5", 1, int(95.74 * GIB), 2765e9, 459e12, 1.75e9, 100e9),
+        "tpu7x": Chip("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9),
     }
 )

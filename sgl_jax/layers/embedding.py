@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from sgl_jax.layers.mesh_axes import (
     TENSOR_AXIS,
     concatenate_over_tensor,
+    split_rows_over_tensor,
     sum_over_tensor,
 )
 from sgl_jax.layers.parameter import parameter
@@ -59,4 +60,13 @@ def _matmul_f32(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _gather_logits(local: jax.Array, vocab_size: int) -> jax.Array:
-    return concatenate_over_tensor(local, axis=1)[:, :vocab_size]
+    """Each chip's columns [n, vocab / chips] as whole rows [n, vocab], on all chips.
+
+    First each chip gets its share of the rows whole, then all get all rows. To concatenate columns
+    at once would be one exchange instead of two, but a TPU does it only for columns that are
+    contiguous in memory, and turns the whole result afterwards: a second array of all logits.
+    """
+    num_rows = local.shape[0]
+    padding = -num_rows % lax.axis_size(TENSOR_AXIS)
+    rows = split_rows_over_tensor(jnp.pad(local, ((0, padding), (0, 0))))
+    return concatenate_over_tensor(rows[:, :vocab_size], axis=0)[:num_rows]

@@ -27,6 +27,17 @@ def concatenate_over_tensor(x: jax.Array, axis: int) -> jax.Array:
     return result
 
 
+def split_rows_over_tensor(x: jax.Array) -> jax.Array:
+    """This tensor chip's share of the rows, of a matrix of which x [n, ...] are its columns.
+
+    All tensor chips' columns come one after the other; their number divides n.
+    """
+    if lax.axis_size(TENSOR_AXIS) == 1:
+        return x
+    result: jax.Array = lax.all_to_all(x, TENSOR_AXIS, split_axis=0, concat_axis=1, tiled=True)
+    return result
+
+
 def concatenate_over_data(x: jax.Array, axis: int) -> jax.Array:
     """All data-parallel ranks' x, one after the other along `axis`."""
     if lax.axis_size(DATA_AXIS) == 1:

@@ -12,7 +12,7 @@ from sgl_jax.checkpoint.paths import flatten
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.plan.arguments import PlanRequest
-from sgl_jax.plan.memory import MemoryPlan, plan_memory
+from sgl_jax.plan.memory import MemoryPlan, in_gib, plan_memory
 from sgl_jax.plan.step_time import DeviceBytes, StepTime, StepWork, estimate_step
 
 
@@ -62,7 +62,7 @@ def make_plan(request: PlanRequest) -> Plan:
     if memory.num_pages < 1:
         need = memory.weight_bytes + memory.table_bytes
         raise DoesNotFitError(
-            f"weights and tables take {_gib(need)} of {_gib(memory.usable_hbm_bytes)} on each "
+            f"weights and tables take {in_gib(need)} of {in_gib(memory.usable_hbm_bytes)} on each "
             f"device, and --mem-fraction-static {request.args.mem_fraction_static} leaves no page"
         )
     if memory.kv_tokens < workload.tokens:
@@ -162,7 +162,3 @@ def device_bytes(
 def _visible(context: int, request: PlanRequest) -> int:
     window = request.config.sliding_window
     return context if window is None else min(context, window)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from sgl_jax.aot.chips import GIB
 from sgl_jax.aot.engine_programs import bytes_per_device
 from sgl_jax.aot.topology import Topology, topology_mesh
 from sgl_jax.executor.engine_shape import EngineShape
@@ -94,6 +95,11 @@ def smallest_fit(
             if memory.fits and memory.kv_tokens >= request.workload.tokens:
                 return candidate
     return None
+
+
+def in_gib(num_bytes: int) -> str:
+    """For people: 11.25 GiB."""
+    return f"{num_bytes / GIB:.2f} GiB"
 
 
 def _divisors(number: int) -> list[int]:

@@ -8,6 +8,7 @@ from sgl_jax.aot.program_cost import Collective
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.plan.arguments import SERVER_SETTINGS, PlanRequest
 from sgl_jax.plan.estimate import Plan, StepPlan
+from sgl_jax.plan.memory import in_gib
 from sgl_jax.plan.step_time import ICI_HOP_S
 
 ASSUMPTIONS = (
@@ -38,14 +39,14 @@ def as_text(plan: Plan) -> str:
         f"{args.model_path} on {topology.name} ({_grid(plan)}, {chip.device_kind}): "
         f"dp {args.dp_size} x tp {args.tp_size}",
         "",
-        f"Memory of each device, of {_gib(memory.usable_hbm_bytes)} that programs may use",
-        f"  weights              {_gib(memory.weight_bytes)}",
-        f"  KV pages             {_gib(memory.kv_bytes)}  {memory.num_pages:,} pages of "
+        f"Memory of each device, of {in_gib(memory.usable_hbm_bytes)} that programs may use",
+        f"  weights              {in_gib(memory.weight_bytes):>10}",
+        f"  KV pages             {in_gib(memory.kv_bytes):>10}  {memory.num_pages:,} pages of "
         f"{memory.page_size} tokens: {memory.kv_tokens:,} tokens a rank",
-        f"  tables               {_gib(memory.table_bytes)}",
-        f"  temporaries          {_gib(max(cost.temp_bytes for cost in steps))}"
+        f"  tables               {in_gib(memory.table_bytes):>10}",
+        f"  temporaries          {in_gib(max(cost.temp_bytes for cost in steps)):>10}"
         "  of the largest step",
-        f"  in use at most       {_gib(max(cost.resident_bytes for cost in steps))}",
+        f"  in use at most       {in_gib(max(cost.resident_bytes for cost in steps)):>10}",
         f"  longest context      {plan.max_context:,} tokens",
         f"  at once, a rank      {plan.concurrency:,} requests of {workload.input_len:,} in, "
         f"{workload.output_len:,} out",
@@ -138,10 +139,6 @@ def _grid(plan: Plan) -> str:
     grid = "x".join(map(str, plan.request.topology.grid))
     devices = plan.request.topology.num_devices
     return f"{grid} chips, {devices} devices"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:6.2f} GiB"
 
 
 def _ms(seconds: float) -> str:

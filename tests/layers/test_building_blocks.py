@@ -129,6 +129,14 @@ def test_head_with_a_vocabulary_that_does_not_divide(tp):
     np.testing.assert_allclose(logits, hidden @ params["weight"][:, :7], atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("num_rows", [1, 4, 7])
+def test_rows_of_any_number_have_the_logits_of_all_chips_in_order(num_rows, tp):
+    hidden = np.random.default_rng(1).normal(size=(num_rows, 4)).astype(np.float32)
+    logits, params = run(LMHead(11, 4, tp, jnp.float32), "logits", hidden, tp=tp)
+    np.testing.assert_allclose(logits, hidden @ params["weight"][:, :11], atol=TOLERANCE)
+
+
 def test_rotation_turns_pairs_by_their_angle():
     frequencies = inverse_frequencies(4, 100.0)
     np.testing.assert_allclose(frequencies, [1.0, 0.1], rtol=1e-6)

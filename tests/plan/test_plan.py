@@ -1,6 +1,5 @@
-"""The planner's answers: a small model planned whole, and models that do not fit."""
+"""The planner's answers: a sweep of which one mesh fits, and models that do not fit."""
 
-import dataclasses
 import json
 
 import pytest
@@ -8,9 +7,8 @@ import pytest
 from sgl_jax.aot.topology import has_tpu_compiler
 from sgl_jax.plan import command
 from sgl_jax.plan import sweep as sweep_module
-from sgl_jax.plan.advice import advise
 from sgl_jax.plan.arguments import parse_plan_request
-from sgl_jax.plan.estimate import StepDoesNotFitError, make_plan
+from sgl_jax.plan.estimate import StepDoesNotFitError
 from sgl_jax.plan.memory import plan_memory, smallest_fit
 from sgl_jax.plan.report import as_dict, as_text
 
@@ -18,14 +16,15 @@ pytestmark = pytest.mark.skipif(
     not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed"
 )
 
-SMALL = {
+# Too large for one device of 31.25 GiB, with heads that cannot be dealt out to four.
+CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 2048,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
     "head_dim": 128,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 4096,
@@ -38,28 +37,34 @@ STEPS = ["--chunked-prefill-size", "128", "--max-total-tokens", "65536"]
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(SMALL))
+    path.write_text(json.dumps(CONFIG))
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def plan(model_path):
-    words = ["--model-path", model_path, "--topology", "v6e-4", "--dp-size", "2"]
-    plan = make_plan(parse_plan_request([*words, "--tp-size", "2", *LOAD, *STEPS]))
-    return dataclasses.replace(plan, advice=advise(plan))
+def outcomes(model_path):
+    """Of all meshes of four devices."""
+    words = ["--model-path", model_path, "--topology", "v6e-4", "--sweep"]
+    return sweep_module.sweep(parse_plan_request([*words, *LOAD, *STEPS]))
+
+
+@pytest.fixture(scope="module")
+def plan(outcomes):
+    """Of the mesh that fits."""
+    return outcomes[2, 2]
 
 
 def test_memory_is_divided_as_the_engine_does(plan):
     weights_bytes = 2 * (
-        2 * 2048 * 512 // 2  # embedding and head, half on each device
-        + 4 * (512 * (8 + 4 * 2) * 128 // 2 + 8 * 128 * 512 // 2 + 3 * 512 * 1024 // 2)
-        + 4 * (2 * 512 + 2 * 128)  # norms, whole on each
-        + 512
+        2 * 2048 * 4096 // 2  # embedding and head, half on each device
+        + 96 * (4096 * (6 + 2 * 2) * 128 // 2 + 6 * 128 * 4096 // 2 + 3 * 4096 * 16384 // 2)
+        + 96 * (2 * 4096 + 2 * 128)  # norms, whole on each
+        + 4096
     )
     memory = plan.memory
     assert memory.weight_bytes == weights_bytes
     assert memory.kv_tokens == 65536
-    assert memory.kv_token_bytes == 4 * 2 * 2 * 128 * 2
+    assert memory.kv_token_bytes == 96 * 2 * 128 * 2  # K and V of a head
     assert memory.kv_bytes == (512 + 1) * 128 * memory.kv_token_bytes
     assert plan.decode.cost.argument_bytes >= weights_bytes + memory.kv_bytes
 
@@ -77,9 +82,9 @@ def test_the_load_fills_rows_or_memory(plan):
 
 def test_every_exchange_of_a_step_is_listed(plan):
     by_kind = {(c.kind, c.in_loop): c.times for c in plan.decode.cost.collectives}
-    assert by_kind[("all-reduce", True)] == 8  # two a layer
+    assert by_kind[("all-reduce", True)] == 192  # two a layer
     text = as_text(plan)
-    assert "8 all-reduce of bf16[8,512] over 2 devices in the layers" in text
+    assert "192 all-reduce of bf16[8,4096] over 2 devices in the layers" in text
 
 
 def test_text_and_json_say_the_same(plan):
@@ -92,18 +97,45 @@ def test_text_and_json_say_the_same(plan):
     assert f"Serve with: {values['serve_command']}" in text
 
 
-def test_a_small_model_is_told_of_fewer_chips(plan):
-    assert any("fits on fewer chips: v6e-1 with --dp-size 1" in line for line in plan.advice)
+def test_a_plan_comes_with_advice(plan):
+    assert any("a larger --max-running-requests" in line for line in plan.advice)
 
 
-def test_a_sweep_lists_meshes_that_cannot_be_and_plots_the_rest(plan, tmp_path):
-    outcomes = {(2, 2): plan, (1, 4): "tp_size (3) must divide"}
-    table = sweep_module.sweep_table(outcomes)
-    assert "2 x 2" in table
-    assert "1 x 4 tp_size (3) must divide" in table
+def test_a_sweep_says_what_fits_what_does_not_and_what_cannot_be(outcomes, plan):
+    assert list(outcomes) == [(4, 1), (2, 2), (1, 4)]
+    _, no_room, fits, no_heads = sweep_module.sweep_table(outcomes).splitlines()
+    assert no_room.lstrip().startswith("4 x 1 weights and tables take 3")
+    assert "leaves no page" in no_room
+    assert no_heads.lstrip().startswith("1 x 4 ")
+    assert "heads" in no_heads
+    values = fits.split()
+    assert values[:5] == ["2", "x", "2", f"{2 * plan.memory.kv_tokens:,}", "16"]
+    assert float(values[5]) == pytest.approx(plan.decode.time.total_s * 1e3, abs=0.01)
+    assert values[-1] == f"{plan.output_tokens_per_s_per_chip:,.0f}"
+
+
+def test_a_sweeps_plot_shows_the_meshes_that_fit(outcomes, model_path, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    sweep_module.plot_sweep(outcomes, tmp_path / "sweep.svg")
-    assert "<svg" in (tmp_path / "sweep.svg").read_text()
+    monkeypatch.setattr(command, "sweep", lambda request: outcomes)
+    words = ["--model-path", model_path, "--topology", "v6e-4", "--sweep"]
+    assert command.main([*words, "--plot", str(tmp_path / "sweep.svg")]) == 0
+    plot = (tmp_path / "sweep.svg").read_text()
+    assert "<!-- 2 x 2 -->" in plot  # as text is written beside its outlines
+    assert "4 x 1" not in plot
+
+
+def test_a_sweep_as_json_has_a_line_for_each_mesh(outcomes, model_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "sweep", lambda request: outcomes)
+    words = ["--model-path", model_path, "--topology", "v6e-4", "--sweep", "--json"]
+    assert command.main(words) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["dp_size"], row["tp_size"], row["fits"]) for row in rows] == [
+        (4, 1, False),
+        (2, 2, True),
+        (1, 4, False),
+    ]
+    assert rows[0]["reason"] == outcomes[4, 1]
+    assert rows[1]["output_tokens_per_s"] == outcomes[2, 2].output_tokens_per_s
 
 
 def test_a_model_that_does_not_fit_is_told_where_it_would(capsys):
@@ -184,8 +216,9 @@ def test_a_slice_without_room_for_the_tokens_asked_for_does_not_fit():
 
 
 def test_a_load_longer_than_memory_is_refused_before_anything_is_compiled(model_path, capsys):
-    words = ["--model-path", model_path, "--topology", "v6e-1", "--max-total-tokens", "512"]
-    assert command.main([*words, "--input-len", "1000", "--output-len", "24"]) == 1
+    words = ["--model-path", model_path, "--topology", "v6e-4", "--tp-size", "2"]
+    words += ["--max-total-tokens", "512", "--input-len", "1000", "--output-len", "24"]
+    assert command.main(words) == 1
     assert "a rank holds 512 KV tokens, one request of the load needs 1,024" in (
         capsys.readouterr().out
     )

@@ -1,18 +1,14 @@
 """The TPU's own compiler accepts the grouped product, and copies no matrix for it."""
 
-import time
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from sgl_jax.aot.chips import CHIPS
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
+from tests.tpu.compiling import MAX_COMPILE_S, compile_on, generations, struct
 
-MAX_COMPILE_S = 10
 LAYERS = 4
 
 
@@ -32,28 +28,18 @@ class Shape(NamedTuple):
         return LAYERS, self.groups, *outwards
 
 
-def compile_product(shape, mesh):
-    """The compiled kernel, and the seconds of work that it took."""
-
-    def struct(dtype, *dims):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))
-
+def assert_compiles_without_copies(shape, mesh):
     def run(lines, matrices, layer, sizes):
         return tpu_grouped_matmul(lines, matrices, layer, sizes, transposed=shape.transposed)
 
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(run).lower(
-            struct(shape.dtype, shape.lines, shape.inputs),
-            struct(shape.dtype, *shape.matrices),
-            struct(jnp.int32),
-            struct(jnp.int32, shape.groups),
-        )
-    start = time.process_time()
-    return lowered.compile(), time.process_time() - start
-
-
-def assert_compiles_without_copies(shape, mesh):
-    compiled, seconds = compile_product(shape, mesh)
+    compiled, seconds = compile_on(
+        mesh,
+        run,
+        struct(shape.dtype, shape.lines, shape.inputs),
+        struct(shape.dtype, *shape.matrices),
+        struct(jnp.int32),
+        struct(jnp.int32, shape.groups),
+    )
     memory = compiled.memory_analysis()
     itemsize = jnp.dtype(shape.dtype).itemsize
     matrix_bytes = shape.inputs * shape.outputs * itemsize
@@ -93,9 +79,7 @@ SHAPES = {
 
 
 # The oldest generation knows the fewest operations and has the least memory.
-@pytest.mark.parametrize(
-    "generation", ["v5e", *(pytest.param(g, marks=pytest.mark.long) for g in ("v6e", "tpu7x"))]
-)
+@pytest.mark.parametrize("generation", generations("v5e"))
 @pytest.mark.parametrize("name", SHAPES)
 def test_other_shapes_compile(name, generation, tpu_mesh):
     assert_compiles_without_copies(SHAPES[name], tpu_mesh(generation))

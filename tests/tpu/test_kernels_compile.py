@@ -4,21 +4,22 @@ Nothing runs. What can go wrong is refused here: an operation or an alignment th
 lacks, memory that does not suffice, a cache that is copied.
 """
 
-import time
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from sgl_jax.aot.chips import CHIPS
 from sgl_jax.kernels.ragged_paged_attention import tpu
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
-
-MAX_COMPILE_S = 10  # of one kernel
+from tests.tpu.compiling import (
+    MAX_COMPILE_S,
+    compile_on,
+    generations,
+    num_bytes,
+    num_kernels,
+    struct,
+)
 
 
 class Shape(NamedTuple):
@@ -39,86 +40,63 @@ class Shape(NamedTuple):
     sinks: bool = False
 
 
-def compile_attention(shape, mesh):
-    """The compiled attention call of one layer, its cache donated; and how long it took."""
-    pages = shape.context // shape.page_size
-    page = KVPoolLayout(2, shape.kv_heads, shape.page_size, shape.head_dim, shape.dtype).page_shape
-    cache = (2, 1 + shape.rows * pages, *page)
+def assert_compiles_in_place(shape, mesh):
+    """The attention call of one layer, its cache donated."""
 
-    def struct(dtype, *dims):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))
-
-    def run(q, k, v, cache, layer, sinks, page_table, kv_starts, q_lens, num_decode):
-        rows = (page_table, kv_starts, q_lens, num_decode)
-        batch = AttentionBatch.build(*rows, shape.tokens, shape.max_drafts)
+    def run(q, k, v, cache, layer, sinks, *rows):
         return tpu.ragged_paged_attention(
             q,
             k,
             v,
             cache,
             layer,
-            batch,
+            AttentionBatch.build(*rows, shape.tokens, shape.max_drafts),
             scale=shape.head_dim**-0.5,
             sliding_window=shape.sliding_window,
             soft_cap=shape.soft_cap,
             sinks=sinks,
         )
 
+    pages = shape.context // shape.page_size
+    page = KVPoolLayout(2, shape.kv_heads, shape.page_size, shape.head_dim, shape.dtype).page_shape
+    cache = struct(shape.cache_dtype or shape.dtype, 2, 1 + shape.rows * pages, *page)
     kv = struct(shape.dtype, shape.tokens, shape.kv_heads, shape.head_dim)
-    arguments = (
+    compiled, seconds = compile_on(
+        mesh,
+        run,
         struct(shape.dtype, shape.tokens, shape.q_heads, shape.head_dim),
         kv,
         kv,
-        struct(shape.cache_dtype or shape.dtype, *cache),
+        cache,
         struct(jnp.int32),
         struct(jnp.float32, shape.q_heads) if shape.sinks else None,
         struct(jnp.int32, shape.rows, pages),
         struct(jnp.int32, shape.rows),
         struct(jnp.int32, shape.rows),
         struct(jnp.int32),
+        donated=3,
     )
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(run, donate_argnums=3).lower(*arguments)
-    start = time.process_time()
-    return lowered.compile(), time.process_time() - start, cache
-
-
-def assert_compiles_in_place(shape, mesh):
-    compiled, seconds, cache = compile_attention(shape, mesh)
     memory = compiled.memory_analysis()
-    cache_bytes = jnp.dtype(shape.cache_dtype or shape.dtype).itemsize
-    for dim in cache:
-        cache_bytes *= dim
-    assert memory.alias_size_in_bytes >= cache_bytes
-    assert memory.temp_size_in_bytes < cache_bytes / 100
-    kernels = compiled.as_text().count('custom_call_target="tpu_custom_call"')
-    assert kernels == 3  # write, decode, prefill
-    assert seconds < kernels * MAX_COMPILE_S
+    assert memory.alias_size_in_bytes >= num_bytes(cache)
+    assert memory.temp_size_in_bytes < num_bytes(cache) / 100
+    assert num_kernels(compiled) == 3  # write, decode, prefill
+    assert seconds < 3 * MAX_COMPILE_S
 
 
-@pytest.mark.parametrize("generation", CHIPS)
+# By default every generation compiles each kernel by itself: `test_single_kernels_compile.py`.
+@pytest.mark.parametrize("generation", generations())
 def test_every_generation_compiles_a_decode_step(generation, tpu_mesh):
     assert_compiles_in_place(Shape(tokens=64), tpu_mesh(generation))
 
 
 # The oldest generation moves bits, the newest has instructions; the others are as the oldest.
-@pytest.mark.parametrize(
-    "generation",
-    [
-        pytest.param(name, marks=() if name in ("v5e", "tpu7x") else pytest.mark.long)
-        for name in CHIPS
-    ],
-)
+@pytest.mark.parametrize("generation", generations("v5e", "tpu7x"))
 def test_every_generation_compiles_a_cache_of_8_bits(generation, tpu_mesh):
     shape = Shape(tokens=64, cache_dtype=jnp.int8, page_size=32)
     assert_compiles_in_place(shape, tpu_mesh(generation))
 
 
-# The other generations compile prefill alone at this size; see `test_prefill_compiles.py`.
-@pytest.mark.parametrize(
-    "generation",
-    [pytest.param(name, marks=() if name == "v6e" else pytest.mark.long) for name in CHIPS],
-)
+@pytest.mark.parametrize("generation", generations("v6e"))
 def test_every_generation_compiles_a_mixed_step(generation, tpu_mesh):
     assert_compiles_in_place(Shape(tokens=2048), tpu_mesh(generation))
 
@@ -147,6 +125,6 @@ def test_the_least_memory_suffices_for_the_most_kv_heads(tpu_mesh):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("generation", ["v6e", pytest.param("v5e", marks=pytest.mark.long)])
+@pytest.mark.parametrize("generation", generations("v6e"))
 def test_other_shapes_and_options_compile(shape, generation, tpu_mesh):
     assert_compiles_in_place(shape, tpu_mesh(generation))

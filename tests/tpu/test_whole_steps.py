@@ -37,10 +37,11 @@ LAYOUTS = (
     ("llama-3.3-70b", "v6e-8", 1, 8),
     ("qwen3-30b-a3b", "v6e-4", 1, 4),
 )
-# Both kinds of chip and mesh, both shapes of step, and a mixture of experts, in few compilations.
+# One chip and eight, both shapes of step, and a mixture of experts, in few compilations; two ranks
+# are compiled in `tests/plan`.
 QUICK = {
     ("llama-3.1-8b", "v6e-1", "decode"),
-    ("qwen3-8b", "v5e-4", "mixed", 2),
+    ("llama-3.3-70b", "v6e-8", "mixed"),
     ("qwen3-30b-a3b", "v6e-4", "decode"),
 }
 
@@ -48,8 +49,7 @@ QUICK = {
 def _cases():
     for model, topology, dp, tp in LAYOUTS:
         for step in STEPS:
-            quick = QUICK & {(model, topology, step), (model, topology, step, dp)}
-            marks = () if quick else (pytest.mark.long,)
+            marks = () if (model, topology, step) in QUICK else (pytest.mark.long,)
             name = f"{model}-{topology}-dp{dp}-tp{tp}-{step}"
             yield pytest.param(model, topology, dp, tp, step, id=name, marks=marks)
 
@@ -89,9 +89,9 @@ def test_a_step_fits_its_chip_copies_no_cache_and_exchanges_no_more_than_it_must
     assert cost.resident_bytes < chip.usable_hbm_bytes
     assert pool_bytes > chip.usable_hbm_bytes / 5  # a pool worth the name
     assert cost.alias_bytes >= pool_bytes
-    # Scoring holds the logits of some of the prompt, too, for which the engine sets memory aside.
-    logit_bytes = engine.shape.logit_bytes if step == "scored" else 0
-    assert cost.temp_bytes - logit_bytes < pool_bytes / 100
+    assert cost.temp_bytes < pool_bytes / 100
+    # What the engine sets aside for logits has room here for all else, too.
+    assert cost.temp_bytes < engine.shape.logit_bytes
     products = [name for name in cost.kernels if name == "grouped_matmul"]
     assert len(products) == (3 if config.moe else 0)
     attention = Counter(name for name in cost.kernels if name.startswith("paged_"))
@@ -113,8 +113,10 @@ def test_a_step_fits_its_chip_copies_no_cache_and_exchanges_no_more_than_it_must
     expected = {
         ("all-reduce", True): 2 * config.num_layers,
         ("all-reduce", False): 1,  # the embedding
-        ("all-gather", False): 1,  # logits
+        ("all-to-all", False): 1,  # logits: each chip's share of the rows, then all rows
+        ("all-gather", False): 1,
     }
     if step == "scored":  # those of one block after the other
-        expected["all-gather", True] = -(-bucket.tokens // SCORED_BLOCK)
+        blocks = -(-bucket.tokens // SCORED_BLOCK)
+        expected |= {("all-to-all", True): blocks, ("all-gather", True): blocks}
     assert exchanges == expected

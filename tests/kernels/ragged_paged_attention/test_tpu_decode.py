@@ -2,6 +2,7 @@
 
 from functools import lru_cache, partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,0 +1,45 @@
+"""Compiling for a chip that is only described, and how long that took."""
+
+import time
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sgl_jax.aot.chips import CHIPS
+
+MAX_COMPILE_S = 10  # of one kernel
+
+
+def struct(dtype, *dims):
+    """An array that is not there."""
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def num_bytes(array):
+    """Of an array with its dtype, unpadded."""
+    return array.size * array.dtype.itemsize
+
+
+def compile_on(mesh, function, *arguments, donated=()):
+    """`function` of such arrays, or of None, as a program for a chip; and the seconds of work."""
+    whole = NamedSharding(mesh, P())
+    placed = jax.tree.map(lambda array: array.update(sharding=whole), arguments)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
+    # Of all threads of this process, whoever else is at work on the machine.
+    start = time.process_time()
+    return lowered.compile(), time.process_time() - start
+
+
+def num_kernels(program):
+    """Pallas calls of a compiled program."""
+    return program.as_text().count('custom_call_target="tpu_custom_call"')
+
+
+def generations(*by_default):
+    """Parameters of a test: every generation of chip, of which the others are long."""
+    return [
+        pytest.param(name, marks=() if name in by_default else pytest.mark.long) for name in CHIPS
+    ]
