@@ -1,9 +1,9 @@
 """How the TPU's kernels read keys and values of an 8-bit cache.
 
-Chips that know no float8 convert it in some twenty operations a register, more than decode has time
-for. But its sign, 4 bits of exponent and 3 of mantissa are in their places in a bfloat16 once they
-are moved there; only the exponent's bias differs, so every number comes out 2^-120 times too small,
-which the products make good. That is exact for all but subnormals, which the cache does not hold
+Chips that know no float8 convert it in more instructions than the rest of decode's loop has. But
+its sign, 4 bits of exponent and 3 of mantissa are in their places in a bfloat16 once they are moved
+there; only the exponent's bias differs, so every number comes out 2^-120 times too small, which the
+products make good. That is exact for all but subnormals, which the cache does not hold
 (`cache_dtype.as_cached`). NaN comes out as a number.
 
 Four elements lie in a word, in the order of keys, and two of a bfloat16. The even keys of a block

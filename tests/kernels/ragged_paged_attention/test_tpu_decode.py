@@ -46,6 +46,7 @@ EIGHT_BITS = (
         dtype=jnp.bfloat16,
         cache_dtype=jnp.int8,
         sliding_window=75,
+        sinks=True,
     ),
 )
 BLOCKS = DecodeBlocks(block_keys=64, part_keys=32)  # small, so that rows have several

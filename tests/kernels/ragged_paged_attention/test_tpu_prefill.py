@@ -61,7 +61,7 @@ MORE_PROGRAMS = (
 
 # Products in the type of the queries.
 EIGHT_BITS = (
-    Program(page_size=32, kv_heads=2, group=4, cache_dtype=jnp.int8, tokens=128, max_len=280),
+    Program(page_size=32, kv_heads=2, group=4, cache_dtype=jnp.int8, tokens=256, max_len=280),
     Program(
         page_size=64,
         kv_heads=4,
@@ -69,7 +69,7 @@ EIGHT_BITS = (
         dtype=jnp.bfloat16,
         cache_dtype=jnp.int8,
         sliding_window=150,
-        tokens=128,
+        tokens=256,
         max_len=280,
     ),
 )
