@@ -111,6 +111,11 @@ def read_prompts(options: argparse.Namespace, args: ServerArgs) -> list[list[int
     if not prompts:
         raise ValueError(f"no prompts in {str(options.prompts)!r}")
     limit = args.context_length or ModelConfig.from_path(args.model_path).max_position_embeddings
+    if options.output_len >= limit:
+        raise ValueError(
+            f"--output-len must be less than the context of {limit} tokens, got "
+            f"{options.output_len}"
+        )
     return [prompt[: limit - options.output_len] for prompt in prompts]
 
 
@@ -129,8 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        if options.num_prompts < 1 or options.output_len < 1 or not 1 <= options.margin <= 448:
-            raise ValueError("--num-prompts, --output-len and --margin must be at least 1")
+        if options.num_prompts < 1 or options.output_len < 1:
+            raise ValueError("--num-prompts and --output-len must be at least 1")
+        if not 1 <= options.margin <= 448:
+            raise ValueError(f"--margin must be between 1 and 448, got {options.margin}")
         args = ServerArgs(**{name: getattr(options, name) for name in SERVER_SETTINGS})
         prompts = read_prompts(options, args)
         k, v = kv_absmax(args, prompts, options.output_len)

@@ -10,6 +10,7 @@ answers' tokens. Prompts are computed in chunks of 128 tokens, so that most toke
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ def report(name: str, found: Answers, exact: Answers) -> str:
     pairs = [
         pair
         for ours, theirs in zip(found.output_ids, exact.output_ids, strict=True)
-        for pair in zip(ours, theirs, strict=False)
+        for pair in zip_longest(ours, theirs)
     ]
     differing = sum(ours != theirs for ours, theirs in pairs)
     return (

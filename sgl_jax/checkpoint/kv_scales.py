@@ -69,8 +69,10 @@ def read_kv_scales(path: Path, config: ModelConfig) -> ScalesByHead:
         scales = ScalesByHead(*(np.asarray(content[name], np.float32) for name in "kv"))
     except OSError as error:
         raise CheckpointError(f"cannot read KV scales: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{str(path)!r} is no file of KV scales: {error!r}") from error
+    except KeyError as error:
+        raise CheckpointError(f"{str(path)!r} is no file of KV scales: it lacks {error}") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{str(path)!r} is no file of KV scales: {error}") from error
     expected = {"kv_cache_dtype": KV_CACHE_DTYPE, "model": _shape_of(config)}
     for name, value in expected.items():
         if found[name] != value:

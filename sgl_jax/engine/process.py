@@ -124,12 +124,17 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     channel = ZmqChannel(start["folder"])
+    core: Core | None = None
     try:
         core = build(args)
         channel.send(EngineReady(info=core.info))
         core.run(channel)
     except Exception as error:
-        traceback.print_exc()
+        # A setting that is refused explains itself, unless somebody wants to know more.
+        if core is None and isinstance(error, ValueError):
+            logger.debug("the engine was refused", exc_info=error)
+        else:
+            traceback.print_exc()
         # Last on the terminal, and the first thing clients and the operator read.
         message = f"{type(error).__name__}: {error}"
         print(message, file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_l
 from sgl_jax.executor.row_tables import row_table_shapes
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.ragged_paged_attention.cache_dtype import cache_dtype
-from sgl_jax.kernels.ragged_paged_attention.interface import check_page_size
+from sgl_jax.kernels.ragged_paged_attention.interface import check_pages
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import KVPoolLayout, kv_pool_shape
@@ -38,7 +38,7 @@ class EngineShape(NamedTuple):
         """Decide for "cpu", "gpu" or "tpu".
 
         Raises ValueError for a context beyond the model's, heads that cannot be dealt out, or
-        pages that the attention kernel cannot read.
+        pages that the attention kernel cannot read or that are too many for it.
         """
         context_len = args.context_length or config.max_position_embeddings
         if context_len > config.max_position_embeddings:
@@ -54,7 +54,10 @@ class EngineShape(NamedTuple):
             head_dim=config.head_dim,
             dtype=dtype if args.kv_cache_dtype == "auto" else cache_dtype(args.kv_cache_dtype),
         )
-        check_page_size(args.attention_backend, platform, args.page_size, pool_layout.dtype)
+        row_pages = -(-context_len // args.page_size)
+        check_pages(
+            *(args.attention_backend, platform, args.page_size, row_pages, pool_layout.dtype)
+        )
         limits = step_limits(args, platform)
         buckets = choose_buckets(limits, platform)
         return cls(args, dtype, context_len, config.vocab_size, pool_layout, limits, buckets)

@@ -19,6 +19,7 @@ SERVER_SETTINGS = (
 _MODELS = Path(__file__).parent / "models"
 # A TPU reads pages one by one: few large ones cost it less than many small ones.
 _DEFAULT_PAGE_SIZE = 128
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,19 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     parser.add_argument("--output-len", type=int, default=1024, help="tokens of an answer (1024)")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
-        "--sweep", action="store_true", help="plan every dp x tp that uses the whole slice"
+        "--sweep",
+        action="store_true",
+        help="plan every dp x tp that uses the whole slice, whatever --dp-size and --tp-size",
     )
-    parser.add_argument("--plot", type=Path, help="with --sweep: file for a plot (.png, .svg)")
+    parser.add_argument(
+        "--plot", type=Path, help=f"with --sweep: file for a plot ({', '.join(PLOT_SUFFIXES)})"
+    )
     words = parser.parse_args(argv)
     try:
         for name in ("input_len", "output_len"):
             if getattr(words, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        if words.plot and not words.sweep:
-            raise ValueError("--plot needs --sweep")
+        _check_plot(words.plot, words.sweep)
         topology = Topology.parse(words.topology)
         args = ServerArgs(**{name: getattr(words, name) for name in SERVER_SETTINGS})
         if not words.sweep and args.num_devices > topology.num_devices:
@@ -108,6 +112,18 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     except ValueError as error:
         parser.error(str(error))
     return PlanRequest(args, config, topology, workload, words.json, words.sweep, words.plot)
+
+
+def _check_plot(plot: Path | None, is_sweep: bool) -> None:
+    """Refuse at once what would fail after minutes of compiling."""
+    if plot is None:
+        return
+    if not is_sweep:
+        raise ValueError("--plot needs --sweep")
+    if plot.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {plot.name!r}")
+    if not plot.parent.is_dir():
+        raise ValueError(f"--plot: there is no folder {str(plot.parent)!r}")
 
 
 def on_mesh(request: PlanRequest, topology: Topology, dp_size: int, tp_size: int) -> PlanRequest:

@@ -1,5 +1,7 @@
 """What an engine's shape refuses before anything is loaded."""
 
+import dataclasses
+
 import pytest
 
 from sgl_jax.core.server_args import ServerArgs
@@ -19,7 +21,7 @@ def test_a_context_beyond_the_models_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("platform", "args", "unit"),
+    ("platform", "args", "least"),
     [
         ("tpu", {"page_size": 8}, 16),
         ("tpu", {"page_size": 1, "kv_cache_dtype": "float32"}, 8),
@@ -28,9 +30,17 @@ def test_a_context_beyond_the_models_is_refused():
         ("tpu", {"page_size": 16, "kv_cache_dtype": "fp8_e4m3"}, 32),
     ],
 )
-def test_pages_that_a_tpu_cannot_move_are_refused_with_the_way_out(platform, args, unit):
-    with pytest.raises(ValueError, match=f"multiple of {unit} up to 256 .* xla takes any"):
+def test_pages_that_a_tpu_cannot_move_are_refused_with_the_way_out(platform, args, least):
+    with pytest.raises(ValueError, match=f"one of {least}, .*, 256 with .* xla takes any"):
         decide(platform, **args)
+
+
+def test_a_request_of_too_many_pages_for_scalar_memory_is_refused_with_the_way_out():
+    config = dataclasses.replace(LLAMA, max_position_embeddings=1 << 20)
+    with pytest.raises(ValueError, match=r"65536 pages of 16 .* larger --page-size"):
+        EngineShape.decide(ServerArgs(page_size=16), config, "tpu")
+    assert EngineShape.decide(ServerArgs(page_size=32), config, "tpu").pages_per_row == 32_768
+    assert EngineShape.decide(ServerArgs(page_size=16), config, "cpu").pages_per_row == 65_536
 
 
 def test_xla_takes_any_page():

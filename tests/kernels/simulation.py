@@ -30,6 +30,19 @@ class SimulationError(AssertionError):
     """A race, an access out of bounds, or a semaphore that is not zero when its kernel ends."""
 
 
+class NoWait:
+    """A DMA that nobody waits for: a fault to seed."""
+
+    def __init__(self, copy: Any) -> None:
+        self.copy = copy
+
+    def start(self) -> None:
+        self.copy.start()
+
+    def wait(self) -> None:
+        pass
+
+
 def simulate(function: Callable[..., Any], *args: Any) -> Any:
     """Run function(*args), which calls kernels in interpret mode, to its end.
 

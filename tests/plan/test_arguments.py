@@ -55,6 +55,8 @@ def test_what_concerns_serving_alone_is_no_flag(capsys):
         (["--input-len", "0"], "--input-len must be at least 1"),
         (["--input-len", "50000"], "the context limit 40960"),
         (["--plot", "x.png"], "--plot needs --sweep"),
+        (["--sweep", "--plot", "x.txt"], "--plot must end in one of .png"),
+        (["--sweep", "--plot", "nowhere/x.png"], "there is no folder 'nowhere'"),
         (["--page-size", "100"], "power of two"),
         (["--model-path", "nowhere"], "no folder, no file"),
     ],

@@ -1,6 +1,7 @@
 """The kernels' schedules stay as good as `docs/kernels.md` says: deterministic counts, no times.
 
-The limits are the best that is known of other engines' kernels for the same shape, compiled alike.
+Other engines' kernels need more: RPA v3's decode 1.69 bundles a KV token on a v6e and 1.83 on a
+v5e, its prefill 6,900 and 9,600 a GFLOP.
 """
 
 import json
@@ -19,17 +20,22 @@ pytestmark = [
     ),
 ]
 
-VMEM_MIB = {"v5e": 128, "v6e": 128}
-MAX_BUNDLES = {  # for each KV token, or for each GFLOP
-    ("decode, page 128", "v5e"): 1.7,
-    ("decode, page 128", "v6e"): 1.5,
-    ("decode, page 16", "v5e"): 2.0,
-    ("decode, page 16", "v6e"): 2.0,
-    ("prefill, page 128", "v5e"): 9_600,
-    ("prefill, page 128", "v6e"): 6_900,
+SLACK = 1.03  # what another version of the compiler may need
+BUNDLES = {  # for each KV token, or for each GFLOP
+    ("decode, page 128", "v5e"): 1.52,
+    ("decode, page 128", "v6e"): 1.23,
+    ("decode, page 16", "v5e"): 1.93,
+    ("decode, page 16", "v6e"): 1.59,
+    ("decode, page 128, fp8 cache", "v5e"): 1.92,
+    ("decode, page 128, fp8 cache", "v6e"): 1.75,
+    ("prefill, page 128", "v5e"): 7_610,
+    ("prefill, page 128", "v6e"): 4_930,
 }
-KERNELS = ("decode-128", "decode-16", "prefill-128")  # as the script calls those above
-MAX_SPILLS = {"decode": 0, "prefill": 12_900}
+# As the script calls those above.
+KERNELS = ("decode-128", "decode-16", "decode-128-fp8", "prefill-128")
+MAX_SPILLS = {"decode": 0, "prefill": 4_200}
+MAX_VMEM_MIB = {"decode": 9, "prefill": 25}
+CHIPS = ("v5e", "v6e")
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +49,21 @@ def costs(tmp_path_factory):
     return {(cost["kernel"], cost["chip"]): cost for cost in found}
 
 
-@pytest.mark.parametrize(("kernel", "chip"), MAX_BUNDLES)
-def test_a_hot_loop_is_short_and_spills_little(kernel, chip, costs):
+@pytest.mark.parametrize(("kernel", "chip"), BUNDLES)
+def test_a_hot_loop_is_as_short_as_documented(kernel, chip, costs):
     cost = costs[kernel, chip]
-    assert 0 < cost["bundles"] <= MAX_BUNDLES[kernel, chip]
-    assert cost["spills"] <= MAX_SPILLS[kernel.split(",")[0]]
-    assert cost["vmem_mib"] <= VMEM_MIB[chip] / 2
+    assert 0 < cost["bundles"] <= SLACK * BUNDLES[kernel, chip]
+    assert cost["vmem_mib"] <= MAX_VMEM_MIB[kernel.split(",")[0]]
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
-def test_decode_waits_for_memory_and_not_for_instructions(chip, costs):
-    # Cycles that the chip's memory needs for a token of KV of 8 heads of 128 in bfloat16.
-    memory_cycles = {"v5e": 7.50, "v6e": 4.37}[chip]
-    assert costs["decode, page 128", chip]["bundles"] <= memory_cycles / 2
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kernel", ["decode, page 128", "decode, page 16", "prefill, page 128"])
+def test_a_hot_loop_spills_little(kernel, chip, costs):
+    assert costs[kernel, chip]["spills"] <= MAX_SPILLS[kernel.split(",")[0]]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_decode_of_8_bits_waits_for_memory_and_not_for_instructions(chip, costs):
+    # Cycles that the chip's memory needs for a token of KV of 8 heads of 128 in 8 bits.
+    memory_cycles = {"v5e": 3.75, "v6e": 2.19}[chip]
+    assert costs["decode, page 128, fp8 cache", chip]["bundles"] <= memory_cycles

@@ -11,6 +11,7 @@ import pytest
 
 from sgl_jax.kernels.ragged_paged_attention import tpu
 from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
+from sgl_jax.kernels.ragged_paged_attention.interface import MAX_ROW_PAGES
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
 from tests.tpu.compiling import (
     MAX_COMPILE_S,
@@ -103,6 +104,12 @@ def test_every_generation_compiles_a_mixed_step(generation, tpu_mesh):
 
 def test_the_least_memory_suffices_for_the_most_kv_heads(tpu_mesh):
     assert_compiles_in_place(Shape(tokens=2048, kv_heads=32), tpu_mesh("v5e"))
+
+
+@pytest.mark.long
+def test_the_page_ids_of_the_longest_row_fit_scalar_memory(tpu_mesh):
+    shape = Shape(tokens=64, rows=2, page_size=16, context=16 * MAX_ROW_PAGES)
+    assert_compiles_in_place(shape, tpu_mesh("v5e"))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def _cases():
             yield pytest.param(model, topology, dp, tp, step, id=name, marks=marks)
 
 
-def _compile(model, topology_name, dp, tp, step):
+def _compile(model, topology_name, dp, tp, step, **settings):
     """The engine on paper, what its step costs, and the bucket it was compiled for."""
     args = ServerArgs(
         model_path=model,
@@ -63,6 +63,7 @@ def _compile(model, topology_name, dp, tp, step):
         page_size=128,
         max_running_requests=ROWS * dp,
         chunked_prefill_size=CHUNK,
+        **settings,
     )
     topology = Topology.parse(topology_name)
     request = PlanRequest(args, read_config(model), topology, Workload(1024, 1024))
@@ -120,3 +121,12 @@ def test_a_step_fits_its_chip_copies_no_cache_and_exchanges_no_more_than_it_must
         blocks = -(-bucket.tokens // SCORED_BLOCK)
         expected |= {("all-to-all", True): blocks, ("all-gather", True): blocks}
     assert exchanges == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+def test_a_cache_of_8_bits_is_neither_copied_nor_converted(step):
+    engine, cost, _ = _compile("llama-3.1-8b", "v6e-1", 1, 1, step, kv_cache_dtype="fp8_e4m3")
+    pool_bytes = bytes_per_device(engine.state.kv_pool)
+    assert cost.alias_bytes >= pool_bytes
+    assert cost.temp_bytes < pool_bytes / 100

@@ -21,11 +21,14 @@ __all__ = [
     "AttentionBatch",
     "RaggedPagedAttention",
     "attention_implementation",
-    "check_page_size",
+    "check_pages",
 ]
 
 ATTENTION_BACKENDS = ("auto", "pallas", "xla")
-MAX_PAGE_SIZE = 256  # of the Pallas kernels: whole pages lie in vector memory
+# Of the Pallas kernels: whole pages lie in vector memory, four rows' page ids in scalar memory,
+# of which there is 1 MiB.
+MAX_PAGE_SIZE = 256
+MAX_ROW_PAGES = 32_768
 
 
 class RaggedPagedAttention(Protocol):
@@ -99,21 +102,31 @@ def attention_implementation(backend: str, platform: str) -> RaggedPagedAttentio
     )
 
 
-def check_page_size(backend: str, platform: str, page_size: int, kv_cache_dtype: DTypeLike) -> None:
-    """Refuse pages that who answers on `platform` cannot read; XLA reads any.
+def check_pages(
+    backend: str, platform: str, page_size: int, row_pages: int, kv_cache_dtype: DTypeLike
+) -> None:
+    """Refuse pages, or rows of up to `row_pages` of them, that who answers on `platform` cannot
+    read; XLA reads any.
 
     Raises:
-        ValueError: the backend is unknown; or, for Pallas, a page does not hold whole tiles or is
-            larger than any that its kernels were compiled for.
+        ValueError: the backend is unknown; or, for Pallas, a page does not hold whole tiles, is
+            larger than any that its kernels were compiled for, or a row's page ids are too many.
     """
     if not _is_pallas(backend, platform):
         return
-    tile = tile_slots(kv_cache_dtype)
-    if page_size % tile or page_size > MAX_PAGE_SIZE:
+    if page_size % tile_slots(kv_cache_dtype) or page_size > MAX_PAGE_SIZE:
+        sizes = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
+        allowed = ", ".join(str(size) for size in sizes if size >= tile_slots(kv_cache_dtype))
         raise ValueError(
-            f"--page-size must be a multiple of {tile} up to {MAX_PAGE_SIZE} with the Pallas "
-            f"kernels and a {cache_dtype_name(kv_cache_dtype)} cache, got {page_size}; "
+            f"--page-size must be one of {allowed} with the Pallas kernels and a "
+            f"{cache_dtype_name(kv_cache_dtype)} cache, got {page_size}; "
             "--attention-backend xla takes any"
+        )
+    if row_pages > MAX_ROW_PAGES:
+        raise ValueError(
+            f"--context-length takes {row_pages} pages of {page_size} tokens, and the Pallas "
+            f"kernels read at most {MAX_ROW_PAGES} a request: choose a larger --page-size (up to "
+            f"{MAX_PAGE_SIZE}), a shorter --context-length, or --attention-backend xla"
         )
 
 

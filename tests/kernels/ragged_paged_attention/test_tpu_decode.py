@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from sgl_jax.kernels.ragged_paged_attention.block_sizes import DecodeBlocks
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode import copies, kernel, softmax
+from sgl_jax.kernels.ragged_paged_attention.tpu_decode import call, copies, kernel, softmax
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention
 from tests.kernels.ragged_paged_attention.interpret_harness import (
     LAYER,
@@ -21,7 +21,15 @@ from tests.kernels.ragged_paged_attention.interpret_harness import (
     make_batch,
     with_new_tokens,
 )
-from tests.kernels.simulation import EAGER, LAZY, MODES, SimulationError, assert_close, simulate
+from tests.kernels.simulation import (
+    EAGER,
+    LAZY,
+    MODES,
+    NoWait,
+    SimulationError,
+    assert_close,
+    simulate,
+)
 from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
@@ -120,6 +128,12 @@ def test_a_cache_of_8_bits_gives_what_float64_makes_of_what_it_holds(program, mo
     check(case, compiled(program, MODES[mode]))
 
 
+def test_a_chip_that_converts_8_bits_by_itself_gives_the_same(monkeypatch):
+    monkeypatch.setattr(call, "should_move_bits", lambda *_: False)
+    case = Case(EIGHT_BITS[1], [(150, 1), (47, 1), (100, 1)], [(3, 1)], 0, seed=5)
+    check(case, attend(case.program, LAZY))
+
+
 def test_an_empty_row_among_decode_rows_is_passed_over():
     program = PROGRAMS[0]
     case = Case(program, [(70, 1), (33, 0), (0, 0), (20, 1), (5, 0)], [], 0, seed=3)
@@ -133,19 +147,6 @@ SEVERAL_BLOCKS = Case(
 DRAFTED = Case(PROGRAMS[0]._replace(max_drafts=2), [(150, 3), (47, 1), (100, 2)], [], 0, seed=1)
 
 
-class _NoWait:
-    """A DMA that nobody waits for."""
-
-    def __init__(self, copy):
-        self.copy = copy
-
-    def start(self):
-        self.copy.start()
-
-    def wait(self):
-        pass
-
-
 def forget_to_wait_for_pages(monkeypatch):
     monkeypatch.setattr(kernel, "wait_block", lambda *_: None)
 
@@ -153,7 +154,7 @@ def forget_to_wait_for_pages(monkeypatch):
 def forget_to_wait_for(name):
     def seed(monkeypatch):
         copy = getattr(kernel, name)
-        monkeypatch.setattr(kernel, name, lambda *args: _NoWait(copy(*args)))
+        monkeypatch.setattr(kernel, name, lambda *args: NoWait(copy(*args)))
 
     seed.__name__ = f"forget_to_wait_for_{name}"
     return seed

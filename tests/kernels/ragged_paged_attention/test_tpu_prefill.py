@@ -21,7 +21,7 @@ from tests.kernels.ragged_paged_attention.interpret_harness import (
     make_batch,
     with_new_tokens,
 )
-from tests.kernels.simulation import MODES, assert_close, simulate
+from tests.kernels.simulation import MODES, NoWait, assert_close, simulate
 from tests.quick_compilation import quick_jit
 
 MAX_CHUNK = 80  # more than a block of queries
@@ -189,6 +189,14 @@ def results_not_waited_for(kernel, block, do, out_copies=kernel.out_copies):
     out_copies(kernel, block, lambda copy: None if do.__code__.co_names == ("wait",) else do(copy))
 
 
+def queries_not_waited_for(kernel, block, do, q_copies=kernel.q_copies):
+    q_copies(kernel, block, lambda copy: do(NoWait(copy)))
+
+
+def page_ids_not_waited_for(buffers, row, slot, table_copy=kernel.table_copy):
+    return NoWait(table_copy(buffers, row, slot))
+
+
 def more_queries_than_the_row_has(kernel, block, do, runs=copies.for_each_run):
     tokens = jnp.minimum(block.num_tokens + 1, kernel.shape.blocks.queries)
     runs(kernel, block._replace(num_tokens=jnp.where(block.num_tokens > 0, tokens, 0)), do)
@@ -211,6 +219,8 @@ def never_the_first_keys(kernel, work, attend_heads=softmax.attend_heads):
         (softmax, "seen_keys", a_mask_off_by_one, "lazy"),
         (kernel, "start_keys", the_page_before, "lazy"),
         (kernel, "clear_unseen_values", values_of_unused_slots, "lazy"),
+        (kernel, "q_copies", queries_not_waited_for, "lazy"),
+        (kernel, "table_copy", page_ids_not_waited_for, "lazy"),
         (kernel, "out_copies", results_not_waited_for, "eager"),
         (copies, "for_each_run", more_queries_than_the_row_has, "lazy"),
         (softmax, "attend_heads", masked_blocks_taken_for_clear, "lazy"),

@@ -17,7 +17,7 @@ from tests.kernels.ragged_paged_attention.interpret_harness import (
     make_batch,
     with_new_tokens,
 )
-from tests.kernels.simulation import EAGER, MODES, simulate
+from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
 from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
@@ -119,27 +119,14 @@ def test_a_page_of_less_than_a_tile_is_refused(program, words):
         write(program, EAGER)(problem)
 
 
-class _NoWait:
-    """A DMA that nobody waits for."""
-
-    def __init__(self, copy):
-        self.copy = copy
-
-    def start(self):
-        self.copy.start()
-
-    def wait(self):
-        pass
-
-
 def forget_read_wait(monkeypatch):
     read = tpu_write._read
-    monkeypatch.setattr(tpu_write, "_read", lambda *args: _NoWait(read(*args)))
+    monkeypatch.setattr(tpu_write, "_read", lambda *args: NoWait(read(*args)))
 
 
 def forget_write_wait(monkeypatch):
     write = tpu_write._write
-    monkeypatch.setattr(tpu_write, "_write", lambda *args: _NoWait(write(*args)))
+    monkeypatch.setattr(tpu_write, "_write", lambda *args: NoWait(write(*args)))
 
 
 def change_another_buffer(monkeypatch):
