@@ -13,7 +13,8 @@ from sgl_jax.executor.buckets import Bucket
 from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.plan.arguments import PlanRequest
 from sgl_jax.plan.memory import MemoryPlan, in_gib, plan_memory
-from sgl_jax.plan.step_time import DeviceBytes, StepTime, StepWork, estimate_step
+from sgl_jax.plan.step_time import StepTime, estimate_step
+from sgl_jax.plan.step_work import DeviceBytes, StepWork
 
 
 class DoesNotFitError(Exception):
@@ -155,6 +156,7 @@ def device_bytes(
         expert_bytes=experts,
         weight_itemsize=engine.shape.dtype.itemsize,
         kv_token_bytes=memory.kv_token_bytes,
+        kv_itemsize=engine.shape.pool_layout.dtype.itemsize,
         tp_size=request.args.tp_size,
     )
 

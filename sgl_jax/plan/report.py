@@ -15,7 +15,7 @@ ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + attention + experts + "
     "collectives",
-    "attention = KV bytes / HBM bandwidth; in prefill the kernel's instructions, if those are more",
+    "attention = KV bytes / HBM bandwidth, or the kernels' instructions, if those are more",
     "experts = bytes of experts in use and of lines / HBM bandwidth, or the kernel's instructions, "
     "if those are more",
     f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, and "

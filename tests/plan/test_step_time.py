@@ -7,15 +7,14 @@ import pytest
 from sgl_jax.aot.chips import CHIPS
 from sgl_jax.aot.program_cost import Collective, ProgramCost
 from sgl_jax.plan.arguments import read_config
+from sgl_jax.plan.attention import BUNDLES, BUNDLES_8_BITS
 from sgl_jax.plan.experts import experts_time
 from sgl_jax.plan.step_time import (
     ICI_HOP_S,
-    PREFILL_BUNDLES_PER_GFLOP,
-    DeviceBytes,
-    StepWork,
     collective_time,
     estimate_step,
 )
+from sgl_jax.plan.step_work import DeviceBytes, StepWork
 
 CHIP = CHIPS["v6e"]
 LLAMA = read_config("llama-3.1-8b")
@@ -27,8 +26,8 @@ def cost(cycles=0, collectives=()):
     return ProgramCost(0, 0, 0, 0, 0, cycles, tuple(collectives), ())
 
 
-def device(layers=0, experts=0, kv_token=0):
-    return DeviceBytes(layers, experts, weight_itemsize=2, kv_token_bytes=kv_token, tp_size=1)
+def device(layers=0, experts=0, kv_token=0, kv_itemsize=2):
+    return DeviceBytes(layers, experts, 2, kv_token, kv_itemsize, tp_size=1)
 
 
 def test_a_decode_step_waits_for_its_weights_and_its_kv():
@@ -38,6 +37,19 @@ def test_a_decode_step_waits_for_its_weights_and_its_kv():
     assert time.attention_s == pytest.approx(8000 * 131072 / 1640e9)
     assert time.total_s == pytest.approx(time.weights_s + time.attention_s)
     assert time.bound == "HBM"
+
+
+def test_reading_8_bits_takes_half_the_time_where_instructions_allow_it():
+    work = StepWork(tokens=8, kv_tokens_read=8000, query_key_pairs=8000, is_prefill=False)
+    narrow = device(kv_token=65536, kv_itemsize=1)
+    on_v6e = estimate_step(cost(), work, LLAMA, narrow, CHIP)
+    assert on_v6e.attention_s == pytest.approx(8000 * 65536 / 1640e9)
+    assert on_v6e.bound == "HBM"
+    v5p = CHIPS["v5p"]
+    on_v5p = estimate_step(cost(), work, LLAMA, narrow, v5p)
+    cycles = 8000 * 32 * BUNDLES_8_BITS["TPU v5"].decode  # 32 layers of 8 KV heads of 128
+    assert on_v5p.attention_s == pytest.approx(cycles / v5p.clock_hz)
+    assert on_v5p.bound == "instructions"
 
 
 def test_the_compilers_cycles_count_where_they_are_more_than_the_weights():
@@ -51,7 +63,7 @@ def test_a_prefill_chunk_is_bound_by_the_matrix_units():
     work = StepWork(2048, 1024, 2048 * 512)
     time = estimate_step(cost(), work, LLAMA, device(layers=16 * ONE_GB, kv_token=131072), CHIP)
     flops = 4 * 2048 * 512 * 32 * 128 * 32
-    bundles = flops / 1e9 * PREFILL_BUNDLES_PER_GFLOP["TPU v6 lite"]
+    bundles = flops / 1e9 * BUNDLES["TPU v6 lite"].prefill
     assert time.attention_s == pytest.approx(bundles / 1.75e9)
     assert time.bound == "MXU"
 
