@@ -117,6 +117,7 @@ SHAPES = {
     "head_dim 64, window and sinks": Shape(
         page_size=64, head_dim=64, group=8, sliding_window=128, sinks=True
     ),
+    "four KV heads": Shape(kv_heads=4),
     "one KV head of 16 queries": Shape(kv_heads=1, group=16, tokens=64),
     "one KV head of 7 queries": Shape(kv_heads=1, group=7),
     "two heads, one query each": Shape(kv_heads=2, group=1, tokens=1, rows=1),
