@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from sgl_jax.aot.chips import Chip
-from sgl_jax.kernels.tpu_memory import LANES
+from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.plan.step_work import DeviceBytes, StepWork
 

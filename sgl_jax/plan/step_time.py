@@ -91,5 +91,7 @@ def collective_time(collective: Collective, chip: Chip) -> float:
     ring = _RING_LINKS * chip.ici_link_bytes_per_s
     # Each round passes one part on; the result of a reduce-scatter is a part.
     part = collective.num_bytes / (1 if collective.kind == "reduce-scatter" else n)
-    one = rounds * (part / ring + ICI_HOP_S)
+    # What a chip sends to each of the others alone goes a quarter of the way round on the average.
+    hops = max(1.0, n / 4) if collective.kind == "all-to-all" else 1.0
+    one = rounds * (hops * part / ring + ICI_HOP_S)
     return collective.times * one

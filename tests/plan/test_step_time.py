@@ -86,6 +86,14 @@ def test_an_all_reduce_goes_round_twice_its_halves_once():
     assert collective_time(reduce._replace(group_size=1), CHIP) == 0
 
 
+def test_an_all_to_all_costs_as_much_as_an_all_gather_where_all_are_near():
+    gather = Collective("all-gather", "", 8_000_000, group_size=4, times=1, in_loop=False)
+    exchange = gather._replace(kind="all-to-all")
+    assert collective_time(exchange, CHIP) == collective_time(gather, CHIP)
+    far = collective_time(exchange._replace(group_size=8), CHIP)
+    assert far == pytest.approx(7 * (2 * 1_000_000 / 200e9 + ICI_HOP_S))
+
+
 def test_a_step_of_many_small_exchanges_is_bound_by_the_interconnect():
     reduce = Collective("all-reduce", "", 64_000, group_size=8, times=160, in_loop=True)
     time = estimate_step(

@@ -10,7 +10,7 @@ from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention
 from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv
-from sgl_jax.kernels.tpu_memory import LANES
+from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
 from tests.tpu.compiling import (
     MAX_COMPILE_S,
@@ -117,6 +117,7 @@ SHAPES = {
     "head_dim 64, window and sinks": Shape(
         page_size=64, head_dim=64, group=8, sliding_window=128, sinks=True
     ),
+    "four KV heads": Shape(kv_heads=4),
     "one KV head of 16 queries": Shape(kv_heads=1, group=16, tokens=64),
     "one KV head of 7 queries": Shape(kv_heads=1, group=7),
     "two heads, one query each": Shape(kv_heads=2, group=1, tokens=1, rows=1),

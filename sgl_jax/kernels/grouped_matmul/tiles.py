@@ -6,7 +6,7 @@ often: a group's matrix is loaded once for each tile that the group has lines in
 
 from typing import NamedTuple
 
-from sgl_jax.kernels.tpu_memory import LANES
+from sgl_jax.kernels.tpu_chip import LANES
 
 MIN_LINES, MAX_LINES = 64, 512  # of a tile
 MAX_MATRIX_BYTES = 4 << 20  # of one of the two buffers

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.grouped_matmul.tiles import Tiles, choose_tiles, max_visits
-from sgl_jax.kernels.tpu_memory import VMEM_LIMIT_BYTES
+from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES
 
 
 class _Visits(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-import jax
+from sgl_jax.kernels.tpu_chip import device_kind
 
 MAX_BLOCK_BYTES = 4 << 20  # of one of the kernel's two buffers
 
@@ -47,13 +47,7 @@ _DECODE: Mapping[tuple[str, int], DecodeBlocks] = MappingProxyType(
 
 def decode_blocks(kv_heads: int, token_bytes: int) -> DecodeBlocks:
     """Sizes for the chip that is compiled for, of which a token's K and V take `token_bytes`."""
-    blocks = _DECODE.get((_device_kind(), kv_heads), _DEFAULT)
+    blocks = _DECODE.get((device_kind(), kv_heads), _DEFAULT)
     while blocks.block_keys * token_bytes > MAX_BLOCK_BYTES and blocks.block_keys > 256:
         blocks = DecodeBlocks(blocks.block_keys // 2, blocks.part_keys)
     return DecodeBlocks(blocks.block_keys, min(blocks.part_keys, blocks.block_keys))
-
-
-def _device_kind() -> str:
-    """The device's name: of the mesh that is traced under, which may only be described."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    return described.device_kind if described else jax.devices()[0].device_kind

@@ -14,7 +14,7 @@ from sgl_jax.kernels.ragged_paged_attention.cache_dtype import cache_dtype_name
 from sgl_jax.kernels.ragged_paged_attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )
-from sgl_jax.kernels.tpu_memory import tile_slots
+from sgl_jax.kernels.tpu_chip import tile_slots
 
 __all__ = [
     "ATTENTION_BACKENDS",

@@ -1,13 +1,19 @@
-"""How much the prefill kernel computes on at once.
+"""How much the prefill kernel computes on at once, for each generation of TPU.
 
-By the compiler's schedules one choice is as good as any for all generations of TPU: a thousand
-queries of a KV head stream past each weight that the matrix unit loads, and two heads' arithmetic
-overlaps with each other's matmuls.
+A thousand queries of a KV head stream past each weight that the matrix unit loads, and two heads'
+arithmetic overlaps with each other's matmuls. The table comes from `scripts/tune_kernel.py`, which
+compares that with more, by the compiler's schedules, without a TPU: it is hardly ever worse. Twice
+as many queries make the loop 7 to 13 % shorter on v6e and tpu7x, but rows that do not fill such
+blocks cost more than that. Four heads gain 4 % at most, and take twice as long to compile.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
+
+from sgl_jax.kernels.tpu_chip import LANES, device_kind
 
 
 class PrefillBlocks(NamedTuple):
@@ -20,20 +26,67 @@ class PrefillBlocks(NamedTuple):
     heads: int  # KV heads whose instructions may overlap; divides the number of KV heads
 
 
+class Sizes(NamedTuple):
+    """What decides the blocks, whatever the group."""
+
+    rows: int  # of a KV head's matrix of queries: tokens, times the queries of a head
+    keys: int
+    heads: int
+
+
+# By device kind, and KV heads on a chip; of bfloat16, and heads of up to 128.
+_PREFILL: Mapping[tuple[str, int], Sizes] = MappingProxyType(
+    {
+        ("TPU v5 lite", 1): Sizes(1024, 512, 1),  # 8,181, 10,408 (10,408)
+        ("TPU v5 lite", 2): Sizes(1024, 512, 2),  # 7,892, 10,097 (10,097)
+        ("TPU v5 lite", 4): Sizes(1024, 512, 2),  # 7,703, 9,660 (9,660)
+        ("TPU v5 lite", 8): Sizes(1024, 512, 2),  # 7,656, 9,626 (9,626)
+        ("TPU v6 lite", 1): Sizes(1024, 512, 1),  # 5,532, 7,401 (7,401)
+        ("TPU v6 lite", 2): Sizes(1024, 512, 2),  # 5,083, 6,602 (6,602)
+        ("TPU v6 lite", 4): Sizes(1024, 512, 2),  # 5,021, 6,350 (6,350)
+        ("TPU v6 lite", 8): Sizes(1024, 512, 2),  # 4,974, 6,314 (6,314)
+        ("TPU v5", 1): Sizes(1024, 512, 1),  # 8,378, 10,608 (10,608)
+        ("TPU v5", 2): Sizes(1024, 512, 2),  # 7,736, 9,955 (9,955)
+        ("TPU v5", 4): Sizes(1024, 512, 4),  # 7,591, 9,561 (9,838)
+        ("TPU v5", 8): Sizes(1024, 512, 2),  # 7,835, 9,803 (9,803)
+        ("TPU7x", 1): Sizes(1024, 512, 1),  # 5,689, 7,457 (7,457)
+        ("TPU7x", 2): Sizes(1024, 512, 2),  # 5,245, 6,735 (6,735)
+        ("TPU7x", 4): Sizes(1024, 512, 2),  # 5,200, 6,537 (6,537)
+        ("TPU7x", 8): Sizes(1024, 512, 2),  # 5,163, 6,508 (6,508)
+    }
+)
+
+
 def prefill_blocks(
     kv_heads: int, group: int, head_dim: int, page_size: int, dtype: jnp.dtype, num_tokens: int
 ) -> PrefillBlocks:
     """Blocks for `group` queries of each KV head, a cache of `dtype`, a step of `num_tokens`."""
+    sizes = default_sizes(kv_heads, head_dim, dtype)
+    if jnp.dtype(dtype) == jnp.bfloat16 and head_dim <= LANES:
+        sizes = _PREFILL.get((device_kind(), kv_heads), sizes)
+    return blocks_of(sizes, group, page_size, num_tokens)
+
+
+def default_sizes(kv_heads: int, head_dim: int, dtype: jnp.dtype) -> Sizes:
+    """Those of what is not in the table."""
     is_wide = jnp.dtype(dtype).itemsize > 2  # takes several passes through the matrix unit
-    few = max(16, 128 // group // 16 * 16)
     # Queries that a matmul streams past its weights: of each head, as memory allows.
-    all_rows = (4096 if is_wide else 8192) * 128 // max(head_dim, 128)
-    rows = min(512 if is_wide else 1024, all_rows // kv_heads)
-    queries = max(2, rows // group // few) * few
+    all_rows = (4096 if is_wide else 8192) * LANES // max(head_dim, LANES)
+    return Sizes(
+        rows=min(512 if is_wide else 1024, all_rows // kv_heads),
+        keys=512,
+        heads=2 if kv_heads % 2 == 0 and not is_wide else 1,
+    )
+
+
+def blocks_of(sizes: Sizes, group: int, page_size: int, num_tokens: int) -> PrefillBlocks:
+    """The blocks of such sizes, no larger than a step of `num_tokens` needs."""
+    few = max(16, 128 // group // 16 * 16)
+    queries = max(2, sizes.rows // group // few) * few
     return PrefillBlocks(
         queries=min(queries, -(-num_tokens // few) * few),
         few_queries=few,
-        keys=max(512, page_size),
+        keys=max(sizes.keys, page_size),
         part_keys=max(256, page_size),
-        heads=2 if kv_heads % 2 == 0 and not is_wide else 1,
+        heads=sizes.heads,
     )

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.cache_dtype import FLOAT8, is_narrow
-from sgl_jax.kernels.tpu_memory import converts_float8
+from sgl_jax.kernels.tpu_chip import converts_float8
 
 # What keys and values lack, in two halves: what they meet is multiplied by one beforehand, lest
 # small products are lost, and the products by the other.

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
 from sgl_jax.kernels.ragged_paged_attention.cache_dtype import as_cached, cache_dtype_name
-from sgl_jax.kernels.tpu_memory import LANES, VMEM_LIMIT_BYTES, tile_slots
+from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES, tile_slots
 
 BLOCK_TOKENS = 512  # tokens of one step of the grid
 IN_FLIGHT = 8  # runs whose tiles are being read or written

@@ -16,7 +16,7 @@ from sgl_jax.kernels.ragged_paged_attention.scores import ScoreOptions
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.kernel import decode_kernel
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.memory import TABLES, KeyPages, Shape
 from sgl_jax.kernels.ragged_paged_attention.tpu_eight_bits import should_move_bits
-from sgl_jax.kernels.tpu_memory import LANES, VMEM_LIMIT_BYTES
+from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 
 def decode_attention(

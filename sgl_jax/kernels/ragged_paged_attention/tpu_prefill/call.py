@@ -16,7 +16,7 @@ from sgl_jax.kernels.ragged_paged_attention.scores import ScoreOptions
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.kernel import prefill_kernel
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.memory import Shape
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.softmax import LOG2_E
-from sgl_jax.kernels.tpu_memory import LANES, VMEM_LIMIT_BYTES
+from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 
 def prefill_attention(

@@ -12,7 +12,7 @@ from sgl_jax.kernels.ragged_paged_attention.scores import MASKED
 from sgl_jax.kernels.ragged_paged_attention.tpu_eight_bits import converted
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.memory import Kernel, div
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.query_block import QueryBlock
-from sgl_jax.kernels.tpu_memory import LANES
+from sgl_jax.kernels.tpu_chip import LANES
 
 LOG2_E = 1.4426950408889634
 

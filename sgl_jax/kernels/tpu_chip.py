@@ -1,4 +1,4 @@
-"""How a TPU lays arrays out, how much of its vector memory a kernel may take, and which it is."""
+"""What kernels know of the chip that they are compiled for."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,12 @@ def tile_slots(dtype: DTypeLike) -> int:
     return 32 // jnp.dtype(dtype).itemsize
 
 
+def device_kind() -> str:
+    """The chip's name: of the mesh that is traced under, which may only be described."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return described.device_kind if described else jax.devices()[0].device_kind
+
+
 def converts_float8() -> bool:
     """Whether the chip that is compiled for has instructions that convert 8-bit floats."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    kind = described.device_kind if described else jax.devices()[0].device_kind
-    return kind == "TPU7x"
+    return device_kind() == "TPU7x"
