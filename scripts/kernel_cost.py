@@ -46,6 +46,7 @@ from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import prefill_blocks
 from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention  # noqa: E402
 from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv  # noqa: E402
+from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402
 
 Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16
 ROWS, CONTEXT, CHUNK = 64, 4096, 2048
@@ -169,21 +170,21 @@ def our_prefill(page_size: int, dtype: Any = DTYPE) -> Kernel:
     )
 
 
-def our_write(tokens: int) -> Kernel:
-    rows, cache = step_rows(128), cache_shape(128)
+def our_write(tokens: int, dtype: Any = DTYPE) -> Kernel:
+    rows, cache, tile = step_rows(128), cache_shape(128, dtype), tile_slots(dtype)
 
     def write(k, v, cache, layer, *rows):
         return write_kv(k, v, cache, layer, AttentionBatch.build(*rows, tokens))
 
     kv = ((tokens, KV_HEADS, HEAD_DIM), DTYPE)
     return Kernel(
-        f"write, {tokens} tokens",
+        f"write, {tokens} tokens" + (", fp8 cache" if dtype == EIGHT_BITS else ""),
         write,
         [kv, kv, cache, ((), jnp.int32), *rows],
         2,
-        "run of 1 to 16 tokens",
+        f"run of 1 to {tile} tokens",
         per_run,
-        page_dma(2 * KV_HEADS, 16),
+        page_dma(2 * KV_HEADS, tile, dtype),
     )
 
 
@@ -269,6 +270,7 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "jax-prefill-1024": lambda: jax_prefill(1024),
     "write-64": lambda: our_write(64),
     "write-2048": lambda: our_write(2048),
+    "write-2048-fp8": lambda: our_write(2048, EIGHT_BITS),
     "grouped-64-inwards": lambda: our_grouped_product(64, True),
     "grouped-64-outwards": lambda: our_grouped_product(64, False),
     "grouped-2048-inwards": lambda: our_grouped_product(CHUNK, True),
