@@ -179,7 +179,6 @@ def _prefill(
 ) -> jax.Array:
     """Put the attention of the rows from `num_decode` on into out; q and out [T + padding, ...]."""
     table = _BlockTable.of(batch.page_table, cached.page_size, PREFILL_KEYS)
-
     long = _QueryBlocks(PREFILL_QUERIES, table, cached, batch, options)
     short = _QueryBlocks(SHORT_QUERIES, table, cached, batch, options)
 
