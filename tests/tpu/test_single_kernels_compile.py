@@ -55,18 +55,22 @@ class Shape(NamedTuple):
 
 
 def compile_write(shape, mesh):
-    """The compiled kernel, the seconds of work, what is changed in place, and what is read."""
+    """The compiled kernel, the seconds of work, what is changed in place, temporaries it may have.
+
+    These are K and V side by side, before and after they are turned, and some of the tokens'
+    indices as columns, of which each is padded to a row of lanes.
+    """
 
     def run(k, v, cache, layer, *rows):
         return write_kv(k, v, cache, layer, AttentionBatch.build(*rows, shape.tokens))
 
     kv, layer = struct(shape.dtype, shape.tokens, shape.kv_heads, shape.head_dim), struct(jnp.int32)
-    arguments = (kv, kv, shape.cache, layer, *shape.row_arrays)
-    return *compile_on(mesh, run, *arguments, donated=2), shape.cache, 2 * num_bytes(kv)
+    compiled = compile_on(mesh, run, kv, kv, shape.cache, layer, *shape.row_arrays, donated=2)
+    return *compiled, shape.cache, 4 * num_bytes(kv) + 3 * shape.tokens * LANES * 4
 
 
 def compile_attention(attend, shape, mesh):
-    """As `compile_write`, of decode or prefill."""
+    """As `compile_write`, of decode or prefill; these have none of their own."""
     q_heads, width = shape.kv_heads * shape.group, shape.cache.shape[-1]
 
     def run(q, cache, layer, sinks, *rows):
@@ -88,17 +92,19 @@ def compile_attention(attend, shape, mesh):
     return *compile_on(mesh, run, *arguments, donated=0), q, 0
 
 
-def assert_compiles_in_place(kernel, shape, mesh):
-    """With no temporary but the rows' tables, and the new K and V side by side; and soon."""
+def assert_compiles_in_place(kernel, shape, mesh, may_turn=False):
+    """And soon. `may_turn`: queries of which a KV head's do not fill a tile may be laid out anew,
+    in a tile each."""
     if kernel == "write":
-        compiled, seconds, changed, read_bytes = compile_write(shape, mesh)
+        compiled, seconds, changed, temp_bytes = compile_write(shape, mesh)
     else:
         attend = {"decode": decode_attention, "prefill": prefill_attention}[kernel]
-        compiled, seconds, changed, read_bytes = compile_attention(attend, shape, mesh)
+        compiled, seconds, changed, temp_bytes = compile_attention(attend, shape, mesh)
+        temp_bytes += 2 * num_bytes(changed) if may_turn else 0
     assert num_kernels(compiled) == 1
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= num_bytes(changed)
-    assert memory.temp_size_in_bytes < 2 * shape.table_bytes + 2 * read_bytes + 2**18
+    assert memory.temp_size_in_bytes < 2 * shape.table_bytes + temp_bytes + 2**18
     assert seconds < MAX_COMPILE_S
 
 
@@ -152,4 +158,6 @@ BY_DEFAULT = {
     ],
 )
 def test_other_shapes_and_options_compile(kernel, name, generation, tpu_mesh):
-    assert_compiles_in_place(kernel, SHAPES[name], tpu_mesh(generation))
+    # For these two the compiler does it in HBM, for the others in vector memory.
+    may_turn = generation in ("v5p", "tpu7x")
+    assert_compiles_in_place(kernel, SHAPES[name], tpu_mesh(generation), may_turn)
