@@ -48,15 +48,20 @@ MAX_COMPILE_S = 10  # of work, the writing of schedules included
 MIN_GAIN = 0.02
 
 
+def arguments(kv_heads: int, tokens: int) -> list[kernel_cost.Shape]:
+    """Of an attention kernel: queries of so many tokens, the cache, its layer, the rows."""
+    pages = 1 + kernel_cost.ROWS * kernel_cost.CONTEXT // PAGE_SIZE
+    cache = ((2, pages, 2 * kv_heads, PAGE_SIZE, HEAD_DIM), jnp.bfloat16)
+    q = ((tokens, GROUP * kv_heads, HEAD_DIM), jnp.bfloat16)
+    return [q, cache, ((), jnp.int32), *step_rows(PAGE_SIZE)]
+
+
 def decode_kernel(kv_heads: int, blocks: DecodeBlocks) -> Kernel:
     def decode(q, cache, layer, *rows):
         batch = AttentionBatch.build(*rows, kernel_cost.ROWS)
         return decode_attention(q, cache, layer, batch, scale=HEAD_DIM**-0.5, blocks=blocks)
 
-    pages = 1 + kernel_cost.ROWS * kernel_cost.CONTEXT // PAGE_SIZE
-    cache = ((2, pages, 2 * kv_heads, PAGE_SIZE, HEAD_DIM), jnp.bfloat16)
-    q = ((kernel_cost.ROWS, GROUP * kv_heads, HEAD_DIM), jnp.bfloat16)
-    shapes = [q, cache, ((), jnp.int32), *step_rows(PAGE_SIZE)]
+    shapes = arguments(kv_heads, kernel_cost.ROWS)
     return Kernel("decode", decode, shapes, 0, "KV token", kernel_cost.per(1), "")
 
 
@@ -100,10 +105,7 @@ def prefill_kernel(kv_heads: int, blocks: PrefillBlocks) -> Kernel:
         batch = AttentionBatch.build(*rows, kernel_cost.CHUNK)
         return prefill_attention(q, cache, layer, batch, scale=HEAD_DIM**-0.5, blocks=blocks)
 
-    pages = 1 + kernel_cost.ROWS * kernel_cost.CONTEXT // PAGE_SIZE
-    cache = ((2, pages, 2 * kv_heads, PAGE_SIZE, HEAD_DIM), jnp.bfloat16)
-    q = ((kernel_cost.CHUNK, GROUP * kv_heads, HEAD_DIM), jnp.bfloat16)
-    shapes = [q, cache, ((), jnp.int32), *step_rows(PAGE_SIZE)]
+    shapes = arguments(kv_heads, kernel_cost.CHUNK)
     return Kernel("prefill", prefill, shapes, 0, "GFLOP", kernel_cost.per(1), "")
 
 
