@@ -84,6 +84,10 @@ class KVLease:
             allocated=self.kv_allocated_len,
         )
 
+    def num_pages(self, page_size: int) -> int:
+        """Pages that the row lists, the tree's included."""
+        return -(-self.kv_allocated_len // page_size)
+
     def pages(self, page_size: int, start: int = 0, end: int | None = None) -> Int32Array:
         """Copy of the page ids that hold tokens [start, end), end = allocated by default.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -65,6 +66,26 @@ class PrefixCache(Protocol):
 
     def peek_pages(self, tokens: Int32Array) -> Int32Array:
         """The pages that `match_prefix` would find, in token order. Changes nothing."""
+        ...
+
+    def follow(self, tokens: Int32Array, tag: int, below: TreeNode | None = None) -> PrefixCursor:
+        """Keep track of how much of `tokens` the cache holds, until `unfollow`.
+
+        `below` is a locked node that is known to lie on their path: only what follows it is looked
+        at. `tag` is the caller's, for what `take_moved` answers.
+        """
+        ...
+
+    def unfollow(self, cursor: PrefixCursor) -> None:
+        """End a cursor of `follow`, once."""
+        ...
+
+    def take_moved(self) -> Sequence[PrefixCursor]:
+        """The cursors whose length has changed since the last call."""
+        ...
+
+    def locked_len(self, cursor: PrefixCursor) -> int:
+        """Tokens of the cursor's prefix that are locked: reading them takes no page from others."""
         ...
 
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
@@ -127,6 +148,21 @@ class ChunkCache:
     def peek_pages(self, tokens: Int32Array) -> Int32Array:
         """Nothing is ever found."""
         return np.zeros(0, np.int32)
+
+    def follow(self, tokens: Int32Array, tag: int, below: TreeNode | None = None) -> PrefixCursor:
+        """A cursor that stays at 0."""
+        return PrefixCursor(tokens, tag)
+
+    def unfollow(self, cursor: PrefixCursor) -> None:
+        """There is nothing to end."""
+
+    def take_moved(self) -> Sequence[PrefixCursor]:
+        """None ever moves."""
+        return ()
+
+    def locked_len(self, cursor: PrefixCursor) -> int:
+        """Nothing is ever locked."""
+        return 0
 
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
         """Nothing is ever found, so nothing is locked."""

@@ -9,6 +9,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.prefix_cache import PrefixMatch, PrefixPeek
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -61,6 +62,23 @@ class RadixCache:
         pages = self._full.pages_of([step.node for step in path])
         return pages[: length // self.tree.page_size]
 
+    def follow(self, tokens: Int32Array, tag: int, below: TreeNode | None = None) -> PrefixCursor:
+        """Keep track of how much of `tokens` the tree holds, until `unfollow`."""
+        return self.tree.cursors.follow(_contiguous(tokens), tag, below)
+
+    def unfollow(self, cursor: PrefixCursor) -> None:
+        """End a cursor of `follow`, once."""
+        self.tree.cursors.unfollow(cursor)
+
+    def take_moved(self) -> Sequence[PrefixCursor]:
+        """The cursors whose length has changed since the last call."""
+        return self.tree.cursors.take_moved()
+
+    def locked_len(self, cursor: PrefixCursor) -> int:
+        """Tokens of the cursor's prefix that are locked: reading them takes no page from others."""
+        assert cursor.node is not None, "a cursor is on a node until it is ended"
+        return min(cursor.length, self._full.locked_len(cursor.node))
+
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
         return self._describe(self.tree.match(_contiguous(tokens)))
@@ -108,6 +126,7 @@ class RadixCache:
         """Prove counts, locks, the eviction set, and that edges follow one another."""
         nodes = self.nodes()
         self._full.audit(nodes, locked_nodes)
+        self.tree.cursors.audit()
         for node in nodes:
             if node.parent is None or node.end != node.parent.end + len(node.key):
                 raise LedgerError(

@@ -13,6 +13,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.prefix_cursor import CursorIndex
 from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep, TreeComponent
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -32,6 +33,7 @@ class RadixTree:
         self._clock = 0
         self._next_id = 0
         self.root = self._new_node(np.zeros(0, np.int32), None)
+        self.cursors = CursorIndex(page_size, self.root, self._walk, self._child_key)
 
     # -- matching ---------------------------------------------------------------------------
 
@@ -145,13 +147,16 @@ class RadixTree:
         node.last_access = self._clock
         return node
 
-    def _first_page(self, tokens: Int32Array) -> bytes:
+    def _child_key(self, parent: TreeNode, tokens: Int32Array) -> bytes:
+        """Under what `parent` lists the child whose edge begins as `tokens` do."""
         return tokens[: self.page_size].tobytes()
 
     def _add_child(self, parent: TreeNode, key: Int32Array) -> TreeNode:
         child = self._new_node(key, parent)
-        parent.children[self._first_page(key)] = child
+        child_key = self._child_key(parent, key)
+        parent.children[child_key] = child
         self._refresh(parent)
+        self.cursors.child_added(parent, child_key)
         return child
 
     def _walk(self, tokens: Int32Array, below: TreeNode | None = None) -> list[PathStep]:
@@ -161,7 +166,7 @@ class RadixTree:
         start = node.end
         limit = len(tokens) // self.page_size * self.page_size
         while start < limit:
-            child = node.children.get(self._first_page(tokens[start:]))
+            child = node.children.get(self._child_key(node, tokens[start:]))
             if child is None:
                 break
             matched = _common_prefix_len(child.key, tokens[start:limit])
@@ -197,12 +202,13 @@ class RadixTree:
         parent = _parent_of(lower)
         upper = self._new_node(lower.key[:num_tokens].copy(), parent)
         upper.last_access = lower.last_access
-        parent.children[self._first_page(upper.key)] = upper
+        parent.children[self._child_key(parent, upper.key)] = upper
         lower.key = lower.key[num_tokens:].copy()
         lower.parent = upper
-        upper.children[self._first_page(lower.key)] = lower
+        upper.children[self._child_key(upper, lower.key)] = lower
         for component in self.components:
             component.split(upper, lower)
+        self.cursors.node_split(upper, lower)
         return upper
 
     def _trim(self, leaf: TreeNode, keep_tokens: int) -> None:
@@ -215,8 +221,10 @@ class RadixTree:
         if keep_tokens:
             leaf.end -= len(leaf.key) - keep_tokens
             leaf.key = leaf.key[:keep_tokens].copy()
+            self.cursors.leaf_trimmed(leaf, leaf)
             return
-        del parent.children[self._first_page(leaf.key)]
+        del parent.children[self._child_key(parent, leaf.key)]
+        self.cursors.leaf_trimmed(leaf, parent)
         # An insert below a lock does not tell the nodes above that they were used: they learn it
         # when it begins to matter, as they become leaves.
         parent.last_access = max(parent.last_access, leaf.last_access)

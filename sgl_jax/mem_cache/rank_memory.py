@@ -14,6 +14,7 @@ from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool
 from sgl_jax.mem_cache.session_cache import SessionAwareCache
@@ -102,6 +103,16 @@ class RankMemory:
             if row not in idle_rows:
                 is_needed[lease.pages(self.page_size)] = True
         return is_needed
+
+    @property
+    def num_reclaimable_pages(self) -> int:
+        """Pages that would be free or evictable, were every idle session evicted."""
+        return self.allocator.num_pages - 1 - int(self.needed_pages().sum())
+
+    def num_pages_in_use(self, cursor: PrefixCursor) -> int:
+        """Pages of the cursor's prefix that running requests read as well."""
+        pages = self.cache.peek_pages(cursor.tokens)
+        return int(self.needed_pages()[pages].sum())
 
     @property
     def num_available_pages(self) -> int:

@@ -16,6 +16,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.prefix_cache import PrefixCache, PrefixMatch, PrefixPeek
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -145,6 +146,22 @@ class SessionAwareCache:
     def peek_pages(self, tokens: Int32Array) -> Int32Array:
         """The pages that `match_prefix` would find, in token order. Changes nothing."""
         return self.inner.peek_pages(tokens)
+
+    def follow(self, tokens: Int32Array, tag: int, below: TreeNode | None = None) -> PrefixCursor:
+        """Keep track of how much of `tokens` the cache holds, until `unfollow`."""
+        return self.inner.follow(tokens, tag, below)
+
+    def unfollow(self, cursor: PrefixCursor) -> None:
+        """End a cursor of `follow`, once."""
+        self.inner.unfollow(cursor)
+
+    def take_moved(self) -> Sequence[PrefixCursor]:
+        """The cursors whose length has changed since the last call."""
+        return self.inner.take_moved()
+
+    def locked_len(self, cursor: PrefixCursor) -> int:
+        """Tokens of the cursor's prefix that are locked: reading them takes no page from others."""
+        return self.inner.locked_len(cursor)
 
     def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""

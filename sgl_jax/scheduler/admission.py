@@ -1,46 +1,180 @@
-"""How many pages running requests will still want, as far as admission cares.
+"""Which waiting requests start in the step being planned, and on which rank.
 
-Reserving every request's longest possible output would leave most of the pool unused; reserving
-nothing would admit too much and retract all the time. So admission reserves a share of what the
-running requests may still generate: the share rises whenever a retract shows it was too small,
-and decays slowly while all goes well. (SGLang's new-token ratio works alike.)
+A request starts as soon as it fits: a row, the pages of its tokens, and the reserve of those that
+run there. It waits though it fits only while that costs less, in prompt tokens: for a prefix that
+a running request is computing (`in_flight.py`), or for a rank that has so much more of it cached
+that the wait there is shorter than the work elsewhere. Each such wait has an end that is known
+when it begins.
+
+A request that does not fit does not hold up others that do, until so many of them have passed it
+over that it is due: then a rank is held for it, and nothing else starts there before it.
 """
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.scheduler.running_rows import RunningRows
+from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.step_planner import StepDraft
+from sgl_jax.scheduler.step_room import Option, RankRoom
+from sgl_jax.scheduler.waiting_queue import WaitingQueue
 
-# An output longer than this is not planned for: few requests use what they may.
-_MAX_PLANNED_OUTPUT = 4096
-_INITIAL_SHARE = 0.5
-_MIN_SHARE = 0.1
-_DECAY_PER_STEP = 0.001
-_RAISE_PER_RETRACT = 0.1
+# A rank may run this many requests more than the least busy one, or this share of them more, and
+# each further one counts as much as a step full of prompt tokens.
+MAX_SKEW_REQUESTS = 4
+MAX_SKEW_SHARE = 0.25
+# Requests that are told in one step what to wait for; the others are told in the next.
+MAX_PUT_OFF = 128
 
 
-class AdmissionReserve:
-    """The reserve of one rank. `conservativeness` scales it."""
+class Admission:
+    """Starts waiting requests on ranks.
 
-    def __init__(self, conservativeness: float) -> None:
-        self._conservativeness = conservativeness
-        self._share = min(_INITIAL_SHARE * conservativeness, 1.0)
+    Args:
+        waiting: the queue.
+        config: the scheduler's.
+        home_of: the rank that holds the memory of a request's session, if any.
+    """
 
-    def pages(self, memory: RankMemory, running: RunningRows) -> int:
-        """Pages to leave for the rank's running requests."""
-        rows = running.active
-        if len(rows) == 0:
-            return 0
-        planned = running.planned_len[rows]
-        output = np.minimum(running.max_len[rows] - planned, _MAX_PLANNED_OUTPUT)
-        expected_len = planned + np.ceil(output * self._share).astype(np.int32)
-        return int(memory.pages_to_grow(rows, expected_len).sum())
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        config: SchedulerConfig,
+        home_of: Callable[[Request], RankScheduler | None],
+    ) -> None:
+        self._waiting = waiting
+        self._config = config
+        self._home_of = home_of
+        self._holds: dict[str, int] = {}  # rid of a request that is due -> the rank held for it
+        self._next_rank = 0  # of round_robin
 
-    def after_step(self) -> None:
-        """A step was planned without a retract."""
-        floor = min(_MIN_SHARE * self._conservativeness, 1.0)
-        self._share = max(self._share - _DECAY_PER_STEP, floor)
+    def preempt(self, ranks: Sequence[RankScheduler]) -> list[Request]:
+        """Retract running requests for a waiting one of higher priority that fits nowhere.
 
-    def after_retract(self) -> None:
-        """A request had to be retracted."""
-        self._share = min(self._share + _RAISE_PER_RETRACT, 1.0)
+        Only for the oldest of the highest priority, only those whose priority is lower by more
+        than the threshold, on the rank where the fewest have to go, and none if it would not fit
+        even so. Answers those retracted; the caller queues them again.
+        """
+        request = self._waiting.first_by_priority()
+        if request is None or self._waiting.leader_of(request) is not None:
+            return []
+        cursors = self._waiting.cursors(request)
+        allowed = [r for r in ranks if request.message.dp_rank in (None, r.dp_rank)]
+        if any(rank.fits(request, cursors[rank.dp_rank]) for rank in allowed):
+            return []
+        below = request.priority - self._config.preemption_threshold
+        chosen: list[int] | None = None
+        for rank in allowed:
+            victims = rank.victims_for(request, cursors[rank.dp_rank], below)
+            if victims is not None and (chosen is None or len(victims) < len(chosen)):
+                chosen, chosen_rank = victims, rank
+        if chosen is None:
+            return []
+        return [chosen_rank.retract(row, "preempted") for row in chosen]
+
+    def admit_into(self, drafts: Sequence[StepDraft], step: int) -> None:
+        """Start what can start in step number `step`, of which `drafts` are the ranks' shares."""
+        if not len(self._waiting):
+            return
+        rooms = [RankRoom(draft, self._config.chunked_prefill_size) for draft in drafts]
+        self._start_due(rooms)
+        is_open = np.array([room.is_open for room in rooms])
+        if not is_open.any():
+            return
+        num_pages = np.array([room.num_pages if room.is_open else 0 for room in rooms], np.int32)
+        num_put_off = 0
+        for request in self._waiting.candidates(num_pages, is_open, step):
+            if num_put_off == MAX_PUT_OFF or not any(room.is_open for room in rooms):
+                return
+            chosen = self._choose(rooms, request, step)
+            if chosen is None:
+                continue
+            if chosen.fits and chosen.leader is None:
+                self._start(rooms, request, chosen.dp_rank)
+                continue
+            if chosen.leader is not None:
+                self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
+            rooms[chosen.dp_rank].num_staying += 1
+            num_put_off += 1
+
+    # -- requests that are due ----------------------------------------------------------------
+
+    def _start_due(self, rooms: list[RankRoom]) -> None:
+        """Start what was passed over too often, or hold a rank for it."""
+        due = self._waiting.due()
+        self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}
+        for request in due:
+            if self._waiting.leader_of(request) is not None:
+                continue
+            if fitting := [option for option in self._options(rooms, request) if option.fits]:
+                self._start(rooms, request, min(fitting).dp_rank)
+                continue
+            if request.rid not in self._holds:
+                self._holds[request.rid] = self._least_short(rooms, request)
+            rooms[self._holds[request.rid]].hold()
+
+    def _least_short(self, rooms: list[RankRoom], request: Request) -> int:
+        """The rank where a request lacks the fewest pages; of equals, the least busy."""
+        cursors = self._waiting.cursors(request)
+        allowed = self._allowed(rooms, request)
+        return min(
+            (max(room.num_short(request, cursors[r]), 0), len(room.rank.running), r)
+            for room in allowed
+            for r in (room.rank.dp_rank,)
+        )[2]
+
+    # -- where a request runs -----------------------------------------------------------------
+
+    def _allowed(self, rooms: list[RankRoom], request: Request) -> list[RankRoom]:
+        pinned = request.message.dp_rank
+        return rooms if pinned is None else [rooms[pinned]]
+
+    def _options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
+        """All ranks that a request may run on; none if it fits none of them now."""
+        cursors, allowed = self._waiting.cursors(request), self._allowed(rooms, request)
+        if not any(
+            room.is_open and room.num_short(request, cursors[room.rank.dp_rank]) <= 0
+            for room in allowed
+        ):
+            return []
+        least = min(len(room.rank.running) for room in rooms)
+        bound = int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
+        return [
+            room.option(
+                request, cursors[room.rank.dp_rank], max(len(room.rank.running) - bound, 0)
+            )
+            for room in allowed
+        ]
+
+    def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:
+        """The best rank for a request that fits one now, even if it must wait there; else None."""
+        options = self._options(rooms, request)
+        fitting = [option for option in options if option.fits]
+        if not fitting:
+            return None
+        stayed = self._waiting.stays_for(request)
+        if self._config.load_balance_method == "round_robin" and self._home_of(request) is None:
+            # One that waited for a prefix in flight goes where that is, if it can.
+            return next((o for o in fitting if o.dp_rank == stayed), self._next_in_turn(fitting))
+        best, cheapest = min(options), min(fitting)
+        if best.fits or best.leader is not None:
+            return best
+        # It waits for as many steps as the tokens take that it saves, once in its life.
+        if stayed is None:
+            num_steps = 1 + (cheapest.cost - best.cost) // self._config.chunked_prefill_size
+            self._waiting.stay(request, best.dp_rank, step + num_steps)
+        return best if self._waiting.is_staying(request, step) else cheapest
+
+    def _next_in_turn(self, fitting: list[Option]) -> Option:
+        return min(fitting, key=lambda option: (option.dp_rank < self._next_rank, option.dp_rank))
+
+    def _start(self, rooms: list[RankRoom], request: Request, dp_rank: int) -> None:
+        room, cursor = rooms[dp_rank], self._waiting.cursors(request)[dp_rank]
+        home = self._home_of(request)
+        if home is not None and home is not room.rank and request.slot_id is not None:
+            home.release_session(request.slot_id)
+        room.start(request, cursor)
+        self._waiting.started(request, dp_rank)
+        self._next_rank = dp_rank + 1

@@ -11,7 +11,6 @@ import numpy as np
 
 from sgl_jax.core.messages import FinishReason, OutputBatch, RequestOutput, TokenLogprobs
 from sgl_jax.core.step_plan import Int32Array, PromptLogprobs, RankPlan, RankResult
-from sgl_jax.mem_cache.release import publish_prefix
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.running_rows import RunningRows
@@ -25,7 +24,6 @@ def commit_rank(
         return []
     running, memory = rank.running, rank.memory
     current = memory.rows.epoch[plan.rows] == plan.epochs
-    _publish_chunks(rank, plan, current)
     if plan.prompt_logprobs is not None:
         _collect_prompt_logprobs(rank, plan, result, current)
 
@@ -110,17 +108,6 @@ def _count_drafts(
     rank.running.planned_len[rows] += accepted
     rank.memory.commit_rows(rows, rank.memory.rows.kv_committed_len[rows] + accepted)
     rank.drafts.learn(rows, drafted, accepted, rank.running.known_len[rows])
-
-
-def _publish_chunks(rank: RankScheduler, plan: RankPlan, current: np.ndarray) -> None:
-    """Let other requests share what this step prefilled, as soon as it is known to have run."""
-    for i in range(plan.num_decode, len(plan.rows)):
-        row = int(plan.rows[i])
-        # A later turn of a session is published when it has succeeded: until then the session
-        # may have to go back to where it began.
-        if current[i] and not rank.running.request(row).kept_len:
-            lease = rank.memory.leases[row]
-            publish_prefix(rank.memory, lease, rank.running.known_tokens(row))
 
 
 def _output(

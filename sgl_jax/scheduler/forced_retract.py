@@ -27,7 +27,7 @@ class ForcedRetract:
             return []
         self._next_step = num_steps + self._interval
         turn = num_steps // self._interval
-        return [rank.retract(row, forced=True) for rank in ranks for row in _victims(rank, turn)]
+        return [rank.retract(row, "forced") for rank in ranks for row in _victims(rank, turn)]
 
     def may_start(self, num_running: int) -> bool:
         """Whether a request may start while `num_running` run, over all ranks."""

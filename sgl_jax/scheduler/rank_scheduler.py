@@ -1,15 +1,19 @@
 """One data-parallel rank as the scheduler sees it: its memory and the requests running on it.
 
-Owns how a request gets memory (`try_admit`) and how it loses it again (`finish`, `retract`).
+Owns how a request gets memory (`admit`) and how it loses it again (`finish`, `retract`).
 What runs in a step is decided in `step_planner.py`, what its result means in `commit.py`.
 """
 
 import zlib
+from typing import Literal
+
+import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
 from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
     release_idle_lease,
@@ -17,7 +21,7 @@ from sgl_jax.mem_cache.release import (
     resume_lease,
     roll_back_lease,
 )
-from sgl_jax.scheduler.admission import AdmissionReserve
+from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.draft_policy import DraftPolicy
 from sgl_jax.scheduler.request import Request, RequestState
@@ -36,6 +40,7 @@ class RankScheduler:
         self.num_retracted = 0
         self.num_evicted_sessions = 0
         self.num_force_retracted = 0  # of these, for tests
+        self.num_preempted = 0  # of these, for requests of higher priority
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
@@ -43,37 +48,70 @@ class RankScheduler:
         self._max_session_pages = int(config.session_memory_fraction * sizes.num_pages)
         # What the device has not been told yet, by row: a step that runs nothing is not launched.
         self._unsent_admissions: dict[int, RowAdmission] = {}
-        # Admission failed for want of pages, and nothing was given back since.
-        self._is_short = False
+
+    # -- room for a request -------------------------------------------------------------------
 
     @property
-    def has_room(self) -> bool:
-        """Whether trying to admit a request can succeed."""
+    def has_row(self) -> bool:
+        """Whether a row is free, or can be had from an idle session."""
+        return self.memory.rows.num_free > 0 or self.memory.cache.num_idle > 0
+
+    def num_pages_to_give(self) -> int:
+        """Pages that a new request may take: those of idle sessions counted, the reserve not."""
+        return self.memory.num_reclaimable_pages - self.reserve.pages(self.memory, self.running)
+
+    def num_pages_needed(self, request: Request, cursor: PrefixCursor) -> int:
+        """Pages that `request` would take: of its known tokens and one more, but for those that
+        running requests read as well."""
         memory = self.memory
-        return (memory.rows.num_free > 0 or memory.cache.num_idle > 0) and not self._is_short
+        return memory.pages_for(len(request.tokens) + 1) - memory.num_pages_in_use(cursor)
 
-    def cached_len(self, request: Request) -> int:
-        """Tokens of `request` this rank has cached; a session's slot is not looked up."""
-        slot = self._slot_of(request)
-        if slot is not None:
-            return min(slot.kv_committed_len, self._reusable_len(request))
-        return self.memory.cache.peek(request.matchable()).length
+    def fits(self, request: Request, cursor: PrefixCursor) -> bool:
+        """Whether a row, the request's pages and the reserve are there, or with idle sessions."""
+        return self.has_row and self.num_pages_needed(request, cursor) <= self.num_pages_to_give()
 
-    def try_admit(self, request: Request) -> int | None:
-        """Give a waiting request a row, if its known tokens and the rank's reserve fit.
+    def reusable_len(self, request: Request, cursor: PrefixCursor) -> int:
+        """Tokens of `request` that need not be computed here: by the tree, or its session's slot."""
+        slot = request.slot_in(self.memory)
+        if slot is None:
+            return cursor.length
+        return max(cursor.length, min(slot.kv_committed_len, request.slot_len))
 
-        Idle sessions are evicted for it, used longest ago first. Answers the row; None if memory
-        is short even so.
+    def expected_steps_to_ends(self) -> list[int]:
+        """In how many steps the first, the second, ... of the running requests may end."""
+        return self.reserve.expected_output(self.running).tolist()
+
+    def victims_for(self, request: Request, cursor: PrefixCursor, below: int) -> list[int] | None:
+        """Rows of running requests of a priority lower than `below` that must go for `request`.
+
+        None if it would not fit even without all of these. Lowest priority first, then the fewest
+        output tokens, then the youngest.
         """
-        slot = self._slot_of(request)
-        while not self._fits(request, slot):
-            # Nobody is evicted in vain.
-            may_fit = self._fits_without_idle(request, slot)
-            if may_fit and slot is None and self._empty_slot_of(request):
-                continue  # what it held was of no use to the turn itself
-            if not may_fit or not self.evict_idle_session(except_id=request.slot_id):
-                self._is_short = True
-                return None
+        running, memory = self.running, self.memory
+        rows = running.runnable()
+        rows = rows[running.priority[rows] < below]
+        outputs = running.planned_len[rows] - running.prompt_len[rows]
+        rows = rows[::-1][np.lexsort((outputs[::-1], running.priority[rows][::-1]))]
+        num_short = self.num_pages_needed(request, cursor) - self.num_pages_to_give()
+        victims: list[int] = []
+        for row in rows.tolist():
+            victims.append(row)
+            num_short -= memory.leases[row].num_pages(memory.page_size)
+            if num_short <= 0:
+                return victims
+        return None
+
+    def admit(self, request: Request, cursor: PrefixCursor) -> int:
+        """Give a waiting request that fits a row, and what is cached of its prefix; the row.
+
+        Idle sessions are evicted for it as far as needed, used longest ago first.
+        """
+        slot = request.slot_in(self.memory)
+        if slot is None:
+            self._empty_slot_of(request)  # what that held is of no use to the turn itself
+        while self._is_short(request, slot, cursor):
+            if not self.evict_idle_session(except_id=request.slot_id):
+                break
         lease = self._take_lease(request, slot)
         request.lease, request.dp_rank = lease, self.dp_rank
         # A row that goes on where it was still has its tokens on the device.
@@ -97,16 +135,6 @@ class RankScheduler:
         )
         return lease.row
 
-    def _slot_of(self, request: Request) -> KVLease | None:
-        """The lease in its session's slot, if it can go on with that."""
-        if request.slot_id is None:
-            return None
-        lease = self.memory.cache.idle_lease(request.slot_id)
-        if lease is not None and self._reusable_len(request) < lease.cache_protected_len:
-            # More of it is the tree's than the turn may read: it is matched anew instead.
-            return None
-        return lease
-
     def _empty_slot_of(self, request: Request) -> bool:
         """Take what its session's slot holds; False if that is nothing."""
         cache, session_id = self.memory.cache, request.slot_id
@@ -115,45 +143,22 @@ class RankScheduler:
         self.release_session(session_id)
         return True
 
-    def _reusable_len(self, request: Request) -> int:
-        """Tokens of its session's history that a turn may find in its slot."""
-        return min(request.kept_len, len(request.matchable()))
-
-    def _fits(self, request: Request, slot: KVLease | None) -> bool:
-        """Whether row, tokens and reserve fit what is free or evictable, idle sessions left out."""
+    def _is_short(self, request: Request, slot: KVLease | None, cursor: PrefixCursor) -> bool:
+        """Whether row, tokens and reserve lack room while idle sessions keep what they have."""
         memory = self.memory
         needed = memory.pages_for(len(request.tokens) + 1)
         if slot is not None:
             # What it holds past the tokens it goes on with is freed, and counts as much.
             needed -= memory.pages_for(slot.kv_allocated_len)
         elif memory.rows.num_free == 0:
-            return False
+            return True
         else:
-            peek = memory.cache.peek(request.matchable())
-            # Locking a cached prefix takes it from the evictable pages, so it counts as needed.
-            needed += peek.num_evictable_pages - peek.length // memory.page_size
-        return needed + self.reserve.pages(memory, self.running) <= memory.num_available_pages
-
-    def _fits_without_idle(self, request: Request, slot: KVLease | None) -> bool:
-        """Whether row, tokens and reserve would fit, were every other idle session evicted."""
-        memory = self.memory
-        if memory.rows.num_free == 0 and memory.cache.num_idle == 0:
-            return False
-        is_needed = memory.needed_pages()
-        # Only what running requests need, too, can the request read without taking a page.
-        if slot is None:
-            known = memory.cache.peek_pages(request.matchable())
-        else:
-            known = slot.pages(memory.page_size)
-        needed = memory.pages_for(len(request.tokens) + 1) - int(is_needed[known].sum())
-        available = memory.allocator.num_pages - memory.allocator.num_reserved
-        available -= int(is_needed.sum())
-        return needed + self.reserve.pages(memory, self.running) <= available
+            needed -= memory.cache.locked_len(cursor) // memory.page_size
+        return needed + self.reserve.pages(memory, self.running) > memory.num_available_pages
 
     def _take_lease(self, request: Request, slot: KVLease | None) -> KVLease:
         if slot is not None and request.slot_id is not None:
-            return resume_lease(self.memory, request.slot_id, self._reusable_len(request))
-        self._empty_slot_of(request)
+            return resume_lease(self.memory, request.slot_id, request.slot_len)
         lease = self.memory.open_lease(request.matchable())
         if request.slot_id is not None:
             self.memory.cache.bind(request.slot_id, lease)
@@ -174,12 +179,10 @@ class RankScheduler:
     def release_session(self, session_id: str) -> None:
         """Take what an idle session holds, if anything."""
         release_idle_lease(self.memory, session_id)
-        self._is_short = False
 
     def roll_back_session(self, session_id: str, num_tokens: int) -> None:
         """An idle session keeps no more than its first `num_tokens` tokens."""
         roll_back_lease(self.memory, session_id, num_tokens)
-        self._is_short = False
 
     def take_admissions(self) -> tuple[RowAdmission, ...]:
         """What the next launched step must tell the device; the caller sends it, once."""
@@ -216,10 +219,12 @@ class RankScheduler:
         self._bound_sessions()
         return request
 
-    def retract(self, row: int, *, forced: bool = False) -> Request:
+    def retract(
+        self, row: int, cause: Literal["short", "forced", "preempted"] = "short"
+    ) -> Request:
         """Take the memory of the request in `row` away; it keeps its tokens, to run again.
 
-        `forced` though memory suffices, which says nothing about the reserve.
+        Where the cause is not that memory is short, it says nothing about the reserve.
         """
         lease = self.running.request(row).lease
         assert lease is not None, "a running request holds a lease"
@@ -230,10 +235,10 @@ class RankScheduler:
         request.num_retractions += 1
         request.dp_rank = request.message.dp_rank
         self.num_retracted += 1
-        if forced:
-            self.num_force_retracted += 1
-        else:
+        if cause == "short":
             self.reserve.after_retract()
+        self.num_force_retracted += cause == "forced"
+        self.num_preempted += cause == "preempted"
         return request
 
     def rebuild(self) -> None:
@@ -242,7 +247,6 @@ class RankScheduler:
             self.running.remove(row)
         self.memory.rebuild()
         self._unsent_admissions.clear()
-        self._is_short = False
 
     def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         request = self.running.request(row)
@@ -257,7 +261,6 @@ class RankScheduler:
             self.memory.cache.unbind(request.lease)
         release_kv_cache(self.memory, request.lease, tokens, insert=insert)
         request.lease = None
-        self._is_short = False
         return request
 
     def _bound_sessions(self) -> None:

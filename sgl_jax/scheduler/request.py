@@ -11,6 +11,7 @@ import numpy as np
 from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession
 
@@ -33,11 +34,13 @@ class Request:
         "is_prompt_told",
         "kept_len",
         "lease",
+        "line",
         "logprob_next",
         "max_len",
         "message",
         "num_retractions",
         "pending_prompt_logprobs",
+        "priority",
         "prompt_len",
         "rid",
         "session",
@@ -75,6 +78,8 @@ class Request:
         self.max_len = max_len  # prompt and output tokens at most
         self.state = RequestState.WAITING
         self.lease: KVLease | None = None
+        self.line = -1  # in the waiting queue, while it waits
+        self.priority = 0  # the larger, the sooner; 0 where priorities are not in use
         self.dp_rank: int | None = message.dp_rank
         self.cached_tokens = 0
         self.num_retractions = 0
@@ -99,6 +104,19 @@ class Request:
             return None
         self.is_prompt_told = True
         return self.prompt_len
+
+    def slot_in(self, memory: RankMemory) -> KVLease | None:
+        """The lease in its session's slot on a rank, if the request can go on with that."""
+        lease = None if self.slot_id is None else memory.cache.idle_lease(self.slot_id)
+        if lease is not None and self.slot_len < lease.cache_protected_len:
+            # More of it is the tree's than the turn may read: it is matched anew instead.
+            return None
+        return lease
+
+    @property
+    def slot_len(self) -> int:
+        """Tokens of its session's history that a turn may find in its slot."""
+        return min(self.kept_len, len(self.matchable()))
 
     def matchable(self) -> Int32Array:
         """The prefix a cache may serve.

@@ -36,6 +36,7 @@ class RunningRows:
         self.prompt_len = np.zeros(n, np.int32)
         self.min_len = np.zeros(n, np.int32)  # no stop before this many tokens
         self.max_len = np.zeros(n, np.int32)
+        self.priority = np.zeros(n, np.int64)
         self.stop_ids = np.full((n, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)
         self.return_logprob = np.zeros(n, np.bool_)
         self.top_logprobs_num = np.zeros(n, np.int32)
@@ -65,6 +66,7 @@ class RunningRows:
         self.prompt_len[row] = request.prompt_len
         self.min_len[row] = request.prompt_len + sampling.min_new_tokens
         self.max_len[row] = request.max_len
+        self.priority[row] = request.priority
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.return_logprob[row] = request.message.return_logprob
@@ -86,6 +88,12 @@ class RunningRows:
     def known_tokens(self, row: int) -> Int32Array:
         """The tokens of `row` the host knows, int32[known_len]; a view."""
         return self.tokens[row, : self.known_len[row]]
+
+    def prefilling(self, committed_len: Int32Array) -> Int32Array:
+        """Active rows with more than one token to compute, oldest first; `committed_len` is that
+        of all rows."""
+        rows = self.active
+        return rows[self.planned_len[rows] - committed_len[rows] > 1]
 
     def runnable(self) -> Int32Array:
         """Active rows that still need a step, oldest first.

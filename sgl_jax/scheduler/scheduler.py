@@ -23,10 +23,10 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.step_plan import RankResult, StepPlan
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import MemoryView
+from sgl_jax.scheduler.admission import Admission
 from sgl_jax.scheduler.commit import commit_rank
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.deadlines import Deadlines
-from sgl_jax.scheduler.dispatcher import Dispatcher
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request, RequestState
@@ -55,16 +55,17 @@ class Scheduler:
         self.sizes = sizes
         self.config = config
         self.ranks = [RankScheduler(r, sizes, config) for r in range(sizes.dp_size)]
-        self._dispatcher = Dispatcher(self.ranks, config.load_balance_method)
-        self._waiting = WaitingQueue(
-            config.schedule_policy, sizes.dp_size, self._dispatcher.best_cached_len
-        )
+        # Retracted requests wait beside those that the queue's limit allows.
+        capacity = config.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
+        memories = [rank.memory for rank in self.ranks]
+        self._waiting = WaitingQueue(config.schedule_policy, memories, capacity)
         self._deadlines = Deadlines(config.waiting_timeout_s, config.request_timeout_s)
         self._forced_retract = ForcedRetract(config)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
         self._sessions = SessionDesk(
             self.ranks, self._requests, config.max_sessions, config.max_session_tokens
         )
+        self._admission = Admission(self._waiting, config, self._sessions.home_of)
         self._arrivals = 0
         self._steps = 0
         self._finished = 0
@@ -202,7 +203,7 @@ class Scheduler:
         """Waiting requests that can run on no other rank than this."""
         if self.sizes.dp_size == 1:
             return len(self._waiting)
-        return sum(request.dp_rank == dp_rank for request in self._waiting)
+        return sum(request.message.dp_rank == dp_rank for request in self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -266,6 +267,7 @@ class Scheduler:
             "requests_finished": self._finished,
             "requests_timed_out": self._timed_out,
             "requests_retracted": sum(rank.num_retracted for rank in self.ranks),
+            "requests_preempted": sum(rank.num_preempted for rank in self.ranks),
             "requests_force_retracted": sum(rank.num_force_retracted for rank in self.ranks),
             "sessions_evicted": sum(rank.num_evicted_sessions for rank in self.ranks),
             "evicted_pages": sum(rank.memory.cache.num_evicted for rank in self.ranks),
@@ -286,12 +288,13 @@ class Scheduler:
 
     def _try_plan(self, reports_prompt_logprobs: bool) -> StepPlan | None:
         taken = self._forced_retract.take(self.ranks, self._steps)
+        preempted = [] if taken else self._admission.preempt(self.ranks)
         chunk_size = self.config.chunked_prefill_size
         drafts = [
             StepDraft(rank, self.sizes, chunk_size, reports_prompt_logprobs=reports_prompt_logprobs)
             for rank in self.ranks
         ]
-        for request in taken:
+        for request in taken + preempted:
             self._waiting.add(request)
         for draft in drafts:
             for request in draft.retracted:
@@ -299,29 +302,22 @@ class Scheduler:
             for row in draft.unservable:
                 self._end_unservable(draft.rank, row)
         if not taken and self._forced_retract.may_start(self.num_running):
-            self._admit_into(drafts)
+            self._admission.admit_into(drafts, self._steps)
         if all(draft.is_empty for draft in drafts):
             return None
         plan = StepPlan(self._steps, tuple(draft.build() for draft in drafts))
         self._steps += 1
         return plan
 
-    def _admit_into(self, drafts: list[StepDraft]) -> None:
-        if len(self._waiting) and any(draft.can_admit for draft in drafts):
-            self._sessions.let_move(self._waiting)
-            self._dispatcher.admit(self._waiting, drafts)
-
     def _make_request(self, message: GenerateRequest) -> Request:
         """A request from its message. Raises `InvalidRequestError`, `SessionsFullError`."""
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self._arrivals, max_len)
-        session, prompt, dp_rank = self._sessions.compose_turn(message)
+        session, prompt = self._sessions.compose_turn(message)
         max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
         self._sessions.begin_turn(session, message, prompt)
-        request = Request(message, self._arrivals, max_len, prompt=prompt, session=session)
-        request.dp_rank = dp_rank
-        return request
+        return Request(message, self._arrivals, max_len, prompt=prompt, session=session)
 
     def _reset_caches(self) -> None:
         """Empty the caches, and the slots of idle sessions, which hold parts of them."""

@@ -42,7 +42,6 @@ class SessionDesk:
         self.book = SessionBook(max_sessions, max_session_tokens)
         self._ranks = ranks
         self._requests = requests
-        self._num_removed = 0  # leases that slots had given up when turns were last let move
 
     def answer(self, message: SessionMessage) -> Reply:
         """Do what is asked, or say why it cannot be done; nothing has changed then."""
@@ -55,21 +54,16 @@ class SessionDesk:
             return Reply(rid=message.rid, ok=False, message=str(error), data=data)
         return Reply(rid=message.rid, ok=True, data=data)
 
-    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, int | None]:
-        """A request of a session: the session, its whole prompt, and the rank it must run on.
+    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array]:
+        """A request of a session: the session, and its whole prompt.
 
         Changes nothing. Raises `InvalidRequestError` if it cannot be a turn, `SessionsFullError`.
         """
-        assert message.session is not None
-        home = self._home(message.session.id)
-        if home is not None and message.dp_rank not in (None, home.dp_rank):
-            raise InvalidRequestError(
-                f"session {message.session.id!r} is held by rank {home.dp_rank}, its turn cannot "
-                f"run on rank {message.dp_rank}",
-                "dp_rank",
-            )
-        session, prompt = self.book.compose_turn(message)
-        return session, prompt, message.dp_rank if home is None else home.dp_rank
+        return self.book.compose_turn(message)
+
+    def home_of(self, request: Request) -> RankScheduler | None:
+        """The rank that holds the memory of the request's session, if it can go on with that."""
+        return None if request.slot_id is None else self._home(request.slot_id)
 
     def end_turn(self, request: Request, *, succeeded: bool) -> None:
         """A turn's request has ended, and its lease, if it had one, with it."""
@@ -105,17 +99,6 @@ class SessionDesk:
         home = self._home(session.session_id)
         if home is not None:
             home.memory.cache.touch(session.session_id)
-
-    def let_move(self, waiting: Iterable[Request]) -> None:
-        """Waiting turns whose slot was evicted, or closed, need not wait for its rank any more."""
-        num_removed = sum(rank.memory.cache.num_removed for rank in self._ranks)
-        if num_removed == self._num_removed:
-            return
-        self._num_removed = num_removed
-        for request in waiting:
-            if isinstance(request.session, StreamingSession) and request.message.dp_rank is None:
-                home = None if request.slot_id is None else self._home(request.slot_id)
-                request.dp_rank = None if home is None else home.dp_rank
 
     def tick(self, now_s: float) -> None:
         """The time: close what was idle for too long."""

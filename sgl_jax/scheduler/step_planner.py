@@ -12,7 +12,8 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RankPlan
-from sgl_jax.mem_cache.release import free_tail
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.release import free_tail, publish_prefix
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 
@@ -53,6 +54,7 @@ class StepDraft:
         self._budget = min(chunk_size, room - int(self._drafts.sum()))
         if reports_prompt_logprobs:
             self._budget = min(self._budget, sizes.max_prompt_logprob_tokens)
+        self.num_prefill_tokens = int(wanted[~decodes].sum())  # wanted, in this step or later
         self._continue_prefills(rows[~decodes])
 
     @property
@@ -64,15 +66,14 @@ class StepDraft:
     def can_admit(self) -> bool:
         """Whether a new request could start in this step. Not right after a retract: the
         memory that was just taken from one request is for those it was taken for."""
-        return self._budget > 0 and not self.retracted and self.rank.has_room
+        return self._budget > 0 and not self.retracted
 
-    def admit(self, request: Request) -> bool:
-        """Start a waiting request with a first chunk; False if its rank is short of memory."""
-        row = self.rank.try_admit(request)
-        if row is None:
-            return False
+    def admit(self, request: Request, cursor: PrefixCursor) -> int:
+        """Start a waiting request that fits, with a first chunk; answers its row."""
+        row = self.rank.admit(request, cursor)
+        self.num_prefill_tokens += len(request.tokens) - self.rank.memory.leases[row].kv_committed_len
         self._add_chunk(row)
-        return True
+        return row
 
     def build(self) -> RankPlan:
         """The finished plan. From here on the step counts as launched: lengths are committed."""
@@ -110,12 +111,22 @@ class StepDraft:
             top_logprobs_num=int(running.top_logprobs_num[logprob_rows].max(initial=0)),
         )
         memory.commit_rows(rows, ends)
+        self._publish_chunks()
         sampled = rows[samples]
         running.planned_len[sampled] += 1
         running.wants_prompt_logprobs[sampled] = False
         if not self.retracted:
             rank.reserve.after_step()
         return plan
+
+    def _publish_chunks(self) -> None:
+        """Let other requests read what this step prefills: the next step runs after it."""
+        memory, running = self.rank.memory, self.rank.running
+        for row in self._chunk_rows:
+            # A later turn of a session is published when it has succeeded: until then the session
+            # may have to go back to where it began.
+            if not running.request(row).kept_len:
+                publish_prefix(memory, memory.leases[row], running.known_tokens(row))
 
     def _trim_to_shape(self) -> None:
         """Leave a few prefill tokens to the next step if that fills this one's shape exactly.
@@ -189,11 +200,13 @@ class StepDraft:
         return np.zeros_like(drafts)
 
     def _retract_one(self) -> int | None:
-        """Retract the runnable request with the fewest output tokens; never the only one."""
+        """Retract, of the runnable requests of the lowest priority, the one with the fewest output
+        tokens; never the only one."""
         running = self.rank.running
         candidates = running.runnable()
         if len(candidates) <= 1:
             return None
+        candidates = candidates[running.priority[candidates] == running.priority[candidates].min()]
         outputs = running.planned_len[candidates] - running.prompt_len[candidates]
         # Of equals the youngest goes: reversed, argmin finds it first.
         victim = int(candidates[::-1][int(outputs[::-1].argmin())])

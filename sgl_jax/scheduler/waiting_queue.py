@@ -1,70 +1,243 @@
-"""Requests that hold no memory, and the order in which they get some.
+"""Requests without memory as columns of arrays, and the order in which they are tried.
 
-Retracted requests come first, oldest first: they have output to lose. Then `fcfs` is order of
-arrival, `lpm` the longest cached prefix (ties by arrival), though nobody is passed over forever.
+What decides whether a waiting request may start is kept in arrays, one line a request, so that a
+step rules out thousands of them at once and looks closely at the few that are left. How much of a
+prompt each rank has cached is followed by cursors on the ranks' trees and never looked up again.
+
+Order: requests that were passed over too often; then by priority; then retracted ones, which have
+output to lose; then the longest cached prefix (`lpm`) or none of that (`fcfs`); then arrival.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.request import Request
 
-# `lpm` ranks only so many of the oldest as this many lookups allow, one for each request and
-# rank: looking up all would cost more host time than a better order saves.
-MAX_LOOKUPS = 256
-# After this many younger requests were served before the oldest, it is the oldest's turn.
+# A request that so many younger ones were started before is due: it is tried before all others,
+# and a rank is held for it until it fits.
 MAX_PASSED_OVER = 128
+
+Int64Array: TypeAlias = NDArray[np.int64]
+
+_NO_RANK = -1
+# Parts of an order key, in bits. What does not fit is cut: it changes the order of extremes only.
+_ARRIVAL_BITS, _CACHED_BITS, _PRIORITY_BITS = 26, 21, 14
 
 
 class WaitingQueue:
-    """The queue; `cached_len(request)` says how much of a request some rank has cached."""
+    """The queue before `memories`, one of each rank; `policy` is fcfs or lpm.
 
-    def __init__(self, policy: str, dp_size: int, cached_len: Callable[[Request], int]) -> None:
-        self._policy = policy
-        self._max_ranked = max(MAX_LOOKUPS // dp_size, 1)
-        self._cached_len = cached_len
-        self._requests: dict[str, Request] = {}  # by rid, in order of arrival
-        self._retracted: dict[str, Request] = {}
-        self._times_passed_over = 0  # the oldest of `_requests`
+    Args:
+        policy: order among requests of equal priority.
+        memories: of all ranks, in order.
+        capacity: requests at most.
+    """
+
+    def __init__(self, policy: str, memories: Sequence[RankMemory], capacity: int) -> None:
+        self._uses_cached_len = policy == "lpm"
+        self._memories = memories
+        self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
+        self._by_line: dict[int, Request] = {}
+        self._cursors: dict[int, list[PrefixCursor]] = {}  # by line, one for each rank
+        self._free_lines: list[int] = []
+        self._end = 0  # lines in use lie below
+        self._has_priorities = False
+        # Columns, indexed by line; the operating system zeroes what is used, when it is used.
+        ranks = len(memories)
+        self._is_waiting = np.zeros(capacity, np.bool_)
+        self._num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
+        self._cached_pages = np.zeros((capacity, ranks), np.int32)  # of these, on each rank's tree
+        self._may_run = np.zeros((capacity, ranks), np.bool_)
+        self._arrival = np.zeros(capacity, np.int64)
+        self._priority = np.zeros(capacity, np.int64)
+        self._is_retracted = np.zeros(capacity, np.bool_)
+        self._passed_over = np.zeros(capacity, np.int32)  # younger requests that started before
+        # The running request whose prefix a request waits for: rank, row (0: none), the row's
+        # epoch, and the protected length at which the prefix is there.
+        self._leader = np.zeros((capacity, 4), np.int32)
+        # The rank that a request waits for though another has room, and the step it gives up at.
+        self._stay_rank = np.full(capacity, _NO_RANK, np.int32)
+        self._stay_until = np.zeros(capacity, np.int64)
 
     def __len__(self) -> int:
-        return len(self._requests) + len(self._retracted)
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._retracted.values()
-        yield from self._requests.values()
+        return iter(self._requests.values())
+
+    # -- requests come and go -----------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Append a new request, or put a retracted one back in front."""
-        queue = self._retracted if request.num_retractions else self._requests
-        queue[request.rid] = request
+        """A request waits, new or retracted."""
+        line = self._free_lines.pop() if self._free_lines else self._end
+        self._end = max(self._end, line + 1)
+        request.line = line
+        self._requests[request.rid] = self._by_line[line] = request
+        tokens, page_size = request.matchable(), self._memories[0].page_size
+        cursors = []
+        for memory in self._memories:
+            # What a session's slot has locked need not be walked again.
+            slot = request.slot_in(memory)
+            cursors.append(memory.cache.follow(tokens, line, slot.node if slot else None))
+        self._cursors[line] = cursors
+        self._is_waiting[line] = True
+        self._num_pages[line] = self._memories[0].pages_for(len(request.tokens) + 1)
+        self._cached_pages[line] = [cursor.length // page_size for cursor in cursors]
+        pinned = request.message.dp_rank
+        self._may_run[line] = pinned is None
+        if pinned is not None:
+            self._may_run[line, pinned] = True
+        self._arrival[line] = request.arrival
+        self._priority[line] = request.priority
+        self._has_priorities |= request.priority != 0
+        self._is_retracted[line] = request.num_retractions > 0
+        self._passed_over[line] = 0
+        self._leader[line] = 0
+        self._stay_rank[line] = _NO_RANK
 
     def remove(self, request: Request) -> None:
-        """Take a request out; it must be waiting."""
-        if request.num_retractions:
-            del self._retracted[request.rid]
-            return
-        is_oldest = request is next(iter(self._requests.values()))
-        self._times_passed_over = 0 if is_oldest else self._times_passed_over + 1
-        del self._requests[request.rid]
+        """Take a request out, whatever becomes of it; it must be waiting."""
+        line = request.line
+        del self._requests[request.rid], self._by_line[line]
+        for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
+            memory.cache.unfollow(cursor)
+        self._is_waiting[line] = False
+        self._free_lines.append(line)
+
+    def started(self, request: Request, dp_rank: int) -> None:
+        """A request got memory on a rank: it leaves, and has passed over all older ones there."""
+        self.remove(request)
+        end = self._end
+        is_older = self._is_waiting[:end] & (self._arrival[:end] < request.arrival)
+        self._passed_over[:end] += is_older & self._may_run[:end, dp_rank]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all, without asking the ranks' trees, which may be broken."""
         self._requests.clear()
-        self._retracted.clear()
-        self._times_passed_over = 0
+        self._by_line.clear()
+        self._cursors.clear()
+        self._free_lines.clear()
+        self._is_waiting[: self._end] = False
+        self._end = 0
 
-    def ordered(self, open_ranks: Collection[int]) -> list[Request]:
-        """The requests to try next, first to last: a limited number of the new ones.
+    # -- one request --------------------------------------------------------------------------
 
-        Only those that some rank of `open_ranks` may serve: requests pinned to a rank that is
-        full do not hold up the rest.
+    def cursors(self, request: Request) -> list[PrefixCursor]:
+        """How much of the request's tokens each rank has cached."""
+        return self._cursors[request.line]
+
+    def is_due(self, request: Request) -> bool:
+        """Whether it was passed over so often that a rank is held for it."""
+        return int(self._passed_over[request.line]) >= MAX_PASSED_OVER
+
+    def follow(self, request: Request, dp_rank: int, row: int, length: int) -> None:
+        """Do not try `request` before what runs in `row` has published `length` tokens, or left."""
+        epoch = int(self._memories[dp_rank].rows.epoch[row])
+        self._leader[request.line] = (dp_rank, row, epoch, length)
+        self.stay(request, dp_rank, until_step=0)
+
+    def leader_of(self, request: Request) -> tuple[int, int] | None:
+        """Rank and row of the request whose prefix it waits for; None if for none any more."""
+        line = np.array([request.line])
+        dp_rank, row, _, _ = self._leader[request.line].tolist()
+        return (dp_rank, row) if self._is_following(line)[0] else None
+
+    def stay(self, request: Request, dp_rank: int, until_step: int) -> None:
+        """Do not try `request` before that rank has room or that step is planned."""
+        self._stay_rank[request.line] = dp_rank
+        self._stay_until[request.line] = until_step
+
+    def stays_for(self, request: Request) -> int | None:
+        """The rank that it has waited for though another had room; None if it never did."""
+        dp_rank = int(self._stay_rank[request.line])
+        return None if dp_rank == _NO_RANK else dp_rank
+
+    def is_staying(self, request: Request, step: int) -> bool:
+        """Whether it still waits for that rank when that step is planned."""
+        return int(self._stay_until[request.line]) > step
+
+    # -- what is tried ------------------------------------------------------------------------
+
+    def candidates(self, room: Int32Array, is_open: BoolArray, step: int) -> list[Request]:
+        """The requests that may start in this step, first to last.
+
+        Args:
+            room: int32[ranks], pages that a request may take there; any that needs more than
+                that, were all that is cached for it in use already, is left out.
+            is_open: bool[ranks], whether the rank's step takes another request.
+            step: being planned.
         """
-        retracted = sorted(self._retracted.values(), key=lambda request: request.arrival)
-        allowed = {None, *open_ranks}
-        eligible = (request for request in self._requests.values() if request.dp_rank in allowed)
-        fresh = list(islice(eligible, self._max_ranked))
-        if self._policy == "lpm" and len(fresh) > 1:
-            due = 1 if self._times_passed_over >= MAX_PASSED_OVER else 0
-            fresh[due:] = sorted(fresh[due:], key=lambda r: (-self._cached_len(r), r.arrival))
-        return retracted + fresh
+        self._take_moves()
+        end = self._end
+        least = self._num_pages[:end, None] - self._cached_pages[:end]
+        may_start = self._may_run[:end] & (least <= np.where(is_open, room, -1))
+        lines = np.flatnonzero(np.logical_or.reduce(may_start, axis=1) & self._is_waiting[:end])
+        if len(lines):
+            lines = lines[~self._is_following(lines) & ~self._is_staying(lines, is_open, step)]
+        if len(lines) > 1:
+            lines = lines[np.argsort(self._order_keys(lines), kind="stable")]
+        return [self._by_line[line] for line in lines.tolist()]
+
+    def due(self) -> list[Request]:
+        """Requests that are due, oldest first, whether or not they may start."""
+        end = self._end
+        lines = np.flatnonzero(self._is_waiting[:end] & (self._passed_over[:end] >= MAX_PASSED_OVER))
+        lines = lines[np.argsort(self._arrival[lines])]
+        return [self._by_line[line] for line in lines.tolist()]
+
+    def first_by_priority(self) -> Request | None:
+        """Of the requests of the highest priority, the one that waits longest."""
+        if not self._has_priorities or not self._requests:
+            return None
+        lines = np.flatnonzero(self._is_waiting[: self._end])
+        lines = lines[self._priority[lines] == self._priority[lines].max()]
+        return self._by_line[int(lines[self._arrival[lines].argmin()])]
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _take_moves(self) -> None:
+        """Take over what has changed on the ranks' trees."""
+        for dp_rank, memory in enumerate(self._memories):
+            for cursor in memory.cache.take_moved():
+                self._cached_pages[cursor.tag, dp_rank] = cursor.length // memory.page_size
+
+    def _is_following(self, lines: Int64Array) -> BoolArray:
+        """Which of `lines` wait for a prefix that is being computed; bool[len(lines)]."""
+        leaders = self._leader[lines]
+        is_following = leaders[:, 1] > 0
+        for dp_rank in np.unique(leaders[is_following, 0]).tolist():
+            mine = np.flatnonzero(is_following & (leaders[:, 0] == dp_rank))
+            _, row, epoch, length = leaders[mine].T
+            rows = self._memories[dp_rank].rows
+            is_following[mine] = (rows.epoch[row] == epoch) & (
+                rows.cache_protected_len[row] < length
+            )
+        return is_following
+
+    def _is_staying(self, lines: Int64Array, is_open: BoolArray, step: int) -> BoolArray:
+        """Which of `lines` wait for a better rank than those that have room; bool[len(lines)]."""
+        ranks = self._stay_rank[lines]
+        is_staying: BoolArray = (ranks != _NO_RANK) & (self._stay_until[lines] > step)
+        return is_staying & ~is_open[ranks]
+
+    def _order_keys(self, lines: Int64Array) -> Int64Array:
+        """One number for each of `lines` that sorts as the order says."""
+        arrival = self._arrival[lines]
+        arrival = np.minimum(arrival - arrival.min(), (1 << _ARRIVAL_BITS) - 1)
+        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
+        if self._has_priorities:
+            _, level = np.unique(-self._priority[lines], return_inverse=True)
+            keys += np.minimum(level, (1 << _PRIORITY_BITS) - 1) << 1
+        keys <<= _CACHED_BITS
+        if self._uses_cached_len:
+            most = (1 << _CACHED_BITS) - 1
+            cached = (self._cached_pages[lines] * self._may_run[lines]).max(axis=1)
+            keys += most - np.minimum(cached, most)
+        keys[self._passed_over[lines] >= MAX_PASSED_OVER] = -1
+        return (keys << _ARRIVAL_BITS) + arrival

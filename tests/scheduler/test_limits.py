@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sgl_jax.scheduler.admission import AdmissionReserve
+from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import Driver, generate, make_sizes

@@ -83,8 +83,8 @@ class SessionMachine(SchedulerMachine):
         self.trees = TurnTrees(self.driver)
         self.num_opened = 0
         self.timed: dict[str, float | None] = {}  # session -> used at; None: since the last tick
-        # Of turns in flight: sessions evicted before them, and tokens that their slot held.
-        self.slot_at_begin: dict[str, tuple[int, int]] = {}
+        # Of turns in flight: sessions evicted before them, tokens their slot held, on what rank.
+        self.slot_at_begin: dict[str, tuple[int, int, int]] = {}
         for _ in range(2):
             self.open(is_timed=False)
         self.open_tree()
@@ -133,8 +133,6 @@ class SessionMachine(SchedulerMachine):
         is_full = driver.scheduler.num_waiting >= MAX_QUEUED
         has_logprobs = rng.random() < 0.15
         dp_rank = rng.randrange(sizes.dp_size) if rng.random() < 0.15 else None
-        home = self.home(session_id)
-        is_elsewhere = dp_rank is not None and home is not None and dp_rank != home
         rid = self.talk.begin(
             session_id,
             new,
@@ -148,22 +146,17 @@ class SessionMachine(SchedulerMachine):
         room = sizes.max_request_tokens - len(prompt)
         if is_length_default:
             max_new_tokens = max(min(max_new_tokens, room), 1)
-        is_refused = is_full or max_new_tokens > room or was_running is not None or is_elsewhere
+        is_refused = is_full or max_new_tokens > room or was_running is not None
         assert (rid in driver.finish) == is_refused
         if was_running is not None:
             conversation.running = was_running
         elif rid not in driver.finish:
             self.note_use(session_id)
-            if lease is not None and not is_whole and not has_logprobs:
+            if lease is not None and not is_whole and not has_logprobs and dp_rank is None:
                 num_evicted = driver.scheduler.counters()["sessions_evicted"]
-                self.slot_at_begin[rid] = num_evicted, lease.kv_committed_len
+                self.slot_at_begin[rid] = num_evicted, lease.kv_committed_len, lease.dp_rank
         self.arrived_s[rid] = self.now_s
         self.num_tokens_wanted[rid] = self.expected_count(prompt, max_new_tokens, num_stop_ids, 0)
-
-    def home(self, session_id: str) -> int | None:
-        """The rank that holds the session's lease."""
-        ranks = self.driver.scheduler.ranks
-        return next((r.dp_rank for r in ranks if r.memory.cache.holds(session_id)), None)
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(1, 4))
     def turns_of_trees(self, seed: int, count: int) -> None:
@@ -330,9 +323,9 @@ class SessionMachine(SchedulerMachine):
         for rid in list(self.slot_at_begin):
             if rid not in driver.prompt_tokens:
                 continue
-            num_evicted, num_held = self.slot_at_begin.pop(rid)
+            num_evicted, num_held, home = self.slot_at_begin.pop(rid)
             is_untouched = driver.scheduler.counters()["sessions_evicted"] == num_evicted
-            if is_untouched and driver.tokens[rid]:
+            if is_untouched and driver.tokens[rid] and driver.dp_rank[rid] == home:
                 assert driver.cached[rid] == num_held
 
     @invariant()

@@ -363,14 +363,22 @@ def test_turns_go_to_the_rank_that_holds_their_session(
 def test_once_its_memory_is_gone_a_session_may_move() -> None:
     s = talk(dp_size=2)
     s.say("s", [1, 2, 3], dp_rank=0)
-    rid = s.begin("s", [4], dp_rank=1)
-    assert "held by rank 0" in (s.driver.finish[rid].message or "")
     assert s.driver.scheduler.ranks[0].evict_idle_session()
     rid = s.say("s", [4], dp_rank=1)
     assert (s.driver.dp_rank[rid], s.driver.cached[rid]) == (1, 0)
     assert s.listed()["s"]["dp_rank"] == 1
     rid = s.say("s", [5])
     assert s.driver.dp_rank[rid] == 1
+    s.check()
+    s.close_all()
+
+
+def test_a_turn_that_asks_for_another_rank_takes_its_session_there() -> None:
+    s = talk(dp_size=2)
+    s.say("s", [1, 2, 3], dp_rank=0)
+    rid = s.say("s", [4], dp_rank=1)
+    assert (s.driver.dp_rank[rid], s.driver.cached[rid]) == (1, 0)
+    assert not s.driver.scheduler.ranks[0].memory.cache.holds("s")
     s.check()
     s.close_all()
 

@@ -6,7 +6,7 @@ from sgl_jax.core.messages import SessionTurn
 from sgl_jax.mem_cache import radix_tree
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_node import TreeNode
-from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.config import SchedulerConfig
 from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.test_sessions import talk
@@ -94,47 +94,25 @@ def test_a_prompt_in_chunks_visits_as_many_nodes_for_the_last_chunk_as_for_the_f
     assert costs[40] == costs[2]
 
 
-@pytest.mark.parametrize(
-    ("dp_size", "method", "is_looked_up"),
-    [
-        (1, "prefix_aware", False),
-        (2, "round_robin", False),
-        (2, "prefix_aware", True),
-    ],
-)
-def test_a_prompt_is_looked_up_to_choose_a_rank_only_if_that_depends_on_it(
-    monkeypatch: pytest.MonkeyPatch, dp_size: int, method: str, is_looked_up: bool
-) -> None:
-    s = talk(dp_size=dp_size, load_balance_method=method, schedule_policy="fcfs")
-    looked_up = []
-    cached_len = RankScheduler.cached_len
-    monkeypatch.setattr(
-        RankScheduler,
-        "cached_len",
-        lambda rank, request: looked_up.append(request.rid) or cached_len(rank, request),
-    )
-    s.driver.submit(generate("plain", [1, 2, 3], 2))
-    s.run()
-    assert ("plain" in looked_up) == is_looked_up
-    s.say("s", [1] * 9)
-    looked_up.clear()
-    s.say("s", [2])
-    assert not looked_up
-
-
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_a_turn_that_finds_its_slot_is_not_looked_up_in_the_tree(
-    monkeypatch: pytest.MonkeyPatch, policy: str
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_planning_looks_up_no_request_that_only_waits(
+    monkeypatch: pytest.MonkeyPatch, policy: str, dp_size: int
 ) -> None:
-    s = talk(schedule_policy=policy)
-    s.open("t")
-    for session_id in ("s", "t"):
-        s.say(session_id, [ord(session_id) - 80] * 9)
-
-    def no_peek(tree: RadixTree, tokens: object) -> None:
-        raise AssertionError("the tree was walked")
-
-    monkeypatch.setattr(RadixTree, "peek", no_peek)
-    turns = [s.begin(session_id, [2]) for session_id in ("s", "t")]
-    s.run()
-    assert all(s.driver.finish[rid].type == "length" for rid in turns)
+    sizes = make_sizes(dp_size=dp_size, num_rows=3, num_pages=200)
+    s = Conversations(Driver(sizes, SchedulerConfig(schedule_policy=policy)))
+    scheduler, executor = s.driver.scheduler, s.driver.executor
+    for i in range(500):
+        scheduler.submit(generate(f"r{i}", [3, 1, 4, 1, 5] * 5 + [i % 50], 60))
+    walk, tokens_walked = RadixTree._walk, []
+    monkeypatch.setattr(
+        RadixTree, "_walk", lambda *args: tokens_walked.append(args[1]) or walk(*args)
+    )
+    for _ in range(50):
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.commit(plan, executor.result(executor.launch(plan)))
+    assert scheduler.num_waiting > 400
+    num_started = sum(len(rank.admissions) for rank in plan.ranks)
+    # Those that share the prefix move when its first request has published it, once on each rank.
+    assert len(tokens_walked) < 500 * dp_size + 20 * dp_size + num_started

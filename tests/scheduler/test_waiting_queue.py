@@ -1,88 +1,147 @@
-"""Who gets memory next: retracted ones, then the longest cached prefix, but nobody never."""
+"""Who is tried next: those that are due, by priority, retracted ones, the longest cached prefix."""
 
+import numpy as np
 import pytest
 
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.release import release_kv_cache
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.waiting_queue import MAX_LOOKUPS, MAX_PASSED_OVER, WaitingQueue
+from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
+from tests.scheduler.driver import make_sizes
+
+STEM = list(range(32))
 
 
-def make_request(arrival: int, *, prompt_len: int = 1, dp_rank: int | None = None) -> Request:
-    """The tests' cache is as long as the prompt."""
-    message = GenerateRequest(
-        rid=f"r{arrival}", input_ids=[0] * prompt_len, sampling=SamplingParams(), dp_rank=dp_rank
-    )
-    return Request(message, arrival, max_len=100)
+class Queue:
+    """A queue before ranks whose trees hold the first tokens of `STEM`, rank r 8 * r of them."""
+
+    def __init__(self, policy: str = "lpm", dp_size: int = 1, cached_len: int = 32) -> None:
+        sizes = make_sizes(dp_size=dp_size, num_pages=64)
+        self.memories = [RankMemory(r, sizes) for r in range(dp_size)]
+        self.waiting = WaitingQueue(policy, self.memories, capacity=2048)
+        if cached_len:
+            cache(self.memories[-1], STEM[:cached_len])
+
+    def add(self, arrival: int, prefix_len: int = 0, **kwargs: object) -> Request:
+        """A request that begins with so much of the stem."""
+        settings = {"num_retractions": 0, "priority": 0} | kwargs
+        message = GenerateRequest(
+            rid=f"r{arrival}",
+            input_ids=STEM[:prefix_len] + [49] * 5,
+            sampling=SamplingParams(),
+            dp_rank=settings.pop("dp_rank", None),
+        )
+        request = Request(message, arrival, max_len=100)
+        for name, value in settings.items():
+            setattr(request, name, value)
+        self.waiting.add(request)
+        return request
+
+    def order(self, room: int = 60, open_ranks: tuple[int, ...] | None = None) -> list[int]:
+        ranks = range(len(self.memories)) if open_ranks is None else open_ranks
+        is_open = np.isin(np.arange(len(self.memories)), ranks)
+        num_pages = np.full(len(self.memories), room, np.int32)
+        return [r.arrival for r in self.waiting.candidates(num_pages, is_open, step=0)]
 
 
-def make_queue(policy: str, dp_size: int = 1) -> WaitingQueue:
-    return WaitingQueue(policy, dp_size, cached_len=lambda request: request.prompt_len)
-
-
-def order(queue: WaitingQueue, open_ranks: tuple[int, ...] = (0,)) -> list[int]:
-    return [request.arrival for request in queue.ordered(open_ranks)]
+def cache(memory: RankMemory, tokens: list[int]) -> None:
+    """Put the whole pages of `tokens` on the tree."""
+    array = np.array(tokens, np.int32)
+    lease = memory.open_lease(array[:0])
+    assert memory.grow_rows(np.array([lease.row]), np.array([len(tokens)]))
+    memory.commit_rows(np.array([lease.row]), np.array([len(tokens)]))
+    release_kv_cache(memory, lease, array, insert=True)
 
 
 def test_fcfs_is_the_order_of_arrival() -> None:
-    queue = make_queue("fcfs")
-    for arrival, prompt_len in enumerate([3, 9, 5]):
-        queue.add(make_request(arrival, prompt_len=prompt_len))
-    assert order(queue) == [0, 1, 2]
+    queue = Queue("fcfs")
+    for arrival, prefix_len in enumerate([3, 16, 8]):
+        queue.add(arrival, prefix_len)
+    assert queue.order() == [0, 1, 2]
 
 
 def test_lpm_is_the_longest_cached_prefix_then_arrival() -> None:
-    queue = make_queue("lpm")
-    for arrival, prompt_len in enumerate([3, 9, 5, 9]):
-        queue.add(make_request(arrival, prompt_len=prompt_len))
-    assert order(queue) == [1, 3, 2, 0]
+    queue = Queue("lpm")
+    for arrival, prefix_len in enumerate([4, 16, 8, 16]):
+        queue.add(arrival, prefix_len)
+    assert queue.order() == [1, 3, 2, 0]
+
+
+def test_what_is_cached_is_known_when_it_changes_without_a_lookup() -> None:
+    queue = Queue("lpm", cached_len=0)
+    queue.add(0)
+    queue.add(1, 16)
+    assert queue.order() == [0, 1]
+    cache(queue.memories[0], STEM)
+    assert queue.order() == [1, 0]
+    queue.memories[0].cache.reset()
+    assert queue.order() == [0, 1]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
 def test_retracted_requests_come_first_and_oldest_first(policy: str) -> None:
-    queue = make_queue(policy)
-    queue.add(make_request(0, prompt_len=50))
+    queue = Queue(policy)
+    queue.add(0, 32)
     for arrival in (5, 4):
-        request = make_request(arrival)
-        request.num_retractions = 1
-        queue.add(request)
-    assert order(queue) == [4, 5, 0]
-    assert len(queue) == 3
+        queue.add(arrival, num_retractions=1)
+    assert queue.order() == [4, 5, 0]
+    assert len(queue.waiting) == 3
 
 
-def test_a_stream_of_cached_prompts_does_not_starve_an_uncached_one() -> None:
-    queue = make_queue("lpm")
-    queue.add(make_request(0, prompt_len=1))
-    queue.add(make_request(1, prompt_len=9))
+def test_a_higher_priority_comes_before_all_of_a_lower_one() -> None:
+    queue = Queue()
+    queue.add(0, 32, priority=-(2**31))
+    queue.add(1, num_retractions=1)
+    queue.add(2, priority=2**31 - 1)
+    queue.add(3, 8, priority=7)
+    queue.add(4, priority=7)
+    assert queue.order() == [2, 3, 4, 1, 0]
+    first = queue.waiting.first_by_priority()
+    assert first is not None
+    assert first.arrival == 2
+
+
+@pytest.mark.parametrize("priority", [0, 5])
+def test_a_stream_of_better_requests_does_not_starve_another(priority: int) -> None:
+    queue = Queue("lpm")
+    oldest = queue.add(0)
+    queue.add(1, 16, priority=priority)
     for arrival in range(2, 3 * MAX_PASSED_OVER):
-        first = queue.ordered([0])[0]
-        queue.remove(first)
-        if first.arrival == 0:
+        first = queue.order()[0]
+        if first == 0:
             assert arrival == MAX_PASSED_OVER + 2
+            assert queue.waiting.due() == [oldest]
             return
-        queue.add(make_request(arrival, prompt_len=9))
+        (request,) = (r for r in queue.waiting if r.arrival == first)
+        queue.waiting.started(request, 0)
+        queue.add(arrival, 16, priority=priority)
     pytest.fail("the oldest request was passed over forever")
 
 
 def test_requests_pinned_to_a_full_rank_do_not_hold_up_the_rest() -> None:
-    queue = make_queue("lpm", dp_size=2)
-    for arrival in range(MAX_LOOKUPS + 10):
-        queue.add(make_request(arrival, dp_rank=0))
-    queue.add(make_request(1000))
-    queue.add(make_request(1001, dp_rank=1))
-    assert order(queue, open_ranks=(1,)) == [1000, 1001]
+    queue = Queue("lpm", dp_size=2)
+    for arrival in range(300):
+        queue.add(arrival, dp_rank=0)
+    queue.add(1000)
+    queue.add(1001, dp_rank=1)
+    assert queue.order(open_ranks=(1,)) == [1000, 1001]
 
 
-@pytest.mark.parametrize("dp_size", [1, 4, 8])
-def test_the_lookups_of_a_long_queue_are_limited_over_all_ranks(dp_size: int) -> None:
-    looked_up = []
+def test_a_request_that_lacks_pages_even_if_its_prefix_costs_nothing_is_not_tried() -> None:
+    queue = Queue("lpm")
+    queue.add(0, 16)  # 22 tokens with the next: 6 pages, 4 of them cached
+    assert queue.order(room=1) == []
+    assert queue.order(room=2) == [0]
 
-    def cached_len(request: Request) -> int:
-        looked_up.append(request.arrival)
-        return 0
 
-    queue = WaitingQueue("lpm", dp_size, cached_len)
-    for arrival in range(2000):
-        queue.add(make_request(arrival))
-    assert order(queue) == list(range(MAX_LOOKUPS // dp_size))
-    assert len(looked_up) * dp_size <= MAX_LOOKUPS
+def test_lines_are_used_again() -> None:
+    queue = Queue()
+    for arrival in range(5000):
+        request = queue.add(arrival, 4 * (arrival % 8))
+        assert request.line < 3
+        if arrival % 3 == 2:
+            for each in list(queue.waiting):
+                queue.waiting.remove(each)
+    queue.memories[0].cache.audit([])

@@ -1,0 +1,68 @@
+"""Prefixes that running requests are computing now, so that others can wait for them and read.
+
+What a running request has computed is on its rank's tree as soon as the step was launched. What it
+has still to compute of its prompt is its share in flight: a waiting request whose tokens go on
+alike can wait for that instead of computing it a second time.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+
+
+_AT_ROOT = -1
+
+
+class Leader(NamedTuple):
+    """A running request, by its row, and how many of another's tokens it will have computed."""
+
+    row: int
+    length: int
+
+
+class InFlight:
+    """The prefixes that prefilling requests of one rank have still to compute, as of one step.
+
+    Args:
+        rank: whose running requests they are.
+        min_tokens: less than this is not worth waiting for: it is computed again.
+    """
+
+    def __init__(self, rank: RankScheduler, min_tokens: int) -> None:
+        self._rank = rank
+        self._min_tokens = max(min_tokens, rank.memory.page_size)
+        # By where the row's published part ends in the tree, and the page that comes next.
+        self._rows: dict[tuple[int, bytes], int] = {}
+        for row in rank.running.prefilling(rank.memory.rows.kv_committed_len).tolist():
+            self.add(row)
+
+    def add(self, row: int) -> None:
+        """What runs in `row` is prefilling; of two that go on alike, the first is the leader."""
+        rank, memory = self._rank, self._rank.memory
+        request, lease = rank.running.request(row), memory.leases[row]
+        if request.kept_len:
+            return  # a later turn of a session publishes nothing before it has succeeded
+        start = lease.cache_protected_len
+        page = rank.running.known_tokens(row)[start : start + memory.page_size]
+        if len(page) == memory.page_size:
+            place = _AT_ROOT if lease.node is None else lease.node.node_id
+            self._rows.setdefault((place, page.tobytes()), row)
+
+    def leader(self, tokens: Int32Array, cursor: PrefixCursor) -> Leader | None:
+        """Who is computing more of `tokens` than the tree has, if it is worth the wait."""
+        if not self._rows or cursor.next_key is None or cursor.node is None:
+            return None
+        place = cursor.node.node_id if cursor.length else _AT_ROOT
+        row = self._rows.get((place, cursor.next_key))
+        if row is None:
+            return None
+        theirs, start = self._rank.running.known_tokens(row), cursor.length
+        size = min(len(theirs), len(tokens))
+        differing = np.flatnonzero(theirs[start:size] != tokens[start:size])
+        shared = int(differing[0]) if len(differing) else size - start
+        shared = shared // self._rank.memory.page_size * self._rank.memory.page_size
+        return Leader(row, start + shared) if shared >= self._min_tokens else None

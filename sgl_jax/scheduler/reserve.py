@@ -1,0 +1,55 @@
+"""How many pages running requests will still want, as far as admission cares.
+
+Reserving every request's longest possible output would leave most of the pool unused; reserving
+nothing would admit too much and retract all the time. So admission reserves a share of what the
+running requests may still generate: the share rises whenever a retract shows it was too small,
+and decays slowly while all goes well. (SGLang's new-token ratio works alike.)
+"""
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.scheduler.running_rows import RunningRows
+
+# An output longer than this is not planned for: few requests use what they may.
+_MAX_PLANNED_OUTPUT = 4096
+_INITIAL_SHARE = 0.5
+_MIN_SHARE = 0.1
+_DECAY_PER_STEP = 0.001
+_RAISE_PER_RETRACT = 0.1
+
+
+class AdmissionReserve:
+    """The reserve of one rank. `conservativeness` scales it."""
+
+    def __init__(self, conservativeness: float) -> None:
+        self._conservativeness = conservativeness
+        self._share = min(_INITIAL_SHARE * conservativeness, 1.0)
+
+    def pages(self, memory: RankMemory, running: RunningRows) -> int:
+        """Pages to leave for the rank's running requests."""
+        rows = running.active
+        if len(rows) == 0:
+            return 0
+        planned = running.planned_len[rows]
+        output = np.minimum(running.max_len[rows] - planned, _MAX_PLANNED_OUTPUT)
+        expected_len = planned + np.ceil(output * self._share).astype(np.int32)
+        return int(memory.pages_to_grow(rows, expected_len).sum())
+
+    def expected_output(self, running: RunningRows) -> Int32Array:
+        """Steps to the ends of the rank's running requests, were they to generate the share that
+        the reserve expects; int32[n], ascending."""
+        rows = running.active
+        output = np.minimum(running.max_len[rows] - running.planned_len[rows], _MAX_PLANNED_OUTPUT)
+        steps: Int32Array = np.sort(np.ceil(output * self._share).astype(np.int32))
+        return steps
+
+    def after_step(self) -> None:
+        """A step was planned without a retract."""
+        floor = min(_MIN_SHARE * self._conservativeness, 1.0)
+        self._share = max(self._share - _DECAY_PER_STEP, floor)
+
+    def after_retract(self) -> None:
+        """A request had to be retracted."""
+        self._share = min(self._share + _RAISE_PER_RETRACT, 1.0)

@@ -1,0 +1,209 @@
+"""Every request that fits runs, and what two requests share is computed once."""
+
+import pytest
+
+from sgl_jax.core.messages import AbortRequest
+from sgl_jax.scheduler.config import SchedulerConfig
+from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.test_sessions import talk
+
+
+def num_prefilled(driver: Driver) -> int:
+    """Prompt tokens computed in all steps so far."""
+    return sum(
+        int(rank.q_lens[rank.num_decode :].sum()) for plan in driver.plans for rank in plan.ranks
+    )
+
+
+def short_driver(**config: object) -> Driver:
+    """One rank of 40 pages of 4 tokens, 25 of them taken by a request that goes on for long."""
+    settings: dict[str, object] = {"chunked_prefill_size": 16, "schedule_conservativeness": 0.0}
+    driver = Driver(
+        make_sizes(num_pages=41, max_step_tokens=32), SchedulerConfig(**(settings | config))
+    )
+    driver.submit(generate("long", [1] * 60, 40))
+    while len(driver.tokens["long"]) < 2:
+        driver.step()
+    return driver
+
+
+# -- admission ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["abort", "time-out"])
+def test_a_request_that_fits_starts_when_one_that_did_not_is_gone(ending: str) -> None:
+    driver = short_driver(waiting_timeout_s=5.0)
+    driver.tick(0.0)
+    driver.submit(generate("big", [2] * 130, 4))
+    driver.step()
+    assert not driver.tokens["big"]
+    if ending == "abort":
+        driver.abort("big")
+    else:
+        driver.tick(6.0)
+    assert driver.finish["big"].type == "abort"
+    driver.submit(generate("small", [3] * 4, 2))
+    for _ in range(3):
+        driver.step()
+    assert driver.tokens["small"], "it waited beside free pages"
+
+
+def test_a_request_that_fits_starts_beside_one_that_does_not() -> None:
+    driver = short_driver()
+    driver.submit(generate("big", [2] * 130, 4))
+    driver.step()
+    driver.submit(generate("small", [3] * 4, 2))
+    for _ in range(3):
+        driver.step()
+    assert driver.tokens["small"]
+    driver.run()
+    assert driver.finish["big"].type == "length"
+
+
+def test_a_request_starts_when_the_reserve_has_decayed_enough() -> None:
+    driver = short_driver(schedule_conservativeness=1.0)
+    driver.submit(generate("later", [2] * 60, 4))
+    memory, rank = driver.scheduler.ranks[0].memory, driver.scheduler.ranks[0]
+    while not driver.tokens["later"] and "long" not in driver.finish:
+        reserve = rank.reserve.pages(memory, rank.running)
+        fits = memory.pages_for(61) + reserve <= memory.num_available_pages
+        driver.step()
+        assert not fits or rank.running.rids[rank.running.active].tolist() == ["long", "later"]
+    driver.run()
+
+
+def test_a_request_starts_when_a_running_one_has_published_what_it_lacked() -> None:
+    driver = Driver(
+        make_sizes(num_pages=33, max_step_tokens=8),
+        SchedulerConfig(chunked_prefill_size=8, schedule_conservativeness=0.0),
+    )
+    shared = list(range(30)) * 3
+    driver.submit(generate("first", shared, 8))
+    driver.step()
+    driver.submit(generate("second", [*shared, 49, 48], 8))  # alone it would not fit beside it
+    for _ in range(20):
+        driver.step()
+        if "first" in driver.finish:
+            break
+    assert driver.tokens["second"], "the prefix that it reads was there, so it fitted"
+    driver.run()
+    driver.check_tokens("second")
+
+
+def test_a_request_too_large_for_what_is_free_is_not_passed_over_for_ever() -> None:
+    driver = short_driver()
+    driver.submit(generate("big", [2] * 130, 4))
+    for i in range(600):
+        if driver.scheduler.num_waiting < 4:
+            driver.submit(generate(f"small{i}", [3 + i % 40] * 12, 6))
+        driver.step()
+        if driver.tokens["big"]:
+            return
+    pytest.fail("the big request starved")
+
+
+# -- sharing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [64, 512, 1024])
+def test_requests_that_arrive_at_once_compute_what_they_share_once(
+    overlap: bool, chunk: int
+) -> None:
+    sizes = make_sizes(
+        page_size=16,
+        num_pages=400,
+        num_rows=33,
+        max_context_len=512,
+        max_step_tokens=chunk + 32,
+        vocab_size=1000,
+    )
+    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=chunk), overlap=overlap)
+    shared = list(range(400))
+    for i in range(16):
+        driver.submit(generate(f"r{i}", shared + [500 + i] * 20, 4))
+    driver.run()
+    assert num_prefilled(driver) == 400 + 16 * 20
+    for rid in driver.prompts:
+        driver.check_tokens(rid)
+
+
+def test_what_is_shared_is_waited_for_no_longer_than_its_request_needs() -> None:
+    """The second starts in the step after the one that computes the last page they share."""
+    sizes = make_sizes(num_pages=200, max_context_len=300, max_step_tokens=24)
+    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
+    shared = [i % 47 for i in range(64)]
+    driver.submit(generate("first", shared + [48] * 8, 2))
+    driver.submit(generate("second", shared + [49] * 8, 2))
+    for _ in range(4):  # 64 tokens in chunks of 16
+        driver.step()
+        assert driver.scheduler.num_running == 1
+    driver.step()
+    assert driver.scheduler.num_running == 2
+    driver.run()
+    assert driver.cached["second"] == 64
+
+
+@pytest.mark.parametrize("ending", ["abort", "retract"])
+def test_whoever_waited_for_a_prefix_computes_it_if_its_request_is_gone(ending: str) -> None:
+    sizes = make_sizes(num_pages=200, max_context_len=300, max_step_tokens=24)
+    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
+    shared = [i % 47 for i in range(64)]
+    driver.submit(generate("first", shared + [48] * 100, 2))
+    driver.submit(generate("second", shared + [49] * 8, 2))
+    driver.step()
+    assert driver.scheduler.num_waiting == 1
+    if ending == "abort":
+        driver.events.abort(AbortRequest(rid="first"))
+    else:
+        driver.retract("first")
+    driver.step()
+    assert driver.scheduler.num_running >= 1
+    driver.run()
+    driver.check_tokens("second")
+    assert num_prefilled(driver) <= 64 + 100 + 8 + 2 * 16
+
+
+def test_a_little_that_is_shared_is_computed_again_rather_than_waited_for() -> None:
+    sizes = make_sizes(page_size=1, num_pages=400, max_context_len=300, max_step_tokens=300)
+    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=256))
+    driver.submit(generate("first", [7, 8, *[1] * 40], 2))
+    driver.submit(generate("second", [7, 8, *[2] * 40], 2))
+    driver.step()
+    assert driver.scheduler.num_running == 2
+    driver.run()
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+
+def test_a_turn_leaves_its_busy_rank_when_computing_again_costs_less() -> None:
+    s = talk(dp_size=2, page_size=4, pool_tokens=1024, num_rows=3, chunk=16)
+    s.say("s", [5] * 40, 2)
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.cache.holds("s")).dp_rank
+    for i in range(2):
+        s.driver.submit(generate(f"r{i}", [10 + i] * 4, 200, dp_rank=home))
+    s.driver.step()
+    rid = s.begin("s", [1], 2)
+    for num_steps in range(20):
+        s.driver.step()
+        if s.driver.tokens[rid]:
+            break
+    assert num_steps < 10, "the other rank was empty"
+    s.run()
+    assert s.driver.dp_rank[rid] == 1 - home
+    s.check()
+    s.close_all()
+
+
+def test_a_turn_waits_for_its_rank_when_that_costs_less_than_computing_again() -> None:
+    s = talk(dp_size=2, page_size=4, pool_tokens=1024, num_rows=9, chunk=8)
+    s.say("s", [5] * 200, 2)
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.cache.holds("s")).dp_rank
+    s.driver.submit(generate("other", [10] * 24, 2, dp_rank=home))  # three steps of prefill
+    s.driver.step()
+    rid = s.begin("s", [1], 2)
+    s.run()
+    assert s.driver.dp_rank[rid] == home
+    assert s.driver.cached[rid] == 201
+    s.close_all()
