@@ -3,6 +3,8 @@
 A prefix cache remembers the KV of token prefixes between requests. Matching is split in two:
 `peek` only looks (routing, admission), `match_prefix` locks what it found, and whoever locked
 owes one `unlock`.
+
+A prefix is kept under a namespace, "" by default, and found under that namespace alone.
 """
 
 from collections.abc import Sequence
@@ -59,15 +61,15 @@ class PrefixCache(Protocol):
         """Prefix lengths of these locks, summed over the locks."""
         ...
 
-    def peek(self, tokens: Int32Array) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing."""
         ...
 
-    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
         """The pages that `match_prefix` would find, in token order. Changes nothing."""
         ...
 
-    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
         ...
 
@@ -120,15 +122,15 @@ class ChunkCache:
     num_locks = 0
     num_locked_tokens = 0
 
-    def peek(self, tokens: Int32Array) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
         """Nothing is ever found."""
         return PrefixPeek(0, 0)
 
-    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
         """Nothing is ever found."""
         return np.zeros(0, np.int32)
 
-    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
         """Nothing is ever found, so nothing is locked."""
         return PrefixMatch(0, np.zeros(0, np.int32), None)
 

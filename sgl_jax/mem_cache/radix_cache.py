@@ -50,20 +50,20 @@ class RadixCache:
         """Prefix lengths of these locks, summed over the locks."""
         return self.tree.num_locked_tokens
 
-    def peek(self, tokens: Int32Array) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing, not even ages."""
-        path, length = self.tree.peek(_contiguous(tokens))
+        path, length = self.tree.peek(_contiguous(tokens), namespace)
         return PrefixPeek(length, self._full.num_evictable_on(path))
 
-    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
         """The pages that `match_prefix` would find, in token order. Changes nothing."""
-        path, length = self.tree.peek(_contiguous(tokens))
+        path, length = self.tree.peek(_contiguous(tokens), namespace)
         pages = self._full.pages_of([step.node for step in path])
         return pages[: length // self.tree.page_size]
 
-    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
-        return self._describe(self.tree.match(_contiguous(tokens)))
+        return self._describe(self.tree.match(_contiguous(tokens), namespace))
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Insert `tokens` (whole pages, at least one); the lock of the offer moves to the end."""
@@ -105,13 +105,22 @@ class RadixCache:
         return self._full.pages_of(self.nodes())
 
     def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
-        """Prove counts, locks, the eviction set, and that edges follow one another."""
+        """Prove counts, locks, the eviction set, and that edges follow one another.
+
+        Each path must be of one namespace, and its edges listed under the keys that lookups use.
+        """
         nodes = self.nodes()
         self._full.audit(nodes, locked_nodes)
         for node in nodes:
             if node.parent is None or node.end != node.parent.end + len(node.key):
                 raise LedgerError(
                     f"{node!r} does not continue its parent {node.parent!r}", node.values[0]
+                )
+            if not self.tree.is_listed(node):
+                raise LedgerError(
+                    f"{node!r} is not where lookups of its tokens and namespace end, or is of "
+                    f"another namespace than its parent {node.parent!r}",
+                    node.values[0],
                 )
 
     def _describe(self, node: TreeNode | None) -> PrefixMatch:

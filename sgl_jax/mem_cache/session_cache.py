@@ -138,17 +138,17 @@ class SessionAwareCache:
         """Prefix lengths of these locks, summed over the locks."""
         return self.inner.num_locked_tokens
 
-    def peek(self, tokens: Int32Array) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing."""
-        return self.inner.peek(tokens)
+        return self.inner.peek(tokens, namespace)
 
-    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
         """The pages that `match_prefix` would find, in token order. Changes nothing."""
-        return self.inner.peek_pages(tokens)
+        return self.inner.peek_pages(tokens, namespace)
 
-    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
-        return self.inner.match_prefix(tokens)
+        return self.inner.match_prefix(tokens, namespace)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), taking over the offered pages that are new.
