@@ -57,7 +57,7 @@ class RankScheduler:
         slot = self._slot_of(request)
         if slot is not None:
             return min(slot.kv_committed_len, self._reusable_len(request))
-        return self.memory.cache.peek(request.matchable()).length
+        return self.memory.cache.peek(request.matchable(), request.namespace).length
 
     def try_admit(self, request: Request) -> int | None:
         """Give a waiting request a row, if its known tokens and the rank's reserve fit.
@@ -129,7 +129,7 @@ class RankScheduler:
         elif memory.rows.num_free == 0:
             return False
         else:
-            peek = memory.cache.peek(request.matchable())
+            peek = memory.cache.peek(request.matchable(), request.namespace)
             # Locking a cached prefix takes it from the evictable pages, so it counts as needed.
             needed += peek.num_evictable_pages - peek.length // memory.page_size
         return needed + self.reserve.pages(memory, self.running) <= memory.num_available_pages
@@ -142,7 +142,7 @@ class RankScheduler:
         is_needed = memory.needed_pages()
         # Only what running requests need, too, can the request read without taking a page.
         if slot is None:
-            known = memory.cache.peek_pages(request.matchable())
+            known = memory.cache.peek_pages(request.matchable(), request.namespace)
         else:
             known = slot.pages(memory.page_size)
         needed = memory.pages_for(len(request.tokens) + 1) - int(is_needed[known].sum())
@@ -154,7 +154,7 @@ class RankScheduler:
         if slot is not None and request.slot_id is not None:
             return resume_lease(self.memory, request.slot_id, self._reusable_len(request))
         self._empty_slot_of(request)
-        lease = self.memory.open_lease(request.matchable())
+        lease = self.memory.open_lease(request.matchable(), request.namespace)
         if request.slot_id is not None:
             self.memory.cache.bind(request.slot_id, lease)
         return lease

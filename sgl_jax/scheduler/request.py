@@ -36,8 +36,10 @@ class Request:
         "logprob_next",
         "max_len",
         "message",
+        "namespace",
         "num_retractions",
         "pending_prompt_logprobs",
+        "priority",
         "prompt_len",
         "rid",
         "session",
@@ -63,6 +65,8 @@ class Request:
             message.input_ids if prompt is None else prompt, np.int32
         )
         self.session = session
+        self.namespace = message.namespace if session is None else session.namespace
+        self.priority = 0  # larger is more important; set by the scheduler, if it heeds any
         # The session whose slot takes over the lease at the end, and how much of the prompt is
         # that session's history: if the turn fails, so much is kept.
         self.slot_id: str | None = None
