@@ -64,6 +64,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
         dp_rank: pin the request to one data-parallel rank; None lets the balancer choose.
         session: the session this is a turn of; its history is put before `input_ids`.
+        namespace: requests share cached prefixes only with those of the same; "" is one, too. A
+            turn names none, or that of its session.
+        priority: in [-2**31, 2**31); without effect unless scheduling by priority is on.
         is_length_default: nobody asked for `max_new_tokens`: a turn gets fewer where the history
             of its session leaves less room.
     """
@@ -77,6 +80,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dp_rank: int | None = None
     session: SessionTurn | None = None
     is_length_default: bool = False
+    namespace: str = ""
+    priority: int = 0
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -124,6 +129,7 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         capacity_of_str_len: tokens that the history may hold at most; 0 for no limit but the
             context's. (The name is SGLang's.)
         timeout_s: close the session after so long without a turn; None never does.
+        namespace: of all its turns, as in `GenerateRequest`.
     """
 
     rid: str
@@ -131,6 +137,7 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     streaming: bool = False
     capacity_of_str_len: int = 0
     timeout_s: float | None = None
+    namespace: str = ""
 
 
 class CloseSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):

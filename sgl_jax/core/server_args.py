@@ -28,6 +28,7 @@ _BOUNDS = {
     "max_session_tokens": (1, 1_000_000_000_000),
     "chunked_prefill_size": (0, 1_048_576),
     "schedule_conservativeness": (0.0, 10.0),
+    "priority_scheduling_preemption_threshold": (0, 2**31 - 1),
     "port": (0, 65535),  # 0 takes any free one
     "decode_log_interval": (0, 1_000_000_000),
     "watchdog_timeout": (1.0, 86400.0),
@@ -98,6 +99,15 @@ class ServerArgs:
         "lpm", "order of the waiting queue: first come, or longest cached prefix", ("fcfs", "lpm")
     )
     schedule_conservativeness: float = _arg(1.0, "above 1 admits later and retracts less")
+    enable_priority_scheduling: bool = _arg(
+        False, "heed the priority of requests: larger values are more important"
+    )
+    schedule_low_priority_values_first: bool = _arg(
+        False, "with --enable-priority-scheduling, smaller values are more important"
+    )
+    priority_scheduling_preemption_threshold: int = _arg(
+        10, "with it, a request is retracted only for one that is more important by more than this"
+    )
     load_balance_method: str = _arg(
         "prefix_aware", "which rank gets a request", ("prefix_aware", "round_robin")
     )
@@ -181,6 +191,10 @@ class ServerArgs:
         if self.kv_cache_scales is not None and self.kv_cache_dtype != "fp8_e4m3":
             raise ValueError(
                 f"--kv-cache-scales needs --kv-cache-dtype fp8_e4m3, got {self.kv_cache_dtype}"
+            )
+        if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
+            raise ValueError(
+                "--schedule-low-priority-values-first needs --enable-priority-scheduling"
             )
         for setting in dataclasses.fields(self):
             choices = setting.metadata["choices"]

@@ -30,7 +30,14 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.engine.channel import EngineClient
-from sgl_jax.engine.request_limits import check_between, check_rid, check_session_id
+from sgl_jax.engine.request_limits import (
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    check_between,
+    check_namespace,
+    check_rid,
+    check_session_id,
+)
 from sgl_jax.engine.request_stream import RequestStream
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
@@ -122,6 +129,8 @@ class Frontend:
         logprob_start_len: int = -1,
         dp_rank: int | None = None,
         session: SessionTurn | None = None,
+        namespace: str = "",
+        priority: int | None = None,
     ) -> GenerateRequest:
         """Check everything that can be checked before the engine sees it.
 
@@ -130,6 +139,8 @@ class Frontend:
                 leaves. A default never makes a request too long: for a session's turn the
                 engine, which knows the history that is put before it, sees to that.
             session: of which the request is a turn, `prompt_ids` what it adds.
+            namespace: of the cached prefixes that it may find and leave behind.
+            priority: None is 0.
 
         Raises:
             InvalidRequestError: names the field and what is allowed.
@@ -155,6 +166,9 @@ class Frontend:
         check_between("logprob_start_len", logprob_start_len, -1, longest)
         if dp_rank is not None:
             check_between("dp_rank", dp_rank, 0, self.facts.dp_size - 1)
+        check_namespace(namespace)
+        priority = 0 if priority is None else priority
+        check_between("priority", priority, MIN_PRIORITY, MAX_PRIORITY)
         rid = uuid.uuid4().hex if rid is None else rid
         check_rid(rid)
         if session is not None:
@@ -169,6 +183,8 @@ class Frontend:
             dp_rank=dp_rank,
             session=session,
             is_length_default=is_length_default,
+            namespace=namespace,
+            priority=priority,
         )
 
     def start(

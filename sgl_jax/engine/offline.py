@@ -39,9 +39,10 @@ from sgl_jax.engine.offline_inputs import (
     Prompt,
     Sampling,
     as_batch,
+    as_namespace,
     as_new_id,
+    as_options,
     as_sampling,
-    as_turn,
 )
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
@@ -137,8 +138,10 @@ class Engine:
             input_ids: token id lists, instead of `prompts`.
             progress: show a progress bar; None shows one for many prompts on a terminal.
             options: `rid`, `return_logprob`, `top_logprobs_num`, `logprob_start_len`, `dp_rank`;
-                for a single prompt also `session_params`, a `SessionTurn` or a mapping of its
-                fields (`{"id": ...}`), whose session the prompt continues.
+                `extra_key` or `cache_salt` (a namespace of cached prefixes) and `priority`, one
+                for all or a list with one for each; for a single prompt also `session_params`,
+                a `SessionTurn` or a mapping of its fields (`{"id": ...}`), whose session the
+                prompt continues.
 
         Raises:
             InvalidRequestError: a prompt or parameter cannot be served; nothing was started.
@@ -231,6 +234,8 @@ class Engine:
         *,
         streaming: bool = False,
         timeout: float | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
     ) -> str:
         """Open a session; returns its id, which is a new one unless given.
 
@@ -238,12 +243,13 @@ class Engine:
             capacity_of_str_len: tokens the history may hold; 0 for no limit but the context's.
             streaming: append-only, one request in flight, KV kept in place between turns.
             timeout: idle seconds after which the session is closed; None never does.
+            extra_key, cache_salt: either names the namespace of all its turns.
 
         Raises:
-            InvalidRequestError: the id is taken.
+            InvalidRequestError: the id is taken, or an argument cannot be.
             GenerationError: too many sessions are open.
         """
-        name = as_new_id(session_id)
+        name, namespace = as_new_id(session_id), as_namespace(extra_key, cache_salt)
         if capacity_of_str_len < 0 or (timeout is not None and not timeout > 0):
             raise InvalidRequestError(
                 "capacity_of_str_len must be at least 0 and timeout above 0, got "
@@ -257,6 +263,7 @@ class Engine:
                 streaming=streaming,
                 capacity_of_str_len=capacity_of_str_len,
                 timeout_s=timeout,
+                namespace=namespace,
             )
         )
         return name
@@ -342,17 +349,16 @@ class Engine:
         streaming: bool,
     ) -> list[RequestStream]:
         """Check everything first, then start everything."""
-        session = as_turn(options.get("session_params"), len(prompts))
-        options = {name: value for name, value in options.items() if name != "session_params"}
         requests = [
             self._frontend.prepare(
                 self._frontend.encode(prompt) if isinstance(prompt, str) else list(prompt),
                 as_sampling(sampling),
                 default_max_new_tokens=128,
-                session=session,
-                **options,
+                **own,
             )
-            for prompt, sampling in zip(prompts, params, strict=True)
+            for prompt, sampling, own in zip(
+                prompts, params, as_options(options, len(prompts)), strict=True
+            )
         ]
         return [
             self._frontend.start(request, on_ready(i), streaming=streaming)

@@ -2,15 +2,16 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.engine.request_limits import check_session_id
+from sgl_jax.engine.request_limits import check_namespace, check_session_id, one_namespace
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
 Sampling = SamplingParams | Mapping[str, Any] | None
 
@@ -22,7 +23,43 @@ def as_new_id(given: str | None) -> str:
     return name
 
 
-def as_turn(given: SessionTurn | Mapping[str, Any] | None, num_prompts: int) -> SessionTurn | None:
+def as_namespace(extra_key: str | None, cache_salt: str | None) -> str:
+    """The namespace that either names. Raises `InvalidRequestError` if it cannot be one."""
+    namespace = one_namespace(extra_key, cache_salt)
+    check_namespace(namespace)
+    return namespace
+
+
+def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, Any]]:
+    """The options of `Engine.generate` for each prompt, as `Frontend.prepare` takes them.
+
+    Raises `InvalidRequestError`.
+    """
+    shared = dict(options)
+    shared["session"] = _as_turn(shared.pop("session_params", None), num_prompts)
+    extra_keys = _as_each("extra_key", shared.pop("extra_key", None), str, num_prompts)
+    cache_salts = _as_each("cache_salt", shared.pop("cache_salt", None), str, num_prompts)
+    priorities = _as_each("priority", shared.pop("priority", None), int, num_prompts)
+    return [
+        {**shared, "namespace": one_namespace(extra_key, cache_salt), "priority": priority}
+        for extra_key, cache_salt, priority in zip(extra_keys, cache_salts, priorities, strict=True)
+    ]
+
+
+def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T | None]:
+    """What option `name` gives for each prompt: an entry of its list, or its one value."""
+    each = list(given) if isinstance(given, list | tuple) else [given] * num_prompts
+    if len(each) != num_prompts:
+        raise InvalidRequestError(f"{name} has {len(each)} entries for {num_prompts} prompts", name)
+    for value in each:
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise InvalidRequestError(
+                f"{name} must be {kind.__name__} or a list of them, got {value!r}", name
+            )
+    return each
+
+
+def _as_turn(given: SessionTurn | Mapping[str, Any] | None, num_prompts: int) -> SessionTurn | None:
     """The turn that a request is, if any; it has one prompt. Raises `InvalidRequestError`."""
     if given is None or isinstance(given, SessionTurn):
         turn = given

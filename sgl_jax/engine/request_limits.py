@@ -7,6 +7,8 @@ from sgl_jax.core.errors import InvalidRequestError
 
 MAX_RID_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
+MAX_NAMESPACE_CHARS = 256
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 
 def check_rid(rid: str, param: str = "rid") -> None:
@@ -17,6 +19,34 @@ def check_rid(rid: str, param: str = "rid") -> None:
 def check_session_id(session_id: str, param: str = "session_id") -> None:
     """It can name a session."""
     _check_length("a session's id", session_id, MAX_SESSION_ID_CHARS, param)
+
+
+def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
+    """The namespace that a client names by either field: the same text is the same namespace.
+
+    "" without any. Raises `InvalidRequestError` if the two differ.
+    """
+    if extra_key and cache_salt and extra_key != cache_salt:
+        raise InvalidRequestError(
+            "extra_key and cache_salt both name the namespace of cached prefixes: send one of them",
+            "extra_key",
+        )
+    return extra_key or cache_salt or ""
+
+
+def check_namespace(namespace: str) -> None:
+    """It can name a namespace."""
+    if len(namespace) > MAX_NAMESPACE_CHARS:
+        raise InvalidRequestError(
+            f"a namespace (cache_salt, extra_key) must have at most {MAX_NAMESPACE_CHARS} "
+            f"characters, got {len(namespace)}",
+            "namespace",
+        )
+    if any("\ud800" <= char <= "\udfff" for char in namespace):
+        raise InvalidRequestError(
+            "a namespace (cache_salt, extra_key) must be valid Unicode, without lone surrogates",
+            "namespace",
+        )
 
 
 def check_between(name: str, value: int, low: int, high: int) -> None:

@@ -1,9 +1,11 @@
 """Everything about the memory of an engine's ranks as JSON, for whoever has to explain a defect.
 
 It only reads, and gets through broken books: a part that cannot be read says why instead. Tokens
-are left out, since prompts are their senders' own.
+are left out, since prompts are their senders' own, and namespaces, which may be secrets, are shown
+as short hashes.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -63,6 +65,7 @@ def _leases(memory: RankMemory) -> list[dict[str, Any]]:
             "row": lease.row,
             "listed_for_row": row,
             "released": lease.released,
+            "namespace": _namespace_hash(lease.namespace),
             "node": None if lease.node is None else lease.node.node_id,
         }
         for row, lease in memory.leases.items()
@@ -110,6 +113,7 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
             {
                 "id": node.node_id,
                 "parent": None if node.parent is None else node.parent.node_id,
+                "namespace": _namespace_hash(node.namespace),
                 "start": node.end - len(node.key),
                 "end": node.end,
                 "children": [child.node_id for child in node.children.values()],
@@ -120,6 +124,11 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
             for node in cache.nodes()
         ],
     }
+
+
+def _namespace_hash(namespace: str) -> str:
+    """Eight hexadecimal digits of its SHA-256; "" for the default namespace."""
+    return hashlib.sha256(namespace.encode()).hexdigest()[:8] if namespace else ""
 
 
 def _owners(memory: RankMemory) -> dict[str, list[int]]:

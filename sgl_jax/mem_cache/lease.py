@@ -6,6 +6,9 @@
 `cache_protected_len` is page-aligned: up to there the pages belong to the tree, and the lease
 keeps them from eviction by the lock on `node`. From there to `kv_allocated_len` they belong to
 the row. `0 <= protected <= committed <= allocated` always.
+
+`namespace` is set when the lease is opened, and what the lease publishes is kept under it: no
+later call names a namespace, so none can name another.
 """
 
 from sgl_jax.core.step_plan import Int32Array
@@ -20,11 +23,12 @@ class KVLease:
     Made by `RankMemory.open_lease`, ended by `release_kv_cache`, and by nothing else.
     """
 
-    __slots__ = ("_rows", "dp_rank", "node", "released", "row")
+    __slots__ = ("_rows", "dp_rank", "namespace", "node", "released", "row")
 
-    def __init__(self, dp_rank: int, row: int, rows: ReqToTokenPool) -> None:
+    def __init__(self, dp_rank: int, row: int, rows: ReqToTokenPool, namespace: str = "") -> None:
         self.dp_rank = dp_rank
         self.row = row
+        self.namespace = namespace
         self.node: TreeNode | None = None  # deepest locked node; None while nothing is locked
         self.released = False
         self._rows = rows

@@ -100,6 +100,8 @@ def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
     locked_len, path = 0, _NO_PAGES
     if lease.node is not None:
         locked_len, path = lease.node.end, memory.cache.pages_to(lease.node)
+        if lease.node.namespace != lease.namespace:
+            yield Finding(f"{lease!r} has locked a path of another namespace", path)
     if locked_len != protected:
         yield Finding(f"{lease!r} has locked {locked_len} tokens", path)
         return

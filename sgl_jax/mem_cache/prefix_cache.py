@@ -3,6 +3,8 @@
 A prefix cache remembers the KV of token prefixes between requests. Matching is split in two:
 `peek` only looks (routing, admission), `match_prefix` locks what it found, and whoever locked
 owes one `unlock`.
+
+A prefix is kept under a namespace, "" by default, and found under that namespace alone.
 """
 
 from collections.abc import Sequence
@@ -60,15 +62,17 @@ class PrefixCache(Protocol):
         """Prefix lengths of these locks, summed over the locks."""
         ...
 
-    def peek(self, tokens: Int32Array) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing."""
         ...
 
-    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
         """The pages that `match_prefix` would find, in token order. Changes nothing."""
         ...
 
-    def follow(self, tokens: Int32Array, tag: int, below: TreeNode | None = None) -> PrefixCursor:
+    def follow(
+        self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
+    ) -> PrefixCursor:
         """Keep track of how much of `tokens` the cache holds, until `unfollow`.
 
         `below` is a locked node that is known to lie on their path: only what follows it is looked
@@ -84,11 +88,16 @@ class PrefixCache(Protocol):
         """The cursors whose length has changed since the last call."""
         ...
 
+    def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
+        """The `next_key` of a cursor that ends at `node` (None: nothing matched), where `tokens`,
+        at least a page, come next."""
+        ...
+
     def locked_len(self, cursor: PrefixCursor) -> int:
         """Tokens of the cursor's prefix that are locked: reading them takes no page from others."""
         ...
 
-    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
         ...
 
@@ -141,17 +150,19 @@ class ChunkCache:
     num_locks = 0
     num_locked_tokens = 0
 
-    def peek(self, tokens: Int32Array) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
         """Nothing is ever found."""
         return PrefixPeek(0, 0)
 
-    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
         """Nothing is ever found."""
         return np.zeros(0, np.int32)
 
-    def follow(self, tokens: Int32Array, tag: int, below: TreeNode | None = None) -> PrefixCursor:
+    def follow(
+        self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
+    ) -> PrefixCursor:
         """A cursor that stays at 0."""
-        return PrefixCursor(tokens, tag)
+        return PrefixCursor(tokens, namespace, tag)
 
     def unfollow(self, cursor: PrefixCursor) -> None:
         """There is nothing to end."""
@@ -160,11 +171,15 @@ class ChunkCache:
         """None ever moves."""
         return ()
 
+    def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
+        """No cursor ever goes on."""
+        return None
+
     def locked_len(self, cursor: PrefixCursor) -> int:
         """Nothing is ever locked."""
         return 0
 
-    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
         """Nothing is ever found, so nothing is locked."""
         return PrefixMatch(0, np.zeros(0, np.int32), None)
 

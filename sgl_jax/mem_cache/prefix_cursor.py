@@ -19,16 +19,17 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class PrefixCursor:
-    """A walk along `tokens`, made by `PrefixCache.follow` and ended by `unfollow`.
+    """A walk along `tokens` of a namespace, made by `PrefixCache.follow` and ended by `unfollow`.
 
     `length` counts the matched tokens, whole pages; `node` is the last node on the walk (the root
     if none matched, None without a tree). `tag` is the owner's and means nothing to the tree.
     """
 
-    __slots__ = ("is_moved", "length", "next_key", "node", "tag", "tokens")
+    __slots__ = ("is_moved", "length", "namespace", "next_key", "node", "tag", "tokens")
 
-    def __init__(self, tokens: Int32Array, tag: int) -> None:
+    def __init__(self, tokens: Int32Array, namespace: str, tag: int) -> None:
         self.tokens = tokens
+        self.namespace = namespace
         self.tag = tag
         self.length = 0
         self.node: TreeNode | None = None
@@ -45,16 +46,17 @@ class CursorIndex:
     Args:
         page_size: tokens.
         root: of the tree.
-        walk: `walk(tokens, below)` answers the path of `tokens` below a node on their path.
-        key_of: `key_of(node, tokens)` is the key of the child of `node` that `tokens` need there.
+        walk: `walk(tokens, namespace, below)` answers the path below a node that lies on it.
+        key_of: `key_of(node, tokens, namespace)` is the key of the child of `node` where `tokens`
+            go on.
     """
 
     def __init__(
         self,
         page_size: int,
         root: TreeNode,
-        walk: Callable[[Int32Array, TreeNode], list[PathStep]],
-        key_of: Callable[[TreeNode, Int32Array], bytes],
+        walk: Callable[[Int32Array, str, TreeNode], list[PathStep]],
+        key_of: Callable[[TreeNode, Int32Array, str], bytes],
     ) -> None:
         self._page_size = page_size
         self._root = root
@@ -63,12 +65,14 @@ class CursorIndex:
         self._on: dict[int, dict[bytes | None, dict[int, PrefixCursor]]] = {}  # by node id
         self._moved: list[PrefixCursor] = []
 
-    def follow(self, tokens: Int32Array, tag: int, below: TreeNode | None = None) -> PrefixCursor:
+    def follow(
+        self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None
+    ) -> PrefixCursor:
         """A new cursor, placed where the walk along `tokens` ends now.
 
         `below` is a node that is known to lie on it: what is above is not looked at.
         """
-        cursor = PrefixCursor(tokens, tag)
+        cursor = PrefixCursor(tokens, namespace, tag)
         self._advance(cursor, below or self._root)
         return cursor
 
@@ -117,29 +121,29 @@ class CursorIndex:
         for node_id, filed in self._on.items():
             for next_key, cursors in filed.items():
                 for cursor in cursors.values():
-                    path = self._walk(cursor.tokens, self._root)
+                    path = self._walk(cursor.tokens, cursor.namespace, self._root)
                     node = path[-1].node if path else self._root
                     length = sum(step.num_matched for step in path)
-                    found = (node.node_id, length, self._lacking(node, length, cursor.tokens))
+                    found = (node.node_id, length, self._lacking(node, length, cursor))
                     if found != (node_id, cursor.length, next_key) or cursor.node is not node:
                         raise LedgerError(f"{cursor!r} should be at {node!r}, length {length}")
 
     # -- inside -------------------------------------------------------------------------------
 
     def _advance(self, cursor: PrefixCursor, start: TreeNode) -> None:
-        path = self._walk(cursor.tokens, start)
+        path = self._walk(cursor.tokens, cursor.namespace, start)
         cursor.length = start.end + sum(step.num_matched for step in path)
         self._file(cursor, path[-1].node if path else start)
 
-    def _lacking(self, node: TreeNode, length: int, tokens: Int32Array) -> bytes | None:
+    def _lacking(self, node: TreeNode, length: int, cursor: PrefixCursor) -> bytes | None:
         """The key of the child of `node` that would continue a walk of that length, if one can."""
-        if length < node.end or len(tokens) - length < self._page_size:
+        if length < node.end or len(cursor.tokens) - length < self._page_size:
             return None
-        return self._key_of(node, tokens[length:])
+        return self._key_of(node, cursor.tokens[length:], cursor.namespace)
 
     def _file(self, cursor: PrefixCursor, node: TreeNode) -> None:
         cursor.node = node
-        cursor.next_key = self._lacking(node, cursor.length, cursor.tokens)
+        cursor.next_key = self._lacking(node, cursor.length, cursor)
         filed = self._on.setdefault(node.node_id, {})
         filed.setdefault(cursor.next_key, {})[id(cursor)] = cursor
 

@@ -51,20 +51,22 @@ class RadixCache:
         """Prefix lengths of these locks, summed over the locks."""
         return self.tree.num_locked_tokens
 
-    def peek(self, tokens: Int32Array) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing, not even ages."""
-        path, length = self.tree.peek(_contiguous(tokens))
+        path, length = self.tree.peek(_contiguous(tokens), namespace)
         return PrefixPeek(length, self._full.num_evictable_on(path))
 
-    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
         """The pages that `match_prefix` would find, in token order. Changes nothing."""
-        path, length = self.tree.peek(_contiguous(tokens))
+        path, length = self.tree.peek(_contiguous(tokens), namespace)
         pages = self._full.pages_of([step.node for step in path])
         return pages[: length // self.tree.page_size]
 
-    def follow(self, tokens: Int32Array, tag: int, below: TreeNode | None = None) -> PrefixCursor:
+    def follow(
+        self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
+    ) -> PrefixCursor:
         """Keep track of how much of `tokens` the tree holds, until `unfollow`."""
-        return self.tree.cursors.follow(_contiguous(tokens), tag, below)
+        return self.tree.cursors.follow(_contiguous(tokens), namespace, tag, below)
 
     def unfollow(self, cursor: PrefixCursor) -> None:
         """End a cursor of `follow`, once."""
@@ -74,14 +76,18 @@ class RadixCache:
         """The cursors whose length has changed since the last call."""
         return self.tree.cursors.take_moved()
 
+    def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
+        """The `next_key` of a cursor that ends at `node`, where `tokens` come next."""
+        return self.tree.child_key(node or self.tree.root, tokens, namespace)
+
     def locked_len(self, cursor: PrefixCursor) -> int:
         """Tokens of the cursor's prefix that are locked: reading them takes no page from others."""
         assert cursor.node is not None, "a cursor is on a node until it is ended"
         return min(cursor.length, self._full.locked_len(cursor.node))
 
-    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
-        return self._describe(self.tree.match(_contiguous(tokens)))
+        return self._describe(self.tree.match(_contiguous(tokens), namespace))
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Insert `tokens` (whole pages, at least one); the lock of the offer moves to the end."""
@@ -123,7 +129,10 @@ class RadixCache:
         return self._full.pages_of(self.nodes())
 
     def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
-        """Prove counts, locks, the eviction set, and that edges follow one another."""
+        """Prove counts, locks, the eviction set, and that edges follow one another.
+
+        Each path must be of one namespace, and its edges listed under the keys that lookups use.
+        """
         nodes = self.nodes()
         self._full.audit(nodes, locked_nodes)
         self.tree.cursors.audit()
@@ -131,6 +140,12 @@ class RadixCache:
             if node.parent is None or node.end != node.parent.end + len(node.key):
                 raise LedgerError(
                     f"{node!r} does not continue its parent {node.parent!r}", node.values[0]
+                )
+            if not self.tree.is_listed(node):
+                raise LedgerError(
+                    f"{node!r} is not where lookups of its tokens and namespace end, or is of "
+                    f"another namespace than its parent {node.parent!r}",
+                    node.values[0],
                 )
 
     def _describe(self, node: TreeNode | None) -> PrefixMatch:

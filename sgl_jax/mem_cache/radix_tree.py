@@ -5,6 +5,9 @@ an edge is worth, who locks it and what eviction frees is the business of its co
 
 Edges are multiples of `page_size` tokens, siblings differ in their first page, and tokens are
 compared, not hashes. The root holds nothing, is never locked, never evicted, and in no count.
+
+A path belongs to one namespace: children of the root are found by namespace and first page, all
+others by first page alone. So paths of different namespaces have only the root in common.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,24 +35,24 @@ class RadixTree:
         self.num_locked_tokens = 0
         self._clock = 0
         self._next_id = 0
-        self.root = self._new_node(np.zeros(0, np.int32), None)
-        self.cursors = CursorIndex(page_size, self.root, self._walk, self._child_key)
+        self.root = self._new_node(np.zeros(0, np.int32), None, b"", "")
+        self.cursors = CursorIndex(page_size, self.root, self._walk, self.child_key)
 
     # -- matching ---------------------------------------------------------------------------
 
-    def peek(self, tokens: Int32Array) -> tuple[list[PathStep], int]:
+    def peek(self, tokens: Int32Array, namespace: str = "") -> tuple[list[PathStep], int]:
         """The path of the longest prefix all components can serve, and its length. Read-only."""
-        path = self._walk(tokens)
+        path = self._walk(tokens, namespace)
         matched = _matched_len(path)
         length = self._usable_len(path, matched) if path else 0
         return path if length == matched else _cut_path(path, length), length
 
-    def match(self, tokens: Int32Array) -> TreeNode | None:
+    def match(self, tokens: Int32Array, namespace: str = "") -> TreeNode | None:
         """Lock the longest usable prefix of `tokens` and return the node where it ends.
 
         None if nothing matches: then nothing is locked. The caller owes one `unlock`.
         """
-        path, length = self.peek(tokens)
+        path, length = self.peek(tokens, namespace)
         if length == 0:
             return None
         node = self._node_at(path, length)
@@ -82,18 +85,19 @@ class RadixTree:
     def insert(
         self, tokens: Int32Array, offer: LeaseOffer, start: TreeNode | None = None
     ) -> TreeNode:
-        """Make `tokens` (whole pages, at least one) a path; components take what they lack.
+        """Make `tokens` (whole pages, at least one) a path of the offer's namespace.
 
+        Components take what they lack.
         `start` is a locked node that is known to lie on that path: only what is below it is
         looked at. So a long conversation costs no more to continue than a short one. Returns the
         node that ends exactly at len(tokens), not locked.
         """
         start = start or self.root
-        path = self._walk(tokens, start)
+        path = self._walk(tokens, offer.namespace, start)
         length = _matched_len(path) if path else start.end
         node = self._node_at(path, length) if path else start
         if length < len(tokens):
-            node = self._add_child(node, tokens[length:].copy())
+            node = self._add_child(node, tokens[length:].copy(), offer.namespace)
         for step in self.path_to(node, start):
             for component in self.components:
                 component.absorb(step, offer)
@@ -139,34 +143,56 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
+    def is_listed(self, node: TreeNode) -> bool:
+        """Whether a lookup by `node`'s namespace and tokens finds it, below its own namespace."""
+        parent = _parent_of(node)
+        key = self.child_key(parent, node.key, node.namespace)
+        is_of_parent = parent is self.root or parent.namespace == node.namespace
+        return is_of_parent and node.child_key == key and parent.children.get(key) is node
+
     # -- shape ------------------------------------------------------------------------------
 
-    def _new_node(self, key: Int32Array, parent: TreeNode | None) -> TreeNode:
-        node = TreeNode(self._next_id, key, parent, len(self.components))
+    def _new_node(
+        self, key: Int32Array, parent: TreeNode | None, child_key: bytes, namespace: str
+    ) -> TreeNode:
+        node = TreeNode(
+            self._next_id,
+            key,
+            parent,
+            len(self.components),
+            child_key=child_key,
+            namespace=namespace,
+        )
         self._next_id += 1
         node.last_access = self._clock
         return node
 
-    def _child_key(self, parent: TreeNode, tokens: Int32Array) -> bytes:
-        """Under what `parent` lists the child whose edge begins as `tokens` do."""
-        return tokens[: self.page_size].tobytes()
+    def child_key(self, parent: TreeNode, tokens: Int32Array, namespace: str) -> bytes:
+        """The key, in `parent.children`, of the edge that begins with `tokens` (at least a page).
 
-    def _add_child(self, parent: TreeNode, key: Int32Array) -> TreeNode:
-        child = self._new_node(key, parent)
-        child_key = self._child_key(parent, key)
+        The first page has a fixed length, so no two pairs of page and namespace give one key.
+        """
+        first_page = tokens[: self.page_size].tobytes()
+        return first_page + namespace.encode() if parent is self.root else first_page
+
+    def _add_child(self, parent: TreeNode, key: Int32Array, namespace: str) -> TreeNode:
+        child_key = self.child_key(parent, key, namespace)
+        child = self._new_node(key, parent, child_key, namespace)
         parent.children[child_key] = child
         self._refresh(parent)
         self.cursors.child_added(parent, child_key)
         return child
 
-    def _walk(self, tokens: Int32Array, below: TreeNode | None = None) -> list[PathStep]:
+    def _walk(
+        self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
+    ) -> list[PathStep]:
         """How far `tokens` are on the tree, below a node that is known to be on their path."""
         path = []
         node = below or self.root
         start = node.end
         limit = len(tokens) // self.page_size * self.page_size
         while start < limit:
-            child = node.children.get(self._child_key(node, tokens[start:]))
+            child = node.children.get(self.child_key(node, tokens[start:], namespace))
             if child is None:
                 break
             matched = _common_prefix_len(child.key, tokens[start:limit])
@@ -200,12 +226,14 @@ class RadixTree:
         Leases point at the node where their prefix ends, so the lower node keeps its identity.
         """
         parent = _parent_of(lower)
-        upper = self._new_node(lower.key[:num_tokens].copy(), parent)
+        key, namespace = lower.key[:num_tokens].copy(), lower.namespace
+        upper = self._new_node(key, parent, lower.child_key, namespace)
         upper.last_access = lower.last_access
-        parent.children[self._child_key(parent, upper.key)] = upper
+        parent.children[upper.child_key] = upper
         lower.key = lower.key[num_tokens:].copy()
         lower.parent = upper
-        upper.children[self._child_key(upper, lower.key)] = lower
+        lower.child_key = self.child_key(upper, lower.key, namespace)
+        upper.children[lower.child_key] = lower
         for component in self.components:
             component.split(upper, lower)
         self.cursors.node_split(upper, lower)
@@ -223,7 +251,7 @@ class RadixTree:
             leaf.key = leaf.key[:keep_tokens].copy()
             self.cursors.leaf_trimmed(leaf, leaf)
             return
-        del parent.children[self._child_key(parent, leaf.key)]
+        del parent.children[leaf.child_key]
         self.cursors.leaf_trimmed(leaf, parent)
         # An insert below a lock does not tell the nodes above that they were used: they learn it
         # when it begins to matter, as they become leaves.

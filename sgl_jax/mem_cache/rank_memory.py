@@ -111,7 +111,7 @@ class RankMemory:
 
     def num_pages_in_use(self, cursor: PrefixCursor) -> int:
         """Pages of the cursor's prefix that running requests read as well."""
-        pages = self.cache.peek_pages(cursor.tokens)
+        pages = self.cache.peek_pages(cursor.tokens, cursor.namespace)
         return int(self.needed_pages()[pages].sum())
 
     @property
@@ -123,15 +123,15 @@ class RankMemory:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def open_lease(self, prefix: Int32Array) -> KVLease:
-        """Take a row, with as much of `prefix` as the cache has.
+    def open_lease(self, prefix: Int32Array, namespace: str = "") -> KVLease:
+        """Take a row, with as much of `prefix` as the cache has under `namespace`.
 
         `prefix` must leave out at least the request's last token: its logits are always
         recomputed. Raises `LeaseError` if no row is free.
         """
         row = self.rows.alloc()
-        lease = KVLease(self.dp_rank, row, self.rows)
-        match = self.cache.match_prefix(prefix)
+        lease = KVLease(self.dp_rank, row, self.rows, namespace)
+        match = self.cache.match_prefix(prefix, namespace)
         lease.node = match.node
         self.rows.pages[row, : len(match.pages)] = match.pages
         lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)

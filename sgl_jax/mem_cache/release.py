@@ -34,7 +34,7 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
     if length <= protected:
         return
     offered = lease.pages(page_size, 0, length)
-    offer = LeaseOffer(lease.row, protected, offered, lease.node)
+    offer = LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace)
     kept = memory.cache.accept(tokens[:length], offer)
     if kept is None:
         return

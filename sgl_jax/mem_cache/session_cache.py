@@ -139,17 +139,19 @@ class SessionAwareCache:
         """Prefix lengths of these locks, summed over the locks."""
         return self.inner.num_locked_tokens
 
-    def peek(self, tokens: Int32Array) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing."""
-        return self.inner.peek(tokens)
+        return self.inner.peek(tokens, namespace)
 
-    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
         """The pages that `match_prefix` would find, in token order. Changes nothing."""
-        return self.inner.peek_pages(tokens)
+        return self.inner.peek_pages(tokens, namespace)
 
-    def follow(self, tokens: Int32Array, tag: int, below: TreeNode | None = None) -> PrefixCursor:
+    def follow(
+        self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
+    ) -> PrefixCursor:
         """Keep track of how much of `tokens` the cache holds, until `unfollow`."""
-        return self.inner.follow(tokens, tag, below)
+        return self.inner.follow(tokens, namespace, tag, below)
 
     def unfollow(self, cursor: PrefixCursor) -> None:
         """End a cursor of `follow`, once."""
@@ -159,13 +161,17 @@ class SessionAwareCache:
         """The cursors whose length has changed since the last call."""
         return self.inner.take_moved()
 
+    def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
+        """The `next_key` of a cursor that ends at `node`, where `tokens` come next."""
+        return self.inner.next_key(node, tokens, namespace)
+
     def locked_len(self, cursor: PrefixCursor) -> int:
         """Tokens of the cursor's prefix that are locked: reading them takes no page from others."""
         return self.inner.locked_len(cursor)
 
-    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
+    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`."""
-        return self.inner.match_prefix(tokens)
+        return self.inner.match_prefix(tokens, namespace)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), taking over the offered pages that are new.

@@ -27,6 +27,7 @@ class LeaseOffer(NamedTuple):
     owned_from: int  # tokens; before it the pages already belong to the tree
     pages: Int32Array  # [len(tokens) / page_size] FULL pages
     node: TreeNode | None = None  # that the lease has locked, where `owned_from` ends
+    namespace: str = ""  # the lease's
 
 
 class TreeComponent(Protocol):

@@ -6,16 +6,39 @@ from sgl_jax.core.step_plan import Int32Array
 
 
 class TreeNode:
-    """A node and the edge that leads to it. `end` counts tokens from the root to the node."""
+    """A node and the edge that leads to it. `end` counts tokens from the root to the node.
 
-    __slots__ = ("children", "end", "key", "last_access", "locks", "node_id", "parent", "values")
+    `child_key` is its key in its parent's `children`. `namespace` is that of its whole path.
+    """
+
+    __slots__ = (
+        "child_key",
+        "children",
+        "end",
+        "key",
+        "last_access",
+        "locks",
+        "namespace",
+        "node_id",
+        "parent",
+        "values",
+    )
 
     def __init__(
-        self, node_id: int, key: Int32Array, parent: "TreeNode | None", num_components: int
+        self,
+        node_id: int,
+        key: Int32Array,
+        parent: "TreeNode | None",
+        num_components: int,
+        *,
+        child_key: bytes,
+        namespace: str,
     ) -> None:
         self.node_id = node_id
         self.key = key
         self.parent = parent
+        self.child_key = child_key
+        self.namespace = namespace
         self.end: int = (parent.end if parent else 0) + len(key)
         self.children: dict[bytes, TreeNode] = {}
         self.last_access = 0

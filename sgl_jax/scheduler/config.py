@@ -25,6 +25,15 @@ class SchedulerConfig(NamedTuple):
     forced_retract_no_prefill_bs: int = 0  # start nothing while more run than this; 0: no bound
     waiting_timeout_s: float = 0.0  # 0: no limit
     request_timeout_s: float = 0.0  # 0: no limit
+    enable_priority_scheduling: bool = False
+    low_priority_values_first: bool = False
+    preemption_threshold: int = 10  # priorities by which one must exceed another to preempt it
+
+    def importance(self, priority: int) -> int:
+        """A request's priority so that larger is more important; 0 unless priorities count."""
+        if not self.enable_priority_scheduling:
+            return 0
+        return -priority if self.low_priority_values_first else priority
 
     @staticmethod
     def from_args(
@@ -49,4 +58,7 @@ class SchedulerConfig(NamedTuple):
             forced_retract_no_prefill_bs=args.test_retract_no_prefill_bs,
             waiting_timeout_s=args.waiting_timeout,
             request_timeout_s=args.request_timeout,
+            enable_priority_scheduling=args.enable_priority_scheduling,
+            low_priority_values_first=args.schedule_low_priority_values_first,
+            preemption_threshold=args.priority_scheduling_preemption_threshold,
         )

@@ -48,9 +48,10 @@ class InFlight:
             return  # a later turn of a session publishes nothing before it has succeeded
         start = lease.cache_protected_len
         page = rank.running.known_tokens(row)[start : start + memory.page_size]
-        if len(page) == memory.page_size:
+        key = memory.cache.next_key(lease.node, page, lease.namespace)
+        if key is not None and len(page) == memory.page_size:
             place = _AT_ROOT if lease.node is None else lease.node.node_id
-            self._rows.setdefault((place, page.tobytes()), row)
+            self._rows.setdefault((place, key), row)
 
     def leader(self, tokens: Int32Array, cursor: PrefixCursor) -> Leader | None:
         """Who is computing more of `tokens` than the tree has, if it is worth the wait."""

@@ -159,7 +159,7 @@ class RankScheduler:
     def _take_lease(self, request: Request, slot: KVLease | None) -> KVLease:
         if slot is not None and request.slot_id is not None:
             return resume_lease(self.memory, request.slot_id, request.slot_len)
-        lease = self.memory.open_lease(request.matchable())
+        lease = self.memory.open_lease(request.matchable(), request.namespace)
         if request.slot_id is not None:
             self.memory.cache.bind(request.slot_id, lease)
         return lease

@@ -72,6 +72,7 @@ class RegularSession:
         self.session_id = opened.session_id
         self.capacity = opened.capacity_of_str_len
         self.timeout_s = opened.timeout_s
+        self.namespace = opened.namespace
         self.num_running = 0  # turns of the tree in flight
         self._nodes: dict[str, _Node] = {}
         self._in_flight: dict[str, _Node] = {}  # by request id, also those replaced meanwhile

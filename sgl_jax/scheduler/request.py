@@ -38,6 +38,7 @@ class Request:
         "logprob_next",
         "max_len",
         "message",
+        "namespace",
         "num_retractions",
         "pending_prompt_logprobs",
         "priority",
@@ -66,6 +67,8 @@ class Request:
             message.input_ids if prompt is None else prompt, np.int32
         )
         self.session = session
+        self.namespace = message.namespace if session is None else session.namespace
+        self.priority = 0  # larger is more important; set by the scheduler, if it heeds any
         # The session whose slot takes over the lease at the end, and how much of the prompt is
         # that session's history: if the turn fails, so much is kept.
         self.slot_id: str | None = None
@@ -79,7 +82,6 @@ class Request:
         self.state = RequestState.WAITING
         self.lease: KVLease | None = None
         self.line = -1  # in the waiting queue, while it waits
-        self.priority = 0  # the larger, the sooner; 0 where priorities are not in use
         self.dp_rank: int | None = message.dp_rank
         self.cached_tokens = 0
         self.num_retractions = 0

@@ -92,6 +92,7 @@ class Scheduler:
             self.refuse(message, str(error), 503, code="too_many_sessions")
             return
         self._arrivals += 1
+        request.priority = self.config.importance(message.priority)
         self._requests[request.rid] = request
         self._deadlines.add(request.rid)
         self._waiting.add(request)

@@ -118,6 +118,12 @@ class SessionBook:
         """
         turn = named_turn(message)
         session = self.get(turn.id)
+        if message.namespace not in ("", session.namespace):
+            raise InvalidRequestError(
+                f"session {turn.id!r} was opened with another cache_salt or extra_key than its "
+                "turn names: leave it out, or send that of the session",
+                "namespace",
+            )
         whole = session.compose(turn, message.input_ids)
         num_known = session.num_tokens if turn.is_whole else 0
         self._require_room(len(message.input_ids) - num_known)

@@ -36,6 +36,7 @@ class StreamingSession:
         self.session_id = opened.session_id
         self.capacity = opened.capacity_of_str_len
         self.timeout_s = opened.timeout_s
+        self.namespace = opened.namespace
         self.tokens = NO_TOKENS
         self.turns: list[Turn] = []
         self._replaced: _Replaced | None = None
@@ -150,6 +151,7 @@ class StreamingSession:
             streaming=True,
             capacity_of_str_len=self.capacity,
             timeout_s=self.timeout_s,
+            namespace=self.namespace,
         )
         other = StreamingSession(opened)
         other.tokens, other.turns = self.tokens, list(self.turns)

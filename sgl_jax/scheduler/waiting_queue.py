@@ -84,7 +84,8 @@ class WaitingQueue:
         for memory in self._memories:
             # What a session's slot has locked need not be walked again.
             slot = request.slot_in(memory)
-            cursors.append(memory.cache.follow(tokens, line, slot.node if slot else None))
+            known = slot.node if slot else None
+            cursors.append(memory.cache.follow(tokens, request.namespace, line, known))
         self._cursors[line] = cursors
         self._is_waiting[line] = True
         self._num_pages[line] = self._memories[0].pages_for(len(request.tokens) + 1)

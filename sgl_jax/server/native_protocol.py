@@ -1,6 +1,6 @@
 """Body and answers of `/generate` and of the routes that manage the server, as in SGLang."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
@@ -10,7 +10,9 @@ from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.server.logprobs import NativeLogprob
 from sgl_jax.server.openai_protocol import MAX_CHOICES, given_sampling
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
-from sgl_jax.server.strict_model import Rid, StrictModel, TokenIds
+from sgl_jax.server.strict_model import Namespace, Priority, Rid, StrictModel, TokenIds
+
+T = TypeVar("T")
 
 
 class NativeSampling(StrictModel):
@@ -63,6 +65,12 @@ class GenerateBody(StrictModel):
     rid: Rid | list[Rid] | None = None
     dp_rank: int | None = Field(default=None, ge=0)
     session_params: SessionParams | None = None
+    extra_key: Namespace | list[Namespace] | None = Field(
+        default=None, description="cached prefixes are shared only with requests of the same"
+    )
+    priority: Priority | list[Priority] | None = Field(
+        default=None, description="without effect but with --enable-priority-scheduling"
+    )
 
     @property
     def is_list(self) -> bool:
@@ -97,10 +105,15 @@ class GenerateBody(StrictModel):
 
     def rids_of(self, num_prompts: int) -> list[str | None]:
         """One for each prompt; a single name is shared."""
-        if isinstance(self.rid, list):
-            _check_length("rid", len(self.rid), num_prompts)
-            return list(self.rid)
-        return [self.rid] * num_prompts
+        return _each("rid", self.rid, num_prompts)
+
+    def namespaces_of(self, num_prompts: int) -> list[str]:
+        """One for each prompt; a single `extra_key` is shared."""
+        return [key or "" for key in _each("extra_key", self.extra_key, num_prompts)]
+
+    def priorities_of(self, num_prompts: int) -> list[int | None]:
+        """One for each prompt; a single priority is shared."""
+        return _each("priority", self.priority, num_prompts)
 
 
 class AbortBody(StrictModel):
@@ -143,6 +156,14 @@ class Generated(Struct, frozen=True):
 
 def _is_nested(ids: list[Any]) -> bool:
     return bool(ids) and isinstance(ids[0], list)
+
+
+def _each(name: str, given: T | list[T] | None, num_prompts: int) -> list[T | None]:
+    """What field `name` gives for each prompt: an entry of its list, or its one value."""
+    if isinstance(given, list):
+        _check_length(name, len(given), num_prompts)
+        return list(given)
+    return [given] * num_prompts
 
 
 def _check_length(name: str, length: int, num_prompts: int) -> None:

@@ -35,10 +35,17 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     context = context_of(request)
     context.check_open()
     prompts = body.prompts
-    samplings, rids = body.sampling_of(len(prompts)), body.rids_of(len(prompts))
+    each = zip(
+        prompts,
+        body.sampling_of(len(prompts)),
+        body.rids_of(len(prompts)),
+        body.namespaces_of(len(prompts)),
+        body.priorities_of(len(prompts)),
+        strict=True,
+    )
     requests = []
     with client_names(_names(body)):
-        for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True):
+        for prompt, sampling, rid, namespace, priority in each:
             ids = await context.encode(prompt) if isinstance(prompt, str) else prompt
             requests.append(
                 context.frontend.prepare(
@@ -51,6 +58,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                     logprob_start_len=_logprob_start(body),
                     dp_rank=body.dp_rank,
                     session=session_turn(body.session_params),
+                    namespace=namespace,
+                    priority=priority,
                 )
             )
     return await respond(

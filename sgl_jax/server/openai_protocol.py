@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.server.session_protocol import SessionId, SessionParams, refuse_several
-from sgl_jax.server.strict_model import StrictModel, TokenIds
+from sgl_jax.server.strict_model import Namespace, Priority, StrictModel, TokenIds
 
 MAX_CHOICES = 1024  # engine requests behind one HTTP request
 _MAX_MESSAGES = 16_384
@@ -61,6 +61,12 @@ class GenerationFields(StrictModel):
     skip_special_tokens: bool | None = None
     rid: str | None = Field(default=None, min_length=1, max_length=200)
     dp_rank: int | None = Field(default=None, ge=0)
+    cache_salt: Namespace | None = Field(
+        default=None, description="cached prefixes are shared only with requests of the same"
+    )
+    priority: Priority | None = Field(
+        default=None, description="without effect but with --enable-priority-scheduling"
+    )
 
     response_format: ResponseFormat | None = None
 

@@ -67,6 +67,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
                 top_logprobs_num=body.top_logprobs or 0,
                 dp_rank=body.dp_rank,
                 session=turn,
+                namespace=body.cache_salt or "",
+                priority=body.priority,
             )
             for choice in range(body.num_choices)
         ]
@@ -126,6 +128,8 @@ def _completion_choices(
             logprob_start_len=0 if wants_prompt_logprobs else -1,
             dp_rank=body.dp_rank,
             session=session_turn(body.session_params),
+            namespace=body.cache_salt or "",
+            priority=body.priority,
         )
         for choice in range(body.num_choices)
     ]

@@ -8,7 +8,7 @@ from pydantic import Field
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.engine.request_limits import MAX_SESSION_ID_CHARS
-from sgl_jax.server.strict_model import Rid, StrictModel
+from sgl_jax.server.strict_model import Namespace, Rid, StrictModel
 
 _INT32 = 2**31
 _MAX_TIMEOUT_S = 1e9
@@ -43,6 +43,10 @@ class OpenSessionBody(StrictModel):
     timeout: float | None = Field(
         default=None, gt=0, le=_MAX_TIMEOUT_S, description="idle seconds until it is closed"
     )
+    extra_key: Namespace | None = Field(
+        default=None, description="of all its turns: as in /generate, and the same as cache_salt"
+    )
+    cache_salt: Namespace | None = Field(default=None, description="the same as extra_key")
 
 
 class CloseSessionBody(StrictModel):

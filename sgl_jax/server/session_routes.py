@@ -18,6 +18,7 @@ from sgl_jax.core.messages import (
     RollbackSession,
     SessionMessage,
 )
+from sgl_jax.engine.request_limits import one_namespace
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.generation import CLIENT_GONE, json_response, while_connected
@@ -41,6 +42,7 @@ async def open_session(body: OpenSessionBody, request: Request) -> Response:
     """Open a session; answers its id, or a 503 while too many are open."""
     context_of(request).check_open()
     session_id = body.session_id or uuid.uuid4().hex
+    namespace = one_namespace(body.extra_key, body.cache_salt)
     await _ask(
         request,
         lambda rid: OpenSession(
@@ -49,6 +51,7 @@ async def open_session(body: OpenSessionBody, request: Request) -> Response:
             streaming=bool(body.streaming),
             capacity_of_str_len=body.capacity_of_str_len,
             timeout_s=body.timeout,
+            namespace=namespace,
         ),
         opens=None if body.session_id else session_id,
     )

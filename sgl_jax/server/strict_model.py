@@ -4,9 +4,16 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sgl_jax.engine.request_limits import MAX_RID_CHARS
+from sgl_jax.engine.request_limits import (
+    MAX_NAMESPACE_CHARS,
+    MAX_PRIORITY,
+    MAX_RID_CHARS,
+    MIN_PRIORITY,
+)
 
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
+Namespace = Annotated[str, Field(max_length=MAX_NAMESPACE_CHARS)]
+Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 

@@ -56,6 +56,14 @@ REFUSED = [
     ({"drain_timeout": -1.0}, r"--drain-timeout must be in \[0.0, 86400.0\], got -1.0"),
     ({"max_total_tokens": 8}, "--max-total-tokens must be at least one page, got 8"),
     ({"context_length": 8}, "--context-length must be at least one page, got 8"),
+    (
+        {"schedule_low_priority_values_first": True},
+        "--schedule-low-priority-values-first needs --enable-priority-scheduling",
+    ),
+    (
+        {"priority_scheduling_preemption_threshold": -1},
+        r"--priority-scheduling-preemption-threshold must be in \[0, 2147483647\], got -1",
+    ),
     ({"schedule_policy": "sjf"}, "--schedule-policy must be one of fcfs, lpm, got 'sjf'"),
     ({"kv_cache_scales": "f"}, "--kv-cache-scales needs --kv-cache-dtype fp8_e4m3, got auto"),
     ({"check_memory": "maybe"}, "--check-memory must be one of off, idle, busy, got 'maybe'"),

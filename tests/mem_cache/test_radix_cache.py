@@ -12,19 +12,19 @@ from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.tree_model import (
+    NAMESPACES,
     PrefixModel,
     Tokens,
+    array_of,
     cached_pages,
     check_shape,
+    in_namespace,
+    namespace_of,
     shape_of,
     token_lists,
 )
 
 ROW = 1
-
-
-def array(tokens: Tokens) -> np.ndarray:
-    return np.array(tokens, np.int32)
 
 
 class RadixCacheMachine(RuleBasedStateMachine):
@@ -46,9 +46,10 @@ class RadixCacheMachine(RuleBasedStateMachine):
         """
         num_fresh = (len(tokens) - owned_from) // self.page_size
         own = self.allocator.alloc(num_fresh, ROW)
-        shared = array(tuple(self.model.pages_of(tokens[:owned_from])))
+        shared = np.array(self.model.pages_of(tokens[:owned_from]), np.int32)
         offered = np.concatenate([shared, own])
-        kept = self.cache.accept(array(tokens), LeaseOffer(ROW, owned_from, offered, node))
+        offer = LeaseOffer(ROW, owned_from, offered, node, namespace_of(tokens))
+        kept = self.cache.accept(array_of(tokens), offer)
         num_known = 0 if node is None else owned_from // self.page_size
         for prefix, page in zip(self.model.prefixes(tokens), offered.tolist(), strict=True):
             self.model.pages.setdefault(prefix, page)
@@ -61,25 +62,27 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.locks.append(kept.node)
         self.model.locked.append(tokens)
 
-    @rule(data=st.data())
-    def accept_new(self, data: st.DataObject) -> None:
-        self.accept(data.draw(token_lists(self.page_size)), owned_from=0)
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def accept_new(self, data: st.DataObject, namespace: str) -> None:
+        tokens = data.draw(token_lists(self.page_size))
+        self.accept(in_namespace(tokens, namespace), owned_from=0)
 
     @precondition(lambda self: self.locks)
     @rule(data=st.data())
     def extend_what_is_locked(self, data: st.DataObject) -> None:
         i = data.draw(st.integers(0, len(self.locks) - 1))
         prefix = self.model.locked[i]
-        tokens = prefix + data.draw(token_lists(self.page_size))
+        added = data.draw(token_lists(self.page_size))
+        tokens = prefix + in_namespace(added, namespace_of(prefix))
         node = self.locks.pop(i)
         self.model.locked.pop(i)
         self.accept(tokens, len(prefix), node)
 
-    @rule(data=st.data())
-    def match(self, data: st.DataObject) -> None:
-        tokens = data.draw(token_lists(self.page_size, ragged=True))
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def match(self, data: st.DataObject, namespace: str) -> None:
+        tokens = in_namespace(data.draw(token_lists(self.page_size, ragged=True)), namespace)
         expected = self.model.longest_match(tokens)
-        match = self.cache.match_prefix(array(tokens))
+        match = self.cache.match_prefix(array_of(tokens), namespace)
         assert match.length == len(expected)
         assert match.pages.tolist() == self.model.pages_of(expected)
         assert (match.node is None) == (not expected)
@@ -88,12 +91,14 @@ class RadixCacheMachine(RuleBasedStateMachine):
             self.model.locked.append(expected)
             self.locks.append(match.node)
 
-    @rule(data=st.data())
-    def peek_changes_nothing(self, data: st.DataObject) -> None:
-        tokens = data.draw(token_lists(self.page_size, ragged=True))
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def peek_changes_nothing(self, data: st.DataObject, namespace: str) -> None:
+        tokens = in_namespace(data.draw(token_lists(self.page_size, ragged=True)), namespace)
         expected = self.model.longest_match(tokens)
         before = shape_of(self.cache.tree)
-        peek = self.cache.peek(array(tokens))
+        peek = self.cache.peek(array_of(tokens), namespace)
+        pages = self.cache.peek_pages(array_of(tokens), namespace)
+        assert pages.tolist() == self.model.pages_of(expected)
         assert peek.length == len(expected)
         unlocked = self.model.evictable().intersection(self.model.prefixes(expected))
         assert peek.num_evictable_pages == len(unlocked)
@@ -168,7 +173,7 @@ def cache_with(*sequences: Tokens) -> RadixCache:
     cache = RadixCache(allocator, 1)
     for tokens in sequences:
         offered = allocator.alloc(len(tokens), ROW)
-        kept = cache.accept(array(tokens), LeaseOffer(ROW, 0, offered))
+        kept = cache.accept(array_of(tokens), LeaseOffer(ROW, 0, offered))
         assert kept.node is not None
         allocator.free(offered[offered != kept.pages], ROW)
         cache.unlock(kept.node)
@@ -177,7 +182,7 @@ def cache_with(*sequences: Tokens) -> RadixCache:
 
 def test_a_match_that_finds_nothing_locks_nothing() -> None:
     cache = cache_with((1, 2, 3))
-    match = cache.match_prefix(array((9, 9)))
+    match = cache.match_prefix(array_of((9, 9)))
     assert match.node is None
     assert match.length == 0
     assert cache.num_protected == 0
@@ -186,7 +191,7 @@ def test_a_match_that_finds_nothing_locks_nothing() -> None:
 
 def test_the_least_recently_used_goes_first() -> None:
     cache = cache_with((1, 1), (2, 2), (3, 3))
-    node = cache.match_prefix(array((1, 1))).node
+    node = cache.match_prefix(array_of((1, 1))).node
     assert node is not None
     cache.unlock(node)
     cache.evict(4)
@@ -204,12 +209,12 @@ def test_an_emptied_tree_can_be_evicted_again_and_used_again() -> None:
     assert cache.evict(9) == 2
     assert cache.evict(9) == 0
     cache.audit([])
-    assert cache.match_prefix(array((1, 2))).node is None
+    assert cache.match_prefix(array_of((1, 2))).node is None
 
 
 def test_unlocking_more_often_than_locked_raises() -> None:
     cache = cache_with((1, 2))
-    node = cache.match_prefix(array((1, 2))).node
+    node = cache.match_prefix(array_of((1, 2))).node
     assert node is not None
     cache.unlock(node)
     with pytest.raises(LedgerError, match="unlocked more often"):
@@ -218,7 +223,7 @@ def test_unlocking_more_often_than_locked_raises() -> None:
 
 def test_eviction_never_reaches_what_a_lock_deeper_down_needs() -> None:
     cache = cache_with((1, 2, 3), (1, 2, 4))
-    match = cache.match_prefix(array((1, 2, 3)))
+    match = cache.match_prefix(array_of((1, 2, 3)))
     assert cache.evict(99) == 1
     assert set(cached_pages(cache.tree)) == {(1,), (1, 2), (1, 2, 3)}
     assert match.node is not None

@@ -16,7 +16,14 @@ from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
-from tests.mem_cache.tree_model import PrefixModel, Tokens, cached_pages
+from tests.mem_cache.tree_model import (
+    NAMESPACES,
+    PrefixModel,
+    Tokens,
+    array_of,
+    cached_pages,
+    in_namespace,
+)
 
 MAX_LEN = 48
 CUTS = [7, 20, 33, MAX_LEN]
@@ -47,11 +54,15 @@ def as_tuple(tokens: np.ndarray) -> Tokens:
 
 
 class Holder:
-    """A request as the memory sees it: its tokens and its lease."""
+    """A request as the memory sees it: its tokens (as the model calls them) and its lease."""
 
     def __init__(self, tokens: np.ndarray, lease: KVLease) -> None:
         self.tokens = tokens
         self.lease = lease
+
+    def known(self, length: int = MAX_LEN) -> np.ndarray:
+        """Its first tokens, as the memory is given them."""
+        return array_of(as_tuple(self.tokens[:length]))
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -76,14 +87,20 @@ class LeaseMachine(RuleBasedStateMachine):
         # What was written to each page, as the prefix that ends with the page's last token.
         self.written: dict[int, list[bytes]] = {}
 
-    @rule(stem=st.integers(0, 1), cut=st.sampled_from(CUTS), tail=st.integers(0, 1))
-    def open_lease(self, stem: int, cut: int, tail: int) -> None:
+    @rule(
+        stem=st.integers(0, 1),
+        cut=st.sampled_from(CUTS),
+        tail=st.integers(0, 1),
+        namespace=st.sampled_from(["", *NAMESPACES]),
+    )
+    def open_lease(self, stem: int, cut: int, tail: int, namespace: str) -> None:
         if not self.memory.rows.num_free:
             return
         tokens = np.full(MAX_LEN, stem, np.int32)
         tokens[cut:] = 10 + tail
+        given, tokens = tokens, array(*in_namespace(as_tuple(tokens), namespace))
         expected = self.model.longest_match(as_tuple(tokens[:-1]))
-        lease = self.memory.open_lease(tokens[:-1])
+        lease = self.memory.open_lease(given[:-1], namespace)
         assert lease.kv_committed_len == len(expected)
         assert lease.pages(self.page_size).tolist() == self.model.pages_of(expected)
         if expected:
@@ -165,7 +182,7 @@ class LeaseMachine(RuleBasedStateMachine):
         holder = self.holders[which % len(self.holders)]
         before = holder.lease.cache_protected_len
         self.expect_published(holder, num_known)
-        publish_prefix(self.memory, holder.lease, holder.tokens[:num_known])
+        publish_prefix(self.memory, holder.lease, holder.known(num_known))
         offered = min(holder.lease.kv_committed_len, num_known) // self.page_size * self.page_size
         expected = max(before, offered) if self.tree is not None else before
         assert holder.lease.cache_protected_len == expected
@@ -178,12 +195,12 @@ class LeaseMachine(RuleBasedStateMachine):
         if insert:
             self.expect_published(holder, num_known)
         row, epoch = holder.lease.row, int(self.memory.rows.epoch[holder.lease.row])
-        release_kv_cache(self.memory, holder.lease, holder.tokens[:num_known], insert=insert)
+        release_kv_cache(self.memory, holder.lease, holder.known(num_known), insert=insert)
         assert holder.lease.released
         assert self.memory.rows.epoch[row] == epoch + 1
         assert row not in self.memory.allocator.owners()
         with pytest.raises(LeaseError, match="after its release"):
-            release_kv_cache(self.memory, holder.lease, holder.tokens, insert=insert)
+            release_kv_cache(self.memory, holder.lease, holder.known(), insert=insert)
 
     @rule(num_pages=st.integers(0, 10))
     def make_room(self, num_pages: int) -> None:
@@ -199,7 +216,8 @@ class LeaseMachine(RuleBasedStateMachine):
         """Twenty at random: rules alone seldom bring two leases to publish the same prefix."""
         rng = random.Random(seed)
         for _ in range(20):
-            self.open_lease(rng.randrange(2), rng.choice(CUTS), rng.randrange(2))
+            namespace = rng.choice(["", *NAMESPACES])
+            self.open_lease(rng.randrange(2), rng.choice(CUTS), rng.randrange(2), namespace)
             which, cut = rng.randrange(5), rng.choice([*CUTS, MAX_LEN, MAX_LEN])
             dice = rng.randrange(6)
             if self.holders and dice < 2:
@@ -276,7 +294,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         for holder in self.holders:
-            release_kv_cache(self.memory, holder.lease, holder.tokens, insert=True)
+            release_kv_cache(self.memory, holder.lease, holder.known(), insert=True)
         audit(self.memory)
         self.memory.cache.reset()
         view = self.memory.view()

@@ -40,6 +40,7 @@ class SnapshotOffer(NamedTuple):
     owned_from: int
     pages: np.ndarray
     snapshots: dict[int, int]
+    namespace: str = ""
 
 
 class SnapshotComponent:

@@ -1,11 +1,34 @@
-"""A prefix tree without a tree: the set of all cached page-aligned prefixes, searched by force."""
+"""A prefix tree without a tree: the set of all cached page-aligned prefixes, searched by force.
 
+A namespace is told apart in the model by its tokens: those of namespace i are `_SPAN * i` higher
+than the tokens that the tree is given with the namespace's name.
+"""
+
+import numpy as np
 from hypothesis import strategies as st
 
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 Tokens = tuple[int, ...]
+NAMESPACES = ("", "red", "blue")
+_SPAN = 1000
+
+
+def in_namespace(tokens: Tokens, namespace: str) -> Tokens:
+    """What the model calls `tokens` of this namespace."""
+    shift = _SPAN * NAMESPACES.index(namespace)
+    return tuple(token + shift for token in tokens)
+
+
+def namespace_of(tokens: Tokens) -> str:
+    """The namespace of tokens as the model calls them."""
+    return NAMESPACES[tokens[0] // _SPAN] if tokens else ""
+
+
+def array_of(tokens: Tokens) -> np.ndarray:
+    """The tokens that the tree is given: int32[len(tokens)]."""
+    return np.array(tokens, np.int32) % _SPAN
 
 
 class PrefixModel:
@@ -56,13 +79,14 @@ class PrefixModel:
 
 
 def tokens_to(node: TreeNode) -> Tokens:
-    """All tokens from the root to the end of `node`."""
+    """All tokens from the root to the end of `node`, as the model calls them."""
     parts = []
     step: TreeNode | None = node
     while step is not None:
         parts.append(tuple(step.key.tolist()))
         step = step.parent
-    return tuple(token for part in reversed(parts) for token in part)
+    tokens = tuple(token for part in reversed(parts) for token in part)
+    return in_namespace(tokens, node.namespace)
 
 
 def cached_pages(tree: RadixTree) -> dict[Tokens, int]:
@@ -90,11 +114,14 @@ def check_shape(tree: RadixTree) -> None:
     assert not any(root.locks)
     assert all(value is None for value in root.values)
     for node in [root, *tree.nodes()]:
-        for first_page, child in node.children.items():
+        for child_key, child in node.children.items():
             assert child.parent is node
+            assert child.child_key == child_key
+            assert node is root or child.namespace == node.namespace
+            name = child.namespace.encode() if node is root else b""
             assert len(child.key) > 0
             assert len(child.key) % tree.page_size == 0
-            assert child.key[: tree.page_size].tobytes() == first_page
+            assert child.key[: tree.page_size].tobytes() + name == child_key
             assert child.end == node.end + len(child.key)
             assert node is root or child.locks[0] <= node.locks[0]
 

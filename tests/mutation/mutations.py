@@ -34,6 +34,8 @@ _STREAMING = "sgl_jax/scheduler/streaming_session.py"
 _REGULAR = "sgl_jax/scheduler/regular_session.py"
 _BOOK = "sgl_jax/scheduler/session_book.py"
 _DESK = "sgl_jax/scheduler/session_desk.py"
+_WALK = "sgl_jax/mem_cache/ledger_walk.py"
+_CONFIG = "sgl_jax/scheduler/config.py"
 
 _BUILT_ON = (
     "if self._running is None or self._is_whole or self._len_after(message) == self.num_tokens:"
@@ -147,6 +149,123 @@ MUTATIONS = (
         "go on reading the duplicates",
         _RELEASE,
         "    rows.pages[lease.row, first : length // page_size] = kept.pages\n",
+        "",
+    ),
+    # -- namespaces
+    Mutation(
+        "namespaces: look edges up by tokens alone",
+        _TREE,
+        "return first_page + namespace.encode() if parent is self.root else first_page",
+        "return first_page",
+    ),
+    Mutation(
+        "namespaces: insert into the default one",
+        _TREE,
+        "path = self._walk(tokens, offer.namespace, start)",
+        'path = self._walk(tokens, "", start)',
+    ),
+    Mutation(
+        "namespaces: a new node is of the default one",
+        _TREE,
+        "node = self._add_child(node, tokens[length:].copy(), offer.namespace)",
+        'node = self._add_child(node, tokens[length:].copy(), "")',
+    ),
+    Mutation(
+        "namespaces: a split lists its upper node by tokens alone",
+        _TREE,
+        "upper = self._new_node(key, parent, lower.child_key, namespace)",
+        "upper = self._new_node(key, parent, key[: self.page_size].tobytes(), namespace)",
+    ),
+    Mutation(
+        "namespaces: a lease forgets its own",
+        _LEASE,
+        "        self.namespace = namespace\n",
+        '        self.namespace = ""\n',
+    ),
+    Mutation(
+        "namespaces: publish under the default one",
+        _RELEASE,
+        "LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace)",
+        "LeaseOffer(lease.row, protected, offered, lease.node)",
+    ),
+    Mutation(
+        "namespaces: match the default one",
+        _MEMORY,
+        "self.cache.match_prefix(prefix, namespace)",
+        "self.cache.match_prefix(prefix)",
+    ),
+    Mutation(
+        "namespaces: look up pages in the default one",
+        _CACHE,
+        """        path, length = self.tree.peek(_contiguous(tokens), namespace)
+        pages""",
+        """        path, length = self.tree.peek(_contiguous(tokens))
+        pages""",
+    ),
+    Mutation(
+        "namespaces: order the queue by what the default one has",
+        _RANK,
+        "return self.memory.cache.peek(request.matchable(), request.namespace).length",
+        "return self.memory.cache.peek(request.matchable()).length",
+    ),
+    Mutation(
+        "namespaces: count what the default one has as room",
+        _RANK,
+        "            peek = memory.cache.peek(request.matchable(), request.namespace)\n",
+        "            peek = memory.cache.peek(request.matchable())\n",
+    ),
+    Mutation(
+        "namespaces: evict sessions for what the default one has",
+        _RANK,
+        "memory.cache.peek_pages(request.matchable(), request.namespace)",
+        "memory.cache.peek_pages(request.matchable())",
+    ),
+    Mutation(
+        "namespaces: open every lease in the default one",
+        _RANK,
+        "self.memory.open_lease(request.matchable(), request.namespace)",
+        "self.memory.open_lease(request.matchable())",
+    ),
+    Mutation(
+        "namespaces: a turn does not inherit its session's",
+        _REQUEST,
+        "message.namespace if session is None else session.namespace",
+        "message.namespace",
+    ),
+    Mutation(
+        "namespaces: a fork does not inherit",
+        _STREAMING,
+        "            namespace=self.namespace,\n",
+        "",
+    ),
+    Mutation(
+        "namespaces: a turn may name any",
+        _BOOK,
+        'if message.namespace not in ("", session.namespace):',
+        "if False:",
+    ),
+    Mutation(
+        "namespaces: the audit looks at no lease's",
+        _WALK,
+        "        if lease.node.namespace != lease.namespace:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "namespaces: the audit looks up no node",
+        _CACHE,
+        "            if not self.tree.is_listed(node):\n",
+        "            if False:\n",
+    ),
+    Mutation(
+        "priorities: low values first, and high values too",
+        _CONFIG,
+        "return -priority if self.low_priority_values_first else priority",
+        "return priority",
+    ),
+    Mutation(
+        "priorities: heed them unasked",
+        _CONFIG,
+        "        if not self.enable_priority_scheduling:\n            return 0\n",
         "",
     ),
     # -- leases begin and grow

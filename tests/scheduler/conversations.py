@@ -18,7 +18,7 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.mem_cache.lease import KVLease
-from tests.scheduler.driver import Driver, generate
+from tests.scheduler.driver import Driver, common_len, generate
 
 
 @dataclass
@@ -223,9 +223,3 @@ class Conversations:
         assert self.driver.events.flush()
         for view in self.driver.scheduler.memory_views():
             assert view.free_pages == view.total_pages - view.reserved_pages
-
-
-def common_len(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix."""
-    same = [x == y for x, y in zip(a, b, strict=False)]
-    return same.index(False) if False in same else len(same)

@@ -8,7 +8,9 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import (
     AbortRequest,
     FinishReason,
+    ForkSession,
     GenerateRequest,
+    OpenSession,
     Reply,
     SessionMessage,
     TokenLogprobs,
@@ -96,6 +98,8 @@ class Driver:
         self.prompt_tokens: dict[str, int] = {}  # as reported, of sessions' turns
         self.dp_rank: dict[str, int] = {}
         self.prompts: dict[str, list[int]] = {}
+        self.namespaces: dict[str, str] = {}  # of requests that were not refused
+        self.session_namespaces: dict[str, str] = {}
         self.logprob_start: dict[str, int] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.wanted_top: dict[str, int] = {}  # of requests that want log-probabilities
@@ -110,13 +114,23 @@ class Driver:
             self.wanted_top[message.rid] = message.top_logprobs_num
         self.events.submit(message)
         self.collect()
+        if message.rid not in self.finish:
+            session_id = "" if message.session is None else message.session.id
+            inherited = self.session_namespaces.get(session_id, "")
+            self.namespaces[message.rid] = message.namespace or inherited
 
     def abort(self, rid: str) -> None:
         self.events.abort(AbortRequest(rid=rid))
         self.collect()
 
     def session(self, message: SessionMessage) -> Reply:
-        return self.events.session(message)
+        reply = self.events.session(message)
+        if reply.ok and isinstance(message, OpenSession):
+            self.session_namespaces[message.session_id] = message.namespace
+        if reply.ok and isinstance(message, ForkSession):
+            inherited = self.session_namespaces[message.session_id]
+            self.session_namespaces[message.new_session_id] = inherited
+        return reply
 
     def tick(self, now_s: float) -> None:
         self.events.tick(now_s)
@@ -215,6 +229,24 @@ class Driver:
         got = self.tokens[rid]
         assert got == self.oracle.expected_output(self.prompts[rid], len(got)), rid
 
+    def check_cached(self, rid: str) -> None:
+        """A request found no more than others of its namespace have had of its prompt."""
+        own = self.namespaces.get(rid)
+        others = (
+            self.prompts[other] + self.tokens[other]
+            for other, namespace in self.namespaces.items()
+            if namespace == own and other != rid
+        )
+        prompt = self.prompts[rid]
+        longest = max((common_len(prompt, tokens) for tokens in others), default=0)
+        assert self.cached[rid] <= longest, rid
+
+    def check_namespaces(self) -> None:
+        """Each request has memory of its own namespace."""
+        for rid, request in self.scheduler._requests.items():
+            assert request.namespace == self.namespaces[rid], rid
+            assert request.lease is None or request.lease.namespace == self.namespaces[rid], rid
+
     def check_logprobs(self, rid: str) -> None:
         """Each token was reported with its own log-probability, and as many others as asked."""
         prompt, got = self.prompts[rid], self.logprobs[rid]
@@ -240,3 +272,9 @@ class Driver:
         expected[0] = None
         assert [entry.logprob for entry in got] == expected[start:], rid
         assert [entry.token_id for entry in got] == prompt[start:], rid
+
+
+def common_len(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix."""
+    same = [x == y for x, y in zip(a, b, strict=False)]
+    return same.index(False) if False in same else len(same)

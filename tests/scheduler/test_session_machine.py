@@ -17,7 +17,14 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
 from sgl_jax.scheduler.streaming_session import StreamingSession
 from tests.scheduler.conversations import Conversations
-from tests.scheduler.test_state_machine import MAX_QUEUED, STEMS, SchedulerMachine, run_machine
+from tests.scheduler.test_state_machine import (
+    MAX_QUEUED,
+    NAMESPACES,
+    PRIORITIES,
+    STEMS,
+    SchedulerMachine,
+    run_machine,
+)
 from tests.scheduler.turn_trees import TurnTrees
 
 MAX_SESSIONS = 6
@@ -42,6 +49,7 @@ class SessionMachine(SchedulerMachine):
         fraction=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
         balance=st.sampled_from(["prefix_aware", "round_robin"]),
         conservativeness=st.sampled_from([0.0, 0.3]),
+        priorities=st.sampled_from(PRIORITIES),
     )
     def start(  # type: ignore[override]
         self,
@@ -59,6 +67,7 @@ class SessionMachine(SchedulerMachine):
         fraction: float,
         balance: str,
         conservativeness: float,
+        priorities: tuple[bool, bool],
     ) -> None:
         super().start(
             dp_size=dp_size,
@@ -76,6 +85,7 @@ class SessionMachine(SchedulerMachine):
             no_prefill_bs=0,
             is_replayed=is_replayed,
             timeouts_s=timeouts_s,
+            priorities=priorities,
             session_memory_fraction=fraction,
             max_sessions=MAX_SESSIONS,
         )
@@ -85,26 +95,33 @@ class SessionMachine(SchedulerMachine):
         self.timed: dict[str, float | None] = {}  # session -> used at; None: since the last tick
         # Of turns in flight: sessions evicted before them, tokens their slot held, on what rank.
         self.slot_at_begin: dict[str, tuple[int, int, int]] = {}
-        for _ in range(2):
-            self.open(is_timed=False)
+        for namespace in ("", "red"):
+            self.open(is_timed=False, namespace=namespace)
         self.open_tree()
 
     # -- what clients do --------------------------------------------------------------------
 
-    @rule(is_timed=st.booleans())
-    def open(self, is_timed: bool) -> None:
+    @rule(is_timed=st.booleans(), namespace=st.sampled_from(NAMESPACES))
+    def open(self, is_timed: bool, namespace: str) -> None:
         if self.is_full():
             return
         session_id = f"s{self.num_opened}"
         self.num_opened += 1
-        self.talk.open(session_id, timeout_s=TIMEOUT_S if is_timed else None)
+        timeout_s = TIMEOUT_S if is_timed else None
+        self.talk.open(session_id, timeout_s=timeout_s, namespace=namespace)
         if is_timed:
             self.timed[session_id] = None
 
     def open_tree(self) -> None:
         session_id = f"t{self.num_opened}"
         self.num_opened += 1
-        self.trees.open(session_id)
+        self.trees.open(session_id, namespace=NAMESPACES[self.num_opened % len(NAMESPACES)])
+
+    def named_by_turn(self, rng: random.Random, session_id: str) -> tuple[str, bool]:
+        """The namespace that a turn names, and whether it is neither none nor its session's."""
+        own = self.driver.session_namespaces[session_id]
+        named = rng.choice(["", "", "", own, own, rng.choice(NAMESPACES)])
+        return named, named not in ("", own)
 
     def is_full(self) -> bool:
         kinds = (self.talk.of, self.talk.closing, self.trees.of, self.trees.closing)
@@ -133,6 +150,7 @@ class SessionMachine(SchedulerMachine):
         is_full = driver.scheduler.num_waiting >= MAX_QUEUED
         has_logprobs = rng.random() < 0.15
         dp_rank = rng.randrange(sizes.dp_size) if rng.random() < 0.15 else None
+        namespace, is_foreign = self.named_by_turn(rng, session_id)
         rid = self.talk.begin(
             session_id,
             new,
@@ -142,11 +160,13 @@ class SessionMachine(SchedulerMachine):
             stop_token_ids=tuple(range(num_stop_ids)),
             dp_rank=dp_rank,
             is_length_default=is_length_default,
+            namespace=namespace,
         )
         room = sizes.max_request_tokens - len(prompt)
         if is_length_default:
             max_new_tokens = max(min(max_new_tokens, room), 1)
         is_refused = is_full or max_new_tokens > room or was_running is not None
+        is_refused = is_refused or is_foreign
         assert (rid in driver.finish) == is_refused
         if was_running is not None:
             conversation.running = was_running
@@ -175,8 +195,9 @@ class SessionMachine(SchedulerMachine):
         prompt, max_new_tokens = self.trees.history(turn) + new, rng.randint(1, 6)
         fits = len(prompt) + max_new_tokens <= sizes.max_request_tokens
         is_full = driver.scheduler.num_waiting >= MAX_QUEUED
-        is_refused = is_full or not fits or self.trees.is_refused(turn)
-        rid = self.trees.begin(turn, new, max_new_tokens)
+        namespace, is_foreign = self.named_by_turn(rng, turn.id)
+        is_refused = is_full or not fits or is_foreign or self.trees.is_refused(turn)
+        rid = self.trees.begin(turn, new, max_new_tokens, namespace=namespace)
         assert (rid in driver.finish) == is_refused
         self.arrived_s[rid] = self.now_s
         self.num_tokens_wanted[rid] = max_new_tokens

@@ -29,6 +29,10 @@ from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 MAX_QUEUED = 40
+NAMESPACES = ("", "red", "blue")
+# Enabled, and whether low values come first; some requests are as important as may be.
+PRIORITIES = [(False, False), (True, False), (True, True)]
+VALUES = (0, 0, 1, -7, 50, 2**31 - 1, -(2**31))
 STEMS = [[stem * 10 + i % (5 + stem) for i in range(40)] for stem in range(3)]
 
 
@@ -54,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         no_prefill_bs=st.sampled_from([0, 0, 1, 2, 5]),
         is_replayed=st.sampled_from([False, False, False, True]),
         timeouts_s=st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0), (4.0, 8.0)]),
+        priorities=st.sampled_from(PRIORITIES),
     )
     def start(
         self,
@@ -72,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         no_prefill_bs: int,
         is_replayed: bool,
         timeouts_s: tuple[float, float],
+        priorities: tuple[bool, bool],
         **settings: Any,
     ) -> None:
         """`settings` are further ones of `SchedulerConfig`."""
@@ -96,6 +102,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             forced_retract_no_prefill_bs=no_prefill_bs,
             waiting_timeout_s=timeouts_s[0],
             request_timeout_s=timeouts_s[1],
+            enable_priority_scheduling=priorities[0],
+            low_priority_values_first=priorities[1],
             **settings,
         )
         self.driver = Driver(sizes, config, max_unread=max_unread)
@@ -107,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrived_s: dict[str, float] = {}
         self.stopped: dict[str, int] = {}
         self.num_tokens_wanted: dict[str, int] = {}
+        self.checked_cached: dict[str, None] = {}  # requests whose cached tokens were proved
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(1, 8))
     def submit(self, seed: int, count: int) -> None:
@@ -135,6 +144,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return_logprob=num_top >= 0,
                 top_logprobs_num=max(num_top, 0),
                 min_new_tokens=min_new_tokens,
+                namespace=rng.choice(["", *NAMESPACES]),
+                priority=rng.choice(VALUES),
             )
         )
         fits = len(prompt) + max_new_tokens <= sizes.max_request_tokens
@@ -268,6 +279,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (possible <= lengths.kv_allocated_len[rows]).all()
         for rid in self.driver.prompts:
             self.driver.check_tokens(rid)
+        self.driver.check_namespaces()
+        self.check_priorities()
+        for rid in self.driver.cached:
+            if rid not in self.checked_cached:
+                self.checked_cached[rid] = None
+                self.driver.check_cached(rid)
+
+    def check_priorities(self) -> None:
+        """Larger is more important, and all are alike unless priorities count."""
+        config = self.driver.scheduler.config
+        sign = -1 if config.low_priority_values_first else 1
+        for request in self.driver.scheduler._requests.values():
+            expected = sign * request.message.priority if config.enable_priority_scheduling else 0
+            assert request.priority == expected
 
     def teardown(self) -> None:
         """Let all that lives run to its end: it does end, as it should, and leaves nothing."""

@@ -45,8 +45,9 @@ class TurnTrees:
         self.closing: dict[str, Tree] = {}
         self._num_turns = 0
 
-    def open(self, session_id: str) -> None:
-        reply = self.driver.session(OpenSession(rid="", session_id=session_id))
+    def open(self, session_id: str, namespace: str = "") -> None:
+        message = OpenSession(rid="", session_id=session_id, namespace=namespace)
+        reply = self.driver.session(message)
         assert reply.ok, reply.message
         self.of[session_id] = {}
 
