@@ -60,6 +60,32 @@ def test_the_second_time_the_prompt_comes_from_the_cache(
     assert cached == (answer.usage.prompt_tokens - 1) // page_size * page_size
 
 
+def test_a_salt_finds_what_was_sent_with_the_same_salt_and_nothing_else(
+    server: LiveServer, client: openai.OpenAI
+) -> None:
+    page_size = server.get("/get_server_info")["ranks"][0]["page_size"]
+
+    def cached_of(salt: str | None) -> int:
+        answer = client.chat.completions.create(
+            model="demo",
+            messages=CONVERSATION,
+            temperature=0,
+            extra_body={"cache_salt": salt, "priority": 1},
+        )
+        assert "471" in answer.choices[0].message.content
+        whole_pages = (answer.usage.prompt_tokens - 1) // page_size * page_size
+        found = answer.usage.prompt_tokens_details.cached_tokens
+        assert found in (0, whole_pages)
+        assert whole_pages > 0
+        return int(found)
+
+    cached_of(None)
+    assert cached_of(None) > 0
+    for salt in ("red", "blue"):
+        assert cached_of(salt) == 0
+        assert cached_of(salt) > 0
+
+
 def test_after_all_this_nothing_was_compiled_and_nothing_leaked(server: LiveServer) -> None:
     server.assert_nothing_leaked()
     assert server.get("/get_server_info")["counters"]["compiles_after_ready"] == 0
