@@ -78,8 +78,13 @@ class RankScheduler:
         return max(cursor.length, min(slot.kv_committed_len, request.slot_len))
 
     def expected_steps_to_ends(self) -> list[int]:
-        """In how many steps the first, the second, ... of the running requests may end."""
-        return self.reserve.expected_output(self.running).tolist()
+        """In how many steps the first, the second, ... of the running requests may end, if they
+        generate half of what they still may."""
+        rows = self.running.active
+        steps: list[int] = np.sort(
+            (self.running.max_len[rows] - self.running.planned_len[rows]) // 2
+        ).tolist()
+        return steps
 
     def victims_for(self, request: Request, cursor: PrefixCursor, below: int) -> list[int] | None:
         """Rows of running requests of a priority lower than `below` that must go for `request`.

@@ -8,7 +8,6 @@ and decays slowly while all goes well. (SGLang's new-token ratio works alike.)
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.running_rows import RunningRows
 
@@ -36,14 +35,6 @@ class AdmissionReserve:
         output = np.minimum(running.max_len[rows] - planned, _MAX_PLANNED_OUTPUT)
         expected_len = planned + np.ceil(output * self._share).astype(np.int32)
         return int(memory.pages_to_grow(rows, expected_len).sum())
-
-    def expected_output(self, running: RunningRows) -> Int32Array:
-        """Steps to the ends of the rank's running requests, were they to generate the share that
-        the reserve expects; int32[n], ascending."""
-        rows = running.active
-        output = np.minimum(running.max_len[rows] - running.planned_len[rows], _MAX_PLANNED_OUTPUT)
-        steps: Int32Array = np.sort(np.ceil(output * self._share).astype(np.int32))
-        return steps
 
     def after_step(self) -> None:
         """A step was planned without a retract."""

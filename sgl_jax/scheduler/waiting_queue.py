@@ -241,4 +241,6 @@ class WaitingQueue:
             cached = (self._cached_pages[lines] * self._may_run[lines]).max(axis=1)
             keys += most - np.minimum(cached, most)
         keys[self._passed_over[lines] >= MAX_PASSED_OVER] = -1
-        return (keys << _ARRIVAL_BITS) + arrival
+        keys <<= _ARRIVAL_BITS
+        keys += arrival
+        return keys

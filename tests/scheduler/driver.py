@@ -16,13 +16,15 @@ from sgl_jax.core.messages import (
     TokenLogprobs,
 )
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
+from sgl_jax.core.step_plan import Executor, RankPlan, StepHandle, StepPlan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.replay.player import Player
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.event_log import EventReader, EventWriter
 from sgl_jax.scheduler.fake_executor import OracleExecutor
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.recorder import Recorder
+from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.faults import StepFailedError
 
@@ -36,7 +38,7 @@ def make_sizes(
     num_pages: int = 32,
     num_rows: int = 9,
     max_context_len: int = 256,
-    max_step_tokens: int = 16,
+    max_chunk_tokens: int = 8,
     vocab_size: int = 50,
     max_prompt_logprob_tokens: int | None = None,
     max_draft_tokens: int = 0,
@@ -48,8 +50,8 @@ def make_sizes(
         num_pages=num_pages,
         num_rows=num_rows,
         max_context_len=max_context_len,
-        max_step_tokens=max_step_tokens,
-        max_prompt_logprob_tokens=max_prompt_logprob_tokens or max_step_tokens,
+        max_step_tokens=max_chunk_tokens + (num_rows - 1) * (1 + max_draft_tokens),
+        max_prompt_logprob_tokens=max_prompt_logprob_tokens or max_chunk_tokens,
         vocab_size=vocab_size,
         max_draft_tokens=max_draft_tokens,
     )
@@ -138,7 +140,13 @@ class Driver:
 
     def step(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
+        decoding = [_decoding_rows(rank) for rank in self.scheduler.ranks]
         plan = self.events.plan()
+        if plan is not None:
+            for rank, rank_plan, before in zip(
+                self.scheduler.ranks, plan.ranks, decoding, strict=True
+            ):
+                check_step(rank, rank_plan, before, self.scheduler.sizes)
         try:
             self.launch_and_read(plan)
         except StepFailedError as failure:
@@ -278,3 +286,44 @@ def common_len(a: list[int], b: list[int]) -> int:
     """Length of the common prefix."""
     same = [x == y for x, y in zip(a, b, strict=False)]
     return same.index(False) if False in same else len(same)
+
+
+def _decoding_rows(rank: RankScheduler) -> dict[int, int]:
+    """Epochs of the rows that have one token to compute and nothing to score, by row."""
+    running, rows = rank.running, rank.memory.rows
+    runnable = running.runnable()
+    wanted = running.planned_len[runnable] - rows.kv_committed_len[runnable]
+    decoding = runnable[(wanted == 1) & (running.score_start[runnable] == NOT_SCORED)]
+    return {row: int(rows.epoch[row]) for row in decoding.tolist()}
+
+
+def check_step(
+    rank: RankScheduler, plan: RankPlan, decoding: dict[int, int], sizes: EngineSizes
+) -> None:
+    """What was left out of a step to fill a shape, if anything, may be left out.
+
+    `decoding` are the rank's rows that could decode before the step was planned, with epochs.
+    """
+    running, rows = rank.running, rank.memory.rows
+    planned = plan.rows.tolist()
+    # Rows that decode are all there, unless their memory was taken or is waited for by all.
+    kept = [
+        row
+        for row, epoch in decoding.items()
+        if running.requests[row] is not None and rows.epoch[row] == epoch
+    ]
+    assert planned[: plan.num_decode] in (kept, [])
+    # What is launched is committed, has its memory, and nothing that is left out is.
+    ends = plan.kv_starts + plan.q_lens - plan.num_drafts
+    assert (rows.kv_committed_len[plan.rows] == ends).all()
+    most = rows.kv_allocated_len[plan.rows]
+    assert (ends + running.unread_drafts[plan.rows] <= most).all()
+    # A request whose first chunk was left out is told to the device, and goes on with the next.
+    for admission in plan.admissions:
+        assert running.requests[admission.row] is not None
+        if admission.row not in planned:
+            committed = int(rows.kv_committed_len[admission.row])
+            assert committed < running.planned_len[admission.row]
+            assert admission.start <= committed
+    chunk = int(plan.q_lens[plan.num_decode :].sum())
+    assert chunk <= sizes.max_chunk_tokens

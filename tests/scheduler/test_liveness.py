@@ -19,7 +19,7 @@ def short_driver(**config: object) -> Driver:
     """One rank of 40 pages of 4 tokens, 25 of them taken by a request that goes on for long."""
     settings: dict[str, object] = {"chunked_prefill_size": 16, "schedule_conservativeness": 0.0}
     driver = Driver(
-        make_sizes(num_pages=41, max_step_tokens=32), SchedulerConfig(**(settings | config))
+        make_sizes(num_pages=41, max_chunk_tokens=16), SchedulerConfig(**(settings | config))
     )
     driver.submit(generate("long", [1] * 60, 40))
     while len(driver.tokens["long"]) < 2:
@@ -60,21 +60,29 @@ def test_a_request_that_fits_starts_beside_one_that_does_not() -> None:
     assert driver.finish["big"].type == "length"
 
 
-def test_a_request_starts_when_the_reserve_has_decayed_enough() -> None:
-    driver = short_driver(schedule_conservativeness=1.0)
-    driver.submit(generate("later", [2] * 60, 4))
-    memory, rank = driver.scheduler.ranks[0].memory, driver.scheduler.ranks[0]
-    while not driver.tokens["later"] and "long" not in driver.finish:
-        reserve = rank.reserve.pages(memory, rank.running)
-        fits = memory.pages_for(61) + reserve <= memory.num_available_pages
+def test_a_request_starts_in_the_step_where_the_reserve_has_decayed_enough() -> None:
+    """The reserve of one that runs for long shrinks faster than the pages that it takes grow."""
+    driver = Driver(make_sizes(num_pages=173, max_context_len=700, max_chunk_tokens=16))
+    driver.submit(generate("long", [1] * 60, 620))
+    while len(driver.tokens["long"]) < 2:
         driver.step()
-        assert not fits or rank.running.rids[rank.running.active].tolist() == ["long", "later"]
+    driver.submit(generate("later", [2] * 320, 4))
+    rank = driver.scheduler.ranks[0]
+    num_waited = 0
+    while driver.scheduler.num_waiting:
+        reserve = rank.reserve.pages(rank.memory, rank.running)
+        fitted = rank.memory.pages_for(321) + reserve <= rank.memory.num_available_pages
+        driver.step()
+        num_waited += 1
+        assert fitted == (driver.scheduler.num_waiting == 0)
+    assert num_waited > 3
+    assert "long" not in driver.finish
     driver.run()
 
 
 def test_a_request_starts_when_a_running_one_has_published_what_it_lacked() -> None:
     driver = Driver(
-        make_sizes(num_pages=33, max_step_tokens=8),
+        make_sizes(num_pages=33),
         SchedulerConfig(chunked_prefill_size=8, schedule_conservativeness=0.0),
     )
     shared = list(range(30)) * 3
@@ -115,7 +123,7 @@ def test_requests_that_arrive_at_once_compute_what_they_share_once(
         num_pages=400,
         num_rows=33,
         max_context_len=512,
-        max_step_tokens=chunk + 32,
+        max_chunk_tokens=chunk,
         vocab_size=1000,
     )
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=chunk), overlap=overlap)
@@ -130,7 +138,7 @@ def test_requests_that_arrive_at_once_compute_what_they_share_once(
 
 def test_what_is_shared_is_waited_for_no_longer_than_its_request_needs() -> None:
     """The second starts in the step after the one that computes the last page they share."""
-    sizes = make_sizes(num_pages=200, max_context_len=300, max_step_tokens=24)
+    sizes = make_sizes(num_pages=200, max_context_len=300, max_chunk_tokens=16)
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
     shared = [i % 47 for i in range(64)]
     driver.submit(generate("first", shared + [48] * 8, 2))
@@ -146,7 +154,7 @@ def test_what_is_shared_is_waited_for_no_longer_than_its_request_needs() -> None
 
 @pytest.mark.parametrize("ending", ["abort", "retract"])
 def test_whoever_waited_for_a_prefix_computes_it_if_its_request_is_gone(ending: str) -> None:
-    sizes = make_sizes(num_pages=200, max_context_len=300, max_step_tokens=24)
+    sizes = make_sizes(num_pages=200, max_context_len=300, max_chunk_tokens=16)
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
     shared = [i % 47 for i in range(64)]
     driver.submit(generate("first", shared + [48] * 100, 2))
@@ -165,7 +173,7 @@ def test_whoever_waited_for_a_prefix_computes_it_if_its_request_is_gone(ending: 
 
 
 def test_a_little_that_is_shared_is_computed_again_rather_than_waited_for() -> None:
-    sizes = make_sizes(page_size=1, num_pages=400, max_context_len=300, max_step_tokens=300)
+    sizes = make_sizes(page_size=1, num_pages=400, max_context_len=300, max_chunk_tokens=256)
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=256))
     driver.submit(generate("first", [7, 8, *[1] * 40], 2))
     driver.submit(generate("second", [7, 8, *[2] * 40], 2))
@@ -178,18 +186,19 @@ def test_a_little_that_is_shared_is_computed_again_rather_than_waited_for() -> N
 
 
 def test_a_turn_leaves_its_busy_rank_when_computing_again_costs_less() -> None:
-    s = talk(dp_size=2, page_size=4, pool_tokens=1024, num_rows=3, chunk=16)
+    s = talk(dp_size=2, page_size=4, pool_tokens=256, chunk=16, schedule_conservativeness=0.0)
     s.say("s", [5] * 40, 2)
     home = next(r for r in s.driver.scheduler.ranks if r.memory.cache.holds("s")).dp_rank
-    for i in range(2):
-        s.driver.submit(generate(f"r{i}", [10 + i] * 4, 200, dp_rank=home))
-    s.driver.step()
-    rid = s.begin("s", [1], 2)
-    for num_steps in range(20):
+    s.driver.submit(generate("long", [10] * 20, 150, dp_rank=home))
+    while len(s.driver.tokens["long"]) < 20:
+        s.driver.step()
+    rid = s.begin("s", [1] * 170, 2)  # its rank has no room for so many until the other ends
+    for num_steps in range(40):
         s.driver.step()
         if s.driver.tokens[rid]:
             break
-    assert num_steps < 10, "the other rank was empty"
+    assert num_steps < 25, "it could have been computed again in 14 steps, on an empty rank"
+    assert "long" not in s.driver.finish
     s.run()
     assert s.driver.dp_rank[rid] == 1 - home
     s.check()
