@@ -90,7 +90,7 @@ def decoding_scheduler(
         num_pages=1 + ROWS_PER_RANK * tokens_per_row // page_size,
         num_rows=ROWS_PER_RANK + 1,
         max_context_len=tokens_per_row,
-        max_step_tokens=16_384,
+        max_step_tokens=16_384 + ROWS_PER_RANK,
         max_prompt_logprob_tokens=1024,
         vocab_size=VOCAB_SIZE,
     )
@@ -168,7 +168,7 @@ def bench_full_queue(repeats: int) -> Iterator[Timing]:
         num_pages=40_000,
         num_rows=ROWS_PER_RANK + 1,
         max_context_len=4000,
-        max_step_tokens=2048,
+        max_step_tokens=2048 + ROWS_PER_RANK,
         max_prompt_logprob_tokens=1024,
         vocab_size=VOCAB_SIZE,
     )

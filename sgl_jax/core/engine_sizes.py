@@ -16,7 +16,7 @@ class EngineSizes(NamedTuple):
     num_rows: int  # per rank, null row included: at most num_rows - 1 requests run on a rank
     max_context_len: int  # tokens of one request, prompt and output together
     max_step_tokens: int  # query tokens per rank and step
-    # Prefill tokens per rank in a step that reports prompt log-probabilities (a narrower program).
+    # Prompt tokens per rank and step whose successors' log-probabilities are reported.
     max_prompt_logprob_tokens: int
     vocab_size: int
     # Query tokens per rank that steps are padded to, ascending, so that a step may be planned to
@@ -32,8 +32,8 @@ class EngineSizes(NamedTuple):
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Query tokens of a step that drafts have no claim on."""
-        return self.max_step_tokens - (self.num_rows - 1) * self.max_draft_tokens
+        """Prefill tokens per rank and step: decode rows and their drafts come on top of them."""
+        return self.max_step_tokens - (self.num_rows - 1) * (1 + self.max_draft_tokens)
 
     @property
     def max_request_tokens(self) -> int:

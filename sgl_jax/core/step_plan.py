@@ -69,8 +69,9 @@ class RankPlan(NamedTuple):
     num_decode: int
     relayed: BoolArray  # [n] False for prefill rows
     admissions: tuple[RowAdmission, ...] = ()
-    # Rows whose prompt log-probabilities are wanted in this step (prefill rows only).
-    prompt_logprobs: BoolArray | None = None  # [n] or None for none
+    # Of how many of a row's last queries the prompt log-probabilities are wanted: 0 for decode
+    # rows, and at most EngineSizes.max_prompt_logprob_tokens in all.
+    num_scored: Int32Array | None = None  # [n] or None for none
     # Whether any row wants the log-probability of its sampled token, and of how many others.
     return_logprob: bool = False
     top_logprobs_num: int = 0
@@ -97,10 +98,10 @@ class StepPlan:
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of one prefill chunk's *next* tokens, m = the chunk's q_len.
+    """Log-probabilities of the *next* tokens of one prefill chunk's last m = num_scored queries.
 
-    Entry j belongs to position kv_start + j + 1; the last entry of the prompt's last chunk
-    predicts the first generated token and is not a prompt token.
+    Entry j belongs to position kv_start + q_len - m + j + 1; the last entry of the prompt's last
+    chunk predicts the first generated token and is not a prompt token.
     """
 
     logprobs: Float32Array  # [m] of the token that actually follows
@@ -119,7 +120,8 @@ class RankResult(NamedTuple):
     logprobs: Float32Array | None = None  # [n, w]
     top_ids: Int32Array | None = None  # [n, w, MAX_TOP_LOGPROBS], most likely first
     top_logprobs: Float32Array | None = None  # [n, w, MAX_TOP_LOGPROBS]
-    prompt_logprobs: dict[int, PromptLogprobs] | None = None  # plan index -> values
+    # Plan index -> values, of the rows that score.
+    prompt_logprobs: dict[int, PromptLogprobs] | None = None
 
 
 # A launched step whose result has not been read: opaque to all but the executor that made it.

@@ -73,7 +73,7 @@ class EngineCore:
         config = SchedulerConfig.from_args(
             args,
             eos_token_ids=tuple(self.info["eos_token_ids"]),
-            chunk=args.chunked_prefill_size or sizes.max_chunk_tokens,
+            chunk=sizes.max_chunk_tokens,
         )
         self.scheduler = Scheduler(sizes, config)
         self._recorder = None if writer is None else Recorder(self.scheduler, writer)

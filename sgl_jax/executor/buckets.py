@@ -27,9 +27,19 @@ class StepLimits(NamedTuple):
     """The most that one rank does in one step."""
 
     rows: int
-    tokens: int
-    prompt_logprob_tokens: int
+    chunk_tokens: int  # of prompts
+    prompt_logprob_tokens: int  # of these, with log-probabilities reported
     draft_tokens: int = 0  # of one row
+
+    @property
+    def decode_tokens(self) -> int:
+        """Query tokens of a full batch of decode rows, all of them drafting."""
+        return self.rows * (1 + self.draft_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens in all: decode rows take nothing from what prompts may have."""
+        return self.chunk_tokens + self.decode_tokens
 
 
 class Bucket(NamedTuple):
@@ -37,23 +47,16 @@ class Bucket(NamedTuple):
 
     rows: int
     tokens: int
-    prompt_logprobs: bool = False
 
 
 class Buckets(NamedTuple):
-    """All shapes of an engine, smallest first, and the one that scores prompts."""
+    """All shapes of an engine, smallest first: each has a program."""
 
-    plain: tuple[Bucket, ...]
-    prompt_logprobs: Bucket
-
-    @property
-    def all(self) -> tuple[Bucket, ...]:
-        """Every shape there is a program for."""
-        return (*self.plain, self.prompt_logprobs)
+    all: tuple[Bucket, ...]
 
     def smallest(self, tokens: int) -> Bucket:
-        """The smallest plain shape for `tokens` query tokens, whatever rows they belong to."""
-        return next(bucket for bucket in self.plain if bucket.tokens >= tokens)
+        """The smallest shape for `tokens` query tokens, whatever rows they belong to."""
+        return next(bucket for bucket in self.all if bucket.tokens >= tokens)
 
 
 def step_limits(args: ServerArgs, platform: str) -> StepLimits:
@@ -66,20 +69,18 @@ def step_limits(args: ServerArgs, platform: str) -> StepLimits:
         _CPU_CHUNK_TOKENS if on_cpu else _ACCELERATOR_CHUNK_TOKENS
     )
     rows = -(-requests // args.dp_size)
-    tokens = max(chunk, rows)
-    drafts = args.num_draft_tokens
-    # Drafts come on top: they take nothing from what prompts may have.
-    scored = min(_PROMPT_LOGPROB_TOKENS, tokens)
-    return StepLimits(rows, tokens + rows * drafts, scored, drafts)
+    return StepLimits(rows, chunk, min(_PROMPT_LOGPROB_TOKENS, chunk), args.num_draft_tokens)
 
 
 def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
-    """Shapes up to `limits`, which are themselves a shape, as is a full batch of decode."""
-    queries_per_row = 1 + limits.draft_tokens
+    """Shapes up to `limits`, which are themselves a shape.
+
+    So are a full batch of decode, drafting or not, and a full chunk alone.
+    """
     if platform == "cpu":
         sizes = set(_CPU_TOKENS)
         if limits.draft_tokens:
-            drafting = {rows * queries_per_row for rows in _CPU_DRAFTING_ROWS}
+            drafting = {rows * (1 + limits.draft_tokens) for rows in _CPU_DRAFTING_ROWS}
             sizes = {_CPU_TOKENS[0], _CPU_TOKENS[-1]} | drafting
         size = 2 * _CPU_TOKENS[-1]
     else:
@@ -89,8 +90,5 @@ def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
         sizes.add(size)
         size *= 2
     sizes = {size for size in sizes if size < limits.tokens}
-    sizes |= {limits.rows, limits.rows * queries_per_row, limits.tokens}
-    plain = tuple(Bucket(min(size, limits.rows), size) for size in sorted(sizes))
-    # Running requests go on decoding beside the prompt that is being scored.
-    scored_tokens = limits.prompt_logprob_tokens + limits.rows
-    return Buckets(plain, Bucket(limits.rows, scored_tokens, prompt_logprobs=True))
+    sizes |= {limits.rows, limits.decode_tokens, limits.chunk_tokens, limits.tokens}
+    return Buckets(tuple(Bucket(min(size, limits.rows), size) for size in sorted(sizes)))

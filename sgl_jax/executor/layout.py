@@ -19,14 +19,14 @@ from sgl_jax.core.step_plan import Int32Array, RankPlan
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_NUM_ROW_WORDS = 5  # row, kv_start, q_len, samples, relayed
-_NUM_RANK_WORDS = 2  # num_decode, wants_logprobs
+_NUM_ROW_WORDS = 6  # row, kv_start, q_len, samples, relayed, num_scored
+_NUM_RANK_WORDS = 3  # num_decode, wants_logprobs, any_scored
 
 
 class StepInput(NamedTuple):
     """All that one step uploads."""
 
-    controls: Int32Array  # [dp, 5 * B + 2]
+    controls: Int32Array  # [dp, 6 * B + 3]
     page_table: Int32Array  # [dp * B, pages]
 
 
@@ -38,8 +38,10 @@ class RankControls(NamedTuple):
     q_lens: jax.Array  # int32[B], 0 for padding
     samples: jax.Array  # bool[B]
     relayed: jax.Array  # bool[B]
+    num_scored: jax.Array  # int32[B]
     num_decode: jax.Array  # int32[]
     wants_logprobs: jax.Array  # bool[]
+    any_scored: jax.Array  # bool[] whether any row of any rank is scored
 
 
 class DPLayout(NamedTuple):
@@ -62,6 +64,7 @@ class DPLayout(NamedTuple):
         )
         # Zeroed by the operating system as pages are touched: the unused width costs nothing.
         page_table = np.zeros((self.dp_size * self.rows_per_rank, self.pages_per_row), np.int32)
+        controls[:, -1] = any(plan.num_scored is not None for plan in ranks)
         for rank, plan in enumerate(ranks):
             n = len(plan.rows)
             by_row[rank, 0, :n] = plan.rows
@@ -69,14 +72,15 @@ class DPLayout(NamedTuple):
             by_row[rank, 2, :n] = plan.q_lens
             by_row[rank, 3, :n] = plan.samples
             by_row[rank, 4, :n] = plan.relayed
-            controls[rank, -2] = plan.num_decode
-            controls[rank, -1] = plan.return_logprob or plan.top_logprobs_num > 0
+            by_row[rank, 5, :n] = 0 if plan.num_scored is None else plan.num_scored
+            controls[rank, -3] = plan.num_decode
+            controls[rank, -2] = plan.return_logprob or plan.top_logprobs_num > 0
             first = rank * self.rows_per_rank
             page_table[first : first + n, : plan.page_table.shape[1]] = plan.page_table
         return StepInput(controls, page_table)
 
     def unpack_controls(self, words: jax.Array) -> RankControls:
-        """One rank's words int32[5 * B + 2], by name; traced inside the step."""
+        """One rank's words int32[6 * B + 3], by name; traced inside the step."""
         by_row = words[:-_NUM_RANK_WORDS].reshape(_NUM_ROW_WORDS, self.rows_per_rank)
         return RankControls(
             rows=by_row[0],
@@ -84,8 +88,10 @@ class DPLayout(NamedTuple):
             q_lens=by_row[2],
             samples=by_row[3] != 0,
             relayed=by_row[4] != 0,
-            num_decode=words[-2],
-            wants_logprobs=words[-1] != 0,
+            num_scored=by_row[5],
+            num_decode=words[-3],
+            wants_logprobs=words[-2] != 0,
+            any_scored=words[-1] != 0,
         )
 
     def split(self, values: NDArray[_Scalar], num_rows: Sequence[int]) -> list[NDArray[_Scalar]]:

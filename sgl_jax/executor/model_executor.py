@@ -19,7 +19,7 @@ from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
 from sgl_jax.executor.engine_shape import EngineShape
-from sgl_jax.executor.plan_check import check_plan, reports_prompt_logprobs
+from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_num_pages
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
@@ -123,10 +123,7 @@ class ModelExecutor:
         if any(rank.admissions for rank in plan.ranks):
             for piece in cut_admissions([rank.admissions for rank in plan.ranks]):
                 self._write(piece)
-        if reports_prompt_logprobs(plan):
-            bucket = self._buckets.prompt_logprobs
-        else:
-            bucket = self._buckets.smallest(max(rank.num_tokens for rank in plan.ranks))
+        bucket = self._buckets.smallest(max(rank.num_tokens for rank in plan.ranks))
         launched = self._run(bucket, plan)
         self._in_flight.append(launched)
         return launched

@@ -15,21 +15,13 @@ def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
     """
     if len(plan.ranks) != sizes.dp_size:
         raise ValueError(f"the plan has {len(plan.ranks)} ranks, the engine {sizes.dp_size}")
-    max_prefill = sizes.max_prompt_logprob_tokens if reports_prompt_logprobs(plan) else None
     for index, rank in enumerate(plan.ranks):
-        problem = _problem(rank, sizes, max_prefill)
+        problem = _problem(rank, sizes)
         if problem:
             raise ValueError(f"step {plan.step_id}, rank {index}: {problem}")
 
 
-def reports_prompt_logprobs(plan: StepPlan) -> bool:
-    """Whether any row of any rank has its prompt scored, which takes a program of its own."""
-    return any(
-        rank.prompt_logprobs is not None and bool(rank.prompt_logprobs.any()) for rank in plan.ranks
-    )
-
-
-def _problem(rank: RankPlan, sizes: EngineSizes, max_prefill: int | None) -> str | None:
+def _problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
     for admission in rank.admissions:
         if not 0 < admission.row < sizes.num_rows:
             return f"admits row {admission.row}, allowed are 1 to {sizes.num_rows - 1}"
@@ -56,13 +48,21 @@ def _problem(rank: RankPlan, sizes: EngineSizes, max_prefill: int | None) -> str
         return f"num_decode {rank.num_decode} does not match {n} rows or relayed {rank.relayed}"
     if (rank.num_drafts > sizes.max_draft_tokens).any():
         return f"{rank.num_drafts.max()} drafts of a row, at most {sizes.max_draft_tokens} fit"
-    num_prefill = int(rank.q_lens[rank.num_decode :].sum())
-    if max_prefill is not None and (num_prefill > max_prefill or rank.num_drafts.any()):
-        return (
-            f"{num_prefill} prefill tokens and {rank.num_drafts.sum()} drafts, at most "
-            f"{max_prefill} and none fit in a step that reports prompt log-probabilities"
-        )
-    return _length_problem(rank, sizes)
+    return _score_problem(rank, sizes) or _length_problem(rank, sizes)
+
+
+def _score_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
+    scored = rank.num_scored
+    if scored is None:
+        return None
+    if scored.shape != rank.q_lens.shape or ((scored < 0) | (scored > rank.q_lens)).any():
+        return f"num_scored {scored} does not match q_lens {rank.q_lens}"
+    if scored[: rank.num_decode].any():
+        return f"num_scored {scored} of {rank.num_decode} decode rows, which have no prompt left"
+    most = sizes.max_prompt_logprob_tokens
+    if scored.sum() > most:
+        return f"{scored.sum()} prompt tokens are scored, at most {most} are in a step"
+    return None
 
 
 def _length_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:

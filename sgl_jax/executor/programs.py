@@ -117,8 +117,8 @@ class Programs:
                 rank_controls,
                 page_table,
                 bucket.tokens,
-                bucket.prompt_logprobs,
                 self._sizes.max_draft_tokens,
+                self._sizes.max_prompt_logprob_tokens,
             )
 
         step.__name__ = f"step_{bucket.rows}_rows_{bucket.tokens}_tokens"

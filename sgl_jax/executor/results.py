@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import PromptLogprobs, RankPlan, RankResult, StepPlan
+from sgl_jax.core.step_plan import Int32Array, PromptLogprobs, RankPlan, RankResult, StepPlan
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.step import StepOutput
 from sgl_jax.layers.sampling import TokenLogprobs
@@ -33,12 +33,13 @@ def unpack_results(step: LaunchedStep) -> tuple[RankResult, ...]:
         for i, (plan, values) in enumerate(zip(ranks, fetched, strict=True)):
             if _wants_logprobs(plan):
                 results[i] = results[i]._replace(**values._asdict())
-    if step.output.prompt_logprobs is not None:
-        num_tokens = [plan.num_tokens for plan in ranks]
-        fetched = _fetch(step.layout, step.output.prompt_logprobs, num_tokens)
+    if any(plan.num_scored is not None for plan in ranks):
+        counts = [0 if plan.num_scored is None else int(plan.num_scored.sum()) for plan in ranks]
+        fetched = _fetch(step.layout, step.output.prompt_logprobs, counts)
         for i, (plan, values) in enumerate(zip(ranks, fetched, strict=True)):
-            if plan.prompt_logprobs is not None:
-                results[i] = results[i]._replace(prompt_logprobs=_by_row(plan, values))
+            if plan.num_scored is not None:
+                by_row = _by_row(plan.num_scored, values)
+                results[i] = results[i]._replace(prompt_logprobs=by_row)
     return tuple(results)
 
 
@@ -47,19 +48,18 @@ def _wants_logprobs(plan: RankPlan) -> bool:
 
 
 def _fetch(layout: DPLayout, values: TokenLogprobs, counts: Sequence[int]) -> list[PromptLogprobs]:
-    """Each rank's values on the host: of its rows, or of its prompts' tokens."""
+    """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
     logprobs, top_ids, top_logprobs = (layout.split(np.asarray(array), counts) for array in values)
     return list(map(PromptLogprobs, logprobs, top_ids, top_logprobs))
 
 
-def _by_row(plan: RankPlan, values: PromptLogprobs) -> dict[int, PromptLogprobs]:
-    """Cut one rank's per-token values into the chunks that asked for them."""
-    assert plan.prompt_logprobs is not None
-    ends = np.cumsum(plan.q_lens)
-    chunks = {}
-    for i in np.flatnonzero(plan.prompt_logprobs):
-        tokens = slice(ends[i] - plan.q_lens[i], ends[i])
-        chunks[int(i)] = PromptLogprobs(
+def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptLogprobs]:
+    """Cut one rank's values into the rows that asked for them, by plan index."""
+    ends = np.cumsum(num_scored)
+    rows = {}
+    for i in np.flatnonzero(num_scored):
+        tokens = slice(ends[i] - num_scored[i], ends[i])
+        rows[int(i)] = PromptLogprobs(
             values.logprobs[tokens], values.top_ids[tokens], values.top_logprobs[tokens]
         )
-    return chunks
+    return rows

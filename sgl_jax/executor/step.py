@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.executor.layout import RankControls
-from sgl_jax.executor.sampled_slots import SampledSlots, count_accepted
+from sgl_jax.executor.last_queries import LastQueries, count_accepted
 from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
 from sgl_jax.layers.sampling import (
@@ -24,7 +24,7 @@ from sgl_jax.layers.sampling import (
     unpack_row_params,
 )
 
-# Positions whose logits are held at once when a prompt is scored.
+# Positions whose logits are held at once when prompts are scored.
 SCORED_BLOCK = 32
 
 
@@ -51,11 +51,13 @@ class StepState(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step reports for B rows and T tokens; log-probabilities are zeros if not wanted."""
+    """What a step reports for B rows; log-probabilities are zeros if not wanted."""
 
     tokens: jax.Array  # int32[B, 1 + max_draft_tokens], -1 after a row's last new token
     logprobs: TokenLogprobs  # [B, 1 + max_draft_tokens]
-    prompt_logprobs: TokenLogprobs | None  # [T], of each token's successor
+    # [S] of the successors of the queries that are scored, row after row: S is
+    # max_prompt_logprob_tokens, or all of the step's queries where these are fewer.
+    prompt_logprobs: TokenLogprobs
 
 
 def run_step(
@@ -65,8 +67,8 @@ def run_step(
     controls: RankControls,
     page_table: jax.Array,
     num_tokens: int,
-    prompt_logprobs: bool,
     max_drafts: int,
+    max_scored: int,
 ) -> tuple[StepState, StepOutput]:
     """One rank's step.
 
@@ -77,8 +79,8 @@ def run_step(
         controls: this step's rows.
         page_table: int32[B, pages].
         num_tokens: T, the static number of query tokens, padding included.
-        prompt_logprobs: static; whether to score each token's successor in the token table.
         max_drafts: static; tokens drafted per row at most.
+        max_scored: static; queries whose successors are scored at most.
     """
     token_table, queries = _place_queries(state, controls, max_drafts)
     rows = (page_table, queries.kv_starts, controls.q_lens, controls.num_decode)
@@ -87,9 +89,12 @@ def run_step(
     token_rows = jnp.where(batch.valid, controls.rows[batch.token_rows], 0)
     hidden, kv_pool = model(token_table[token_rows, batch.positions], batch, state.kv_pool)
 
-    slots = SampledSlots.build(batch, controls.samples, queries.drafts, max_drafts)
-    logits = model.logits(hidden[slots.tokens])
-    where = SampledRows(controls.rows[slots.rows], batch.positions[slots.tokens] + 1, slots.valid)
+    num_drawn = jnp.where(controls.samples, 1 + queries.drafts, 0)
+    sampled = LastQueries.build(batch, num_drawn, controls.rows.shape[0] * (1 + max_drafts))
+    logits = model.logits(hidden[sampled.tokens])
+    where = SampledRows(
+        controls.rows[sampled.rows], batch.positions[sampled.tokens] + 1, sampled.valid
+    )
     params = unpack_row_params(row_params[where.rows])
     drawn = sample_tokens(logits, params, token_table, where)
     wanted: TokenLogprobs = lax.cond(
@@ -98,21 +103,27 @@ def run_step(
         lambda: no_logprobs(drawn.shape[0]),
     )
 
-    new_tokens = slots.by_row(drawn, 1 + max_drafts)
+    new_tokens = sampled.by_row(drawn, 1 + max_drafts)
     counts = 1 + count_accepted(new_tokens, queries.guesses, queries.drafts)
     counts = jnp.where(controls.samples, counts, 0)
     token_table = _write_tokens(token_table, controls.rows, queries.new_starts, new_tokens, counts)
     row_lens = state.row_lens.at[jnp.where(controls.samples, controls.rows, 0)].set(
         queries.new_starts + counts
     )
-    scored = None
-    if prompt_logprobs:
-        # From the written table: reading the old one here would keep a copy of it alive.
-        successors = token_table.at[token_rows, batch.positions + 1].get(mode="clip")
-        scored = _score(model, hidden, successors)
+    scored = LastQueries.build(batch, controls.num_scored, max_scored)
+    # From the written table: reading the old one here would keep a copy of it alive.
+    successors = token_table.at[token_rows[scored.tokens], batch.positions[scored.tokens] + 1].get(
+        mode="clip"
+    )
+    # All ranks take the same branch, though one alone may score: logits are exchanged in it.
+    prompt_logprobs: TokenLogprobs = lax.cond(
+        controls.any_scored,
+        lambda: _score(model, hidden[scored.tokens], successors),
+        lambda: no_logprobs(successors.shape[0]),
+    )
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
-    by_row = TokenLogprobs(*(slots.by_row(values, 1 + max_drafts) for values in wanted))
-    output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, scored)
+    by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in wanted))
+    output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
     return StepState(token_table, row_lens, kv_pool), output
 
 
@@ -161,9 +172,13 @@ def _write_tokens(
 
 
 def _score(model: Model, hidden: jax.Array, successors: jax.Array) -> TokenLogprobs:
-    """Log-probabilities at all T positions, a block at a time: logits of all would not fit."""
+    """Log-probabilities of `successors` int32[S] after hidden [S, hidden_size].
+
+    A block at a time: the logits of all would take too much memory.
+    """
     num_tokens = hidden.shape[0]
-    padding = -num_tokens % SCORED_BLOCK
+    block_size = min(num_tokens, SCORED_BLOCK)
+    padding = -num_tokens % block_size
     hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
     successors = jnp.pad(successors, (0, padding))
 
@@ -174,8 +189,8 @@ def _score(model: Model, hidden: jax.Array, successors: jax.Array) -> TokenLogpr
     blocks: TokenLogprobs = lax.map(
         score_block,
         (
-            hidden.reshape(-1, SCORED_BLOCK, hidden.shape[1]),
-            successors.reshape(-1, SCORED_BLOCK),
+            hidden.reshape(-1, block_size, hidden.shape[1]),
+            successors.reshape(-1, block_size),
         ),
     )
     return TokenLogprobs(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))

@@ -76,9 +76,9 @@ def make_plan(request: PlanRequest) -> Plan:
     limits = engine.shape.limits
     pages = math.ceil(workload.tokens / memory.page_size)
     concurrency = min(limits.rows, memory.num_pages // pages)
-    chunk = engine.shape.sizes(1).max_chunk_tokens
+    chunk = limits.chunk_tokens
     decode_bucket = engine.shape.buckets.smallest(concurrency * (1 + limits.draft_tokens))
-    prefill_bucket = engine.shape.buckets.plain[-1]
+    prefill_bucket = engine.shape.buckets.smallest(chunk)
     device = device_bytes(engine, memory, request)
 
     def plan_step(bucket: Bucket, work: StepWork) -> StepPlan:

@@ -26,7 +26,7 @@ def commit_rank(
     running, memory = rank.running, rank.memory
     current = memory.rows.epoch[plan.rows] == plan.epochs
     _publish_chunks(rank, plan, current)
-    if plan.prompt_logprobs is not None:
+    if plan.num_scored is not None:
         _collect_prompt_logprobs(rank, plan, result, current)
 
     index = np.flatnonzero(current & plan.samples)
@@ -171,8 +171,9 @@ def _collect_prompt_logprobs(
         if not current[index]:
             continue
         request = rank.running.request(int(plan.rows[index]))
-        first = int(plan.kv_starts[index]) + 1  # position of the first token predicted here
-        end = min(first + len(values.logprobs), request.prompt_len)
+        end = int(plan.kv_starts[index] + plan.q_lens[index]) + 1
+        first = end - len(values.logprobs)  # position of the first token predicted here
+        end = min(end, request.prompt_len)
         if request.logprob_next == 0:
             token = int(request.tokens[0])
             request.pending_prompt_logprobs.append(TokenLogprobs(token, None, [], []))

@@ -12,7 +12,7 @@ class SchedulerConfig(NamedTuple):
     schedule_policy: str = "lpm"
     load_balance_method: str = "prefix_aware"
     schedule_conservativeness: float = 1.0
-    chunked_prefill_size: int = 512
+    chunked_prefill_size: int = 512  # and no more than EngineSizes.max_chunk_tokens
     max_queued_requests: int = 2048
     use_radix_cache: bool = True
     random_seed: int = 0

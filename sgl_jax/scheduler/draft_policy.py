@@ -39,13 +39,12 @@ class DraftPolicy:
         self._resume_len[row] = 0
         self._pause[row] = _FIRST_PAUSE
 
-    def choose(self, rows: Int32Array, known_lens: Int32Array, budget: int) -> Int32Array:
-        """Drafts for each of `rows`, int32[len(rows)], at most `budget` in all."""
+    def choose(self, rows: Int32Array, known_lens: Int32Array) -> Int32Array:
+        """Drafts for each of `rows`, int32[len(rows)]."""
         if self._most == 0:
             return np.zeros(len(rows), np.int32)
         drafts = np.where(known_lens >= self._resume_len[rows], self._most, 0)
-        chosen: Int32Array = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
-        return chosen.astype(np.int32)
+        return drafts.astype(np.int32)
 
     def learn(
         self, rows: Int32Array, drafted: Int32Array, accepted: Int32Array, known_lens: Int32Array

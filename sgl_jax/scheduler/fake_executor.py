@@ -122,10 +122,13 @@ class OracleExecutor:
                 stored[:] = gained[: len(stored)]  # the last one may lie past the table's end
                 _hash_span(tokens[row], hashes[row], end, end + len(stored))
                 self._lens[rank][row] = end + len(gained)
-        if plan.prompt_logprobs is None:
+        if plan.num_scored is None:
             return result
-        scored = np.flatnonzero(plan.prompt_logprobs).tolist()
-        return result._replace(prompt_logprobs={i: self._score(plan, i, hashes) for i in scored})
+        scored = np.flatnonzero(plan.num_scored).tolist()
+        counts = plan.num_scored.tolist()
+        return result._replace(
+            prompt_logprobs={i: self._score(plan, i, counts[i], hashes) for i in scored}
+        )
 
     def _no_result(self, plan: RankPlan) -> RankResult:
         """A result to be filled in, with log-probabilities if the plan asks for them."""
@@ -206,10 +209,11 @@ class OracleExecutor:
             gained.append(self._sample(state))
         return gained
 
-    def _score(self, plan: RankPlan, i: int, hashes: NDArray[np.uint64]) -> PromptLogprobs:
-        """Made-up log-probabilities of the tokens after each of row i's chunk."""
-        count = int(plan.q_lens[i])
-        first = int(plan.kv_starts[i]) + 1
+    def _score(
+        self, plan: RankPlan, i: int, count: int, hashes: NDArray[np.uint64]
+    ) -> PromptLogprobs:
+        """Made-up log-probabilities of the tokens after the last `count` of row i's chunk."""
+        first = int(plan.kv_starts[i] + plan.q_lens[i]) - count + 1
         logprobs = made_up_logprobs(hashes[int(plan.rows[i]), first : first + count])
         return PromptLogprobs(
             logprobs=np.pad(logprobs, (0, count - len(logprobs))),

@@ -20,6 +20,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.request import Request
 
 NO_TOKEN = -1
+NOT_SCORED = np.iinfo(np.int32).max
 
 
 class RunningRows:
@@ -39,8 +40,9 @@ class RunningRows:
         self.stop_ids = np.full((n, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)
         self.return_logprob = np.zeros(n, np.bool_)
         self.top_logprobs_num = np.zeros(n, np.int32)
-        # Still owes prompt log-probabilities, so its chunks run in the program that reports them.
-        self.wants_prompt_logprobs = np.zeros(n, np.bool_)
+        # Prompt position from which on the successors' log-probabilities are wanted; NOT_SCORED
+        # where none are, or all have been planned.
+        self.score_start = np.full(n, NOT_SCORED, np.int32)
         # Nothing sent yet: the first output carries more than a token.
         self.is_unsent = np.zeros(n, np.bool_)
         self.requests: list[Request | None] = [None] * n
@@ -69,7 +71,8 @@ class RunningRows:
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.return_logprob[row] = request.message.return_logprob
         self.top_logprobs_num[row] = request.message.top_logprobs_num
-        self.wants_prompt_logprobs[row] = request.logprob_next < request.prompt_len
+        is_scored = request.logprob_next < request.prompt_len
+        self.score_start[row] = max(request.logprob_next - 1, 0) if is_scored else NOT_SCORED
         self.is_unsent[row] = count == request.prompt_len
         self.requests[row] = request
         self.rids[row] = request.rid

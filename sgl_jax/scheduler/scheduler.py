@@ -41,10 +41,11 @@ class Scheduler:
     """All requests of an engine of the given sizes, over all its data-parallel ranks."""
 
     def __init__(self, sizes: EngineSizes, config: SchedulerConfig) -> None:
-        if sizes.max_step_tokens < sizes.num_rows - 1:
+        if sizes.max_chunk_tokens < 1:
             raise ValueError(
-                f"a step holds {sizes.max_step_tokens} tokens, fewer than the "
-                f"{sizes.num_rows - 1} requests that may run on a rank"
+                f"a step holds {sizes.max_step_tokens} tokens, which leaves none for prompts beside "
+                f"the {sizes.num_rows - 1} requests that may run on a rank, each of which may take "
+                f"{1 + sizes.max_draft_tokens}"
             )
         for name, value in (
             ("chunked_prefill_size", config.chunked_prefill_size),
@@ -221,10 +222,22 @@ class Scheduler:
         """
         if not self._requests:
             return None
-        plan = self._try_plan(self._owes_prompt_logprobs())
-        if plan is None and self._owes_prompt_logprobs():
-            # Who is owed them was admitted just now, to a draft that could not report them.
-            plan = self._try_plan(reports_prompt_logprobs=True)
+        taken = self._forced_retract.take(self.ranks, self._steps)
+        chunk_size = self.config.chunked_prefill_size
+        drafts = [StepDraft(rank, self.sizes, chunk_size) for rank in self.ranks]
+        for request in taken:
+            self._waiting.add(request)
+        for draft in drafts:
+            for request in draft.retracted:
+                self._waiting.add(request)
+            for row in draft.unservable:
+                self._end_unservable(draft.rank, row)
+        if not taken and self._forced_retract.may_start(self.num_running):
+            self._admit_into(drafts)
+        if all(draft.is_empty for draft in drafts):
+            return None
+        plan = StepPlan(self._steps, tuple(draft.build() for draft in drafts))
+        self._steps += 1
         return plan
 
     def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
@@ -278,33 +291,6 @@ class Scheduler:
         }
 
     # -- inside -----------------------------------------------------------------------------
-
-    def _owes_prompt_logprobs(self) -> bool:
-        return any(
-            rank.running.wants_prompt_logprobs[rank.running.active].any() for rank in self.ranks
-        )
-
-    def _try_plan(self, reports_prompt_logprobs: bool) -> StepPlan | None:
-        taken = self._forced_retract.take(self.ranks, self._steps)
-        chunk_size = self.config.chunked_prefill_size
-        drafts = [
-            StepDraft(rank, self.sizes, chunk_size, reports_prompt_logprobs=reports_prompt_logprobs)
-            for rank in self.ranks
-        ]
-        for request in taken:
-            self._waiting.add(request)
-        for draft in drafts:
-            for request in draft.retracted:
-                self._waiting.add(request)
-            for row in draft.unservable:
-                self._end_unservable(draft.rank, row)
-        if not taken and self._forced_retract.may_start(self.num_running):
-            self._admit_into(drafts)
-        if all(draft.is_empty for draft in drafts):
-            return None
-        plan = StepPlan(self._steps, tuple(draft.build() for draft in drafts))
-        self._steps += 1
-        return plan
 
     def _admit_into(self, drafts: list[StepDraft]) -> None:
         if len(self._waiting) and any(draft.can_admit for draft in drafts):

@@ -2,8 +2,9 @@
 
 Each running request wants the tokens between its committed length and its end: one token if it
 decodes, more if it (still or again) prefills. Decode rows come first and all of them run, with
-drafts where these are useful and memory allows; prefill chunks, oldest request first, fill what
-is left of the token budget.
+drafts where these are useful and memory allows. Prefill chunks, oldest request first, come on top
+of them while the chunk budget lasts; of a prompt whose log-probabilities are wanted, only so many
+tokens as the step may score, so that a row that is scored holds up no other.
 
 Short of pages is ordinary: evict, then retract on this rank, fewest output tokens first.
 """
@@ -15,6 +16,7 @@ from sgl_jax.core.step_plan import Int32Array, RankPlan
 from sgl_jax.mem_cache.release import free_tail
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.running_rows import NOT_SCORED
 
 
 class StepDraft:
@@ -24,35 +26,23 @@ class StepDraft:
         rank: whose memory the draft takes pages from.
         sizes: of the engine.
         chunk_size: prefill tokens at most.
-        reports_prompt_logprobs: the step runs the narrow program that reports them, on all ranks.
     """
 
-    def __init__(
-        self,
-        rank: RankScheduler,
-        sizes: EngineSizes,
-        chunk_size: int,
-        *,
-        reports_prompt_logprobs: bool,
-    ) -> None:
+    def __init__(self, rank: RankScheduler, sizes: EngineSizes, chunk_size: int) -> None:
         self.rank = rank
         self.retracted: list[Request] = []
         self.unservable: list[int] = []  # rows that do not fit the rank even alone
-        self._reports_prompt_logprobs = reports_prompt_logprobs
         self._shapes = sizes.step_token_shapes
         self._chunk_rows: list[int] = []
         self._chunk_lens: list[int] = []
 
         rows = rank.running.runnable()
         wanted = self._wanted(rows)
-        decodes = (wanted == 1) & ~rank.running.wants_prompt_logprobs[rows]
+        decodes = (wanted == 1) & (rank.running.score_start[rows] == NOT_SCORED)
         self._decode_rows = self._grow_or_retract(rows[decodes])
-        room = sizes.max_step_tokens - len(self._decode_rows)
-        # The program that reports prompt log-probabilities has no room for drafts.
-        self._drafts = self._grow_for_drafts(0 if reports_prompt_logprobs else room)
-        self._budget = min(chunk_size, room - int(self._drafts.sum()))
-        if reports_prompt_logprobs:
-            self._budget = min(self._budget, sizes.max_prompt_logprob_tokens)
+        self._drafts = self._grow_for_drafts()
+        self._budget = min(chunk_size, sizes.max_chunk_tokens)
+        self._score_budget = sizes.max_prompt_logprob_tokens
         self._continue_prefills(rows[~decodes])
 
     @property
@@ -76,8 +66,7 @@ class StepDraft:
 
     def build(self) -> RankPlan:
         """The finished plan. From here on the step counts as launched: lengths are committed."""
-        if not self._reports_prompt_logprobs:
-            self._trim_to_shape()
+        self._trim_to_shape()
         rank, running, memory = self.rank, self.rank.running, self.rank.memory
         rows = np.concatenate([self._decode_rows, np.array(self._chunk_rows, np.int32)])
         num_decode = len(self._decode_rows)
@@ -93,7 +82,6 @@ class StepDraft:
             running.unread_drafts[rows[:num_decode]] += self._drafts
             last_end = max(last_end, int((ends + unread + q_lens - 1)[:num_decode].max()))
         num_pages = memory.pages_for(last_end)
-        wants = running.wants_prompt_logprobs[rows]
         logprob_rows = rows[samples & running.return_logprob[rows]]
         plan = RankPlan(
             rows=rows,
@@ -105,14 +93,14 @@ class StepDraft:
             num_decode=num_decode,
             relayed=unread > 0,
             admissions=rank.take_admissions(),
-            prompt_logprobs=wants if self._reports_prompt_logprobs and wants.any() else None,
+            num_scored=self._num_scored(rows, kv_starts, ends),
             return_logprob=len(logprob_rows) > 0,
             top_logprobs_num=int(running.top_logprobs_num[logprob_rows].max(initial=0)),
         )
         memory.commit_rows(rows, ends)
         sampled = rows[samples]
         running.planned_len[sampled] += 1
-        running.wants_prompt_logprobs[sampled] = False
+        running.score_start[sampled] = NOT_SCORED
         if not self.retracted:
             rank.reserve.after_step()
         return plan
@@ -138,6 +126,15 @@ class StepDraft:
             if self._chunk_lens[-1] == 0:
                 self._chunk_lens.pop()
                 self._chunk_rows.pop()
+
+    def _num_scored(
+        self, rows: Int32Array, kv_starts: Int32Array, ends: Int32Array
+    ) -> Int32Array | None:
+        """How many of each row's last queries are scored; None if no row's are."""
+        first = self.rank.running.score_start[rows]
+        if (first >= ends).all():
+            return None
+        return np.maximum(ends - np.maximum(kv_starts, first), 0)
 
     # -- choosing rows ----------------------------------------------------------------------
 
@@ -176,10 +173,10 @@ class StepDraft:
         ends: Int32Array = committed + self.rank.running.unread_drafts[rows] + 1
         return ends
 
-    def _grow_for_drafts(self, budget: int) -> Int32Array:
+    def _grow_for_drafts(self) -> Int32Array:
         """Choose each decode row's drafts and reserve their slots; none if memory is short."""
         rows, running = self._decode_rows, self.rank.running
-        drafts = self.rank.drafts.choose(rows, running.known_len[rows], budget)
+        drafts = self.rank.drafts.choose(rows, running.known_len[rows])
         if not drafts.any():
             return drafts
         longest = running.planned_len[rows] + running.unread_drafts[rows] + 1
@@ -220,11 +217,12 @@ class StepDraft:
     def _add_chunk(self, row: int) -> bool:
         """Plan as many of `row`'s wanted tokens as fit; False if none do."""
         memory, running = self.rank.memory, self.rank.running
-        if running.wants_prompt_logprobs[row] and not self._reports_prompt_logprobs:
-            return False
         rows = np.array([row], np.int32)
         committed = int(memory.rows.kv_committed_len[row])
-        count = min(int(self._wanted(rows)[0]), self._budget)
+        # What lies before the first position that is scored costs the step's scores nothing.
+        score_start = max(int(running.score_start[row]), committed)
+        may_score_to = score_start - committed + self._score_budget
+        count = min(int(self._wanted(rows)[0]), self._budget, may_score_to)
         while (room := self._room(row) - committed) < count and self.rank.evict_idle_session():
             pass
         count = min(count, room)
@@ -233,6 +231,7 @@ class StepDraft:
         self._chunk_rows.append(row)
         self._chunk_lens.append(count)
         self._budget -= count
+        self._score_budget -= max(committed + count - score_start, 0)
         return True
 
     def _room(self, row: int) -> int:

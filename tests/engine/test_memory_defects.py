@@ -33,7 +33,7 @@ from sgl_jax.scheduler.fake_executor import OracleExecutor
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.scheduler.driver import make_sizes
 
-SIZES = make_sizes(dp_size=2, num_pages=40, max_step_tokens=32, max_context_len=64)
+SIZES = make_sizes(dp_size=2, num_pages=40, max_chunk_tokens=24, max_context_len=64)
 NUM_REQUESTS = 6
 NUM_TOKENS = 12
 

@@ -10,8 +10,8 @@ from sgl_jax.executor.buckets import Bucket, StepLimits, choose_buckets, step_li
 @pytest.mark.parametrize(
     "limits",
     [
-        *((1, 4, 4), (5, 100, 100), (32, 512, 128), (256, 2048, 128)),
-        *((32, 640, 128, 4), (1, 40, 32, 8), (256, 3072, 128, 4)),
+        *((1, 4, 4), (5, 100, 100), (32, 512, 128), (256, 2048, 128), (64, 1, 1)),
+        *((32, 512, 128, 4), (1, 32, 32, 8), (256, 2048, 128, 4)),
     ],
 )
 def test_every_step_within_the_limits_has_a_shape(platform, limits):
@@ -21,7 +21,7 @@ def test_every_step_within_the_limits_has_a_shape(platform, limits):
         bucket = buckets.smallest(tokens)
         assert bucket.tokens >= tokens
         assert bucket.rows >= min(tokens, limits.rows)
-    assert max(b.tokens for b in buckets.plain) == limits.tokens
+    assert max(b.tokens for b in buckets.all) == limits.tokens
     assert max(b.rows for b in buckets.all) == limits.rows
     assert len(set(buckets.all)) == len(buckets.all) <= 14
 
@@ -31,9 +31,17 @@ def test_a_full_batch_of_decode_is_not_padded():
     assert buckets.smallest(20) == Bucket(rows=20, tokens=20)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("chunk", [3, 100, 700])
+def test_a_full_chunk_is_not_padded_alone_or_beside_a_full_batch_of_decode(platform, chunk):
+    buckets = choose_buckets(StepLimits(20, chunk, 128, 4), platform)
+    assert buckets.smallest(chunk).tokens == chunk
+    assert buckets.smallest(chunk + 100).tokens == chunk + 100
+
+
 def test_a_full_batch_of_drafting_rows_is_not_padded():
     for platform in ("cpu", "tpu"):
-        buckets = choose_buckets(StepLimits(20, 512 + 80, 128, 4), platform)
+        buckets = choose_buckets(StepLimits(20, 512, 128, 4), platform)
         assert buckets.smallest(100) == Bucket(rows=20, tokens=100)
         assert buckets.smallest(20) == Bucket(rows=20, tokens=20)
 
@@ -45,15 +53,15 @@ def test_padding_never_more_than_quadruples_a_steps_tokens():
             assert buckets.smallest(tokens).tokens < 4 * tokens
 
 
-def test_scoring_a_prompt_leaves_room_for_a_full_batch_of_decode():
-    scored = choose_buckets(StepLimits(32, 512, 128), "cpu").prompt_logprobs
-    assert scored == Bucket(rows=32, tokens=160, prompt_logprobs=True)
+def test_decode_rows_and_their_drafts_come_on_top_of_a_chunk():
+    assert StepLimits(20, 16, 16).tokens == 36
+    assert StepLimits(20, 16, 16, 4).tokens == 116
 
 
 def test_limits_come_from_the_arguments_and_else_from_the_platform():
     assert step_limits(ServerArgs(), "cpu") == (32, 512, 128, 0)
     assert step_limits(ServerArgs(), "tpu") == (256, 2048, 128, 0)
     drafting = ServerArgs(speculative_algorithm="NGRAM", speculative_num_draft_tokens=3)
-    assert step_limits(drafting, "cpu") == (32, 512 + 3 * 32, 128, 3)
+    assert step_limits(drafting, "cpu") == (32, 512, 128, 3)
     args = ServerArgs(max_running_requests=100, dp_size=3, chunked_prefill_size=16)
-    assert step_limits(args, "tpu") == (34, 34, 34, 0)
+    assert step_limits(args, "tpu") == (34, 16, 16, 0)

@@ -23,7 +23,9 @@ def rank_plan(num_rows, first=1, pages=3, **wants):
 
 def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
     layout = DPLayout(dp_size=3, rows_per_rank=4, pages_per_row=5)
-    plans = [rank_plan(2), rank_plan(0), rank_plan(4, first=7, return_logprob=True)]
+    num_scored = np.array([0, 0, 3, 5], np.int32)
+    scored = rank_plan(4, first=7, return_logprob=True, num_scored=num_scored)
+    plans = [rank_plan(2), rank_plan(0), scored]
     step_input = layout.pack(plans)
     for rank, plan in enumerate(plans):
         n = len(plan.rows)
@@ -31,6 +33,8 @@ def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
         for name in ("rows", "kv_starts", "q_lens", "samples", "relayed"):
             np.testing.assert_array_equal(getattr(seen, name)[:n], getattr(plan, name))
             assert not getattr(seen, name)[n:].any()
+        assert seen.num_scored.tolist() == ([0, 0, 3, 5] if rank == 2 else [0] * 4)
+        assert seen.any_scored
         assert seen.num_decode == plan.num_decode or n == 0
         assert bool(seen.wants_logprobs) == plan.return_logprob
         table = step_input.page_table.reshape(3, 4, 5)[rank]

@@ -164,19 +164,69 @@ def test_a_prompt_is_scored_chunk_by_chunk_beside_a_decoding_row(make_executor, 
     while scored.committed < len(scored.prompt):
         plan, order = driver.plan(chunk=7)
         (rank,) = plan.ranks
-        wanted = np.array([row is scored for row in order[0]])
-        plan = plan.__class__(plan.step_id, (rank._replace(prompt_logprobs=wanted),))
+        num_scored = np.where([row is scored for row in order[0]], rank.q_lens, 0)
+        plan = plan.__class__(plan.step_id, (rank._replace(num_scored=num_scored),))
         (result,) = executor.result(executor.launch(plan))
         assert list(result.prompt_logprobs) == [1]
         got.append(result.prompt_logprobs[1])
-    want = log_softmax(reference_logits(scored.prompt))
-    logprobs = np.concatenate([chunk.logprobs for chunk in got])
-    successors = np.array(scored.prompt[1:])
-    np.testing.assert_allclose(
-        logprobs[:-1], want[np.arange(len(successors)), successors], atol=1e-4
-    )
-    top = np.concatenate([chunk.top_logprobs for chunk in got])
+    check_scores(got, scored.prompt, 0, reference_logits)
+
+
+def check_scores(got, prompt, first, reference_logits):
+    """The model's, at each position from `first` on that has a successor in the prompt."""
+    want = log_softmax(reference_logits(prompt))[first:-1]
+    logprobs = np.concatenate([chunk.logprobs for chunk in got])[: len(want)]
+    successors = np.array(prompt[first + 1 :])
+    np.testing.assert_allclose(logprobs, want[np.arange(len(want)), successors], atol=1e-4)
+    top = np.concatenate([chunk.top_logprobs for chunk in got])[: len(want)]
     np.testing.assert_allclose(top, -np.sort(-want, axis=-1)[:, :20], atol=1e-4)
+
+
+def test_rows_of_two_ranks_are_scored_from_their_own_position_on(make_executor, reference_logits):
+    """Beside rows that are not, and where only one of the ranks scores."""
+    executor = make_executor(dp_size=2)
+    all_rows = rows(2)
+    driver = Driver(executor, all_rows)
+    first_scored = {id(all_rows[1]): 9, id(all_rows[3]): 2}  # both on rank 1, all others plain
+    got = {key: [] for key in first_scored}
+    for _ in range(6):
+        before = {id(row): row.committed for row in all_rows}
+        plan, order = driver.plan(chunk=4)
+        ranks = []
+        for rank, of_rank in zip(plan.ranks, order, strict=True):
+            ends = [before[id(row)] + n for row, n in zip(of_rank, rank.q_lens, strict=True)]
+            starts = [max(first_scored.get(id(row), 99), before[id(row)]) for row in of_rank]
+            num_scored = np.maximum(np.array(ends) - np.array(starts), 0).astype(np.int32)
+            num_scored[: rank.num_decode] = 0
+            ranks.append(rank._replace(num_scored=num_scored if num_scored.any() else None))
+        results = executor.result(executor.launch(plan.__class__(plan.step_id, tuple(ranks))))
+        assert results[0].prompt_logprobs is None
+        for i, values in (results[1].prompt_logprobs or {}).items():
+            got[id(order[1][i])].append(values)
+    for row in (all_rows[1], all_rows[3]):
+        check_scores(got[id(row)], row.prompt, first_scored[id(row)], reference_logits)
+
+
+def test_a_row_that_is_scored_changes_no_drafts_beside_it(make_executor):
+    executor = make_executor(**DRAFTING)
+    outputs = []
+    for is_scored in (False, True):
+        executor.reset()
+        (row, other) = (Row(0, 1, [5, 6] * 6), Row(0, 2, list(PROMPTS[1])))
+        driver = Driver(executor, [row], num_drafts=3)
+        driver.run(2)
+        driver.rows.append(other)
+        other.length = len(other.prompt)
+        for _ in range(3):
+            plan, order = driver.plan(chunk=8)
+            (rank,) = plan.ranks
+            assert rank.num_drafts[0] == 3
+            num_scored = np.array([0, rank.q_lens[1] if is_scored else 0], np.int32)
+            rank = rank._replace(num_scored=num_scored)
+            waiting = [(plan := plan.__class__(plan.step_id, (rank,)), executor.launch(plan), order)]
+            driver._read(waiting)
+        outputs.append((row.output, other.output))
+    assert outputs[0] == outputs[1]
 
 
 def test_results_out_of_order_or_twice_are_refused(make_executor):

@@ -55,7 +55,10 @@ BROKEN = {
     "reaches 33 tokens, at most 32": {"kv_starts": ints(32, 0)},
     r"page table \(2, 2\): 2 rows of 3 to 8 pages": {"kv_starts": ints(8, 0)},
     "pages outside 0 to 9": {"page_table": ints(1, 2, 3, 10).reshape(2, 2)},
-    "8 prefill tokens and 0 drafts, at most 6": {"prompt_logprobs": np.array([False, True])},
+    "7 prompt tokens are scored, at most 6": {"num_scored": ints(0, 7)},
+    r"num_scored \[0 9\] does not match q_lens \[1 8\]": {"num_scored": ints(0, 9)},
+    r"num_scored \[3\] does not match": {"num_scored": ints(3)},
+    "of 1 decode rows, which have no prompt left": {"num_scored": ints(1, 3)},
     "admits row 4": {"admissions": (admission(4, 3),)},
     "admits 33 tokens to row 2, at most 32": {"admissions": (admission(2, 33),)},
     "admits 33 tokens to row 1, at most 32": {"admissions": (admission(1, 3, start=30),)},
@@ -66,7 +69,7 @@ BROKEN = {
 def test_a_plan_within_the_sizes_passes():
     check_plan(plan(), SIZES)
     check_plan(plan(admissions=(admission(3, 32), admission(2, 2, start=30))), SIZES)
-    check_plan(plan(prompt_logprobs=np.array([False, False])), SIZES)
+    check_plan(plan(num_scored=ints(0, 6)), SIZES)
 
 
 @pytest.mark.parametrize(("message", "changes"), BROKEN.items(), ids=BROKEN)

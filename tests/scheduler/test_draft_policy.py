@@ -23,12 +23,7 @@ def policy() -> DraftPolicy:
 
 
 def test_new_requests_draft(policy: DraftPolicy) -> None:
-    assert policy.choose(ROWS, ints(10, 20), budget=100).tolist() == [4, 4]
-
-
-def test_drafts_stay_within_the_budget_older_rows_first(policy: DraftPolicy) -> None:
-    assert policy.choose(ROWS, ints(10, 20), budget=6).tolist() == [4, 2]
-    assert policy.choose(ROWS, ints(10, 20), budget=0).tolist() == [0, 0]
+    assert policy.choose(ROWS, ints(10, 20)).tolist() == [4, 4]
 
 
 def test_useless_drafts_pause_and_useful_ones_go_on(policy: DraftPolicy) -> None:
@@ -36,7 +31,7 @@ def test_useless_drafts_pause_and_useful_ones_go_on(policy: DraftPolicy) -> None
     for _ in range(10):
         lens = lens + ints(1, 4)
         policy.learn(ROWS, ints(4, 4), ints(0, 3), lens)
-    assert policy.choose(ROWS, lens, budget=100).tolist() == [0, 4]
+    assert policy.choose(ROWS, lens).tolist() == [0, 4]
     assert (policy.num_drafted, policy.num_accepted) == (80, 30)
 
 
@@ -47,11 +42,11 @@ def test_a_pause_ends_and_a_row_that_fails_again_pauses_sooner_and_longer(
     steps_until_pause, pauses = [], []
     for _ in range(5):
         steps, pause = 0, 0
-        while policy.choose(ROWS[:1], ints(length), 100).any():
+        while policy.choose(ROWS[:1], ints(length)).any():
             steps, length = steps + 1, length + 1
             policy.learn(ROWS[:1], ints(4), ints(0), ints(length))
         steps_until_pause.append(steps)
-        while not policy.choose(ROWS[:1], ints(length), 100).any():
+        while not policy.choose(ROWS[:1], ints(length)).any():
             length, pause = length + 1, pause + 1
         pauses.append(pause)
     assert steps_until_pause[0] > 3
@@ -63,12 +58,12 @@ def test_a_new_request_in_a_paused_row_drafts(policy: DraftPolicy) -> None:
     for length in range(10, 30):
         policy.learn(ROWS[:1], ints(4), ints(0), ints(length))
     policy.add(2)
-    assert policy.choose(ROWS[:1], ints(3), 100).tolist() == [4]
+    assert policy.choose(ROWS[:1], ints(3)).tolist() == [4]
 
 
 def test_without_speculation_nothing_is_drafted() -> None:
     policy = DraftPolicy(make_sizes(), num_draft_tokens=0)
-    assert policy.choose(ROWS, ints(10, 20), budget=100).tolist() == [0, 0]
+    assert policy.choose(ROWS, ints(10, 20)).tolist() == [0, 0]
 
 
 def test_more_drafts_than_the_executor_takes_are_refused() -> None:

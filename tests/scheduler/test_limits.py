@@ -9,10 +9,15 @@ from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
-def test_a_step_must_hold_a_token_of_every_request_that_may_run() -> None:
-    with pytest.raises(ValueError, match="holds 7 tokens, fewer than the 8 requests"):
-        Scheduler(make_sizes(max_step_tokens=7, num_rows=9), SchedulerConfig())
-    Scheduler(make_sizes(max_step_tokens=8, num_rows=9), SchedulerConfig())
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_step_must_hold_every_decode_row_with_its_drafts_and_a_token_more(
+    num_drafts: int,
+) -> None:
+    sizes = make_sizes(num_rows=9, max_draft_tokens=num_drafts)
+    least = 8 * (1 + num_drafts) + 1
+    Scheduler(sizes._replace(max_step_tokens=least), SchedulerConfig())
+    with pytest.raises(ValueError, match=f"holds {least - 1} tokens, .* none .* the 8 requests"):
+        Scheduler(sizes._replace(max_step_tokens=least - 1), SchedulerConfig())
 
 
 def test_a_chunk_of_no_tokens_is_refused() -> None:
@@ -21,7 +26,7 @@ def test_a_chunk_of_no_tokens_is_refused() -> None:
 
 
 def test_with_every_row_decoding_a_step_of_just_enough_tokens_goes_on() -> None:
-    driver = Driver(make_sizes(max_step_tokens=8, num_rows=9, num_pages=100))
+    driver = Driver(make_sizes(max_chunk_tokens=1, num_pages=100))
     for i in range(12):
         driver.submit(generate(f"r{i}", [i] * 5, 12))
     driver.run()

@@ -1,8 +1,12 @@
 """Prompt log-probabilities: every position asked for, once, whatever happens to the request."""
 
+from typing import Any
+
 import pytest
 
 from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.forced_retract import ForcedRetract
+from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
@@ -24,7 +28,7 @@ def test_a_lone_request_is_planned_at_once() -> None:
     plan = driver.scheduler.plan()
     assert plan is not None
     assert [admission.row for admission in plan.ranks[0].admissions] == plan.ranks[0].rows.tolist()
-    assert plan.ranks[0].prompt_logprobs is not None
+    assert plan.ranks[0].num_scored is not None
 
 
 def test_what_the_cache_has_is_computed_again_where_it_must_be_reported() -> None:
@@ -38,21 +42,121 @@ def test_what_the_cache_has_is_computed_again_where_it_must_be_reported() -> Non
     assert driver.cached == {"a": 0, "b": 8, "c": 4, "d": 0}
 
 
-def test_a_step_that_reports_them_stays_within_its_narrow_program() -> None:
-    sizes = make_sizes(max_step_tokens=16, max_prompt_logprob_tokens=5, num_pages=60)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
+def scored_driver(dp_size: int = 1) -> Driver:
+    """A step takes chunks of 16 tokens, 5 of which it may score."""
+    sizes = make_sizes(
+        dp_size=dp_size, max_chunk_tokens=16, max_prompt_logprob_tokens=5, num_pages=100
+    )
+    return Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
+
+
+def chunks(driver: Driver, dp_rank: int = 0) -> list[dict[int, int]]:
+    """Of each step, the prefill tokens by row."""
+    ranks = [plan.ranks[dp_rank] for plan in driver.plans]
+    return [
+        dict(zip(r.rows[r.num_decode :].tolist(), r.q_lens[r.num_decode :].tolist(), strict=True))
+        for r in ranks
+    ]
+
+
+def row_of(driver: Driver, rid: str) -> int:
+    lease = driver.scheduler._requests[rid].lease
+    assert lease is not None
+    return lease.row
+
+
+def check_all(driver: Driver) -> None:
+    for rid, prompt in driver.prompts.items():
+        driver.check_tokens(rid)
+        driver.check_prompt_logprobs(rid, prompt)
+
+
+def test_only_the_row_that_is_scored_is_held_to_what_a_step_may_score() -> None:
+    driver = scored_driver()
     driver.submit(generate("decodes", [1], 30))
     for _ in range(3):
         driver.step()
     driver.submit(generate("scored", list(range(30)), 3, logprob_start_len=0))
     driver.submit(generate("plain", list(range(10, 40)), 3))
+    num_before = len(driver.plans)
+    driver.step()
+    scored, plain = row_of(driver, "scored"), row_of(driver, "plain")
     driver.run()
-    narrow = [plan.ranks[0] for plan in driver.plans if plan.ranks[0].prompt_logprobs is not None]
-    assert len(narrow) >= 6
-    assert all(int(plan.q_lens[plan.num_decode :].sum()) <= 5 for plan in narrow)
-    for rid in driver.prompts:
-        driver.check_tokens(rid)
-        driver.check_prompt_logprobs(rid, driver.prompts[rid])
+    after = driver.plans[num_before : num_before + 6]
+    assert all(plan.ranks[0].num_decode >= 1 for plan in after)
+    assert [plan.ranks[0].num_scored is not None for plan in after] == [True] * 6
+    assert chunks(driver)[num_before:][:3] == [
+        {scored: 5, plain: 11},
+        {scored: 5, plain: 11},
+        {scored: 5, plain: 8},
+    ]
+    check_all(driver)
+
+
+def test_rows_that_are_scored_share_what_a_step_may_score_oldest_first() -> None:
+    driver = scored_driver()
+    for i in range(3):
+        driver.submit(generate(f"r{i}", list(range(i, i + 8)), 3, logprob_start_len=0))
+    driver.run()
+    per_step = [p.ranks[0].num_scored for p in driver.plans if p.ranks[0].num_scored is not None]
+    assert [int(num.sum()) for num in per_step] == [5, 5, 5, 5, 4]
+    check_all(driver)
+
+
+def test_what_comes_before_the_first_position_wanted_is_prefilled_in_whole_chunks() -> None:
+    driver = scored_driver()
+    driver.submit(generate("a", [i % 50 for i in range(100)], 2, logprob_start_len=91))
+    driver.run()
+    assert [sum(step.values()) for step in chunks(driver)[:7]] == [16, 16, 16, 16, 16, 15, 5]
+    assert [plan.ranks[0].num_scored is not None for plan in driver.plans[:7]] == [False] * 5 + [
+        True,
+        True,
+    ]
+    check_all(driver)
+
+
+def test_other_ranks_prefill_whole_chunks_while_one_is_scored() -> None:
+    driver = scored_driver(dp_size=2)
+    driver.submit(generate("scored", list(range(50)), 3, logprob_start_len=0, dp_rank=0))
+    driver.submit(generate("plain", [i % 50 for i in range(64)], 3, dp_rank=1))
+    driver.run()
+    assert [sum(step.values()) for step in chunks(driver, 0)[:10]] == [5] * 10
+    assert [sum(step.values()) for step in chunks(driver, 1)[:4]] == [16] * 4
+    check_all(driver)
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_a_neighbours_first_token_comes_as_soon_as_without_a_scored_prompt(
+    is_scored: bool,
+) -> None:
+    driver = scored_driver()
+    start = 0 if is_scored else -1
+    driver.submit(generate("first", list(range(5)), 60, logprob_start_len=start))
+    driver.submit(generate("plain", [i % 40 for i in range(55)], 3))
+    for num_steps in range(1, 20):
+        driver.step()
+        if driver.tokens["plain"]:
+            break
+    assert num_steps == 5  # 60 tokens in chunks of 16, read a step later
+
+
+def test_a_step_is_planned_once_though_a_scored_request_comes_with_it() -> None:
+    driver = scored_driver()
+    driver.submit(generate("a", [1, 2, 3], 2, logprob_start_len=0))
+    forced = driver.scheduler._forced_retract
+    calls = []
+
+    def take(*args: Any) -> list[Request]:
+        calls.append(args)
+        return ForcedRetract.take(forced, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forced, "take", take)
+        driver.step()
+        driver.run()
+    # One more that found nothing to plan: the last result was still to be read.
+    assert len(calls) == len(driver.plans) + 1
+    check_all(driver)
 
 
 @pytest.mark.parametrize("steps_before", range(1, 9))
@@ -70,7 +174,7 @@ def test_a_retract_in_the_middle_neither_loses_nor_repeats_any(steps_before: int
 
 def test_an_admission_that_was_never_launched_dies_with_its_request() -> None:
     """A request with a row but no step yet is aborted; its row goes to the next one."""
-    sizes = make_sizes(num_rows=3, max_step_tokens=8)
+    sizes = make_sizes(num_rows=3)
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=8), overlap=False)
     driver.submit(generate("plain", [1, 2, 3], 20))
     driver.step()

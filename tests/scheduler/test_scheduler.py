@@ -64,16 +64,18 @@ def test_long_prompts_are_prefilled_in_chunks_beside_decodes() -> None:
 
 
 def test_a_step_never_exceeds_its_token_limit() -> None:
-    sizes = make_sizes(max_step_tokens=10, num_pages=100)
+    sizes = make_sizes(max_chunk_tokens=10, num_pages=100)
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=100))
     for i in range(8):
         driver.submit(generate(f"r{i}", list(range(i, i + 20)), 5))
     driver.run()
-    assert max(plan.ranks[0].num_tokens for plan in driver.plans) == 10
+    chunks = [int(p.q_lens[p.num_decode :].sum()) for (p,) in (s.ranks for s in driver.plans)]
+    assert max(chunks) == 10
+    assert 10 < max(plan.ranks[0].num_tokens for plan in driver.plans) <= sizes.max_step_tokens
 
 
 def test_a_step_leaves_a_few_tokens_for_later_rather_than_pad_by_many() -> None:
-    sizes = make_sizes(max_step_tokens=64)._replace(step_token_shapes=(8, 16, 64))
+    sizes = make_sizes(max_chunk_tokens=56)._replace(step_token_shapes=(8, 16, 64))
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=64))
     driver.submit(generate("a", list(range(18)), 3))  # 16, then 2
     driver.submit(generate("b", list(range(20, 30)), 3))  # together 28: padded to 64, put off 12
@@ -84,7 +86,7 @@ def test_a_step_leaves_a_few_tokens_for_later_rather_than_pad_by_many() -> None:
 
 
 def test_a_step_is_not_trimmed_below_half_of_what_it_would_prefill() -> None:
-    sizes = make_sizes(max_step_tokens=64)._replace(step_token_shapes=(8, 64))
+    sizes = make_sizes(max_chunk_tokens=56)._replace(step_token_shapes=(8, 64))
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=64))
     driver.submit(generate("a", list(range(30)), 3))
     driver.run()
@@ -143,7 +145,7 @@ def test_short_of_pages_the_request_with_the_fewest_output_tokens_is_retracted()
 
 
 def test_prefills_that_block_each_other_are_resolved_by_retract() -> None:
-    sizes = make_sizes(num_pages=12, page_size=4, max_step_tokens=64)
+    sizes = make_sizes(num_pages=12, page_size=4)
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=6, schedule_conservativeness=0.0))
     for i in range(4):
         driver.submit(generate(f"r{i}", [i] * 30, 8))

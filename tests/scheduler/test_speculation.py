@@ -16,7 +16,7 @@ K = 4
 
 def make_driver(*, overlap: bool = True, num_drafts: int = K, **sizes: int) -> Driver:
     config = SchedulerConfig(chunked_prefill_size=8, num_draft_tokens=num_drafts)
-    sizes = {"max_step_tokens": 64, "max_draft_tokens": num_drafts} | sizes
+    sizes = {"max_draft_tokens": num_drafts} | sizes
     return Driver(make_sizes(**sizes), config, overlap=overlap)
 
 
@@ -202,7 +202,7 @@ def test_refused_drafts_hold_no_memory_that_others_are_retracted_for() -> None:
     sizes = make_sizes(
         page_size=1,
         num_pages=1 + 640,
-        max_step_tokens=64 + 8 * num_drafts,
+        max_chunk_tokens=56,
         max_draft_tokens=num_drafts,
     )
     config = SchedulerConfig(
@@ -219,15 +219,14 @@ def test_refused_drafts_hold_no_memory_that_others_are_retracted_for() -> None:
         driver.check_tokens(f"r{i}")
 
 
-def test_rows_that_owe_prompt_log_probabilities_do_not_draft() -> None:
-    driver = make_driver(max_prompt_logprob_tokens=8)
-    driver.submit(generate("plain", [1, 2, 3], 40))
+def test_rows_go_on_drafting_beside_one_whose_prompt_is_scored() -> None:
+    driver = with_executor(make_driver(max_prompt_logprob_tokens=2), PerfectDrafts)
+    driver.submit(generate("plain", [1, 2, 3], 100))
+    driver.step()
     driver.submit(generate("scored", list(range(1, 30)), 10, logprob_start_len=0))
     driver.run()
-    for plan in driver.plans:
-        (rank,) = plan.ranks
-        if rank.prompt_logprobs is not None:
-            assert not rank.num_drafts.any()
+    scoring = [plan.ranks[0] for plan in driver.plans if plan.ranks[0].num_scored is not None]
+    assert len(scoring) == 15
+    assert all(rank.num_drafts[0] == K for rank in scoring)
     driver.check_prompt_logprobs("scored", list(range(1, 30)))
     driver.check_tokens("plain")
-    assert any(np.any(plan.ranks[0].num_drafts) for plan in driver.plans)

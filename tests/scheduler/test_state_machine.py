@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_size=page_size,
             num_pages=1 + max(pool_tokens // page_size, 3),
             num_rows=num_rows,
-            max_step_tokens=10,
+            max_chunk_tokens=10,
             max_prompt_logprob_tokens=5,
             max_draft_tokens=num_draft_tokens,
         )

@@ -71,7 +71,7 @@ def test_an_aborted_request_leaves_no_more_in_the_cache_than_was_written_and_rea
 
 
 def test_a_prompt_in_chunks_keeps_its_row_while_others_come_and_go() -> None:
-    driver = Driver(make_sizes(num_pages=100, num_rows=4, max_step_tokens=8))
+    driver = Driver(make_sizes(num_pages=100, num_rows=4, max_chunk_tokens=5))
     driver.submit(generate("long", list(range(60)), 3))
     driver.step()
     lease = driver.scheduler._requests["long"].lease
