@@ -2,7 +2,8 @@
 
 Flags and table are those of SGLang's `bench_serving`, for the random-token data set. Talks to the
 native route (`--backend sglang`) or the OpenAI one (`--backend sglang-oai`) of any server that
-speaks them, so two servers can be measured by the same program.
+speaks them, so two servers can be measured by the same program. The vocabulary and how long a
+request may be are asked of the server.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import random
 import statistics
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,6 +23,36 @@ import aiohttp
 
 _FIRST_PLAIN_TOKEN = 300  # below lie bytes and special tokens in most vocabularies
 _LAST_SPECIAL_TOKENS = 16
+# Routes that tell what a server takes, and what its limits are called there: here, or in SGLang.
+_FACT_ROUTES = ("/get_model_info", "/get_server_info")
+_REQUEST_LIMITS = ("max_request_tokens", "context_length")
+
+
+class LoadError(ValueError):
+    """The load asked for cannot be sent to this server; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of the requests that it takes; None where it does not say."""
+
+    vocab_size: int | None
+    max_request_tokens: int | None  # prompt and output together
+
+    @classmethod
+    def ask(cls, url: str) -> "ServerFacts":
+        """Ask the server at `url`. Raises LoadError if none answers."""
+        told: dict[str, Any] = {}
+        for route in _FACT_ROUTES:
+            try:
+                with urllib.request.urlopen(url + route, timeout=60) as response:
+                    told = json.load(response) | told
+            except urllib.error.HTTPError:
+                continue  # a server of another kind, without that route
+            except (OSError, ValueError) as error:
+                raise LoadError(f"no server answers at {url}{route}: {error}") from error
+        most = next((told[name] for name in _REQUEST_LIMITS if told.get(name)), None)
+        return cls(told.get("vocab_size"), most)
 
 
 @dataclass
@@ -47,10 +80,40 @@ class Load:
     request_rate: float  # requests per second; inf sends as fast as concurrency allows
 
 
-def make_load(args: argparse.Namespace) -> Load:
-    """Random prompts of the lengths asked for; the same for the same seed."""
+def _url(args: argparse.Namespace) -> str:
+    return args.base_url or f"http://{args.host}:{args.port}"
+
+
+def _choose_vocab_size(args: argparse.Namespace, facts: ServerFacts) -> int:
+    """What was asked for, else what the server says. Raises LoadError if it cannot be."""
+    size: int | None = args.vocab_size or facts.vocab_size
+    if size is None:
+        raise LoadError("the server does not tell the size of its vocabulary: give --vocab-size")
+    if facts.vocab_size is not None and size > facts.vocab_size:
+        raise LoadError(f"--vocab-size {size} is more than the server's {facts.vocab_size}")
+    return size
+
+
+def _check_lengths(args: argparse.Namespace, facts: ServerFacts) -> None:
+    """Raise LoadError if the longest request would be more than the server takes."""
+    prompt_len = max(args.random_input_len, args.shared_prefix_len + 1)
+    most = facts.max_request_tokens
+    if most is not None and prompt_len + args.random_output_len > most:
+        raise LoadError(
+            f"prompts of {prompt_len} tokens and answers of {args.random_output_len} exceed the "
+            f"{most} tokens that the server takes per request: choose a smaller "
+            "--random-input-len, --shared-prefix-len or --random-output-len"
+        )
+
+
+def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
+    """Random prompts of the lengths asked for; the same for the same seed.
+
+    Raises LoadError for what the server would refuse.
+    """
+    _check_lengths(args, facts)
     rng = random.Random(args.seed)
-    high = args.vocab_size - _LAST_SPECIAL_TOKENS
+    high = _choose_vocab_size(args, facts) - _LAST_SPECIAL_TOKENS
     low = min(_FIRST_PLAIN_TOKEN, high // 2)
 
     def length(most: int) -> int:
@@ -63,7 +126,7 @@ def make_load(args: argparse.Namespace) -> Load:
         prompts.append(prefix + [rng.randrange(low, high) for _ in range(rest)])
         output_lens.append(length(args.random_output_len))
     return Load(
-        url=args.base_url or f"http://{args.host}:{args.port}",
+        url=_url(args),
         backend=args.backend,
         model=args.model,
         prompts=prompts,
@@ -222,7 +285,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--random-output-len", type=int, default=64)
     parser.add_argument("--random-range-ratio", type=float, default=1.0, help="shortest / longest")
     parser.add_argument("--shared-prefix-len", type=int, default=0, help="tokens all prompts share")
-    parser.add_argument("--vocab-size", type=int, default=1024, help="token ids are below this")
+    parser.add_argument("--vocab-size", type=int, help="token ids are below this; default: all")
     parser.add_argument("--request-rate", type=float, default=float("inf"))
     parser.add_argument("--max-concurrency", type=int, default=0, help="0: no bound")
     parser.add_argument("--warmup-requests", type=int, default=1)
@@ -233,9 +296,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 if any request failed."""
+    """Run the benchmark; 1 if any request failed, 2 if the load cannot be sent to the server."""
     args = parse_args(argv)
-    load = make_load(args)
+    try:
+        load = make_load(args, ServerFacts.ask(_url(args)))
+    except LoadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if args.warmup_requests:
         rng = random.Random(-args.seed)
         warm = [rng.sample(prompt, len(prompt)) for prompt in load.prompts[: args.warmup_requests]]

@@ -14,13 +14,15 @@ from sgl_jax.core.messages import (
     TokenLogprobs,
 )
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
+from sgl_jax.core.step_plan import Executor, RankPlan, StepHandle, StepPlan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.replay.player import Player
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.event_log import EventReader, EventWriter
 from sgl_jax.scheduler.fake_executor import OracleExecutor
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.recorder import Recorder
+from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.faults import StepFailedError
 
@@ -124,7 +126,13 @@ class Driver:
 
     def step(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
+        decoding = [_decoding_rows(rank) for rank in self.scheduler.ranks]
         plan = self.events.plan()
+        if plan is not None:
+            for rank, rank_plan, before in zip(
+                self.scheduler.ranks, plan.ranks, decoding, strict=True
+            ):
+                check_step(rank, rank_plan, before, self.scheduler.sizes)
         try:
             self.launch_and_read(plan)
         except StepFailedError as failure:
@@ -240,3 +248,44 @@ class Driver:
         expected[0] = None
         assert [entry.logprob for entry in got] == expected[start:], rid
         assert [entry.token_id for entry in got] == prompt[start:], rid
+
+
+def _decoding_rows(rank: RankScheduler) -> dict[int, int]:
+    """Epochs of the rows that have one token to compute and nothing to score, by row."""
+    running, rows = rank.running, rank.memory.rows
+    runnable = running.runnable()
+    wanted = running.planned_len[runnable] - rows.kv_committed_len[runnable]
+    decoding = runnable[(wanted == 1) & (running.score_start[runnable] == NOT_SCORED)]
+    return {row: int(rows.epoch[row]) for row in decoding.tolist()}
+
+
+def check_step(
+    rank: RankScheduler, plan: RankPlan, decoding: dict[int, int], sizes: EngineSizes
+) -> None:
+    """What was left out of a step to fill a shape, if anything, may be left out.
+
+    `decoding` are the rank's rows that could decode before the step was planned, with epochs.
+    """
+    running, rows = rank.running, rank.memory.rows
+    planned = plan.rows.tolist()
+    # Rows that decode are all there, unless their memory was taken or is waited for by all.
+    kept = [
+        row
+        for row, epoch in decoding.items()
+        if running.requests[row] is not None and rows.epoch[row] == epoch
+    ]
+    assert planned[: plan.num_decode] in (kept, [])
+    # What is launched is committed, has its memory, and nothing that is left out is.
+    ends = plan.kv_starts + plan.q_lens - plan.num_drafts
+    assert (rows.kv_committed_len[plan.rows] == ends).all()
+    most = rows.kv_allocated_len[plan.rows]
+    assert (ends + running.unread_drafts[plan.rows] <= most).all()
+    # A request whose first chunk was left out is told to the device, and goes on with the next.
+    for admission in plan.admissions:
+        assert running.requests[admission.row] is not None
+        if admission.row not in planned:
+            committed = int(rows.kv_committed_len[admission.row])
+            assert committed < running.planned_len[admission.row]
+            assert admission.start <= committed
+    chunk = int(plan.q_lens[plan.num_decode :].sum())
+    assert chunk <= sizes.max_chunk_tokens

@@ -17,7 +17,13 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
 from sgl_jax.scheduler.streaming_session import StreamingSession
 from tests.scheduler.conversations import Conversations
-from tests.scheduler.test_state_machine import MAX_QUEUED, STEMS, SchedulerMachine, run_machine
+from tests.scheduler.test_state_machine import (
+    MAX_QUEUED,
+    SHAPES,
+    STEMS,
+    SchedulerMachine,
+    run_machine,
+)
 from tests.scheduler.turn_trees import TurnTrees
 
 MAX_SESSIONS = 6
@@ -30,12 +36,13 @@ class SessionMachine(SchedulerMachine):
     @initialize(
         dp_size=st.integers(1, 4),
         page_size=st.sampled_from([1, 4, 16, 256]),
-        pool_tokens=st.sampled_from([48, 80, 128]),
+        pool_tokens=st.sampled_from([48, 80, 128, 256]),
         num_rows=st.integers(3, 7),
         chunk=st.sampled_from([1, 3, 8, 16]),
         max_unread=st.integers(0, 2),
         radix=st.booleans(),
         num_draft_tokens=st.sampled_from([0, 0, 1, 4]),
+        shapes=SHAPES,
         retract_interval=st.sampled_from([0, 0, 0, 1, 3]),
         is_replayed=st.sampled_from([False, False, False, True]),
         timeouts_s=st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0)]),
@@ -53,6 +60,7 @@ class SessionMachine(SchedulerMachine):
         max_unread: int,
         radix: bool,
         num_draft_tokens: int,
+        shapes: tuple[int, ...] | None,
         retract_interval: int,
         is_replayed: bool,
         timeouts_s: tuple[float, float],
@@ -72,6 +80,7 @@ class SessionMachine(SchedulerMachine):
             balance=balance,
             conservativeness=conservativeness,
             num_draft_tokens=num_draft_tokens,
+            shapes=shapes,
             retract_interval=retract_interval,
             no_prefill_bs=0,
             is_replayed=is_replayed,

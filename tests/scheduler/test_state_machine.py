@@ -29,6 +29,8 @@ from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 MAX_QUEUED = 40
+# What steps are padded to, beside the most that a step may hold; None for no padding.
+SHAPES = st.sampled_from([None, (), (2, 8), (1, 3, 6, 10, 14), (4, 12), (7,), (5, 9, 20)])
 STEMS = [[stem * 10 + i % (5 + stem) for i in range(40)] for stem in range(3)]
 
 
@@ -41,7 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         dp_size=st.integers(1, 4),
         page_size=st.sampled_from([1, 4, 16]),
-        pool_tokens=st.sampled_from([48, 80, 128]),
+        pool_tokens=st.sampled_from([48, 80, 128, 256]),
         num_rows=st.integers(3, 9),
         chunk=st.sampled_from([1, 3, 8, 16]),
         max_unread=st.integers(0, 2),
@@ -50,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         balance=st.sampled_from(["prefix_aware", "round_robin"]),
         conservativeness=st.sampled_from([0.0, 0.0, 0.3, 20.0]),
         num_draft_tokens=st.sampled_from([0, 0, 1, 3, 4]),
+        shapes=SHAPES,
         retract_interval=st.sampled_from([0, 0, 1, 2, 3, 5]),
         no_prefill_bs=st.sampled_from([0, 0, 1, 2, 5]),
         is_replayed=st.sampled_from([False, False, False, True]),
@@ -68,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         balance: str,
         conservativeness: float,
         num_draft_tokens: int,
+        shapes: tuple[int, ...] | None,
         retract_interval: int,
         no_prefill_bs: int,
         is_replayed: bool,
@@ -84,6 +88,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_prompt_logprob_tokens=5,
             max_draft_tokens=num_draft_tokens,
         )
+        if shapes is not None:
+            most = sizes.max_step_tokens
+            smaller = (shape for shape in shapes if shape < most)
+            sizes = sizes._replace(step_token_shapes=(*smaller, most))
         config = SchedulerConfig(
             chunked_prefill_size=chunk,
             use_radix_cache=radix,
