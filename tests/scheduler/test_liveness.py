@@ -186,7 +186,7 @@ def test_a_little_that_is_shared_is_computed_again_rather_than_waited_for() -> N
 
 
 def test_a_turn_leaves_its_busy_rank_when_computing_again_costs_less() -> None:
-    s = talk(dp_size=2, page_size=4, pool_tokens=256, chunk=16, schedule_conservativeness=0.0)
+    s = talk(dp_size=2, page_size=4, pool_tokens=256, schedule_conservativeness=0.0)
     s.say("s", [5] * 40, 2)
     home = next(r for r in s.driver.scheduler.ranks if r.memory.cache.holds("s")).dp_rank
     s.driver.submit(generate("long", [10] * 20, 150, dp_rank=home))
@@ -197,7 +197,7 @@ def test_a_turn_leaves_its_busy_rank_when_computing_again_costs_less() -> None:
         s.driver.step()
         if s.driver.tokens[rid]:
             break
-    assert num_steps < 25, "it could have been computed again in 14 steps, on an empty rank"
+    assert num_steps < 29, "it could have been computed again in 27 steps, on an empty rank"
     assert "long" not in s.driver.finish
     s.run()
     assert s.driver.dp_rank[rid] == 1 - home
