@@ -50,20 +50,24 @@ class RadixCache:
         """Prefix lengths of these locks, summed over the locks."""
         return self.tree.num_locked_tokens
 
-    def peek(self, tokens: Int32Array) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, start: TreeNode | None = None) -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing, not even ages."""
-        path, length = self.tree.peek(_contiguous(tokens))
+        path, length = self.tree.peek(_contiguous(tokens), start)
         return PrefixPeek(length, self._full.num_evictable_on(path))
 
-    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+    def peek_pages(self, tokens: Int32Array, start: TreeNode | None = None) -> Int32Array:
         """The pages that `match_prefix` would find, in token order. Changes nothing."""
-        path, length = self.tree.peek(_contiguous(tokens))
+        path, length = self.tree.peek(_contiguous(tokens), start)
         pages = self._full.pages_of([step.node for step in path])
-        return pages[: length // self.tree.page_size]
+        return pages[: (length - (start.end if start else 0)) // self.tree.page_size]
 
-    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
-        """Find and lock the longest cached prefix of `tokens`."""
-        return self._describe(self.tree.match(_contiguous(tokens)))
+    def match_prefix(self, tokens: Int32Array, start: TreeNode | None = None) -> PrefixMatch:
+        """Find and lock the longest cached prefix of `tokens`; a lock of `start` moves there."""
+        node = self.tree.match(_contiguous(tokens), start)
+        if node is None:
+            return PrefixMatch(0, np.zeros(0, np.int32), None)
+        pages = self._full.pages_of(self.tree.path_to(node, start))
+        return PrefixMatch(node.end, pages, node)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Insert `tokens` (whole pages, at least one); the lock of the offer moves to the end."""
@@ -113,11 +117,6 @@ class RadixCache:
                 raise LedgerError(
                     f"{node!r} does not continue its parent {node.parent!r}", node.values[0]
                 )
-
-    def _describe(self, node: TreeNode | None) -> PrefixMatch:
-        if node is None:
-            return PrefixMatch(0, np.zeros(0, np.int32), None)
-        return PrefixMatch(node.end, self.pages_to(node), node)
 
 
 def _contiguous(tokens: Int32Array) -> Int32Array:

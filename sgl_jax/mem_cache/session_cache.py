@@ -29,8 +29,9 @@ class SessionAwareCache:
     def __init__(self, inner: PrefixCache) -> None:
         self.inner = inner
         self._idle: OrderedDict[str, KVLease] = OrderedDict()  # used longest ago first
-        self.num_removed = 0  # leases that slots gave up, since the start
+        self._emptied: list[str] = []  # sessions whose slots gave their leases up, not asked for
         self._lent: dict[int, str] = {}  # row of the lease that a running turn holds -> session
+        self._lent_rows: dict[str, int] = {}  # the same, from session to row
 
     # -- sessions ---------------------------------------------------------------------------
 
@@ -53,15 +54,15 @@ class SessionAwareCache:
 
     def lent_row(self, session_id: str) -> int | None:
         """The row of the lease that the session's running turn holds; None if none runs here."""
-        return next((row for row, each in self._lent.items() if each == session_id), None)
+        return self._lent_rows.get(session_id)
 
-    def oldest_idle(self, except_id: str | None = None) -> str | None:
-        """The idle session used longest ago, other than `except_id`."""
-        return next((each for each in self._idle if each != except_id), None)
+    def oldest_idle(self) -> str | None:
+        """The idle session used longest ago."""
+        return next(iter(self._idle), None)
 
     def holds(self, session_id: str) -> bool:
         """Whether the session's lease is of this rank, idle or lent to a running turn."""
-        return session_id in self._idle or session_id in self._lent.values()
+        return session_id in self._idle or session_id in self._lent_rows
 
     def bind(self, session_id: str, lease: KVLease) -> None:
         """A turn of the session runs on `lease`, newly opened: its slot will take it over."""
@@ -70,14 +71,14 @@ class SessionAwareCache:
             raise LeaseError(f"session {session_id!r} has a lease already; {lease!r} is another")
         if lease.row in self._lent:
             raise LeaseError(f"{lease!r} is that of session {self._lent[lease.row]!r} already")
-        self._lent[lease.row] = session_id
+        self._lend(session_id, lease)
 
     def lend(self, session_id: str) -> KVLease:
         """The next turn starts: its request becomes the holder of the slot's lease."""
         if session_id not in self._idle:
             raise LeaseError(f"session {session_id!r} has no lease to lend")
         lease = self._idle.pop(session_id)
-        self._lent[lease.row] = session_id
+        self._lend(session_id, lease)
         return lease
 
     def unbind(self, lease: KVLease) -> None:
@@ -85,7 +86,7 @@ class SessionAwareCache:
 
         After a retract, an error, or when the session was closed meanwhile.
         """
-        self._lent.pop(lease.row, None)
+        self._take_back(lease)
 
     def take_over(self, lease: KVLease, num_tokens: int) -> bool:
         """A lease is at its end: if a session's turn held it, its slot is the new holder.
@@ -93,7 +94,7 @@ class SessionAwareCache:
         The KV of the first `num_tokens` tokens will be wanted again; what lies behind stays
         attached until the next turn. False if the lease belongs to no session.
         """
-        session_id = self._lent.pop(lease.row, None)
+        session_id = self._take_back(lease)
         if session_id is None:
             return False
         lease.change_holder(num_tokens)
@@ -103,13 +104,30 @@ class SessionAwareCache:
     def remove(self, session_id: str) -> KVLease | None:
         """Empty the slot; the caller releases the lease it held, if any."""
         lease = self._idle.pop(session_id, None)
-        self.num_removed += lease is not None
+        if lease is not None:
+            self._emptied.append(session_id)
         return lease
+
+    def take_emptied(self) -> list[str]:
+        """The sessions whose slots were emptied since the last call, in that order."""
+        emptied, self._emptied = self._emptied, []
+        return emptied
 
     def touch(self, session_id: str) -> None:
         """A turn of the session waits: it is now the one used last, and evicted last."""
         if session_id in self._idle:
             self._idle.move_to_end(session_id)
+
+    def _lend(self, session_id: str, lease: KVLease) -> None:
+        self._lent[lease.row] = session_id
+        self._lent_rows[session_id] = lease.row
+
+    def _take_back(self, lease: KVLease) -> str | None:
+        """The session whose turn holds `lease`, which it does no more; None if it is no turn's."""
+        session_id = self._lent.pop(lease.row, None)
+        if session_id is not None:
+            del self._lent_rows[session_id]
+        return session_id
 
     # -- the prefix cache -------------------------------------------------------------------
 
@@ -138,17 +156,17 @@ class SessionAwareCache:
         """Prefix lengths of these locks, summed over the locks."""
         return self.inner.num_locked_tokens
 
-    def peek(self, tokens: Int32Array) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, start: TreeNode | None = None) -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing."""
-        return self.inner.peek(tokens)
+        return self.inner.peek(tokens, start)
 
-    def peek_pages(self, tokens: Int32Array) -> Int32Array:
+    def peek_pages(self, tokens: Int32Array, start: TreeNode | None = None) -> Int32Array:
         """The pages that `match_prefix` would find, in token order. Changes nothing."""
-        return self.inner.peek_pages(tokens)
+        return self.inner.peek_pages(tokens, start)
 
-    def match_prefix(self, tokens: Int32Array) -> PrefixMatch:
-        """Find and lock the longest cached prefix of `tokens`."""
-        return self.inner.match_prefix(tokens)
+    def match_prefix(self, tokens: Int32Array, start: TreeNode | None = None) -> PrefixMatch:
+        """Find and lock the longest cached prefix of `tokens`; a lock of `start` moves there."""
+        return self.inner.match_prefix(tokens, start)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), taking over the offered pages that are new.

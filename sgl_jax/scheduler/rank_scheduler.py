@@ -12,6 +12,7 @@ from sgl_jax.core.step_plan import Int32Array, RowAdmission
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
+    adopt_prefix,
     release_idle_lease,
     release_kv_cache,
     resume_lease,
@@ -53,11 +54,9 @@ class RankScheduler:
         return (memory.rows.num_free > 0 or memory.cache.num_idle > 0) and not self._is_short
 
     def cached_len(self, request: Request) -> int:
-        """Tokens of `request` this rank has cached; a session's slot is not looked up."""
-        slot = self._slot_of(request)
-        if slot is not None:
-            return min(slot.kv_committed_len, self._reusable_len(request))
-        return self.memory.cache.peek(request.matchable()).length
+        """Tokens of `request` this rank has cached, be it in its session's slot."""
+        slot, num_kept = self._slot_of(request), self._reusable_len(request)
+        return self.memory.cached_len(request.matchable(), slot, num_kept)
 
     def try_admit(self, request: Request) -> int | None:
         """Give a waiting request a row, if its known tokens and the rank's reserve fit.
@@ -65,19 +64,15 @@ class RankScheduler:
         Idle sessions are evicted for it, used longest ago first. Answers the row; None if memory
         is short even so.
         """
-        slot = self._slot_of(request)
-        while not self._fits(request, slot):
-            # Nobody is evicted in vain.
-            may_fit = self._fits_without_idle(request, slot)
-            if may_fit and slot is None and self._empty_slot_of(request):
-                continue  # what it held was of no use to the turn itself
-            if not may_fit or not self.evict_idle_session(except_id=request.slot_id):
-                self._is_short = True
-                return None
-        lease = self._take_lease(request, slot)
+        memory, slot = self.memory, self._slot_of(request)
+        needed = memory.pages_for(len(request.tokens) + 1)
+        needed += self.reserve.pages(memory, self.running)
+        if not self._may_fit(request, slot, needed):
+            self._is_short = True
+            return None
+        lease, start = self._take_lease(request, slot)
+        self.evict_sessions_for(needed - memory.pages_for(lease.kv_allocated_len))
         request.lease, request.dp_rank = lease, self.dp_rank
-        # A row that goes on where it was still has its tokens on the device.
-        start = 0 if slot is None else lease.kv_committed_len
         if request.num_retractions == 0:
             request.cached_tokens = lease.kv_committed_len
             self.num_prompt_tokens += request.prompt_len
@@ -107,64 +102,58 @@ class RankScheduler:
             return None
         return lease
 
-    def _empty_slot_of(self, request: Request) -> bool:
-        """Take what its session's slot holds; False if that is nothing."""
-        cache, session_id = self.memory.cache, request.slot_id
-        if session_id is None or cache.idle_lease(session_id) is None:
-            return False
-        self.release_session(session_id)
-        return True
-
     def _reusable_len(self, request: Request) -> int:
         """Tokens of its session's history that a turn may find in its slot."""
         return min(request.kept_len, len(request.matchable()))
 
-    def _fits(self, request: Request, slot: KVLease | None) -> bool:
-        """Whether row, tokens and reserve fit what is free or evictable, idle sessions left out."""
-        memory = self.memory
-        needed = memory.pages_for(len(request.tokens) + 1)
-        if slot is not None:
-            # What it holds past the tokens it goes on with is freed, and counts as much.
-            needed -= memory.pages_for(slot.kv_allocated_len)
-        elif memory.rows.num_free == 0:
-            return False
-        else:
-            peek = memory.cache.peek(request.matchable())
-            # Locking a cached prefix takes it from the evictable pages, so it counts as needed.
-            needed += peek.num_evictable_pages - peek.length // memory.page_size
-        return needed + self.reserve.pages(memory, self.running) <= memory.num_available_pages
+    def _may_fit(self, request: Request, slot: KVLease | None, needed: int) -> bool:
+        """Whether row and `needed` pages would fit, were every other idle session evicted.
 
-    def _fits_without_idle(self, request: Request, slot: KVLease | None) -> bool:
-        """Whether row, tokens and reserve would fit, were every other idle session evicted."""
+        Else none is evicted, since it would be in vain.
+        """
         memory = self.memory
         if memory.rows.num_free == 0 and memory.cache.num_idle == 0:
             return False
-        is_needed = memory.needed_pages()
-        # Only what running requests need, too, can the request read without taking a page.
-        if slot is None:
-            known = memory.cache.peek_pages(request.matchable())
-        else:
-            known = slot.pages(memory.page_size)
-        needed = memory.pages_for(len(request.tokens) + 1) - int(is_needed[known].sum())
-        available = memory.allocator.num_pages - memory.allocator.num_reserved
-        available -= int(is_needed.sum())
-        return needed + self.reserve.pages(memory, self.running) <= available
+        lacking = needed - memory.num_reclaimable_pages
+        if lacking <= 0:
+            return True  # as a rule, and without a look at the tree
+        num_kept = self._reusable_len(request)
+        return lacking <= memory.num_shared_pages(request.matchable(), slot, num_kept)
 
-    def _take_lease(self, request: Request, slot: KVLease | None) -> KVLease:
-        if slot is not None and request.slot_id is not None:
-            return resume_lease(self.memory, request.slot_id, self._reusable_len(request))
-        self._empty_slot_of(request)
-        lease = self.memory.open_lease(request.matchable())
-        if request.slot_id is not None:
-            self.memory.cache.bind(request.slot_id, lease)
-        return lease
+    def _take_lease(self, request: Request, slot: KVLease | None) -> tuple[KVLease, int]:
+        """A lease with what is in place of the request, which evicts one session if rows lack.
 
-    def evict_idle_session(self, except_id: str | None = None) -> bool:
-        """Take the memory of the session used longest ago; False if all others are running.
+        Also the position of the first token that the device must be told: a row that goes on
+        where it was still has the tokens before it.
+        """
+        memory, session_id = self.memory, request.slot_id
+        if slot is not None and session_id is not None:
+            lease = resume_lease(memory, session_id, self._reusable_len(request))
+            start = lease.kv_committed_len
+            adopt_prefix(memory, lease, request.matchable())
+            return lease, start
+        if session_id is not None:
+            self.release_session(session_id)  # what its slot holds is of no use to the turn
+        if memory.rows.num_free == 0:
+            self.evict_idle_session()
+        lease = memory.open_lease(request.matchable())
+        if session_id is not None:
+            memory.cache.bind(session_id, lease)
+        return lease, 0
+
+    def evict_sessions_for(self, num_pages: int) -> bool:
+        """Evict idle sessions until `num_pages` are available or none is left; whether any was."""
+        num_before = self.num_evicted_sessions
+        while self.memory.num_available_pages < num_pages and self.evict_idle_session():
+            pass
+        return self.num_evicted_sessions > num_before
+
+    def evict_idle_session(self) -> bool:
+        """Take the memory of the session used longest ago; False if none is idle.
 
         It keeps its tokens: its next turn computes again what the tree no longer has.
         """
-        session_id = self.memory.cache.oldest_idle(except_id)
+        session_id = self.memory.cache.oldest_idle()
         if session_id is None:
             return False
         self.release_session(session_id)
@@ -250,7 +239,7 @@ class RankScheduler:
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         unsent = self._unsent_admissions.pop(row, None)
-        is_untold = unsent is not None and unsent.start == 0
+        is_untold = unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1)
         if is_untold or len(tokens) < request.lease.cache_protected_len:
             # No later turn can go on with a row whose tokens the device was never told, nor
             # where the tree owns more than the session will know (a stop found late).
@@ -262,7 +251,7 @@ class RankScheduler:
 
     def _bound_sessions(self) -> None:
         """Idle sessions hold no more than their share: those used longest ago give theirs up."""
-        while self.memory.idle_sessions_keep_more_than(self._max_session_pages):
+        while self.memory.num_session_pages > self._max_session_pages:
             self.evict_idle_session()
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:

@@ -307,8 +307,8 @@ class Scheduler:
         return plan
 
     def _admit_into(self, drafts: list[StepDraft]) -> None:
+        self._sessions.let_move()
         if len(self._waiting) and any(draft.can_admit for draft in drafts):
-            self._sessions.let_move(self._waiting)
             self._dispatcher.admit(self._waiting, drafts)
 
     def _make_request(self, message: GenerateRequest) -> Request:

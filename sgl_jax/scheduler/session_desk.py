@@ -5,7 +5,7 @@ Owns the order of things when a session is opened, closed, forked or rolled back
 themselves are requests like any other.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
 from sgl_jax.core.errors import InvalidRequestError
@@ -23,7 +23,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.session_book import SessionBook, SessionsFullError
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession
@@ -42,7 +42,6 @@ class SessionDesk:
         self.book = SessionBook(max_sessions, max_session_tokens)
         self._ranks = ranks
         self._requests = requests
-        self._num_removed = 0  # leases that slots had given up when turns were last let move
 
     def answer(self, message: SessionMessage) -> Reply:
         """Do what is asked, or say why it cannot be done; nothing has changed then."""
@@ -91,10 +90,10 @@ class SessionDesk:
         fitting = None if session is None else self.book.amend_turn(session, message)
         if session is None or fitting is None:
             return
-        for request in self._requests.values():
-            if request.session is session and isinstance(session, StreamingSession):
-                # A whole conversation: if it fails, it leaves what is the session's history now.
-                request.kept_len = session.kept_len()
+        turn = self._turn_of(session)
+        if turn is not None and isinstance(session, StreamingSession):
+            # A whole conversation: if it fails, it leaves what is the session's history now.
+            turn.kept_len = session.kept_len()
         home = self._home(session.session_id)
         if home is not None:
             home.roll_back_session(session.session_id, fitting)
@@ -106,16 +105,16 @@ class SessionDesk:
         if home is not None:
             home.memory.cache.touch(session.session_id)
 
-    def let_move(self, waiting: Iterable[Request]) -> None:
+    def let_move(self) -> None:
         """Waiting turns whose slot was evicted, or closed, need not wait for its rank any more."""
-        num_removed = sum(rank.memory.cache.num_removed for rank in self._ranks)
-        if num_removed == self._num_removed:
-            return
-        self._num_removed = num_removed
-        for request in waiting:
-            if isinstance(request.session, StreamingSession) and request.message.dp_rank is None:
-                home = None if request.slot_id is None else self._home(request.slot_id)
-                request.dp_rank = None if home is None else home.dp_rank
+        for rank in self._ranks:
+            for session_id in rank.memory.cache.take_emptied():
+                session = self.book.find(session_id)
+                turn = None if session is None else self._turn_of(session)
+                if turn is None or turn.state is not RequestState.WAITING:
+                    continue
+                if self._home(session_id) is None:  # else the slot was filled again since
+                    turn.dp_rank = turn.message.dp_rank
 
     def tick(self, now_s: float) -> None:
         """The time: close what was idle for too long."""
@@ -125,11 +124,11 @@ class SessionDesk:
     def close(self, session_id: str) -> None:
         """Close a session; its memory goes at once, or with the turn in flight."""
         session = self.book.close(session_id)
-        for request in self._requests.values():
-            if request.session is session:
-                request.slot_id = None
-                if request.lease is not None and request.dp_rank is not None:
-                    self._ranks[request.dp_rank].memory.cache.unbind(request.lease)
+        turn = self._turn_of(session)
+        if turn is not None:
+            turn.slot_id = None
+            if turn.lease is not None and turn.dp_rank is not None:
+                self._ranks[turn.dp_rank].memory.cache.unbind(turn.lease)
         home = self._home(session_id)
         if home is not None:
             home.release_session(session_id)
@@ -181,6 +180,11 @@ class SessionDesk:
             "dp_rank": None if home is None else home.dp_rank,
             "cached_tokens": 0 if home is None else _num_cached(home, session.session_id),
         }
+
+    def _turn_of(self, session: Session) -> Request | None:
+        """The turn in flight of a streaming session; those of a regular one have no slot."""
+        rid = session.running if isinstance(session, StreamingSession) else None
+        return None if rid is None else self._requests[rid]
 
     def _home(self, session_id: str) -> RankScheduler | None:
         """The rank that holds the session's lease."""

@@ -1,10 +1,12 @@
 """The host's work for a turn: what it costs depends on the turn, not on the turns before it."""
 
+import numpy as np
 import pytest
 
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.mem_cache import radix_tree
 from sgl_jax.mem_cache.radix_tree import RadixTree
+from sgl_jax.mem_cache.tree_component import PathStep
 from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from tests.scheduler.conversations import Conversations
@@ -123,7 +125,7 @@ def test_a_prompt_is_looked_up_to_choose_a_rank_only_if_that_depends_on_it(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_a_turn_that_finds_its_slot_is_not_looked_up_in_the_tree(
+def test_a_turn_that_finds_its_slot_is_looked_up_in_the_tree_only_below_what_that_has_locked(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     s = talk(schedule_policy=policy)
@@ -131,10 +133,18 @@ def test_a_turn_that_finds_its_slot_is_not_looked_up_in_the_tree(
     for session_id in ("s", "t"):
         s.say(session_id, [ord(session_id) - 80] * 9)
 
-    def no_peek(tree: RadixTree, tokens: object) -> None:
-        raise AssertionError("the tree was walked")
+    walk, num_walks = RadixTree._walk, 0
 
-    monkeypatch.setattr(RadixTree, "peek", no_peek)
+    def walk_below(
+        tree: RadixTree, tokens: np.ndarray, below: TreeNode | None = None
+    ) -> list[PathStep]:
+        nonlocal num_walks
+        num_walks += 1
+        assert below is not None, "the tree was walked from its root"
+        return walk(tree, tokens, below)
+
+    monkeypatch.setattr(RadixTree, "_walk", walk_below)
     turns = [s.begin(session_id, [2]) for session_id in ("s", "t")]
     s.run()
     assert all(s.driver.finish[rid].type == "length" for rid in turns)
+    assert num_walks > 0
