@@ -162,7 +162,7 @@ class StepDraft:
         return rows
 
     def _evict_for(self, rows: Int32Array) -> bool:
-        """Evict the idle sessions that keep `rows` from their next slots; whether there were any."""
+        """Evict idle sessions until `rows` have their next slots; whether any was."""
         lacking = self.rank.memory.pages_to_grow(rows, self._decode_ends(rows))
         return self.rank.evict_sessions_for(int(lacking.sum()))
 

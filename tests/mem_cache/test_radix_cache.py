@@ -88,6 +88,25 @@ class RadixCacheMachine(RuleBasedStateMachine):
             self.model.locked.append(expected)
             self.locks.append(match.node)
 
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def match_more_than_is_locked(self, data: st.DataObject) -> None:
+        """The lock moves to where the longer match ends."""
+        i = data.draw(st.integers(0, len(self.locks) - 1))
+        prefix = self.model.locked[i]
+        tokens = prefix + data.draw(token_lists(self.page_size, ragged=True))
+        expected = self.model.longest_match(tokens)
+        below = self.model.pages_of(expected)[len(prefix) // self.page_size :]
+        assert self.cache.peek(array(tokens), self.locks[i]).length == len(expected)
+        assert self.cache.peek_pages(array(tokens), self.locks[i]).tolist() == below
+        match = self.cache.match_prefix(array(tokens), self.locks[i])
+        assert (match.length, match.pages.tolist()) == (len(expected), below)
+        assert match.node is not None
+        assert match.node.end == len(expected)
+        self.locks[i], self.model.locked[i] = match.node, expected
+        if below:
+            self.model.touch(expected)
+
     @rule(data=st.data())
     def peek_changes_nothing(self, data: st.DataObject) -> None:
         tokens = data.draw(token_lists(self.page_size, ragged=True))
