@@ -1,8 +1,12 @@
 """Sessions when memory is short, and on several ranks."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from sgl_jax.core.messages import SessionTurn
+from sgl_jax.scheduler.step_planner import StepDraft
+from sgl_jax.scheduler.waiting_queue import WaitingQueue
 from tests.faults import no_more_pages
 from tests.scheduler.driver import generate
 from tests.scheduler.test_sessions import talk
@@ -402,4 +406,29 @@ def test_a_rank_that_is_refused_pages_does_not_lose_its_sessions_words() -> None
     assert s.driver.finish[rid].type == "abort"
     s.check()
     s.say("s", [7])
+    s.close_all()
+
+
+def test_a_turn_stays_with_its_slot_though_that_was_emptied_and_filled_since_turns_last_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s = talk(dp_size=2, overlap=False)
+    s.say("s", [1, 2, 3], dp_rank=0)
+    scheduler = s.driver.scheduler
+    admit = scheduler._dispatcher.admit
+
+    def evict_and_admit(waiting: WaitingQueue, drafts: Sequence[StepDraft]) -> None:
+        assert scheduler.ranks[0].evict_idle_session()
+        admit(waiting, drafts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler._dispatcher, "admit", evict_and_admit)
+        rid = s.begin("s", [4], 1)
+        s.driver.step()
+    assert s.driver.finish[rid].type == "length"
+    s.settle()
+    rid = s.begin("s", [5])
+    scheduler._sessions.let_move()
+    assert scheduler._requests[rid].dp_rank == 0
+    s.run()
     s.close_all()
