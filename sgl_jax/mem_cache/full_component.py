@@ -51,13 +51,6 @@ class FullComponent:
         unlocked = (step for step in path if step.node.locks[self.index] == 0)
         return sum(step.num_matched for step in unlocked) // self._page_size
 
-    def locked_len(self, node: TreeNode) -> int:
-        """Where the locked part of the path to `node` ends, in tokens: locks begin at the root."""
-        step = node
-        while step.parent is not None and step.locks[self.index] == 0:
-            step = step.parent
-        return step.end
-
     def usable_len(self, path: Sequence[PathStep], length: int) -> int:
         """All that matched: an edge always has all its pages."""
         return length

@@ -23,7 +23,8 @@ def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
 
     Proved: `free + leased + cached + session_held + reserved == total`, where leased is what the
     rows hold and cached what the tree counts; the locks that were taken are those of the rows,
-    in number and in tokens, so that a lock too many is not hidden in "protected"; rows likewise.
+    in number and in tokens, and of as many pages, so that a lock too many is not hidden in
+    "protected"; what idle sessions hold is nothing if there are none; rows likewise.
     If they disagree, a walk finds the pages and their owners for the error's text.
     """
     imbalance = _imbalance(memory) or _ownerless(memory, num_running)
@@ -70,6 +71,13 @@ def _imbalance(memory: RankMemory) -> str | None:
             f"{num_locking} rows have locked {protected} tokens, the tree gave {cache.num_locks} "
             f"locks on {cache.num_locked_tokens} tokens"
         )
+    if memory.locked.num_locked != cache.num_protected:
+        return (
+            f"leases have locked {memory.locked.num_locked} pages, the tree counts "
+            f"{cache.num_protected}"
+        )
+    if memory.num_session_pages and not cache.num_idle:
+        return f"no session is idle, and {memory.num_session_pages} pages are held for some"
     held, free, total = rows.num_held, rows.num_free, rows.num_rows - 1
     if held != len(memory.leases) or held + free != total:
         return f"{held} rows are held by {len(memory.leases)} leases, {free} are free, of {total}"

@@ -12,6 +12,7 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.locked_pages import LockedPages
 from sgl_jax.mem_cache.page_allocator import (
     FREE,
     NULL_PAGE,
@@ -45,6 +46,7 @@ def find_defects(memory: RankMemory) -> Iterator[Finding]:
         yield Finding(str(error), np.array(error.pages, np.int32))
     for lease in leases:
         yield from _check_prefix(memory, lease)
+    yield from _check_locked_pages(memory, leases)
     yield from _check_owners(memory, leases)
 
 
@@ -81,6 +83,9 @@ def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
     if len(sessions) < len(holders):
         yield Finding(f"a session runs on two rows: {holders}")
     for session_id, row in memory.cache.lent():
+        if memory.cache.lent_row(session_id) != row:
+            known = memory.cache.lent_row(session_id)
+            yield Finding(f"session {session_id!r} runs on row {row}, but is looked for in {known}")
         if row not in memory.leases:
             yield Finding(f"session {session_id!r} runs on row {row}, which has no lease")
     for session_id, lease in memory.cache.idle():
@@ -111,6 +116,35 @@ def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
     elif (prefix != path).any():
         foreign = prefix[prefix != path]
         yield Finding(f"{lease!r} reads prefix pages that its locked path does not have", foreign)
+
+
+def _check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
+    """The counts that leases keep up to date as they lock, lend and end, taken from scratch."""
+    num_pages = memory.allocator.num_pages
+    idle_rows = {lease.row for _, lease in memory.cache.idle()}
+    expected, num_held = LockedPages(num_pages), 0
+    for lease in leases:
+        listed = lease.pages(memory.page_size)
+        num_locked = lease.cache_protected_len // memory.page_size
+        locked = listed[:num_locked]
+        locked = np.unique(locked[(locked >= 0) & (locked < num_pages)])
+        expected.lock(locked)
+        if lease.row in idle_rows:
+            expected.park(locked)
+            num_held += len(listed) - num_locked
+    differing = memory.locked.differing(expected)
+    if len(differing):
+        yield Finding("pages are locked by other leases than was counted", differing)
+    if memory.locked.totals != expected.totals:
+        yield Finding(
+            f"pages locked by (running, idle, any) leases: {memory.locked.totals} were counted, a "
+            f"walk finds {expected.totals}"
+        )
+    if memory.num_session_held_pages != num_held:
+        yield Finding(
+            f"idle sessions hold {num_held} pages of their own, "
+            f"{memory.num_session_held_pages} were counted"
+        )
 
 
 def _check_owners(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:

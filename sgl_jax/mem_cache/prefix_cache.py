@@ -27,15 +27,22 @@ class PrefixPeek(NamedTuple):
 
 
 class PrefixMatch(NamedTuple):
-    """A locked prefix: its length in tokens (whole pages), its pages, and the node locked."""
+    """A locked prefix: its length in tokens (whole pages), its pages, and the node locked.
+
+    If a lock has moved there from a node on the way, `pages` are those behind that node.
+    """
 
     length: int
-    pages: Int32Array  # [length / page_size]
+    pages: Int32Array  # [length / page_size], less those in front of that node
     node: TreeNode | None  # None if length is 0: then nothing is locked
 
 
 class PrefixCache(Protocol):
-    """Keeps prefixes of one rank. Counts are pages."""
+    """Keeps prefixes of one rank. Counts are pages.
+
+    Where a `start` is given, it is a node that the asking lease has locked, and known to lie on
+    the path of the tokens: only what is below it is looked at.
+    """
 
     @property
     def num_evicted(self) -> int:
@@ -62,12 +69,10 @@ class PrefixCache(Protocol):
         """Prefix lengths of these locks, summed over the locks."""
         ...
 
-    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
+    def peek(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing."""
-        ...
-
-    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
-        """The pages that `match_prefix` would find, in token order. Changes nothing."""
         ...
 
     def follow(
@@ -93,12 +98,10 @@ class PrefixCache(Protocol):
         at least a page, come next."""
         ...
 
-    def locked_len(self, cursor: PrefixCursor) -> int:
-        """Tokens of the cursor's prefix that are locked: reading them takes no page from others."""
-        ...
-
-    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
-        """Find and lock the longest cached prefix of `tokens`."""
+    def match_prefix(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> PrefixMatch:
+        """Find and lock the longest cached prefix of `tokens`; a lock of `start` moves there."""
         ...
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
@@ -150,13 +153,11 @@ class ChunkCache:
     num_locks = 0
     num_locked_tokens = 0
 
-    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
+    def peek(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> PrefixPeek:
         """Nothing is ever found."""
         return PrefixPeek(0, 0)
-
-    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
-        """Nothing is ever found."""
-        return np.zeros(0, np.int32)
 
     def follow(
         self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
@@ -175,11 +176,9 @@ class ChunkCache:
         """No cursor ever goes on."""
         return None
 
-    def locked_len(self, cursor: PrefixCursor) -> int:
-        """Nothing is ever locked."""
-        return 0
-
-    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
+    def match_prefix(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> PrefixMatch:
         """Nothing is ever found, so nothing is locked."""
         return PrefixMatch(0, np.zeros(0, np.int32), None)
 

@@ -51,16 +51,12 @@ class RadixCache:
         """Prefix lengths of these locks, summed over the locks."""
         return self.tree.num_locked_tokens
 
-    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
+    def peek(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing, not even ages."""
-        path, length = self.tree.peek(_contiguous(tokens), namespace)
+        path, length = self.tree.peek(_contiguous(tokens), namespace, start)
         return PrefixPeek(length, self._full.num_evictable_on(path))
-
-    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
-        """The pages that `match_prefix` would find, in token order. Changes nothing."""
-        path, length = self.tree.peek(_contiguous(tokens), namespace)
-        pages = self._full.pages_of([step.node for step in path])
-        return pages[: length // self.tree.page_size]
 
     def follow(
         self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
@@ -80,14 +76,15 @@ class RadixCache:
         """The `next_key` of a cursor that ends at `node`, where `tokens` come next."""
         return self.tree.child_key(node or self.tree.root, tokens, namespace)
 
-    def locked_len(self, cursor: PrefixCursor) -> int:
-        """Tokens of the cursor's prefix that are locked: reading them takes no page from others."""
-        assert cursor.node is not None, "a cursor is on a node until it is ended"
-        return min(cursor.length, self._full.locked_len(cursor.node))
-
-    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
-        """Find and lock the longest cached prefix of `tokens`."""
-        return self._describe(self.tree.match(_contiguous(tokens), namespace))
+    def match_prefix(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> PrefixMatch:
+        """Find and lock the longest cached prefix of `tokens`; a lock of `start` moves there."""
+        node = self.tree.match(_contiguous(tokens), namespace, start)
+        if node is None:
+            return PrefixMatch(0, np.zeros(0, np.int32), None)
+        pages = self._full.pages_of(self.tree.path_to(node, start))
+        return PrefixMatch(node.end, pages, node)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Insert `tokens` (whole pages, at least one); the lock of the offer moves to the end."""
@@ -147,11 +144,6 @@ class RadixCache:
                     f"another namespace than its parent {node.parent!r}",
                     node.values[0],
                 )
-
-    def _describe(self, node: TreeNode | None) -> PrefixMatch:
-        if node is None:
-            return PrefixMatch(0, np.zeros(0, np.int32), None)
-        return PrefixMatch(node.end, self.pages_to(node), node)
 
 
 def _contiguous(tokens: Int32Array) -> Int32Array:

@@ -40,24 +40,39 @@ class RadixTree:
 
     # -- matching ---------------------------------------------------------------------------
 
-    def peek(self, tokens: Int32Array, namespace: str = "") -> tuple[list[PathStep], int]:
-        """The path of the longest prefix all components can serve, and its length. Read-only."""
-        path = self._walk(tokens, namespace)
-        matched = _matched_len(path)
-        length = self._usable_len(path, matched) if path else 0
-        return path if length == matched else _cut_path(path, length), length
+    def peek(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> tuple[list[PathStep], int]:
+        """The path of the longest prefix all components can serve, and its length. Read-only.
 
-    def match(self, tokens: Int32Array, namespace: str = "") -> TreeNode | None:
+        `start` is a locked node that is known to lie on that path: only what is below it is
+        looked at, and the path begins there.
+        """
+        path = self._walk(tokens, namespace, start)
+        above = start.end if start else 0
+        matched = _matched_len(path) if path else above
+        length = max(self._usable_len(path, matched), above) if path else above
+        return path if length == matched else _cut_path(path, length - above), length
+
+    def match(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> TreeNode | None:
         """Lock the longest usable prefix of `tokens` and return the node where it ends.
 
-        None if nothing matches: then nothing is locked. The caller owes one `unlock`.
+        None if nothing matches: then nothing is locked. The caller owes one `unlock`. From
+        `start`, as in `peek`, a lock moves to that node, which is `start` if nothing below matches.
         """
-        path, length = self.peek(tokens, namespace)
+        path, length = self.peek(tokens, namespace, start)
         if length == 0:
             return None
+        if not path:
+            return start
         node = self._node_at(path, length)
-        self._touch(node)
-        self.lock(node)
+        self._touch(node, start)
+        if start is None:
+            self.lock(node)
+        else:
+            self.move_lock(start, node)
         return node
 
     def lock(self, node: TreeNode) -> None:

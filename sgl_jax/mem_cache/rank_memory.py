@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.locked_pages import LockedPages
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
@@ -50,6 +51,9 @@ class RankMemory:
         self._use_radix_cache = use_radix_cache
         self.cache = self._make_cache(num_evicted=0)
         self.leases: dict[int, KVLease] = {}  # by row
+        self.locked = LockedPages(sizes.num_pages)
+        # Pages of their own that idle sessions hold: those the tree owns are not among them.
+        self.num_session_held_pages = 0
 
     def rebuild(self) -> None:
         """Start afresh though the books may be broken: nothing is freed, all is forgotten.
@@ -63,6 +67,8 @@ class RankMemory:
         self.rows.reset()
         self.allocator.reset()
         self.cache = self._make_cache(num_evicted=self.cache.num_evicted)
+        self.locked = LockedPages(self.allocator.num_pages)
+        self.num_session_held_pages = 0
 
     def _make_cache(self, num_evicted: int) -> SessionAwareCache:
         inner: PrefixCache = ChunkCache()
@@ -71,53 +77,20 @@ class RankMemory:
         return SessionAwareCache(inner)
 
     @property
-    def num_session_held_pages(self) -> int:
-        """Pages of their own that idle sessions hold: those the tree owns are not among them."""
-        return sum(
-            self.pages_for(lease.kv_allocated_len) - lease.cache_protected_len // self.page_size
-            for _, lease in self.cache.idle()
-        )
-
-    @property
     def num_session_pages(self) -> int:
-        """Pages that idle sessions keep from other use, a page for each session that reads it."""
-        return sum(self.pages_for(lease.kv_allocated_len) for _, lease in self.cache.idle())
-
-    def idle_sessions_keep_more_than(self, num_pages: int) -> bool:
-        """Whether idle sessions keep more pages than that from other use, each counted once."""
-        if self.num_session_pages <= num_pages:
-            return False  # as good as always, and cheap
-        is_kept = np.zeros(self.allocator.num_pages, np.bool_)
-        for _, lease in self.cache.idle():
-            is_kept[lease.pages(self.page_size)] = True
-        return int(is_kept.sum()) > num_pages
-
-    def needed_pages(self) -> BoolArray:
-        """Which pages requests that run read or write: bool[num_pages].
-
-        All others would be free, or evictable, were every idle session evicted.
-        """
-        is_needed = np.zeros(self.allocator.num_pages, np.bool_)
-        idle_rows = {lease.row for _, lease in self.cache.idle()}
-        for row, lease in self.leases.items():
-            if row not in idle_rows:
-                is_needed[lease.pages(self.page_size)] = True
-        return is_needed
-
-    @property
-    def num_reclaimable_pages(self) -> int:
-        """Pages that would be free or evictable, were every idle session evicted."""
-        return self.allocator.num_pages - 1 - int(self.needed_pages().sum())
-
-    def num_pages_in_use(self, cursor: PrefixCursor) -> int:
-        """Pages of the cursor's prefix that running requests read as well."""
-        pages = self.cache.peek_pages(cursor.tokens, cursor.namespace)
-        return int(self.needed_pages()[pages].sum())
+        """Pages that idle sessions keep from other use, each counted once: O(1)."""
+        return self.num_session_held_pages + self.locked.num_idle
 
     @property
     def num_available_pages(self) -> int:
         """Pages that are free or can be made free by eviction."""
         return self.allocator.num_free + self.cache.num_evictable
+
+    @property
+    def num_reclaimable_pages(self) -> int:
+        """Pages that would be available, were every idle session evicted: O(1)."""
+        num_parked = self.cache.num_protected - self.locked.num_running
+        return self.num_available_pages + num_parked + self.num_session_held_pages
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
@@ -133,10 +106,41 @@ class RankMemory:
         lease = KVLease(self.dp_rank, row, self.rows, namespace)
         match = self.cache.match_prefix(prefix, namespace)
         lease.node = match.node
+        self.locked.lock(match.pages)
         self.rows.pages[row, : len(match.pages)] = match.pages
         lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
         self.leases[row] = lease
         return lease
+
+    def num_pages_in_use(self, cursor: PrefixCursor) -> int:
+        """Pages of the cursor's prefix that running requests have locked, too.
+
+        A request that starts on the prefix takes all pages but these from the reclaimable ones.
+        Locks begin at the root and hold whole edges, so this is O(edges that have none).
+        """
+        node = cursor.node
+        while node is not None and node.parent is not None:
+            if self.locked.is_running(int(node.values[0][0])):
+                return min(cursor.length, node.end) // self.page_size
+            node = node.parent
+        return 0
+
+    def park(self, lease: KVLease) -> None:
+        """The holder of `lease` is an idle session now, no more a running request."""
+        self.locked.park(self.locked_pages_of(lease))
+        self.num_session_held_pages += self._num_own_pages(lease)
+
+    def unpark(self, lease: KVLease) -> None:
+        """The holder of `lease` is no idle session any more."""
+        self.locked.unpark(self.locked_pages_of(lease))
+        self.num_session_held_pages -= self._num_own_pages(lease)
+
+    def locked_pages_of(self, lease: KVLease) -> Int32Array:
+        """The pages of the tree that `lease` has locked, in token order."""
+        return lease.pages(self.page_size, 0, lease.cache_protected_len)
+
+    def _num_own_pages(self, lease: KVLease) -> int:
+        return self.pages_for(lease.kv_allocated_len) - lease.cache_protected_len // self.page_size
 
     def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` are free; False, having evicted nothing, if that cannot be."""

@@ -2,6 +2,7 @@
 
 `publish_prefix` offers what a lease has written to the prefix cache while the request goes on;
 `free_tail` gives back slots that were reserved ahead and are not needed after all;
+`adopt_prefix` those whose tokens the tree turns out to have as well;
 `release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
 retract, disconnect, error and shutdown all end a lease here. Unless the cache takes the lease
 over: that of a session's turn goes to its slot, and nothing is freed. `resume_lease` hands it to
@@ -39,6 +40,7 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
     if kept is None:
         return
     lease.node = kept.node
+    memory.locked.lock(kept.pages)
     first = protected // page_size
     rows.pages[lease.row, first : length // page_size] = kept.pages
     rows.cache_protected_len[lease.row] = length
@@ -65,9 +67,11 @@ def release_kv_cache(
     if insert:
         publish_prefix(memory, lease, tokens)
         if memory.cache.take_over(lease, len(tokens)):
+            memory.park(lease)
             return
     memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), owner=lease.row)
     if lease.node is not None:
+        memory.locked.unlock(memory.locked_pages_of(lease))
         memory.cache.unlock(lease.node)
         lease.node = None
     del memory.leases[lease.row]
@@ -87,8 +91,35 @@ def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLeas
     Returns the lease, its committed and allocated length the prefix that is there.
     """
     lease = memory.cache.lend(session_id)
+    memory.unpark(lease)
     free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
     return lease
+
+
+def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool:
+    """Go on with the pages of the tree if it has more of `tokens` than `lease`; the lease goes on.
+
+    Args:
+        memory: of the lease's rank.
+        lease: that has no slots past its committed length. Its lock moves down to where the
+            tree's prefix ends, and its own pages, which hold a part of the same tokens, are freed.
+        tokens: that a cache may serve, int32. The first of them are those of the lease, as far as
+            it goes.
+
+    Returns whether the tree had more; all three lengths are then that of its prefix.
+    """
+    lease.require_live()
+    if memory.cache.peek(tokens, lease.namespace, lease.node).length <= lease.kv_allocated_len:
+        return False
+    first = lease.cache_protected_len // memory.page_size
+    match = memory.cache.match_prefix(tokens, lease.namespace, lease.node)
+    memory.locked.lock(match.pages)
+    own = lease.pages(memory.page_size, lease.cache_protected_len)
+    memory.allocator.free(own, lease.row)
+    lease.node = match.node
+    memory.rows.pages[lease.row, first : match.length // memory.page_size] = match.pages
+    lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
+    return True
 
 
 def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
@@ -96,6 +127,7 @@ def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
     lease = memory.cache.remove(session_id)
     if lease is None:
         return False
+    memory.unpark(lease)
     # All that may be published was, when the slot took the lease over.
     release_kv_cache(memory, lease, np.zeros(0, np.int32), insert=False)
     return True
@@ -113,7 +145,8 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
     if num_tokens < max(lease.cache_protected_len, 1):
         release_idle_lease(memory, session_id)
     else:
-        free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
+        num_freed = free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
+        memory.num_session_held_pages -= num_freed
 
 
 def free_tail(memory: RankMemory, lease: KVLease, length: int) -> int:

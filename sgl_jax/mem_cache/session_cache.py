@@ -30,8 +30,8 @@ class SessionAwareCache:
     def __init__(self, inner: PrefixCache) -> None:
         self.inner = inner
         self._idle: OrderedDict[str, KVLease] = OrderedDict()  # used longest ago first
-        self.num_removed = 0  # leases that slots gave up, since the start
         self._lent: dict[int, str] = {}  # row of the lease that a running turn holds -> session
+        self._lent_rows: dict[str, int] = {}  # the same, from session to row
 
     # -- sessions ---------------------------------------------------------------------------
 
@@ -54,15 +54,15 @@ class SessionAwareCache:
 
     def lent_row(self, session_id: str) -> int | None:
         """The row of the lease that the session's running turn holds; None if none runs here."""
-        return next((row for row, each in self._lent.items() if each == session_id), None)
+        return self._lent_rows.get(session_id)
 
-    def oldest_idle(self, except_id: str | None = None) -> str | None:
-        """The idle session used longest ago, other than `except_id`."""
-        return next((each for each in self._idle if each != except_id), None)
+    def oldest_idle(self) -> str | None:
+        """The idle session used longest ago."""
+        return next(iter(self._idle), None)
 
     def holds(self, session_id: str) -> bool:
         """Whether the session's lease is of this rank, idle or lent to a running turn."""
-        return session_id in self._idle or session_id in self._lent.values()
+        return session_id in self._idle or session_id in self._lent_rows
 
     def bind(self, session_id: str, lease: KVLease) -> None:
         """A turn of the session runs on `lease`, newly opened: its slot will take it over."""
@@ -71,14 +71,14 @@ class SessionAwareCache:
             raise LeaseError(f"session {session_id!r} has a lease already; {lease!r} is another")
         if lease.row in self._lent:
             raise LeaseError(f"{lease!r} is that of session {self._lent[lease.row]!r} already")
-        self._lent[lease.row] = session_id
+        self._lend(session_id, lease)
 
     def lend(self, session_id: str) -> KVLease:
         """The next turn starts: its request becomes the holder of the slot's lease."""
         if session_id not in self._idle:
             raise LeaseError(f"session {session_id!r} has no lease to lend")
         lease = self._idle.pop(session_id)
-        self._lent[lease.row] = session_id
+        self._lend(session_id, lease)
         return lease
 
     def unbind(self, lease: KVLease) -> None:
@@ -86,7 +86,7 @@ class SessionAwareCache:
 
         After a retract, an error, or when the session was closed meanwhile.
         """
-        self._lent.pop(lease.row, None)
+        self._take_back(lease)
 
     def take_over(self, lease: KVLease, num_tokens: int) -> bool:
         """A lease is at its end: if a session's turn held it, its slot is the new holder.
@@ -94,7 +94,7 @@ class SessionAwareCache:
         The KV of the first `num_tokens` tokens will be wanted again; what lies behind stays
         attached until the next turn. False if the lease belongs to no session.
         """
-        session_id = self._lent.pop(lease.row, None)
+        session_id = self._take_back(lease)
         if session_id is None:
             return False
         lease.change_holder(num_tokens)
@@ -103,14 +103,23 @@ class SessionAwareCache:
 
     def remove(self, session_id: str) -> KVLease | None:
         """Empty the slot; the caller releases the lease it held, if any."""
-        lease = self._idle.pop(session_id, None)
-        self.num_removed += lease is not None
-        return lease
+        return self._idle.pop(session_id, None)
 
     def touch(self, session_id: str) -> None:
         """A turn of the session waits: it is now the one used last, and evicted last."""
         if session_id in self._idle:
             self._idle.move_to_end(session_id)
+
+    def _lend(self, session_id: str, lease: KVLease) -> None:
+        self._lent[lease.row] = session_id
+        self._lent_rows[session_id] = lease.row
+
+    def _take_back(self, lease: KVLease) -> str | None:
+        """The session whose turn holds `lease`, which it does no more; None if it is no turn's."""
+        session_id = self._lent.pop(lease.row, None)
+        if session_id is not None:
+            del self._lent_rows[session_id]
+        return session_id
 
     # -- the prefix cache -------------------------------------------------------------------
 
@@ -139,13 +148,11 @@ class SessionAwareCache:
         """Prefix lengths of these locks, summed over the locks."""
         return self.inner.num_locked_tokens
 
-    def peek(self, tokens: Int32Array, namespace: str = "") -> PrefixPeek:
+    def peek(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> PrefixPeek:
         """What `match_prefix` would find. Changes nothing."""
-        return self.inner.peek(tokens, namespace)
-
-    def peek_pages(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
-        """The pages that `match_prefix` would find, in token order. Changes nothing."""
-        return self.inner.peek_pages(tokens, namespace)
+        return self.inner.peek(tokens, namespace, start)
 
     def follow(
         self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
@@ -165,13 +172,11 @@ class SessionAwareCache:
         """The `next_key` of a cursor that ends at `node`, where `tokens` come next."""
         return self.inner.next_key(node, tokens, namespace)
 
-    def locked_len(self, cursor: PrefixCursor) -> int:
-        """Tokens of the cursor's prefix that are locked: reading them takes no page from others."""
-        return self.inner.locked_len(cursor)
-
-    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> PrefixMatch:
-        """Find and lock the longest cached prefix of `tokens`."""
-        return self.inner.match_prefix(tokens, namespace)
+    def match_prefix(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> PrefixMatch:
+        """Find and lock the longest cached prefix of `tokens`; a lock of `start` moves there."""
+        return self.inner.match_prefix(tokens, namespace, start)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), taking over the offered pages that are new.

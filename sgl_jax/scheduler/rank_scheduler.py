@@ -16,6 +16,7 @@ from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
+    adopt_prefix,
     release_idle_lease,
     release_kv_cache,
     resume_lease,
@@ -111,16 +112,11 @@ class RankScheduler:
 
         Idle sessions are evicted for it as far as needed, used longest ago first.
         """
-        slot = request.slot_in(self.memory)
-        if slot is None:
-            self._empty_slot_of(request)  # what that held is of no use to the turn itself
-        while self._is_short(request, slot, cursor):
-            if not self.evict_idle_session(except_id=request.slot_id):
-                break
-        lease = self._take_lease(request, slot)
+        memory = self.memory
+        lease, start = self._take_lease(request, request.slot_in(memory))
+        needed = memory.pages_for(len(request.tokens) + 1) - memory.pages_for(lease.kv_allocated_len)
+        self.evict_sessions_for(needed + self.reserve.pages(memory, self.running))
         request.lease, request.dp_rank = lease, self.dp_rank
-        # A row that goes on where it was still has its tokens on the device.
-        start = 0 if slot is None else lease.kv_committed_len
         if request.num_retractions == 0:
             request.cached_tokens = lease.kv_committed_len
             self.num_prompt_tokens += request.prompt_len
@@ -140,41 +136,40 @@ class RankScheduler:
         )
         return lease.row
 
-    def _empty_slot_of(self, request: Request) -> bool:
-        """Take what its session's slot holds; False if that is nothing."""
-        cache, session_id = self.memory.cache, request.slot_id
-        if session_id is None or cache.idle_lease(session_id) is None:
-            return False
-        self.release_session(session_id)
-        return True
+    def _take_lease(self, request: Request, slot: KVLease | None) -> tuple[KVLease, int]:
+        """A lease with what is in place of the request, which evicts one session if rows lack.
 
-    def _is_short(self, request: Request, slot: KVLease | None, cursor: PrefixCursor) -> bool:
-        """Whether row, tokens and reserve lack room while idle sessions keep what they have."""
-        memory = self.memory
-        needed = memory.pages_for(len(request.tokens) + 1)
-        if slot is not None:
-            # What it holds past the tokens it goes on with is freed, and counts as much.
-            needed -= memory.pages_for(slot.kv_allocated_len)
-        elif memory.rows.num_free == 0:
-            return True
-        else:
-            needed -= memory.cache.locked_len(cursor) // memory.page_size
-        return needed + self.reserve.pages(memory, self.running) > memory.num_available_pages
+        Also the position of the first token that the device must be told: a row that goes on
+        where it was still has the tokens before it.
+        """
+        memory, session_id = self.memory, request.slot_id
+        if slot is not None and session_id is not None:
+            lease = resume_lease(memory, session_id, request.slot_len)
+            start = lease.kv_committed_len
+            adopt_prefix(memory, lease, request.matchable())
+            return lease, start
+        if session_id is not None:
+            self.release_session(session_id)  # what its slot holds is of no use to the turn
+        if memory.rows.num_free == 0:
+            self.evict_idle_session()
+        lease = memory.open_lease(request.matchable(), request.namespace)
+        if session_id is not None:
+            memory.cache.bind(session_id, lease)
+        return lease, 0
 
-    def _take_lease(self, request: Request, slot: KVLease | None) -> KVLease:
-        if slot is not None and request.slot_id is not None:
-            return resume_lease(self.memory, request.slot_id, request.slot_len)
-        lease = self.memory.open_lease(request.matchable(), request.namespace)
-        if request.slot_id is not None:
-            self.memory.cache.bind(request.slot_id, lease)
-        return lease
+    def evict_sessions_for(self, num_pages: int) -> bool:
+        """Evict idle sessions until `num_pages` are available or none is left; whether any was."""
+        num_before = self.num_evicted_sessions
+        while self.memory.num_available_pages < num_pages and self.evict_idle_session():
+            pass
+        return self.num_evicted_sessions > num_before
 
-    def evict_idle_session(self, except_id: str | None = None) -> bool:
-        """Take the memory of the session used longest ago; False if all others are running.
+    def evict_idle_session(self) -> bool:
+        """Take the memory of the session used longest ago; False if none is idle.
 
         It keeps its tokens: its next turn computes again what the tree no longer has.
         """
-        session_id = self.memory.cache.oldest_idle(except_id)
+        session_id = self.memory.cache.oldest_idle()
         if session_id is None:
             return False
         self.release_session(session_id)
@@ -259,7 +254,7 @@ class RankScheduler:
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         unsent = self._unsent_admissions.pop(row, None)
-        is_untold = unsent is not None and unsent.start == 0
+        is_untold = unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1)
         if is_untold or len(tokens) < request.lease.cache_protected_len:
             # No later turn can go on with a row whose tokens the device was never told, nor
             # where the tree owns more than the session will know (a stop found late).
@@ -270,7 +265,7 @@ class RankScheduler:
 
     def _bound_sessions(self) -> None:
         """Idle sessions hold no more than their share: those used longest ago give theirs up."""
-        while self.memory.idle_sessions_keep_more_than(self._max_session_pages):
+        while self.memory.num_session_pages > self._max_session_pages:
             self.evict_idle_session()
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ Owns the order of things when a session is opened, closed, forked or rolled back
 themselves are requests like any other.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
 from sgl_jax.core.errors import InvalidRequestError
@@ -23,7 +23,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.session_book import SessionBook, SessionsFullError
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession
@@ -85,10 +85,10 @@ class SessionDesk:
         fitting = None if session is None else self.book.amend_turn(session, message)
         if session is None or fitting is None:
             return
-        for request in self._requests.values():
-            if request.session is session and isinstance(session, StreamingSession):
-                # A whole conversation: if it fails, it leaves what is the session's history now.
-                request.kept_len = session.kept_len()
+        turn = self._turn_of(session)
+        if turn is not None and isinstance(session, StreamingSession):
+            # A whole conversation: if it fails, it leaves what is the session's history now.
+            turn.kept_len = session.kept_len()
         home = self._home(session.session_id)
         if home is not None:
             home.roll_back_session(session.session_id, fitting)
@@ -108,11 +108,11 @@ class SessionDesk:
     def close(self, session_id: str) -> None:
         """Close a session; its memory goes at once, or with the turn in flight."""
         session = self.book.close(session_id)
-        for request in self._requests.values():
-            if request.session is session:
-                request.slot_id = None
-                if request.lease is not None and request.dp_rank is not None:
-                    self._ranks[request.dp_rank].memory.cache.unbind(request.lease)
+        turn = self._turn_of(session)
+        if turn is not None:
+            turn.slot_id = None
+            if turn.lease is not None and turn.dp_rank is not None:
+                self._ranks[turn.dp_rank].memory.cache.unbind(turn.lease)
         home = self._home(session_id)
         if home is not None:
             home.release_session(session_id)
@@ -164,6 +164,11 @@ class SessionDesk:
             "dp_rank": None if home is None else home.dp_rank,
             "cached_tokens": 0 if home is None else _num_cached(home, session.session_id),
         }
+
+    def _turn_of(self, session: Session) -> Request | None:
+        """The turn in flight of a streaming session; those of a regular one have no slot."""
+        rid = session.running if isinstance(session, StreamingSession) else None
+        return None if rid is None else self._requests[rid]
 
     def _home(self, session_id: str) -> RankScheduler | None:
         """The rank that holds the session's lease."""

@@ -158,7 +158,7 @@ class StepDraft:
     def _grow_or_retract(self, rows: Int32Array) -> Int32Array:
         """Reserve one more slot for each of `rows`, retracting until they fit; those that do."""
         while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):
-            if self._give_back_tails(rows) or self.rank.evict_idle_session():
+            if self._give_back_tails(rows) or self._evict_for(rows):
                 continue
             victim = self._retract_one()
             if victim is None:
@@ -168,6 +168,11 @@ class StepDraft:
                 return rows[:0]
             rows = rows[rows != victim]
         return rows
+
+    def _evict_for(self, rows: Int32Array) -> bool:
+        """Evict idle sessions until `rows` have their next slots; whether any was."""
+        lacking = self.rank.memory.pages_to_grow(rows, self._decode_ends(rows))
+        return self.rank.evict_sessions_for(int(lacking.sum()))
 
     def _give_back_tails(self, rows: Int32Array) -> bool:
         """Free the slots of drafts that were not accepted; whether that gave any page."""

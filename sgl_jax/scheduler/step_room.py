@@ -14,7 +14,7 @@ from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_planner import StepDraft
 
 # A prefix in flight is worth waiting for from this share of a step's prompt tokens on.
-_MIN_SHARED_PART = 16
+_MIN_SHARED_PART = 8
 
 
 class Option(NamedTuple):

@@ -40,7 +40,7 @@ class StreamingSession:
         self.tokens = NO_TOKENS
         self.turns: list[Turn] = []
         self._replaced: _Replaced | None = None
-        self._running: str | None = None
+        self.running: str | None = None  # request id of the turn in flight
         self._name = ""  # of the running turn
         self._is_whole = False  # whether that handed in all of its prompt
         self._pending: Int32Array = NO_TOKENS  # the prompt of the running turn, whole
@@ -65,11 +65,11 @@ class StreamingSession:
     @property
     def num_running(self) -> int:
         """Requests in flight: one, or none."""
-        return int(self._running is not None)
+        return int(self.running is not None)
 
     def compose(self, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
         """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
-        if self._running is not None:
+        if self.running is not None:
             raise InvalidRequestError(
                 f"session {self.session_id!r} has request {self._name!r} in flight",
                 "session_params",
@@ -79,7 +79,7 @@ class StreamingSession:
 
     def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
         """A turn starts, with the prompt that `compose` made."""
-        self._running, self._name, self._pending = rid, turn_name(turn), prompt
+        self.running, self._name, self._pending = rid, turn_name(turn), prompt
         self._is_whole = turn.is_whole
 
     def kept_len(self) -> int:
@@ -90,7 +90,7 @@ class StreamingSession:
 
     def end(self, rid: str, tokens: Int32Array | None) -> None:
         """The running turn ended, with all its tokens if it succeeded, else with None."""
-        assert self._running == rid, f"{rid} is not the turn in flight of {self.session_id}"
+        assert self.running == rid, f"{rid} is not the turn in flight of {self.session_id}"
         if tokens is not None:
             kept = self.kept_len()
             turns = [turn for turn in self.turns if turn.num_tokens <= kept]
@@ -99,16 +99,16 @@ class StreamingSession:
             )
             self.turns = [*turns, Turn(rid, self._name, len(self._pending), len(tokens))]
             self.tokens = tokens.copy()
-        self._running, self._pending = None, NO_TOKENS
+        self.running, self._pending = None, NO_TOKENS
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
         """The running turn, if its prompt has what `message` takes from the turn before it.
 
         A whole conversation is what its client says it is, and has taken nothing from here.
         """
-        if self._running is None or self._is_whole or self._len_after(message) == self.num_tokens:
+        if self.running is None or self._is_whole or self._len_after(message) == self.num_tokens:
             return []
-        return [self._running]
+        return [self.running]
 
     def amend(self, message: StopRequest | AbortRequest) -> int | None:
         """The last turn ends where its client saw it end, or never was; no turn is running on it.
@@ -120,7 +120,7 @@ class StreamingSession:
         fitting = self._len_after(message)
         if fitting == self.num_tokens:
             return None
-        assert self._running is None or self._is_whole, "a turn runs on what is amended"
+        assert self.running is None or self._is_whole, "a turn runs on what is amended"
         self.tokens = self.tokens[:fitting].copy()
         if isinstance(message, StopRequest):
             self.turns[-1] = self.turns[-1]._replace(num_tokens=fitting)

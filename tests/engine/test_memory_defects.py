@@ -243,7 +243,7 @@ def test_a_rebuilt_scheduler_tells_the_device_of_no_request_it_lost(
     assert isinstance(message, GenerateRequest)
     scheduler.submit(message)
     (request,) = scheduler._waiting
-    assert scheduler.ranks[0].try_admit(request) is not None
+    assert scheduler.ranks[0].admit(request, scheduler._waiting.cursors(request)[0])
     scheduler.rebuild("broken")
     assert scheduler.ranks[0].take_admissions() == ()
     assert request.lease is None

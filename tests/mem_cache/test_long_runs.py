@@ -11,6 +11,7 @@ from tests.mem_cache.test_page_allocator import AllocatorMachine
 from tests.mem_cache.test_radix_cache import PagedRadixCacheMachine, RadixCacheMachine
 from tests.mem_cache.test_release import LeaseMachine
 from tests.mem_cache.test_req_to_token_pool import RowMachine
+from tests.mem_cache.test_session_leases import SessionLeaseMachine
 from tests.mem_cache.test_tree_component import HybridTreeMachine
 
 MACHINES = [
@@ -21,6 +22,7 @@ MACHINES = [
     PagedRadixCacheMachine,
     HybridTreeMachine,
     LeaseMachine,
+    SessionLeaseMachine,
 ]
 
 

@@ -26,7 +26,10 @@ def keep(memory: RankMemory, tokens: np.ndarray, namespace: str) -> None:
 
 
 def found(memory: RankMemory, tokens: np.ndarray, namespace: str) -> list[int]:
-    return memory.cache.peek_pages(tokens, namespace).tolist()
+    match = memory.cache.match_prefix(tokens, namespace)
+    if match.node is not None:
+        memory.cache.unlock(match.node)
+    return match.pages.tolist()
 
 
 def top_nodes(memory: RankMemory) -> list[TreeNode]:

@@ -91,14 +91,31 @@ class RadixCacheMachine(RuleBasedStateMachine):
             self.model.locked.append(expected)
             self.locks.append(match.node)
 
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def match_more_than_is_locked(self, data: st.DataObject) -> None:
+        """The lock moves to where the longer match ends."""
+        i = data.draw(st.integers(0, len(self.locks) - 1))
+        prefix, namespace = self.model.locked[i], self.locks[i].namespace
+        tokens = prefix + data.draw(token_lists(self.page_size, ragged=True))
+        expected = self.model.longest_match(tokens)
+        below = self.model.pages_of(expected)[len(prefix) // self.page_size :]
+        peek = self.cache.peek(array_of(tokens), namespace, self.locks[i])
+        assert peek.length == len(expected)
+        match = self.cache.match_prefix(array_of(tokens), namespace, self.locks[i])
+        assert (match.length, match.pages.tolist()) == (len(expected), below)
+        assert match.node is not None
+        assert match.node.end == len(expected)
+        self.locks[i], self.model.locked[i] = match.node, expected
+        if below:
+            self.model.touch(expected)
+
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
     def peek_changes_nothing(self, data: st.DataObject, namespace: str) -> None:
         tokens = in_namespace(data.draw(token_lists(self.page_size, ragged=True)), namespace)
         expected = self.model.longest_match(tokens)
         before = shape_of(self.cache.tree)
         peek = self.cache.peek(array_of(tokens), namespace)
-        pages = self.cache.peek_pages(array_of(tokens), namespace)
-        assert pages.tolist() == self.model.pages_of(expected)
         assert peek.length == len(expected)
         unlocked = self.model.evictable().intersection(self.model.prefixes(expected))
         assert peek.num_evictable_pages == len(unlocked)

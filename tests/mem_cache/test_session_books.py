@@ -1,5 +1,7 @@
 """Every way the books of sessions can be wrong is found, and the dump shows them."""
 
+from collections.abc import Callable
+
 import pytest
 
 from sgl_jax.mem_cache.dump import dump_rank
@@ -7,7 +9,12 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache, resume_lease
+from sgl_jax.mem_cache.release import (
+    publish_prefix,
+    release_idle_lease,
+    release_kv_cache,
+    resume_lease,
+)
 from tests.mem_cache.test_session_cache import array, known, make_memory, take_turn
 
 
@@ -58,6 +65,10 @@ def test_a_session_with_two_leases_is_found() -> None:
     memory.cache._lent[3] = "runs"
     with pytest.raises(LedgerError, match="a session runs on two rows"):
         audit(memory)
+    memory, _, _ = busy_memory()
+    memory.cache._lent_rows["runs"] = 3
+    with pytest.raises(LedgerError, match="'runs' runs on row 2, but is looked for in 3"):
+        audit(memory)
 
 
 def test_a_lent_row_without_a_lease_is_found() -> None:
@@ -65,6 +76,57 @@ def test_a_lent_row_without_a_lease_is_found() -> None:
     memory.cache._lent[4] = "ghost"
     with pytest.raises(LedgerError, match="'ghost' runs on row 4, which has no lease"):
         audit(memory)
+
+
+def lock_a_page_too_many(memory: RankMemory) -> None:
+    memory.locked.lock(memory.rows.pages[1, 1:2])
+
+
+def forget_that_a_session_is_idle(memory: RankMemory) -> None:
+    memory.locked.unpark(memory.rows.pages[1, :2])
+
+
+def park_what_a_request_has_locked(memory: RankMemory) -> None:
+    memory.locked.park(memory.rows.pages[2, :1])
+
+
+def lock_anew_what_idle_sessions_have_locked(memory: RankMemory) -> None:
+    memory.locked.num_locked += 1
+
+
+def hold_a_page_more_for_sessions(memory: RankMemory) -> None:
+    memory.num_session_held_pages += 1
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "words"),
+    [
+        (lock_a_page_too_many, r"locked by other leases than was counted: page 2: tree"),
+        (forget_that_a_session_is_idle, "locked by other leases than was counted: page 1: tree"),
+        (
+            park_what_a_request_has_locked,
+            r"\(running, idle, any\) leases: \(0, 2, 2\) were counted, a walk finds \(1, 2, 2\)",
+        ),
+        (lock_anew_what_idle_sessions_have_locked, "leases have locked 3 pages, the tree counts 2"),
+        (hold_a_page_more_for_sessions, "hold 1 pages of their own, 2 were counted"),
+    ],
+)
+def test_a_wrong_count_of_what_idle_sessions_keep_is_found(
+    corrupt: Callable[[RankMemory], None], words: str
+) -> None:
+    memory, _, _ = busy_memory()
+    corrupt(memory)
+    with pytest.raises(LedgerError, match=f"(?s)^rank 3: .*{words}"):
+        audit(memory)
+
+
+def test_pages_counted_for_idle_sessions_though_there_are_none_are_found_without_a_walk() -> None:
+    memory, _, _ = busy_memory()
+    assert release_idle_lease(memory, "idle")
+    check_balance(memory, num_running=2)
+    memory.num_session_held_pages += 1
+    with pytest.raises(LedgerError, match="no session is idle, and 1 pages are held for some"):
+        check_balance(memory, num_running=2)
 
 
 def test_the_dump_shows_sessions() -> None:

@@ -24,6 +24,7 @@ _LEASE = "sgl_jax/mem_cache/lease.py"
 _TREE = "sgl_jax/mem_cache/radix_tree.py"
 _FULL = "sgl_jax/mem_cache/full_component.py"
 _CACHE = "sgl_jax/mem_cache/radix_cache.py"
+_LOCKED = "sgl_jax/mem_cache/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_planner.py"
 _COMMIT = "sgl_jax/scheduler/commit.py"
@@ -38,7 +39,7 @@ _WALK = "sgl_jax/mem_cache/ledger_walk.py"
 _CONFIG = "sgl_jax/scheduler/config.py"
 
 _BUILT_ON = (
-    "if self._running is None or self._is_whole or self._len_after(message) == self.num_tokens:"
+    "if self.running is None or self._is_whole or self._len_after(message) == self.num_tokens:"
 )
 _FREE_REST = (
     "    memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), "
@@ -475,9 +476,9 @@ MUTATIONS = (
     Mutation(
         "resume a session with its tail",
         _RELEASE,
-        "    lease = memory.cache.lend(session_id)\n"
+        "    memory.unpark(lease)\n"
         "    free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
-        "    lease = memory.cache.lend(session_id)\n",
+        "    memory.unpark(lease)\n",
     ),
     Mutation(
         "free a tail from the page that its prefix ends in",
@@ -506,8 +507,8 @@ MUTATIONS = (
     Mutation(
         "a rolled back session keeps what followed",
         _RELEASE,
-        "    else:\n        free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
-        "",
+        "        num_freed = free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
+        "        num_freed = 0\n",
     ),
     Mutation(
         "cut a lease though the tree owns more of it",
@@ -530,7 +531,7 @@ MUTATIONS = (
     Mutation(
         "take a lease over and forget whose it is",
         _SLOTS,
-        "        session_id = self._lent.pop(lease.row, None)\n        if session_id is None:",
+        "        session_id = self._take_back(lease)\n        if session_id is None:",
         "        session_id = self._lent.get(lease.row)\n        if session_id is None:",
     ),
     Mutation(
@@ -542,8 +543,8 @@ MUTATIONS = (
     Mutation(
         "evict the session used last",
         _SLOTS,
-        "next((each for each in self._idle if",
-        "next((each for each in reversed(self._idle) if",
+        "next(iter(self._idle), None)",
+        "next(reversed(self._idle), None)",
     ),
     Mutation(
         "keep the slot's lease over a retract",
@@ -572,14 +573,14 @@ MUTATIONS = (
     Mutation(
         "keep a row whose tokens the device was never told",
         _RANK,
-        "is_untold = unsent is not None and unsent.start == 0",
+        "is_untold = unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1)",
         "is_untold = False",
     ),
     Mutation(
         "tell the device only the last tokens of a new row",
         _RANK,
-        "start = 0 if slot is None else lease.kv_committed_len",
-        "start = lease.kv_committed_len",
+        "        return lease, 0\n",
+        "        return lease, lease.kv_committed_len\n",
     ),
     Mutation(
         "never evict a session",
@@ -590,19 +591,13 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         _RANK,
-        "may_fit = self._fits_without_idle(request, slot)",
-        "may_fit = True",
-    ),
-    Mutation(
-        "evict the slot that a turn is about to use",
-        _RANK,
-        "self.evict_idle_session(except_id=request.slot_id)",
-        "self.evict_idle_session()",
+        "        if not self._may_fit(request, slot, needed):\n",
+        "        if memory.rows.num_free == 0 and memory.cache.num_idle == 0:\n",
     ),
     Mutation(
         "let idle sessions hold what they like",
         _RANK,
-        "        while self.memory.idle_sessions_keep_more_than(self._max_session_pages):\n",
+        "        while self.memory.num_session_pages > self._max_session_pages:\n",
         "        while False:\n",
     ),
     Mutation(
@@ -614,7 +609,7 @@ MUTATIONS = (
     Mutation(
         "retract before an idle session is evicted",
         _PLANNER,
-        "if self._give_back_tails(rows) or self.rank.evict_idle_session():",
+        "if self._give_back_tails(rows) or self._evict_for(rows):",
         "if self._give_back_tails(rows):",
     ),
     Mutation(
@@ -633,8 +628,8 @@ MUTATIONS = (
     Mutation(
         "let the slot of a closed session take over what its turn leaves",
         _DESK,
-        "                    self._ranks[request.dp_rank].memory.cache.unbind(request.lease)\n",
-        "                    pass\n",
+        "                self._ranks[turn.dp_rank].memory.cache.unbind(turn.lease)\n",
+        "                pass\n",
     ),
     Mutation(
         "roll a session back without its memory",
@@ -651,9 +646,9 @@ MUTATIONS = (
     Mutation(
         "leave the mark of a turn that failed",
         _STREAMING,
-        "        self._running, self._pending = None, NO_TOKENS\n",
+        "        self.running, self._pending = None, NO_TOKENS\n",
         "        if tokens is not None:\n"
-        "            self._running, self._pending = None, NO_TOKENS\n",
+        "            self.running, self._pending = None, NO_TOKENS\n",
     ),
     Mutation(
         "close a timed session at the first tick after it was opened",
@@ -689,19 +684,19 @@ MUTATIONS = (
         "end a whole conversation for what the turn before it was",
         _STREAMING,
         _BUILT_ON,
-        "if self._running is None or self._len_after(message) == self.num_tokens:",
+        "if self.running is None or self._len_after(message) == self.num_tokens:",
     ),
     Mutation(
         "a whole conversation that fails leaves what is no history any more",
         _DESK,
-        "                request.kept_len = session.kept_len()\n",
-        "                pass\n",
+        "            turn.kept_len = session.kept_len()\n",
+        "            pass\n",
     ),
     Mutation(
         "end a turn though the stop before it cuts nothing",
         _STREAMING,
         _BUILT_ON,
-        "if self._running is None or self._is_whole:",
+        "if self.running is None or self._is_whole:",
     ),
     Mutation(
         "a turn whose end nobody saw stays",
@@ -747,9 +742,9 @@ MUTATIONS = (
     ),
     Mutation(
         "count a shared page for every session that reads it",
-        _MEMORY,
-        "        return int(is_kept.sum()) > num_pages\n",
-        "        return True\n",
+        _LOCKED,
+        "        self.num_idle += int(np.count_nonzero(idle == 0))\n",
+        "        self.num_idle += len(idle)\n",
     ),
     Mutation(
         "refuse a turn for a length that nobody asked for",
@@ -768,5 +763,130 @@ MUTATIONS = (
         _REQUEST,
         "        self.is_prompt_told = True\n",
         "",
+    ),
+    # -- what idle sessions keep, counted as it changes
+    Mutation(
+        "count a page as running again for each lease that is lent",
+        _LOCKED,
+        "        self.num_running += int(np.count_nonzero(running == 0))\n        self.num_idle -=",
+        "        self.num_running += len(running)\n        self.num_idle -=",
+    ),
+    Mutation(
+        "count a page as locked though sessions have locked it before",
+        _LOCKED,
+        "int(np.count_nonzero(is_first & (self._idle[pages] == 0)))",
+        "int(np.count_nonzero(is_first))",
+    ),
+    Mutation(
+        "count a page as let go though sessions have locked it still",
+        _LOCKED,
+        "int(np.count_nonzero(is_last & (self._idle[pages] == 0)))",
+        "int(np.count_nonzero(is_last))",
+    ),
+    Mutation(
+        "publish a prefix without a count of its locks",
+        _RELEASE,
+        "    lease.node = kept.node\n    memory.locked.lock(kept.pages)\n",
+        "    lease.node = kept.node\n",
+    ),
+    Mutation(
+        "evict a session that goes on to be counted as idle",
+        _RELEASE,
+        "    memory.unpark(lease)\n    # All that",
+        "    # All that",
+    ),
+    Mutation(
+        "roll an idle session back and go on counting what it held",
+        _RELEASE,
+        "        memory.num_session_held_pages -= num_freed\n",
+        "",
+    ),
+    Mutation(
+        "call what idle sessions have locked beyond reach",
+        _MEMORY,
+        "        return self.num_available_pages + num_parked + self.num_session_held_pages\n",
+        "        return self.num_available_pages + self.num_session_held_pages\n",
+    ),
+    Mutation(
+        "call what requests share with idle sessions reclaimable",
+        _MEMORY,
+        "num_parked = self.cache.num_protected - self.locked.num_running",
+        "num_parked = self.locked.num_idle",
+    ),
+    Mutation(
+        "take pages that a request shares for new ones",
+        _MEMORY,
+        "        return self.locked.num_running_of(above) + self.locked.num_running_of(below)\n",
+        "        return 0\n",
+    ),
+    Mutation(
+        "look for a session where another has been lent",
+        _SLOTS,
+        "            del self._lent_rows[session_id]\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "let a turn move though its slot was filled again",
+        _DESK,
+        "                if self._home(session_id) is None:",
+        "                if True:",
+    ),
+    # -- a turn reads the longer of slot and tree
+    Mutation(
+        "never adopt what the tree has beyond a slot",
+        _RELEASE,
+        "    if memory.cache.peek(tokens, lease.node).length <= lease.kv_allocated_len:\n",
+        "    if True:\n",
+    ),
+    Mutation(
+        "adopt a prefix of the tree that is shorter than the row",
+        _RELEASE,
+        "    if memory.cache.peek(tokens, lease.node).length <= lease.kv_allocated_len:\n",
+        "    if memory.cache.peek(tokens, lease.node).length <= lease.cache_protected_len:\n",
+    ),
+    Mutation(
+        "adopt a prefix and keep the row's own pages",
+        _RELEASE,
+        "    memory.allocator.free(own, lease.row)\n    lease.node",
+        "    lease.node",
+    ),
+    Mutation(
+        "adopt a prefix and go on reading the row's own pages",
+        _RELEASE,
+        "    memory.rows.pages[lease.row, first : match.length // memory.page_size] = "
+        "match.pages\n",
+        "",
+    ),
+    Mutation(
+        "adopt a prefix without a count of its locks",
+        _RELEASE,
+        "    memory.locked.lock(match.pages)\n    own =",
+        "    own =",
+    ),
+    Mutation(
+        "adopt a prefix under the lock of a shorter one",
+        _TREE,
+        "            self.move_lock(start, node)\n        return node\n",
+        "            self.lock(node)\n        return node\n",
+    ),
+    Mutation(
+        "upload only what follows an adopted prefix",
+        _RANK,
+        "            adopt_prefix(memory, lease, request.matchable())\n"
+        "            return lease, start\n",
+        "            adopt_prefix(memory, lease, request.matchable())\n"
+        "            return lease, lease.kv_committed_len\n",
+    ),
+    Mutation(
+        "keep a row that lacks tokens of an adopted prefix on the device",
+        _RANK,
+        "unsent.start < max(request.lease.kv_committed_len, 1)",
+        "unsent.start == 0",
+    ),
+    Mutation(
+        "adopt a prefix of tokens that must be scored",
+        _RANK,
+        "            adopt_prefix(memory, lease, request.matchable())\n",
+        "            adopt_prefix(memory, lease, request.tokens[:-1])\n",
     ),
 )

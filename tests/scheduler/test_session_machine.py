@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.streaming_session import StreamingSession
 from tests.scheduler.conversations import Conversations
+from tests.scheduler.driver import generate
 from tests.scheduler.test_state_machine import (
     MAX_QUEUED,
     NAMESPACES,
@@ -99,9 +103,35 @@ class SessionMachine(SchedulerMachine):
         self.timed: dict[str, float | None] = {}  # session -> used at; None: since the last tick
         # Of turns in flight: sessions evicted before them, tokens their slot held, on what rank.
         self.slot_at_begin: dict[str, tuple[int, int, int]] = {}
+        self.num_adopted = 0  # turns that read the tree, since their slot had less
+        for rank in self.driver.scheduler.ranks:
+            self.watch_admissions(rank)
         for namespace in ("", "red"):
             self.open(is_timed=False, namespace=namespace)
         self.open_tree()
+
+    def watch_admissions(self, rank: RankScheduler) -> None:
+        """Whatever is admitted reads the longer of its session's slot and the tree."""
+        admit = rank.admit
+
+        def watched(request: Request, cursor: PrefixCursor) -> int:
+            cache, matchable = rank.memory.cache, request.matchable()
+            lease = cache.idle_lease(request.slot_id) if request.slot_id is not None else None
+            num_kept = min(request.kept_len, len(matchable))
+            in_slot = 0
+            if lease is not None and lease.cache_protected_len <= num_kept:
+                in_slot = min(lease.kv_committed_len, num_kept)
+            in_tree = cache.peek(matchable, request.namespace).length
+            assert cursor.length == in_tree
+            assert rank.reusable_len(request, cursor) == max(in_slot, in_tree)
+            row = admit(request, cursor)
+            assert rank.memory.leases[row].kv_committed_len == max(in_slot, in_tree)
+            if request.num_retractions == 0:
+                assert request.cached_tokens == max(in_slot, in_tree)
+            self.num_adopted += 0 < in_slot < in_tree
+            return row
+
+        rank.admit = watched  # type: ignore[method-assign]
 
     # -- what clients do --------------------------------------------------------------------
 
@@ -138,13 +168,35 @@ class SessionMachine(SchedulerMachine):
             if self.talk.of:
                 self.turn(rng, rng.choice(list(self.talk.of)))
 
-    def turn(self, rng: random.Random, session_id: str) -> None:
+    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 4))
+    def turns_whose_tokens_are_known(self, seed: int, count: int) -> None:
+        """Plain requests have computed what the session is told next, or the first of it."""
+        rng = random.Random(seed)
+        for _ in range(count):
+            if not self.talk.of:
+                return
+            session_id = rng.choice(list(self.talk.of))
+            if self.talk.lease(session_id) is None:
+                self.turn(rng, session_id)
+                for _ in range(20):
+                    self.driver.step()
+                self.settle()
+            new = [*rng.choice(STEMS)[: rng.choice([6, 20])], 43]
+            self.compute(rng, self.talk.of[session_id].tokens + new)
+            self.turn(rng, session_id, new)
+            for _ in range(rng.choice([0, 1, 4])):
+                self.driver.step()
+            self.settle()
+
+    def turn(self, rng: random.Random, session_id: str, new: list[int] | None = None) -> None:
+        """Begin a turn with `new` tokens, or some."""
         driver, sizes = self.driver, self.driver.scheduler.sizes
         conversation = self.talk.of[session_id]
+        if new is None:
+            new = rng.choice(STEMS)[: rng.choice([0, 0, 0, 3, 12])] + rng.choices([40, 41], k=2)
         was_running = conversation.running
         history = conversation.tokens
         is_whole = rng.random() < 0.25
-        new = rng.choice(STEMS)[: rng.choice([0, 0, 0, 3, 12])] + rng.choices([40, 41], k=2)
         if is_whole:
             new = history[: rng.randrange(len(history) + 1)] + new[rng.randrange(2) :]
         max_new_tokens, num_stop_ids = rng.randint(1, 10), rng.choice([0, 0, 3])
@@ -181,6 +233,19 @@ class SessionMachine(SchedulerMachine):
                 self.slot_at_begin[rid] = num_evicted, lease.kv_committed_len, lease.dp_rank
         self.arrived_s[rid] = self.now_s
         self.num_tokens_wanted[rid] = self.expected_count(prompt, max_new_tokens, num_stop_ids, 0)
+
+    def compute(self, rng: random.Random, prompt: list[int]) -> None:
+        """A plain request has these tokens, or the first of them, and some steps."""
+        driver, sizes = self.driver, self.driver.scheduler.sizes
+        rid = f"r{len(driver.prompts)}"
+        prompt = prompt[: rng.choice([len(prompt), rng.randint(1, 60)])]
+        if driver.scheduler.num_waiting >= MAX_QUEUED or len(prompt) >= sizes.max_request_tokens:
+            return
+        driver.submit(generate(rid, prompt, 1))
+        self.arrived_s[rid], self.num_tokens_wanted[rid] = self.now_s, 1
+        for _ in range(rng.choice([3, 12])):
+            driver.step()
+        self.settle()
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(1, 4))
     def turns_of_trees(self, seed: int, count: int) -> None:
@@ -351,7 +416,7 @@ class SessionMachine(SchedulerMachine):
             num_evicted, num_held, home = self.slot_at_begin.pop(rid)
             is_untouched = driver.scheduler.counters()["sessions_evicted"] == num_evicted
             if is_untouched and driver.tokens[rid] and driver.dp_rank[rid] == home:
-                assert driver.cached[rid] == num_held
+                assert driver.cached[rid] >= num_held
 
     @invariant()
     def sessions_remember(self) -> None:

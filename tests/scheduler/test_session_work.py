@@ -1,10 +1,12 @@
 """The host's work for a turn: what it costs depends on the turn, not on the turns before it."""
 
+import numpy as np
 import pytest
 
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.mem_cache import radix_tree
 from sgl_jax.mem_cache.radix_tree import RadixTree
+from sgl_jax.mem_cache.tree_component import PathStep
 from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.config import SchedulerConfig
 from tests.scheduler.conversations import Conversations
@@ -116,3 +118,29 @@ def test_planning_looks_up_no_request_that_only_waits(
     num_started = sum(len(rank.admissions) for rank in plan.ranks)
     # Those that share the prefix move when its first request has published it, once on each rank.
     assert len(tokens_walked) < 500 * dp_size + 20 * dp_size + num_started
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_turn_that_finds_its_slot_is_looked_up_in_the_tree_only_below_what_that_has_locked(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    s = talk(schedule_policy=policy)
+    s.open("t")
+    for session_id in ("s", "t"):
+        s.say(session_id, [ord(session_id) - 80] * 9)
+
+    walk, num_walks = RadixTree._walk, 0
+
+    def walk_below(
+        tree: RadixTree, tokens: np.ndarray, namespace: str, below: TreeNode | None = None
+    ) -> list[PathStep]:
+        nonlocal num_walks
+        num_walks += 1
+        assert below not in (None, tree.root), "the tree was walked from its root"
+        return walk(tree, tokens, namespace, below)
+
+    monkeypatch.setattr(RadixTree, "_walk", walk_below)
+    turns = [s.begin(session_id, [2]) for session_id in ("s", "t")]
+    s.run()
+    assert all(s.driver.finish[rid].type == "length" for rid in turns)
+    assert num_walks > 0
