@@ -2,13 +2,32 @@
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sgl_jax.core.step_plan import Int32Array
+
+_NO_HASHES = np.zeros(0, np.uint64)
 
 
 class TreeNode:
-    """A node and the edge that leads to it. `end` counts tokens from the root to the node."""
+    """A node and the edge that leads to it. `end` counts tokens from the root to the node.
 
-    __slots__ = ("children", "end", "key", "last_access", "locks", "node_id", "parent", "values")
+    `num_uses` and `page_hashes` are the eviction policy's; `last_access` is the tree's clock.
+    """
+
+    __slots__ = (
+        "children",
+        "end",
+        "key",
+        "last_access",
+        "locks",
+        "node_id",
+        "num_uses",
+        "page_hashes",
+        "parent",
+        "values",
+    )
 
     def __init__(
         self, node_id: int, key: Int32Array, parent: "TreeNode | None", num_components: int
@@ -19,6 +38,8 @@ class TreeNode:
         self.end: int = (parent.end if parent else 0) + len(key)
         self.children: dict[bytes, TreeNode] = {}
         self.last_access = 0
+        self.num_uses = 0
+        self.page_hashes: NDArray[np.uint64] = _NO_HASHES
         self.values: list[Any] = [None] * num_components
         self.locks = [0] * num_components
 

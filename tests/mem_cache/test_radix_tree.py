@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from sgl_jax.mem_cache.eviction_policy import LruPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.radix_tree import RadixTree
@@ -15,8 +16,9 @@ class Tree:
 
     def __init__(self) -> None:
         self.allocator = PageAllocator(100)
-        self.full = FullComponent(0, self.allocator, 2)
-        self.tree = RadixTree(2, [self.full])
+        policy = LruPolicy()
+        self.full = FullComponent(0, self.allocator, 2, policy)
+        self.tree = RadixTree(2, [self.full], policy)
 
     def insert(self, *tokens: int) -> TreeNode:
         array = np.array(tokens, np.int32)
@@ -90,26 +92,29 @@ def test_tokens_of_any_value_are_compared_not_hashed() -> None:
 def test_prefixes_longer_than_the_recursion_limit_are_no_problem() -> None:
     tree = Tree()
     tree.allocator = tree.full._allocator = PageAllocator(3000)
+    nodes = []
     for length in range(2, 2022, 2):
         array = np.zeros(length, np.int32)
         pages = np.zeros(length // 2, np.int32)
         pages[-1:] = tree.allocator.alloc(1, 1)
-        tree.tree.insert(array, LeaseOffer(1, length - 2, pages))
+        nodes.append(tree.tree.insert(array, LeaseOffer(1, length - 2, pages)))
+        tree.tree.lock(nodes[-1])
     node = tree.match(*[0] * 2020)
     assert node is not None
     assert len(tree.tree.path_to(node)) == 1010
-    tree.tree.unlock(node)
+    for each in [node, *nodes]:
+        tree.tree.unlock(each)
     assert tree.tree.evict(tree.full, 5000) == 1010
 
 
 def test_a_prefix_is_as_old_as_the_youngest_of_what_continued_it() -> None:
     """Though an insert below a lock does not visit what lies above."""
     tree = Tree()
-    stem, other = tree.insert(1, 2), tree.insert(7, 8)
+    stem, other = tree.insert(1, 2, 3, 4), tree.insert(7, 8)
     tree.tree.lock(stem)
     pages = np.concatenate([stem.values[0], tree.allocator.alloc(1, 1)])
-    offer = LeaseOffer(1, 2, pages, stem)
-    leaf = tree.tree.insert(np.array([1, 2, 3, 4], np.int32), offer, stem)
+    offer = LeaseOffer(1, 4, pages, stem)
+    leaf = tree.tree.insert(np.array([1, 2, 3, 4, 5, 6], np.int32), offer, stem)
     tree.tree.unlock(stem)
     assert stem.last_access < other.last_access < leaf.last_access
     assert tree.tree.evict(tree.full, 2) == 2
