@@ -120,3 +120,91 @@ def test_a_prefix_is_as_old_as_the_youngest_of_what_continued_it() -> None:
     assert tree.tree.evict(tree.full, 2) == 2
     assert list(tree.tree.nodes()) == [stem]
     assert stem.last_access == leaf.last_access
+
+
+def publish_in_chunks(tree: Tree, num_tokens: int, chunk: int) -> TreeNode:
+    """As a prefill does: the lock moves from the end of each chunk to that of the next."""
+    tree.allocator = tree.full._allocator = PageAllocator(num_tokens // 2 + 1)
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    node = None
+    for end in range(chunk, num_tokens + 1, chunk):
+        held = tree.full.pages_of(tree.tree.path_to(node)) if node else np.zeros(0, np.int32)
+        pages = np.concatenate([held, tree.allocator.alloc(chunk // 2, 1)])
+        start, node = node, tree.tree.insert(tokens[:end], LeaseOffer(1, end - chunk, pages), node)
+        if start is None:
+            tree.tree.lock(node)
+        else:
+            tree.tree.move_lock(start, node)
+    assert node is not None
+    check_shape(tree.tree)
+    tree.full.audit(list(tree.tree.nodes()), [node])
+    return node
+
+
+def test_a_prompt_published_in_many_chunks_is_a_handful_of_nodes() -> None:
+    tree = Tree()
+    node = publish_in_chunks(tree, 8000, 16)
+    path, length = tree.tree.peek(np.arange(8000, dtype=np.int32))
+    assert length == 8000
+    assert len(path) <= 10
+    assert path[-1].node is node
+    assert tokens_to(node) == tuple(range(8000))
+
+
+def test_an_edge_is_copied_when_it_doubles_not_with_every_chunk() -> None:
+    """Else a long prompt in small chunks would cost the square of its length."""
+    tree = Tree()
+    copied = 0
+    merge = tree.tree._merge
+
+    def counting_merge(upper: TreeNode, lower: TreeNode) -> None:
+        nonlocal copied
+        copied += len(upper.key) + len(lower.key)
+        merge(upper, lower)
+
+    tree.tree._merge = counting_merge  # type: ignore[method-assign]
+    publish_in_chunks(tree, 8192, 16)
+    assert copied <= 8192 * 10
+
+
+def test_a_merge_leaves_the_lower_node_its_identity() -> None:
+    tree = Tree()
+    upper = tree.insert(1, 2)
+    lower = tree.insert(1, 2, 3, 4)
+    assert list(tree.tree.nodes()) == [lower]
+    assert upper is not lower
+    assert (lower.end, tokens_to(lower), len(lower.values[0])) == (4, (1, 2, 3, 4), 2)
+
+
+def test_nodes_that_a_lock_tells_apart_merge_when_it_is_undone() -> None:
+    tree = Tree()
+    upper = tree.insert(1, 2)
+    tree.tree.lock(upper)
+    lower = tree.insert(1, 2, 3, 4)
+    assert lower.parent is upper
+    tree.tree.unlock(upper)
+    assert list(tree.tree.nodes()) == [lower]
+
+
+def test_nodes_that_a_branch_tells_apart_merge_when_it_is_gone() -> None:
+    tree = Tree()
+    branch = tree.insert(1, 2, 3, 4)
+    rest = tree.insert(1, 2, 5, 6)
+    assert branch.parent is rest.parent
+    assert tree.tree.evict(tree.full, 1) == 1
+    assert list(tree.tree.nodes()) == [rest]
+
+
+def test_what_was_used_less_lately_is_not_merged_and_leaves_first() -> None:
+    tree = Tree()
+    tree.insert(1, 2, 3, 4)
+    other = tree.insert(7, 8)
+    upper = tree.match(1, 2)
+    assert upper is not None
+    tree.tree.unlock(upper)
+    check_shape(tree.tree)
+    assert tree.tree.evict(tree.full, 1) == 1
+    assert sorted(map(tokens_to, tree.tree.nodes())) == [(1, 2), (7, 8)]
+    assert tree.tree.evict(tree.full, 1) == 1
+    assert list(tree.tree.nodes()) == [upper]
+    assert other.last_access < upper.last_access

@@ -136,6 +136,7 @@ def check_shape(tree: RadixTree) -> None:
             assert child.key[: tree.page_size].tobytes() == first_page
             assert child.end == node.end + len(child.key)
             assert node is root or child.locks[0] <= node.locks[0]
+            assert not tree.may_merge(node, child)
 
 
 def token_lists(page_size: int, *, ragged: bool = False) -> st.SearchStrategy[Tokens]:
