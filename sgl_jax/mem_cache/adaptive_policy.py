@@ -19,13 +19,13 @@ import numpy as np
 
 from sgl_jax.mem_cache.eviction_policy import UseRun
 from sgl_jax.mem_cache.eviction_queue import EvictionQueue
-from sgl_jax.mem_cache.ghost_pages import GhostPages, Int64Array, RecalledPages, prefix_hashes
+from sgl_jax.mem_cache.ghost_pages import GhostPages, Int64Array, PrefixHasher, RecalledPages
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 # Chosen on recorded traffic; docs/eviction.md has what their neighbours give.
 NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
 GHOSTS_PER_PAGE = 4
-# Counts are halved whenever so many pages left, for every page of the cache.
+# Counts fade by half whenever so many pages left, for every page of the cache.
 HALVED_AFTER = 8
 
 
@@ -38,6 +38,7 @@ class AdaptivePolicy:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._num_pages = num_pages
         self._page_size = page_size
+        self._hasher = PrefixHasher(page_size)
         self._queues: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(NUM_CLASSES)]
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
         self._forget_counts()
@@ -82,10 +83,13 @@ class AdaptivePolicy:
 
     def begin(self, node: TreeNode) -> list[UseRun]:
         """Recall which of the pages were here before."""
-        node.page_hashes = prefix_hashes(node.key, self._page_size, _hash_before(node))
+        node.page_hashes = self._hasher.hashes(node.key, _hash_before(node))
         pages = self._ghosts.recall(node.page_hashes)
+        if pages is None:
+            return [UseRun(len(node.key), 0)]
         self._count_returned(pages, node.last_access)
-        num_uses = np.where(pages.is_ghost, np.minimum(pages.num_uses + 1, NUM_CLASSES - 1), 0)
+        num_uses = np.zeros(len(node.page_hashes), np.int64)
+        num_uses[pages.is_ghost] = np.minimum(pages.num_uses + 1, NUM_CLASSES - 1)
         # A use of a page is one of all before it, even where those are remembered less well.
         num_uses = np.maximum.accumulate(num_uses[::-1])[::-1]
         node.num_uses = int(num_uses[-1])
@@ -95,10 +99,7 @@ class AdaptivePolicy:
         """To have served a return at age b, a page that left at age a had to stay b / a times as
         long. So the return counts as (a / b) ** 3 of a use: less than that is too little for
         large caches, more is too much for small ones."""
-        if not pages.is_ghost.any():
-            return
-        left_at_age = pages.left_at - pages.last_access + 1
-        share = np.where(pages.is_ghost, left_at_age / (now - pages.last_access + 1), 0.0)
+        share = (pages.left_at - pages.last_access + 1) / (now - pages.last_access + 1)
         returned = np.bincount(pages.num_uses, share * share * share, NUM_CLASSES)
         for num_uses, count in enumerate(returned.tolist()):
             self._num_reused[num_uses] += count
@@ -131,8 +132,9 @@ class AdaptivePolicy:
         self._num_left_since_halved += len(gone)
         if self._num_left_since_halved >= HALVED_AFTER * self._num_pages:
             self._num_left_since_halved = 0
-            self._num_reused = [count / 2 for count in self._num_reused]
-            self._num_left = [count / 2 for count in self._num_left]
+            # To 1, not to 0: a rate of 0 would never change the order again.
+            self._num_reused = [(count + 1) / 2 for count in self._num_reused]
+            self._num_left = [(count + 1) / 2 for count in self._num_left]
 
     def clear(self) -> None:
         """Forget members, ghosts and counts."""

@@ -25,30 +25,44 @@ _SLOTS_PER_GHOST = 4
 
 
 class RecalledPages(NamedTuple):
-    """What is known of some pages: for those that are no ghosts, zeros."""
+    """What is known of some pages; all arrays are as long as `is_ghost` has True."""
 
-    is_ghost: BoolArray
+    is_ghost: BoolArray  # of each page that was asked for
     num_uses: Int64Array
     last_access: Int64Array  # the clock when they were used last
     left_at: Int64Array  # the clock when they left
 
 
-def prefix_hashes(tokens: Int32Array, page_size: int, before: int = 0) -> UInt64Array:
-    """A hash of the prefix up to the end of each page: uint64[len(tokens) / page_size].
+class PrefixHasher:
+    """Hashes of prefixes that are whole pages of `page_size` tokens."""
 
-    `tokens`, int32, are whole pages that continue a prefix of hash `before` (0: the empty one).
-    A page adds its share to a polynomial in `_GAMMA` modulo 2**64, as Karp and Rabin (1987) do
-    with characters, so that it is the same however a prefix was divided.
-    """
-    coefficients = _mixed(np.arange(1, page_size + 1, dtype=np.uint64))
-    contents = (tokens.reshape(-1, page_size).astype(np.uint64) + np.uint64(1)) * coefficients
-    shares = _mixed(np.add.reduce(contents, axis=1))
-    # h[i] = h[i - 1] * g + share[i] for all i at once: h[i] / g^(i + 1) is a cumulative sum.
-    count = len(shares)
-    up = np.multiply.accumulate(np.full(count, _GAMMA))
-    down = np.multiply.accumulate(np.full(count, _GAMMA_INVERSE))
-    hashes: UInt64Array = up * (np.uint64(before) + np.add.accumulate(shares * down))
-    return hashes
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._coefficients = _mixed(np.arange(1, page_size + 1, dtype=np.uint64))
+        self._powers, self._inverse_powers = _powers(64)
+
+    def hashes(self, tokens: Int32Array, before: int = 0) -> UInt64Array:
+        """A hash of the prefix up to the end of each page: uint64[len(tokens) / page_size].
+
+        `tokens`, int32, are whole pages that continue a prefix of hash `before` (0: the empty
+        one). A page adds its share to a polynomial in `_GAMMA` modulo 2**64, as Karp and Rabin
+        (1987) do with characters, so that it is the same however a prefix was divided.
+        """
+        count = len(tokens) // self._page_size
+        if count > len(self._powers):
+            self._powers, self._inverse_powers = _powers(2 * count)
+        contents = tokens.reshape(count, -1).astype(np.uint64) + np.uint64(1)
+        shares = _mixed(contents @ self._coefficients)
+        # h[i] = h[i - 1] * g + share[i] for all i at once: h[i] / g^(i + 1) is a cumulative sum.
+        sums: UInt64Array = np.add.accumulate(shares * self._inverse_powers[:count])
+        hashes: UInt64Array = self._powers[:count] * (np.uint64(before) + sums)
+        return hashes
+
+
+def _powers(count: int) -> tuple[UInt64Array, UInt64Array]:
+    """`_GAMMA` and its inverse to the powers of 1 to `count`."""
+    powers = np.multiply.accumulate(np.full(count, _GAMMA))
+    return powers, np.multiply.accumulate(np.full(count, _GAMMA_INVERSE))
 
 
 def _mixed(values: UInt64Array) -> UInt64Array:
@@ -58,16 +72,25 @@ def _mixed(values: UInt64Array) -> UInt64Array:
     return mixed
 
 
+class _Leaving(NamedTuple):
+    """Pages that leave together."""
+
+    hashes: UInt64Array
+    num_uses: int
+    last_access: int
+    left_at: int
+
+
 class GhostPages:
     """The last `num_ghosts` pages that left, first in, first out."""
 
     def __init__(self, num_ghosts: int) -> None:
         self.num_ghosts = num_ghosts
         self._hashes = np.zeros(num_ghosts, np.uint64)
-        self._num_uses = np.zeros(num_ghosts, np.int8)
-        self._last_access = np.zeros(num_ghosts, np.int64)
-        self._left_at = np.zeros(num_ghosts, np.int64)
+        self._history = np.zeros((num_ghosts, 3), np.int64)  # as in `_Leaving`, after the hashes
         self._next = 0
+        self._leaving: list[_Leaving] = []  # not in the ring yet
+        self._num_leaving = 0
         # A hash is listed in both, at places that have nothing to do with each other: to be
         # found, it must have been written over in one of them at most.
         num_slots = _SLOTS_PER_GHOST * num_ghosts
@@ -75,32 +98,43 @@ class GhostPages:
 
     def remember(self, hashes: UInt64Array, num_uses: int, last_access: int, now: int) -> None:
         """Pages of these prefixes leave now; those that left longest ago are forgotten."""
-        hashes = hashes[-self.num_ghosts :]
+        self._leaving.append(_Leaving(hashes, num_uses, last_access, now))
+        self._num_leaving += len(hashes)
+        if self._num_leaving >= self.num_ghosts:
+            self._write()
+
+    def _write(self) -> None:
+        """Put all that are leaving into the ring. Together, as most are single pages."""
+        counts = [len(each.hashes) for each in self._leaving]
+        hashes = np.concatenate([each.hashes for each in self._leaving])
+        history = np.repeat([each[1:] for each in self._leaving], counts, axis=0)
+        self._leaving.clear()
+        self._num_leaving = 0
+        hashes, history = hashes[-self.num_ghosts :], history[-self.num_ghosts :]
         places = (self._next + np.arange(len(hashes))) % self.num_ghosts
         self._hashes[places] = hashes
-        self._num_uses[places] = num_uses
-        self._last_access[places] = last_access
-        self._left_at[places] = now
+        self._history[places] = history
         for slots, index in zip(self._slots(hashes), self._by_hash, strict=True):
             index[slots] = places
         self._next = (self._next + len(hashes)) % self.num_ghosts
 
-    def recall(self, hashes: UInt64Array) -> RecalledPages:
-        """What is remembered of the pages of these prefixes."""
+    def recall(self, hashes: UInt64Array) -> RecalledPages | None:
+        """What is remembered of the pages of these prefixes; None if nothing of any is."""
+        if self._leaving:
+            self._write()
         first, second = (
             index[slots] for slots, index in zip(self._slots(hashes), self._by_hash, strict=True)
         )
         places = np.where(self._hashes[first] == hashes, first, second)
         is_ghost = self._hashes[places] == hashes
-        return RecalledPages(
-            is_ghost,
-            np.where(is_ghost, self._num_uses[places], 0),
-            np.where(is_ghost, self._last_access[places], 0),
-            np.where(is_ghost, self._left_at[places], 0),
-        )
+        if not is_ghost.any():
+            return None
+        return RecalledPages(is_ghost, *self._history[places[is_ghost]].T)
 
     def clear(self) -> None:
         """Forget all."""
+        self._leaving.clear()
+        self._num_leaving = 0
         self._hashes[:] = 0
 
     def _slots(self, hashes: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
