@@ -88,6 +88,11 @@ class ServerArgs:
         None, "KV tokens per rank, instead of --mem-fraction-static"
     )
     disable_radix_cache: bool = _arg(False, "keep no prefixes between requests")
+    radix_eviction_policy: str = _arg(
+        "adaptive",
+        "which prefixes leave first: least likely to be used again, or least recently used",
+        ("adaptive", "lru"),
+    )
 
     # Scheduling
     max_running_requests: int = _arg(

@@ -7,6 +7,8 @@ that several hosts evict alike and a run can be replayed.
 import heapq
 from typing import Generic, Protocol, TypeVar
 
+from sgl_jax.mem_cache.errors import LedgerError
+
 
 class Aged(Protocol):
     """What the queue orders: `last_access` may change only through `EvictionQueue.add`."""
@@ -60,6 +62,14 @@ class EvictionQueue(Generic[T]):
         """Forget all members."""
         self._members.clear()
         self._heap.clear()
+
+    def audit(self) -> None:
+        """Prove that each member will be found: raise `LedgerError` if one is not listed at the
+        age it has."""
+        listed = set(self._heap)
+        for key, item in self._members.items():
+            if (item.last_access, key) not in listed:
+                raise LedgerError(f"the eviction queue does not list {item!r} at its age")
 
     def _sweep(self) -> None:
         self._heap = [(item.last_access, key) for key, item in self._members.items()]

@@ -12,20 +12,25 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.eviction_queue import EvictionQueue
+from sgl_jax.mem_cache.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.page_allocator import TREE, PageAllocator
 from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class FullComponent:
-    """Pages of full-attention layers. Units are pages. Implements `TreeComponent`."""
+    """Pages of full-attention layers. Units are pages. Implements `TreeComponent`.
 
-    def __init__(self, index: int, allocator: PageAllocator, page_size: int) -> None:
+    `policy` holds the leaves that may go, and says which of them goes next.
+    """
+
+    def __init__(
+        self, index: int, allocator: PageAllocator, page_size: int, policy: EvictionPolicy
+    ) -> None:
         self.index = index
         self._allocator = allocator
         self._page_size = page_size
-        self._evictable_leaves: EvictionQueue[TreeNode] = EvictionQueue()
+        self._policy = policy
         self._num_evictable = 0
         self._num_protected = 0
         self._dropped: list[Int32Array] = []
@@ -73,6 +78,16 @@ class FullComponent:
         lower.values[self.index] = pages[cut:].copy()
         upper.locks[self.index] = lower.locks[self.index]
 
+    def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
+        """Every lock through the lower node passes through the upper one: are there no others?"""
+        return upper.locks[self.index] == lower.locks[self.index]
+
+    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Join the pages."""
+        lower.values[self.index] = np.concatenate(
+            [upper.values[self.index], lower.values[self.index]]
+        )
+
     def lock(self, node: TreeNode) -> None:
         """Lock every node from `node` up to the root."""
         self._lock_up_to(node, None)
@@ -108,9 +123,9 @@ class FullComponent:
     def refresh(self, node: TreeNode) -> None:
         """A leaf that nobody locks can be evicted."""
         if self._is_evictable(node):
-            self._evictable_leaves.add(node)
+            self._policy.add(node)
         else:
-            self._evictable_leaves.discard(node)
+            self._policy.discard(node)
 
     def drop(self, node: TreeNode, keep_tokens: int) -> None:
         """Set aside the pages past `keep_tokens` of the edge for `flush_dropped`."""
@@ -120,7 +135,7 @@ class FullComponent:
         self._num_evictable -= len(pages) - keep
         node.values[self.index] = pages[:keep].copy()
         if keep == 0:
-            self._evictable_leaves.discard(node)
+            self._policy.discard(node)
 
     def tombstone(self, node: TreeNode) -> None:
         """Never asked for: a page goes with its tokens."""
@@ -132,9 +147,9 @@ class FullComponent:
             self._allocator.free(np.concatenate(self._dropped), TREE)
             self._dropped.clear()
 
-    def next_victim(self, num_units: int) -> tuple[TreeNode, int] | None:
-        """The leaf used longest ago, shortened by no more pages than are wanted."""
-        leaf = self._evictable_leaves.oldest()
+    def next_victim(self, num_units: int, now: int) -> tuple[TreeNode, int] | None:
+        """The leaf that the policy names, shortened by no more pages than are wanted."""
+        leaf = self._policy.next_victim(now)
         if leaf is None:
             return None
         keep = max(len(leaf.values[self.index]) - num_units, 0)
@@ -155,9 +170,9 @@ class FullComponent:
                 raise LedgerError(
                     f"{node!r} has {len(pages)} pages for {len(node.key)} tokens", pages
                 )
-            if (node in self._evictable_leaves) != self._is_evictable(node):
+            if (node in self._policy) != self._is_evictable(node):
                 raise LedgerError(f"{node!r}: membership of the eviction set is wrong", pages)
-            num_members += node in self._evictable_leaves
+            num_members += node in self._policy
             if locks:
                 protected += len(pages)
             else:
@@ -169,8 +184,9 @@ class FullComponent:
                 f"tree counts (evictable, protected) {self._num_evictable, self._num_protected}, "
                 f"a walk finds {evictable, protected}"
             )
-        if len(self._evictable_leaves) != num_members:
+        if len(self._policy) != num_members:
             raise LedgerError("the eviction set holds nodes that are not in the tree")
+        self._policy.audit()
 
     def _is_evictable(self, node: TreeNode) -> bool:
         return not node.children and node.locks[self.index] == 0 and node.parent is not None

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.adaptive_policy import AdaptivePolicy
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES, EvictionPolicy, LruPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.prefix_cache import PrefixMatch, PrefixPeek
@@ -18,12 +20,21 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 class RadixCache:
     """A radix tree with one component, FULL. Implements `PrefixCache`.
 
-    `num_evicted` starts above 0 where the cache takes the place of another.
+    `num_evicted` starts above 0 where the cache takes the place of another. `eviction_policy` is
+    one of `EVICTION_POLICIES`; raises `ValueError` if it is not.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, num_evicted: int = 0) -> None:
-        self._full = FullComponent(0, allocator, page_size)
-        self.tree = RadixTree(page_size, [self._full])
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        num_evicted: int = 0,
+        *,
+        eviction_policy: str = "adaptive",
+    ) -> None:
+        self._policy = _make_policy(eviction_policy, allocator.num_pages, page_size)
+        self._full = FullComponent(0, allocator, page_size, self._policy)
+        self.tree = RadixTree(page_size, [self._full], self._policy)
         self._num_evicted = num_evicted
 
     @property
@@ -80,21 +91,23 @@ class RadixCache:
         self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
     ) -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`; a lock of `start` moves there."""
+        # Read before the lock moves: `start` may then become one with what follows it.
+        first = 0 if start is None else start.end // self.tree.page_size
         node = self.tree.match(_contiguous(tokens), namespace, start)
         if node is None:
             return PrefixMatch(0, np.zeros(0, np.int32), None)
-        pages = self._full.pages_of(self.tree.path_to(node, start))
-        return PrefixMatch(node.end, pages, node)
+        return PrefixMatch(node.end, self.pages_to(node)[first:], node)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Insert `tokens` (whole pages, at least one); the lock of the offer moves to the end."""
         start = offer.node
         node = self.tree.insert(_contiguous(tokens), offer, start)
+        # Before the lock moves: `start` may then become one with what follows it.
+        pages = self._full.pages_of(self.tree.path_to(node, start))
         if start is None:
             self.tree.lock(node)
         else:
             self.tree.move_lock(start, node)
-        pages = self._full.pages_of(self.tree.path_to(node, start))
         return PrefixMatch(node.end, pages, node)
 
     def unlock(self, node: TreeNode) -> None:
@@ -108,10 +121,11 @@ class RadixCache:
         return evicted
 
     def reset(self) -> None:
-        """Evict everything. Raises `LedgerError` if a lock is still held."""
+        """Evict everything, and forget how it was used. Raises `LedgerError` if a lock is held."""
         if self.num_protected:
             raise LedgerError(f"cannot reset: {self.num_protected} pages are locked")
         self.evict(self.num_evictable)
+        self._policy.clear()
 
     def pages_to(self, node: TreeNode) -> Int32Array:
         """The pages of the prefix that ends at `node`, in token order."""
@@ -126,7 +140,8 @@ class RadixCache:
         return self._full.pages_of(self.nodes())
 
     def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
-        """Prove counts, locks, the eviction set, and that edges follow one another.
+        """Prove counts, locks and the eviction set, that edges follow one another, and that none
+        are apart that should be one.
 
         Each path must be of one namespace, and its edges listed under the keys that lookups use.
         """
@@ -144,6 +159,14 @@ class RadixCache:
                     f"another namespace than its parent {node.parent!r}",
                     node.values[0],
                 )
+            if self.tree.may_merge(node.parent, node):
+                raise LedgerError(f"{node!r} is not merged with {node.parent!r}", node.values[0])
+
+
+def _make_policy(name: str, num_pages: int, page_size: int) -> EvictionPolicy:
+    if name not in EVICTION_POLICIES:
+        raise ValueError(f"eviction_policy must be one of {EVICTION_POLICIES}, got {name!r}")
+    return AdaptivePolicy(num_pages, page_size) if name == "adaptive" else LruPolicy()
 
 
 def _contiguous(tokens: Int32Array) -> Int32Array:

@@ -8,6 +8,10 @@ compared, not hashes. The root holds nothing, is never locked, never evicted, an
 
 A path belongs to one namespace: children of the root are found by namespace and first page, all
 others by first page alone. So paths of different namespaces have only the root in common.
+
+A path has few nodes: a node and its only child become one where neither locks, values nor use
+tell them apart, unless the upper edge is at least twice as long as the lower. So edges that could
+be one get shorter by half, and a page is copied about as often as its edge doubles.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +20,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.prefix_cursor import CursorIndex
 from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep, TreeComponent
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -25,12 +30,16 @@ class RadixTree:
     """The tree over `components`; all lengths are tokens, whole pages only.
 
     `num_locks` counts the locks not yet undone, `num_locked_tokens` the tokens from the root to
-    each locked node, summed over the locks: both must be what the live leases say.
+    each locked node, summed over the locks: both must be what the live leases say. `policy` is
+    told what is used and what leaves.
     """
 
-    def __init__(self, page_size: int, components: Sequence[TreeComponent]) -> None:
+    def __init__(
+        self, page_size: int, components: Sequence[TreeComponent], policy: EvictionPolicy
+    ) -> None:
         self.page_size = page_size
         self.components = tuple(components)
+        self._policy = policy
         self.num_locks = 0
         self.num_locked_tokens = 0
         self._clock = 0
@@ -71,7 +80,9 @@ class RadixTree:
         self._touch(node, start)
         if start is None:
             self.lock(node)
+            self._merge_path(node)
         else:
+            self._merge_path(node, start)
             self.move_lock(start, node)
         return node
 
@@ -83,17 +94,22 @@ class RadixTree:
             component.lock(node)
 
     def unlock(self, node: TreeNode) -> None:
-        """Undo one lock of `node`."""
+        """Undo one lock of `node`, which may be gone afterwards."""
         for component in self.components:
             component.unlock(node)
         self.num_locks -= 1
         self.num_locked_tokens -= node.end
+        self._merge_into_only_child(node)
 
     def move_lock(self, old: TreeNode, new: TreeNode) -> None:
-        """One lock of `old` becomes one of `new`, which is `old` or lies below it."""
+        """One lock of `old` becomes one of `new`, which is `old` or lies below it.
+
+        If it was the last that ends at `old`, that node may be gone afterwards.
+        """
         self.num_locked_tokens += new.end - old.end
         for component in self.components:
             component.move_lock(old, new)
+        self._merge_into_only_child(old)
 
     # -- changing ---------------------------------------------------------------------------
 
@@ -111,16 +127,20 @@ class RadixTree:
         path = self._walk(tokens, offer.namespace, start)
         length = _matched_len(path) if path else start.end
         node = self._node_at(path, length) if path else start
-        if length < len(tokens):
+        self._touch(node, start)
+        is_new = length < len(tokens)
+        if is_new:
             node = self._add_child(node, tokens[length:].copy(), offer.namespace)
         for step in self.path_to(node, start):
             for component in self.components:
                 component.absorb(step, offer)
-        self._touch(node, start)
+        if is_new:
+            self._recall_uses(node)
+        self._merge_path(node, start)
         return node
 
     def evict(self, component: TreeComponent, num_units: int) -> int:
-        """Free `num_units` of one component, or all it can; least recently used first.
+        """Free `num_units` of one component, or all it can, in the order that it says.
 
         Never more than asked: the last victim's edge is shortened, not dropped whole. A victim
         that keeps its whole edge loses only the component's own value. Returns the units freed.
@@ -128,7 +148,7 @@ class RadixTree:
         before = component.num_evictable
         target = max(before - num_units, 0)
         while component.num_evictable > target:
-            victim = component.next_victim(component.num_evictable - target)
+            victim = component.next_victim(component.num_evictable - target, self._clock)
             if victim is None:
                 break
             node, keep_tokens = victim
@@ -232,7 +252,13 @@ class RadixTree:
             if node.end == length:
                 return node
             if node.end > length:
-                return self._split(node, len(node.key) - (node.end - length))
+                upper = self._split(node, len(node.key) - (node.end - length))
+                # The rest of the edge may be short enough now. Not what is above it: `upper`
+                # is about to get a lock or a child.
+                rest = _only_child(node)
+                if rest is not None and self.may_merge(node, rest):
+                    self._merge(node, rest)
+                return upper
         raise LedgerError(f"no node of the path reaches {length}: {path}")
 
     def _split(self, lower: TreeNode, num_tokens: int) -> TreeNode:
@@ -251,8 +277,59 @@ class RadixTree:
         upper.children[lower.child_key] = lower
         for component in self.components:
             component.split(upper, lower)
+        self._policy.split(upper, lower)
         self.cursors.node_split(upper, lower)
         return upper
+
+    def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
+        """Whether `lower` and its parent `upper` should be one node.
+
+        A leaf is as old as the youngest of what continued it, so an upper edge that was used no
+        later than the lower one leaves as if it had been used with it.
+        """
+        return (
+            upper is not self.root
+            and len(upper.children) == 1
+            and len(upper.key) < 2 * len(lower.key)
+            and upper.last_access <= lower.last_access
+            and upper.num_uses == lower.num_uses
+            and all(component.may_merge(upper, lower) for component in self.components)
+        )
+
+    def _merge(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Undo a split: `lower`, the only child of `upper`, takes over its edge and its place.
+
+        Leases point at the node where their prefix ends, so the lower node keeps its identity.
+        """
+        parent = _parent_of(upper)
+        for component in self.components:
+            component.merge(upper, lower)
+        self._policy.merge(upper, lower)
+        lower.key = np.concatenate([upper.key, lower.key])
+        lower.parent = parent
+        lower.child_key = upper.child_key
+        parent.children[lower.child_key] = lower
+        self.cursors.nodes_merged(upper, lower)
+
+    def _merge_up(self, lower: TreeNode) -> None:
+        """Merge what lies above `lower` into it, as long as that may be."""
+        while self.may_merge(_parent_of(lower), lower):
+            self._merge(_parent_of(lower), lower)
+
+    def _merge_into_only_child(self, upper: TreeNode) -> None:
+        """What kept `upper` apart may have gone: a lock, or another child."""
+        lower = _only_child(upper)
+        if lower is not None:
+            self._merge_up(lower)
+
+    def _merge_path(self, node: TreeNode, start: TreeNode | None = None) -> None:
+        """Merge what was just used, from below `start`, or else the root, to `node`.
+
+        `start` itself stays: it has a lock of its own.
+        """
+        while node is not (start or self.root):
+            self._merge_up(node)
+            node = _parent_of(node)
 
     def _trim(self, leaf: TreeNode, keep_tokens: int) -> None:
         """Shorten a leaf's edge to `keep_tokens`; 0 removes the leaf."""
@@ -261,6 +338,7 @@ class RadixTree:
         parent = _parent_of(leaf)
         for component in self.components:
             component.drop(leaf, keep_tokens)
+        self._policy.drop(leaf, keep_tokens, self._clock)
         if keep_tokens:
             leaf.end -= len(leaf.key) - keep_tokens
             leaf.key = leaf.key[:keep_tokens].copy()
@@ -272,13 +350,22 @@ class RadixTree:
         # when it begins to matter, as they become leaves.
         parent.last_access = max(parent.last_access, leaf.last_access)
         self._refresh(parent)
+        self._merge_into_only_child(parent)
 
     def _touch(self, node: TreeNode, start: TreeNode | None = None) -> None:
         """Everything from below `start`, or else the root, to `node` was just used."""
         self._clock += 1
         for step in self.path_to(node, start):
+            self._policy.use(step, self._clock)
             step.last_access = self._clock
             self._refresh(step)
+
+    def _recall_uses(self, node: TreeNode) -> None:
+        """The new edge to `node` may hold what was here before: a node for each number of uses."""
+        for num_tokens, num_uses in self._policy.begin(node):
+            if num_tokens < len(node.key):
+                self._split(node, num_tokens).num_uses = num_uses
+        self._refresh(node)
 
     def _refresh(self, node: TreeNode) -> None:
         if node is not self.root:
@@ -291,6 +378,10 @@ def _parent_of(node: TreeNode) -> TreeNode:
     if node.parent is None:
         raise LedgerError(f"{node!r} is the root, which is never split, locked or evicted")
     return node.parent
+
+
+def _only_child(node: TreeNode) -> TreeNode | None:
+    return next(iter(node.children.values())) if len(node.children) == 1 else None
 
 
 def _matched_len(path: Sequence[PathStep]) -> int:

@@ -41,14 +41,22 @@ class MemoryView(NamedTuple):
 
 
 class RankMemory:
-    """The memory of rank `dp_rank`, of the given sizes."""
+    """The memory of rank `dp_rank`, of the given sizes; `eviction_policy` is `RadixCache`'s."""
 
-    def __init__(self, dp_rank: int, sizes: EngineSizes, *, use_radix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        dp_rank: int,
+        sizes: EngineSizes,
+        *,
+        use_radix_cache: bool = True,
+        eviction_policy: str = "adaptive",
+    ) -> None:
         self.dp_rank = dp_rank
         self.page_size = sizes.page_size
         self.rows = ReqToTokenPool(sizes.num_rows, sizes.pages_per_row)
         self.allocator = PageAllocator(sizes.num_pages, f"rank {dp_rank}")
         self._use_radix_cache = use_radix_cache
+        self._eviction_policy = eviction_policy
         self.cache = self._make_cache(num_evicted=0)
         self.leases: dict[int, KVLease] = {}  # by row
         self.locked = LockedPages(sizes.num_pages)
@@ -73,7 +81,12 @@ class RankMemory:
     def _make_cache(self, num_evicted: int) -> SessionAwareCache:
         inner: PrefixCache = ChunkCache()
         if self._use_radix_cache:
-            inner = RadixCache(self.allocator, self.page_size, num_evicted)
+            inner = RadixCache(
+                self.allocator,
+                self.page_size,
+                num_evicted,
+                eviction_policy=self._eviction_policy,
+            )
         return SessionAwareCache(inner)
 
     @property

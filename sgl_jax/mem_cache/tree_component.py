@@ -59,6 +59,15 @@ class TreeComponent(Protocol):
         """`lower`'s edge lost its first `len(upper.key)` tokens to the new `upper`: divide."""
         ...
 
+    def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
+        """Whether `upper` has no lock and no value of its own: what `lower`, its only child, says
+        would be said of both edges as one."""
+        ...
+
+    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
+        """`lower`'s edge is about to take over that of `upper`, in front: join the values."""
+        ...
+
     def lock(self, node: TreeNode) -> None:
         """Keep what a lease that ends at `node` reads from eviction, until `unlock`."""
         ...
@@ -87,9 +96,10 @@ class TreeComponent(Protocol):
         """Free all that was dropped, in one call to the allocator."""
         ...
 
-    def next_victim(self, num_units: int) -> tuple[TreeNode, int] | None:
+    def next_victim(self, num_units: int, now: int) -> tuple[TreeNode, int] | None:
         """The node to take from next to free `num_units`, and the tokens of its edge to keep.
 
+        `now` is the clock of which `last_access` is an earlier reading.
         Only a leaf may keep less than its whole edge; to keep all of it asks for `tombstone`.
         """
         ...

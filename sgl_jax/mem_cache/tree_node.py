@@ -2,13 +2,19 @@
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sgl_jax.core.step_plan import Int32Array
+
+_NO_HASHES = np.zeros(0, np.uint64)
 
 
 class TreeNode:
     """A node and the edge that leads to it. `end` counts tokens from the root to the node.
 
     `child_key` is its key in its parent's `children`. `namespace` is that of its whole path.
+    `num_uses` and `page_hashes` are the eviction policy's; `last_access` is the tree's clock.
     """
 
     __slots__ = (
@@ -20,6 +26,8 @@ class TreeNode:
         "locks",
         "namespace",
         "node_id",
+        "num_uses",
+        "page_hashes",
         "parent",
         "values",
     )
@@ -42,6 +50,8 @@ class TreeNode:
         self.end: int = (parent.end if parent else 0) + len(key)
         self.children: dict[bytes, TreeNode] = {}
         self.last_access = 0
+        self.num_uses = 0
+        self.page_hashes: NDArray[np.uint64] = _NO_HASHES
         self.values: list[Any] = [None] * num_components
         self.locks = [0] * num_components
 

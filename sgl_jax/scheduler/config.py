@@ -15,6 +15,7 @@ class SchedulerConfig(NamedTuple):
     chunked_prefill_size: int = 512  # and no more than EngineSizes.max_chunk_tokens
     max_queued_requests: int = 2048
     use_radix_cache: bool = True
+    radix_eviction_policy: str = "adaptive"
     random_seed: int = 0
     num_draft_tokens: int = 0  # per row and step; 0 without speculative decoding
     session_memory_fraction: float = 1.0  # of a rank's pages that idle sessions may hold
@@ -48,6 +49,7 @@ class SchedulerConfig(NamedTuple):
             chunked_prefill_size=chunk,
             max_queued_requests=args.max_queued_requests,
             use_radix_cache=not args.disable_radix_cache,
+            radix_eviction_policy=args.radix_eviction_policy,
             random_seed=args.random_seed,
             num_draft_tokens=args.num_draft_tokens,
             session_memory_fraction=args.session_memory_fraction,

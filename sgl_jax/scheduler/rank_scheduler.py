@@ -34,7 +34,12 @@ class RankScheduler:
 
     def __init__(self, dp_rank: int, sizes: EngineSizes, config: SchedulerConfig) -> None:
         self.dp_rank = dp_rank
-        self.memory = RankMemory(dp_rank, sizes, use_radix_cache=config.use_radix_cache)
+        self.memory = RankMemory(
+            dp_rank,
+            sizes,
+            use_radix_cache=config.use_radix_cache,
+            eviction_policy=config.radix_eviction_policy,
+        )
         self.running = RunningRows(sizes)
         self.drafts = DraftPolicy(sizes, config.num_draft_tokens)
         self.reserve = AdmissionReserve(config.schedule_conservativeness)

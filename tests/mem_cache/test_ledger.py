@@ -154,16 +154,16 @@ def call_locked_pages_evictable(memory: RankMemory) -> None:
 
 def forget_a_leaf_that_may_go(memory: RankMemory) -> None:
     leaf = next(node for node in tree_nodes(memory) if node is not locked_node(memory))
-    memory.cache.inner._full._evictable_leaves.discard(leaf)  # type: ignore[attr-defined]
+    memory.cache.inner._policy.discard(leaf)  # type: ignore[attr-defined]
 
 
 def offer_a_locked_leaf(memory: RankMemory) -> None:
-    memory.cache.inner._full._evictable_leaves.add(locked_node(memory))  # type: ignore[attr-defined]
+    memory.cache.inner._policy.add(locked_node(memory))  # type: ignore[attr-defined]
 
 
 def offer_the_root(memory: RankMemory) -> None:
     assert isinstance(memory.cache.inner, RadixCache)
-    memory.cache.inner._full._evictable_leaves.add(memory.cache.inner.tree.root)
+    memory.cache.inner._policy.add(memory.cache.inner.tree.root)
 
 
 def keep_a_page_of_the_tree_in_the_row(memory: RankMemory) -> None:

@@ -8,7 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from tests.mem_cache.test_eviction_queue import QueueMachine
 from tests.mem_cache.test_page_allocator import AllocatorMachine
-from tests.mem_cache.test_radix_cache import PagedRadixCacheMachine, RadixCacheMachine
+from tests.mem_cache.test_radix_cache import (
+    AdaptiveRadixCacheMachine,
+    PagedRadixCacheMachine,
+    RadixCacheMachine,
+)
 from tests.mem_cache.test_release import LeaseMachine
 from tests.mem_cache.test_req_to_token_pool import RowMachine
 from tests.mem_cache.test_session_leases import SessionLeaseMachine
@@ -20,6 +24,7 @@ MACHINES = [
     RowMachine,
     RadixCacheMachine,
     PagedRadixCacheMachine,
+    AdaptiveRadixCacheMachine,
     HybridTreeMachine,
     LeaseMachine,
     SessionLeaseMachine,

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from sgl_jax.mem_cache.adaptive_policy import NUM_CLASSES
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.radix_cache import RadixCache
@@ -22,6 +23,7 @@ from tests.mem_cache.tree_model import (
     namespace_of,
     shape_of,
     token_lists,
+    uses_of_pages,
 )
 
 ROW = 1
@@ -31,12 +33,16 @@ class RadixCacheMachine(RuleBasedStateMachine):
     """Rules are what leases and evictions do; `locks` are the nodes that leases would hold."""
 
     page_size = 1
+    eviction_policy = "lru"
 
     @initialize()
     def start(self) -> None:
         self.allocator = PageAllocator(400)
-        self.cache = RadixCache(self.allocator, self.page_size)
-        self.model = PrefixModel(self.page_size)
+        self.cache = RadixCache(
+            self.allocator, self.page_size, eviction_policy=self.eviction_policy
+        )
+        max_uses = 0 if self.eviction_policy == "lru" else NUM_CLASSES - 1
+        self.model = PrefixModel(self.page_size, max_uses)
         self.locks: list[TreeNode] = []
 
     def accept(self, tokens: Tokens, owned_from: int, node: TreeNode | None = None) -> None:
@@ -54,6 +60,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         for prefix, page in zip(self.model.prefixes(tokens), offered.tolist(), strict=True):
             self.model.pages.setdefault(prefix, page)
         self.model.touch(tokens)
+        self.model.use(tokens, num_known * self.page_size)
         assert kept.length == len(tokens)
         assert kept.pages.tolist() == self.model.pages_of(tokens)[num_known:]
         assert kept.node is not None
@@ -88,6 +95,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         assert (match.node is None) == (not expected)
         if match.node is not None:
             self.model.touch(expected)
+            self.model.use(expected)
             self.model.locked.append(expected)
             self.locks.append(match.node)
 
@@ -131,6 +139,9 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.model.locked.pop(i)
 
     @rule(num_pages=st.integers(0, 12))
+    def evict_at_once(self, num_pages: int) -> None:
+        self.evict(num_pages)
+
     def evict(self, num_pages: int) -> None:
         expected = min(num_pages, len(self.model.evictable()))
         num_free = self.allocator.num_free
@@ -139,6 +150,11 @@ class RadixCacheMachine(RuleBasedStateMachine):
         gone = self.model.remove_evicted(cached_pages(self.cache.tree))
         assert len(gone) == expected
 
+    @rule(num_pages=st.integers(1, 6))
+    def evict_one_by_one(self, num_pages: int) -> None:
+        for _ in range(num_pages):
+            self.evict(1)
+
     @rule()
     def reset(self) -> None:
         if self.model.locked:
@@ -146,7 +162,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
                 self.cache.reset()
             return
         self.cache.reset()
-        self.model.pages.clear()
+        self.model.reset()
         assert not self.cache.tree.root.children
 
     @invariant()
@@ -156,6 +172,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         assert self.cache.num_locked_tokens == sum(map(len, self.model.locked))
         assert sorted(self.cache.held_pages().tolist()) == sorted(self.model.pages.values())
         assert cached_pages(self.cache.tree) == self.model.pages
+        assert uses_of_pages(self.cache.tree) == self.model.uses
         num_evictable = len(self.model.evictable())
         assert self.cache.num_evictable == num_evictable
         assert self.cache.num_protected == len(self.model.pages) - num_evictable
@@ -178,16 +195,23 @@ class PagedRadixCacheMachine(RadixCacheMachine):
     page_size = 4
 
 
+class AdaptiveRadixCacheMachine(RadixCacheMachine):
+    page_size = 2
+    eviction_policy = "adaptive"
+
+
 TestPageOfOneToken = RadixCacheMachine.TestCase
 TestPageOfOneToken.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestPageOfFourTokens = PagedRadixCacheMachine.TestCase
 TestPageOfFourTokens.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestAdaptiveEviction = AdaptiveRadixCacheMachine.TestCase
+TestAdaptiveEviction.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def cache_with(*sequences: Tokens) -> RadixCache:
     """Pages of one token; nothing is locked."""
     allocator = PageAllocator(100)
-    cache = RadixCache(allocator, 1)
+    cache = RadixCache(allocator, 1, eviction_policy="lru")
     for tokens in sequences:
         offered = allocator.alloc(len(tokens), ROW)
         kept = cache.accept(array_of(tokens), LeaseOffer(ROW, 0, offered))

@@ -42,7 +42,7 @@ def make_memory(
         max_prompt_logprob_tokens=64,
         vocab_size=100,
     )
-    return RankMemory(3, sizes, use_radix_cache=use_radix_cache)
+    return RankMemory(3, sizes, use_radix_cache=use_radix_cache, eviction_policy="lru")
 
 
 def array(*values: int) -> np.ndarray:
@@ -105,6 +105,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert lease.pages(self.page_size).tolist() == self.model.pages_of(expected)
         if expected:
             self.model.touch(expected)
+            self.model.use(expected)
         assert lease.cache_protected_len == lease.kv_committed_len == lease.kv_allocated_len
         assert lease.kv_committed_len % self.page_size == 0
         self.holders.append(Holder(tokens, lease))
@@ -246,6 +247,7 @@ class LeaseMachine(RuleBasedStateMachine):
         for prefix, page in zip(self.model.prefixes(tokens), offered, strict=True):
             self.model.pages.setdefault(prefix, page)
         self.model.touch(tokens)
+        self.model.use(tokens)
 
     def accept_eviction(self, num_pages: int | None = None) -> None:
         """Memory was asked for: what left the cache had to go last, and was not too much."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction_policy import LruPolicy
 from sgl_jax.mem_cache.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.page_allocator import TREE, PageAllocator
@@ -79,6 +80,12 @@ class SnapshotComponent:
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         upper.values[self.index] = None
 
+    def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
+        return upper.values[self.index] is None and upper.locks[self.index] == 0
+
+    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
+        """A snapshot is of the lower end, which stays where it is."""
+
     def lock(self, node: TreeNode) -> None:
         node.locks[self.index] += 1
         if node.locks[self.index] == 1 and node.values[self.index] is not None:
@@ -124,7 +131,7 @@ class SnapshotComponent:
         self.slots.free(np.array(self.dropped, np.int32), TREE)
         self.dropped.clear()
 
-    def next_victim(self, num_units: int) -> tuple[TreeNode, int] | None:
+    def next_victim(self, num_units: int, now: int) -> tuple[TreeNode, int] | None:
         node = self.queue.oldest()
         return None if node is None else (node, len(node.key))
 
@@ -147,9 +154,10 @@ class HybridTreeMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.allocator = PageAllocator(300)
         self.slots = PageAllocator(100, "snapshots")
-        self.full = FullComponent(0, self.allocator, self.page_size)
+        policy = LruPolicy()
+        self.full = FullComponent(0, self.allocator, self.page_size, policy)
         self.states = SnapshotComponent(1, self.slots)
-        self.tree = RadixTree(self.page_size, [self.full, self.states])
+        self.tree = RadixTree(self.page_size, [self.full, self.states], policy)
         self.model = PrefixModel(self.page_size)
         self.snapshots: dict[Tokens, int] = {}
         self.locks: list[TreeNode] = []
@@ -177,6 +185,7 @@ class HybridTreeMachine(RuleBasedStateMachine):
         if with_snapshot:
             self.snapshots.setdefault(tokens, int(slots[0]))
         self.model.touch(tokens)
+        self.model.use(tokens)
 
     @rule(data=st.data())
     def match(self, data: st.DataObject) -> None:
@@ -186,6 +195,7 @@ class HybridTreeMachine(RuleBasedStateMachine):
         assert (tokens_to(node) if node else ()) == expected
         if node is not None:
             self.model.touch(expected)
+            self.model.use(expected)
             self.model.locked.append(expected)
             self.locks.append(node)
 

@@ -32,12 +32,19 @@ def array_of(tokens: Tokens) -> np.ndarray:
 
 
 class PrefixModel:
-    """Each cached prefix (its length a multiple of the page size) with the page at its end."""
+    """Each cached prefix (its length a multiple of the page size) with the page at its end.
 
-    def __init__(self, page_size: int) -> None:
+    `uses` counts how often it was used again, up to `max_uses`; 0 is least recently used alone.
+    `ghosts` are those that left, with their uses, since the last reset.
+    """
+
+    def __init__(self, page_size: int, max_uses: int = 0) -> None:
         self.page_size = page_size
+        self.max_uses = max_uses
         self.pages: dict[Tokens, int] = {}
         self.ages: dict[Tokens, int] = {}
+        self.uses: dict[Tokens, int] = {}
+        self.ghosts: dict[Tokens, int] = {}
         self.locked: list[Tokens] = []
         self._clock = 0
 
@@ -55,6 +62,17 @@ class PrefixModel:
         self._clock += 1
         self.ages.update(dict.fromkeys(self.prefixes(tokens), self._clock))
 
+    def use(self, tokens: Tokens, num_known: int = 0) -> None:
+        """A request reads or writes `tokens`, the first `num_known` of which it had before."""
+        prefixes = [prefix for prefix in self.prefixes(tokens) if len(prefix) > num_known]
+        num_uses = 0
+        for prefix in reversed(prefixes):
+            if prefix in self.uses:
+                self.uses[prefix] = min(self.uses[prefix] + 1, self.max_uses)
+            else:
+                recalled = min(self.ghosts.get(prefix, -1) + 1, self.max_uses)
+                num_uses = self.uses[prefix] = max(num_uses, recalled)
+
     def is_locked(self, prefix: Tokens) -> bool:
         return any(locked[: len(prefix)] == prefix for locked in self.locked)
 
@@ -66,16 +84,28 @@ class PrefixModel:
         return self.evictable() - parents
 
     def remove_evicted(self, remaining: dict[Tokens, int]) -> set[Tokens]:
-        """Accept an eviction: what is gone was unlocked, and older than any leaf still there."""
+        """Accept an eviction: what is gone was unlocked, and older than any leaf still there.
+
+        Where uses count, that is only so of what was used as often, and of one page at a time.
+        """
         gone = self.pages.keys() - remaining.keys()
         assert gone <= self.evictable(), "eviction took what is locked"
         for prefix in gone:
             del self.pages[prefix]
         assert remaining == self.pages, "eviction changed what it kept"
-        if gone and self.leaves():
-            youngest_gone = max(self.ages[prefix] for prefix in gone)
-            assert youngest_gone <= min(self.ages[leaf] for leaf in self.leaves())
+        if self.max_uses == 0 or len(gone) == 1:
+            for prefix in gone:
+                rivals = (leaf for leaf in self.leaves() if self.uses[leaf] == self.uses[prefix])
+                assert all(self.ages[prefix] <= self.ages[leaf] for leaf in rivals)
+        for prefix in gone:
+            self.ghosts[prefix] = self.uses.pop(prefix)
         return gone
+
+    def reset(self) -> None:
+        """All is evicted, and how it was used is forgotten."""
+        self.pages.clear()
+        self.uses.clear()
+        self.ghosts.clear()
 
 
 def tokens_to(node: TreeNode) -> Tokens:
@@ -97,6 +127,15 @@ def cached_pages(tree: RadixTree) -> dict[Tokens, int]:
         for i, page in enumerate(node.values[0].tolist()):
             found[tokens[: start + (i + 1) * tree.page_size]] = page
     return found
+
+
+def uses_of_pages(tree: RadixTree) -> dict[Tokens, int]:
+    """What `PrefixModel.uses` should be, read off the tree."""
+    return {
+        tokens_to(node)[:end]: node.num_uses
+        for node in tree.nodes()
+        for end in range(node.end, node.end - len(node.key), -tree.page_size)
+    }
 
 
 def shape_of(tree: RadixTree) -> list[tuple[object, ...]]:
@@ -124,6 +163,7 @@ def check_shape(tree: RadixTree) -> None:
             assert child.key[: tree.page_size].tobytes() + name == child_key
             assert child.end == node.end + len(child.key)
             assert node is root or child.locks[0] <= node.locks[0]
+            assert not tree.may_merge(node, child)
 
 
 def token_lists(page_size: int, *, ragged: bool = False) -> st.SearchStrategy[Tokens]:

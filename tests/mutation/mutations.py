@@ -23,6 +23,8 @@ _ROWS = "sgl_jax/mem_cache/req_to_token_pool.py"
 _LEASE = "sgl_jax/mem_cache/lease.py"
 _TREE = "sgl_jax/mem_cache/radix_tree.py"
 _FULL = "sgl_jax/mem_cache/full_component.py"
+_ADAPTIVE = "sgl_jax/mem_cache/adaptive_policy.py"
+_GHOSTS = "sgl_jax/mem_cache/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/radix_cache.py"
 _LOCKED = "sgl_jax/mem_cache/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
@@ -89,6 +91,116 @@ MUTATIONS = (
     Mutation("leave the lease live", _RELEASE, "    lease.released = True\n", ""),
     Mutation("insert what a failed step wrote", _RELEASE, "    if insert:\n", "    if True:\n"),
     Mutation("never insert", _RELEASE, "    if insert:\n", "    if False:\n"),
+    # -- the order of eviction
+    Mutation(
+        "evict what is most likely to be used again",
+        _ADAPTIVE,
+        "if victim is None or rate < lowest:",
+        "if victim is None or rate > lowest:",
+    ),
+    Mutation(
+        "evict by age alone, though uses are counted",
+        _ADAPTIVE,
+        "        return reused / (reused + left) / (age",
+        "        return 1.0 / (age",
+    ),
+    Mutation(
+        "change the class of a leaf that is still listed in the old one",
+        _ADAPTIVE,
+        "            self.discard(node)\n            node.num_uses += 1\n",
+        "            node.num_uses += 1\n",
+    ),
+    Mutation(
+        "a page that returns begins anew",
+        _ADAPTIVE,
+        "np.minimum(pages.num_uses + 1, NUM_CLASSES - 1)",
+        "np.minimum(pages.num_uses * 0, NUM_CLASSES - 1)",
+    ),
+    Mutation(
+        "count a return as if it had been served",
+        _ADAPTIVE,
+        "np.bincount(pages.num_uses, share * share * share, NUM_CLASSES)",
+        "np.bincount(pages.num_uses, None, NUM_CLASSES)",
+    ),
+    Mutation(
+        "recall less of a page than of what followed it",
+        _ADAPTIVE,
+        "        num_uses = np.maximum.accumulate(num_uses[::-1])[::-1]\n",
+        "",
+    ),
+    Mutation(
+        "let counts of long ago weigh as much as new ones",
+        _ADAPTIVE,
+        "if self._num_left_since_halved >= HALVED_AFTER * self._num_pages:",
+        "if False:",
+    ),
+    Mutation(
+        "remember what left after a reset",
+        _CACHE,
+        "        self._policy.clear()\n",
+        "",
+    ),
+    Mutation(
+        "forget what leaves when it leaves together",
+        _GHOSTS,
+        "hashes, history = hashes[-self.num_ghosts :], history[-self.num_ghosts :]",
+        "hashes, history = hashes[:1], history[:1]",
+    ),
+    Mutation(
+        "hash an edge as if it began the prompt",
+        _ADAPTIVE,
+        "if parent is not None and len(parent.page_hashes) else 0",
+        "if parent is None else 0",
+    ),
+    # -- edges that become one
+    Mutation(
+        "merge across the end of a lease",
+        _FULL,
+        "        return upper.locks[self.index] == lower.locks[self.index]\n",
+        "        return True\n",
+    ),
+    Mutation(
+        "merge what was used more with what was used less",
+        _TREE,
+        "            and upper.num_uses == lower.num_uses\n",
+        "",
+    ),
+    Mutation(
+        "merge what was used lately with what was not",
+        _TREE,
+        "            and upper.last_access <= lower.last_access\n",
+        "",
+    ),
+    Mutation(
+        "merge a long edge with every chunk that follows",
+        _TREE,
+        "            and len(upper.key) < 2 * len(lower.key)\n",
+        "",
+    ),
+    Mutation(
+        "join the pages of merged edges in the wrong order",
+        _FULL,
+        "            [upper.values[self.index], lower.values[self.index]]\n",
+        "            [lower.values[self.index], upper.values[self.index]]\n",
+    ),
+    Mutation(
+        "leave apart what only a lock told apart",
+        _TREE,
+        "        self.num_locked_tokens -= node.end\n        self._merge_into_only_child(node)\n",
+        "        self.num_locked_tokens -= node.end\n",
+    ),
+    Mutation(
+        "leave apart what only a branch told apart",
+        _TREE,
+        "        self._refresh(parent)\n        self._merge_into_only_child(parent)\n",
+        "        self._refresh(parent)\n",
+    ),
+    Mutation(
+        "leave the chunks of a prompt a chain",
+        _TREE,
+        "            component.move_lock(old, new)\n        self._merge_into_only_child(old)\n",
+        "            component.move_lock(old, new)\n",
+    ),
     # -- publishing a prefix
     Mutation(
         "forget the old lock when a longer prefix is published",

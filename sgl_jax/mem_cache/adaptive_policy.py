@@ -1,0 +1,167 @@
+"""The eviction order that resists scans: what is least likely to be used again goes first.
+
+Leaves are in classes by how often they were used again. Each class is a queue by age, and counts
+how many of its pages were used again and how many left. The share that was used again, divided by
+a power of the age, is the rate at which a page may be expected to be used; of the oldest leaves of
+all classes, the one with the lowest rate goes. So what was used once, as in a scan, goes before
+what was used often, for as long as that is what the counts say; and where use does not depend on
+the past, the order is that of LRU.
+
+Pages that left are remembered for a while by a hash of their prefix (`ghost_pages.py`). One that
+returns is in the next class, as if it had stayed, so that what returns again and again is kept
+in the end, though no cache could hold it from one use to the next. Its return counts in part, as
+far as keeping it a little longer would have served it.
+"""
+
+from hashlib import blake2b
+from math import sqrt
+
+import numpy as np
+
+from sgl_jax.mem_cache.eviction_policy import UseRun
+from sgl_jax.mem_cache.eviction_queue import EvictionQueue
+from sgl_jax.mem_cache.ghost_pages import GhostPages, Int64Array, PrefixHasher, RecalledPages
+from sgl_jax.mem_cache.tree_node import TreeNode
+
+# Chosen on recorded traffic; docs/eviction.md has what their neighbours give.
+NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
+GHOSTS_PER_PAGE = 4
+# Counts fade by half whenever so many pages left, for every page of the cache.
+HALVED_AFTER = 8
+
+
+class AdaptivePolicy:
+    """Implements `EvictionPolicy` for a cache of `num_pages` pages.
+
+    A node's `page_hashes` are uint64, one for each page of its edge: of the prefix to its end.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._hasher = PrefixHasher(page_size)
+        self._queues: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(NUM_CLASSES)]
+        self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
+        self._forget_counts()
+
+    def _forget_counts(self) -> None:
+        self._num_reused = [1.0] * NUM_CLASSES  # pages, with the share of those that returned
+        self._num_left = [1.0] * NUM_CLASSES  # pages
+        self._num_left_since_halved = 0
+
+    def __len__(self) -> int:
+        """Leaves that may go."""
+        return sum(map(len, self._queues))
+
+    def __contains__(self, node: TreeNode) -> bool:
+        """Whether `node` may go."""
+        return node in self._queues[node.num_uses]
+
+    def add(self, node: TreeNode) -> None:
+        """`node` may go, at the age it has now."""
+        self._queues[node.num_uses].add(node)
+
+    def discard(self, node: TreeNode) -> None:
+        """`node` may not go."""
+        self._queues[node.num_uses].discard(node)
+
+    def next_victim(self, now: int) -> TreeNode | None:
+        """Of the oldest leaves of each class, the one with the lowest rate of use."""
+        victim, lowest = None, 0.0
+        for num_uses, queue in enumerate(self._queues):
+            oldest = queue.oldest()
+            if oldest is None:
+                continue
+            rate = self._rate(num_uses, now - oldest.last_access + 1)
+            if victim is None or rate < lowest:
+                victim, lowest = oldest, rate
+        return victim
+
+    def _rate(self, num_uses: int, age: int) -> float:
+        reused, left = self._num_reused[num_uses], self._num_left[num_uses]
+        # To the power of 1.25, by square roots alone: those are the same on every host.
+        return reused / (reused + left) / (age * sqrt(sqrt(age)))
+
+    def begin(self, node: TreeNode) -> list[UseRun]:
+        """Recall which of the pages were here before."""
+        node.page_hashes = self._hasher.hashes(node.key, _hash_before(node))
+        pages = self._ghosts.recall(node.page_hashes)
+        if pages is None:
+            return [UseRun(len(node.key), 0)]
+        self._count_returned(pages, node.last_access)
+        num_uses = np.zeros(len(node.page_hashes), np.int64)
+        num_uses[pages.is_ghost] = np.minimum(pages.num_uses + 1, NUM_CLASSES - 1)
+        # A use of a page is one of all before it, even where those are remembered less well.
+        num_uses = np.maximum.accumulate(num_uses[::-1])[::-1]
+        node.num_uses = int(num_uses[-1])
+        return _runs(num_uses, self._page_size)
+
+    def _count_returned(self, pages: RecalledPages, now: int) -> None:
+        """To have served a return at age b, a page that left at age a had to stay b / a times as
+        long. So the return counts as (a / b) ** 3 of a use: less than that is too little for
+        large caches, more is too much for small ones."""
+        share = (pages.left_at - pages.last_access + 1) / (now - pages.last_access + 1)
+        returned = np.bincount(pages.num_uses, share * share * share, NUM_CLASSES)
+        for num_uses, count in enumerate(returned.tolist()):
+            self._num_reused[num_uses] += count
+
+    def use(self, node: TreeNode, now: int) -> None:
+        """Count what is used again; the node is in the next class."""
+        self._num_reused[node.num_uses] += len(node.page_hashes)
+        if node.num_uses < NUM_CLASSES - 1:
+            self.discard(node)
+            node.num_uses += 1
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Both halves were used as often."""
+        cut = len(upper.key) // self._page_size
+        upper.num_uses = lower.num_uses
+        upper.page_hashes = lower.page_hashes[:cut].copy()
+        lower.page_hashes = lower.page_hashes[cut:].copy()
+
+    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Hashes follow one another."""
+        lower.page_hashes = np.concatenate([upper.page_hashes, lower.page_hashes])
+
+    def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
+        """Count what leaves, and remember it."""
+        keep = keep_tokens // self._page_size
+        gone = leaf.page_hashes[keep:]
+        self._ghosts.remember(gone, leaf.num_uses, leaf.last_access, now)
+        leaf.page_hashes = leaf.page_hashes[:keep].copy()
+        self._num_left[leaf.num_uses] += len(gone)
+        self._num_left_since_halved += len(gone)
+        if self._num_left_since_halved >= HALVED_AFTER * self._num_pages:
+            self._num_left_since_halved = 0
+            # To 1, not to 0: a rate of 0 would never change the order again.
+            self._num_reused = [(count + 1) / 2 for count in self._num_reused]
+            self._num_left = [(count + 1) / 2 for count in self._num_left]
+
+    def clear(self) -> None:
+        """Forget members, ghosts and counts."""
+        for queue in self._queues:
+            queue.clear()
+        self._ghosts.clear()
+        self._forget_counts()
+
+    def audit(self) -> None:
+        """Every member is listed at its age."""
+        for queue in self._queues:
+            queue.audit()
+
+
+def _hash_before(node: TreeNode) -> int:
+    """The hash of the prefix that `node`'s edge continues; for the empty one, its namespace's."""
+    parent = node.parent
+    if parent is not None and len(parent.page_hashes):
+        return int(parent.page_hashes[-1])
+    if not node.namespace:
+        return 0
+    return int.from_bytes(blake2b(node.namespace.encode(), digest_size=8).digest())
+
+
+def _runs(num_uses: Int64Array, page_size: int) -> list[UseRun]:
+    """Runs of equal values, one value for each page, as tokens."""
+    ends = np.append(np.flatnonzero(np.diff(num_uses)) + 1, len(num_uses))
+    lengths = np.diff(ends, prepend=0) * page_size
+    return list(map(UseRun, lengths.tolist(), num_uses[ends - 1].tolist()))

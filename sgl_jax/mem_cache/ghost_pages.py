@@ -1,0 +1,142 @@
+"""Pages that left the prefix tree lately: the hash of their prefix, and how they were used.
+
+A ring of fixed size, so what is remembered is bounded; every operation is vectorised over pages.
+Prefixes are told apart by a 64-bit hash alone. That may be wrong, so ghosts may decide in which
+order pages leave, never what a prefix matches.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.step_plan import BoolArray, Int32Array
+
+Int64Array = NDArray[np.int64]
+UInt64Array = NDArray[np.uint64]
+
+# The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit moves half of the output.
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_GAMMA_INVERSE = np.uint64(pow(int(_GAMMA), -1, 2**64))
+# Slots of each index for every ghost: the fewer, the more ghosts hide one another.
+_SLOTS_PER_GHOST = 4
+
+
+class RecalledPages(NamedTuple):
+    """What is known of some pages; all arrays are as long as `is_ghost` has True."""
+
+    is_ghost: BoolArray  # of each page that was asked for
+    num_uses: Int64Array
+    last_access: Int64Array  # the clock when they were used last
+    left_at: Int64Array  # the clock when they left
+
+
+class PrefixHasher:
+    """Hashes of prefixes that are whole pages of `page_size` tokens."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._coefficients = _mixed(np.arange(1, page_size + 1, dtype=np.uint64))
+        self._powers, self._inverse_powers = _powers(64)
+
+    def hashes(self, tokens: Int32Array, before: int = 0) -> UInt64Array:
+        """A hash of the prefix up to the end of each page: uint64[len(tokens) / page_size].
+
+        `tokens`, int32, are whole pages that continue a prefix of hash `before` (0: the empty
+        one). A page adds its share to a polynomial in `_GAMMA` modulo 2**64, as Karp and Rabin
+        (1987) do with characters, so that it is the same however a prefix was divided.
+        """
+        count = len(tokens) // self._page_size
+        if count > len(self._powers):
+            self._powers, self._inverse_powers = _powers(2 * count)
+        contents = tokens.reshape(count, -1).astype(np.uint64) + np.uint64(1)
+        shares = _mixed(contents @ self._coefficients)
+        # h[i] = h[i - 1] * g + share[i] for all i at once: h[i] / g^(i + 1) is a cumulative sum.
+        sums: UInt64Array = np.add.accumulate(shares * self._inverse_powers[:count])
+        hashes: UInt64Array = self._powers[:count] * (np.uint64(before) + sums)
+        return hashes
+
+
+def _powers(count: int) -> tuple[UInt64Array, UInt64Array]:
+    """`_GAMMA` and its inverse to the powers of 1 to `count`."""
+    powers = np.multiply.accumulate(np.full(count, _GAMMA))
+    return powers, np.multiply.accumulate(np.full(count, _GAMMA_INVERSE))
+
+
+def _mixed(values: UInt64Array) -> UInt64Array:
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    mixed: UInt64Array = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+class _Leaving(NamedTuple):
+    """Pages that leave together."""
+
+    hashes: UInt64Array
+    num_uses: int
+    last_access: int
+    left_at: int
+
+
+class GhostPages:
+    """The last `num_ghosts` pages that left, first in, first out."""
+
+    def __init__(self, num_ghosts: int) -> None:
+        self.num_ghosts = num_ghosts
+        self._hashes = np.zeros(num_ghosts, np.uint64)
+        self._history = np.zeros((num_ghosts, 3), np.int64)  # as in `_Leaving`, after the hashes
+        self._next = 0
+        self._leaving: list[_Leaving] = []  # not in the ring yet
+        self._num_leaving = 0
+        # A hash is listed in both, at places that have nothing to do with each other: to be
+        # found, it must have been written over in one of them at most.
+        num_slots = _SLOTS_PER_GHOST * num_ghosts
+        self._by_hash = np.zeros((2, num_slots), np.int32)
+
+    def remember(self, hashes: UInt64Array, num_uses: int, last_access: int, now: int) -> None:
+        """Pages of these prefixes leave now; those that left longest ago are forgotten."""
+        self._leaving.append(_Leaving(hashes, num_uses, last_access, now))
+        self._num_leaving += len(hashes)
+        if self._num_leaving >= self.num_ghosts:
+            self._write()
+
+    def _write(self) -> None:
+        """Put all that are leaving into the ring. Together, as most are single pages."""
+        counts = [len(each.hashes) for each in self._leaving]
+        hashes = np.concatenate([each.hashes for each in self._leaving])
+        history = np.repeat([each[1:] for each in self._leaving], counts, axis=0)
+        self._leaving.clear()
+        self._num_leaving = 0
+        hashes, history = hashes[-self.num_ghosts :], history[-self.num_ghosts :]
+        places = (self._next + np.arange(len(hashes))) % self.num_ghosts
+        self._hashes[places] = hashes
+        self._history[places] = history
+        for slots, index in zip(self._slots(hashes), self._by_hash, strict=True):
+            index[slots] = places
+        self._next = (self._next + len(hashes)) % self.num_ghosts
+
+    def recall(self, hashes: UInt64Array) -> RecalledPages | None:
+        """What is remembered of the pages of these prefixes; None if nothing of any is."""
+        if self._leaving:
+            self._write()
+        first, second = (
+            index[slots] for slots, index in zip(self._slots(hashes), self._by_hash, strict=True)
+        )
+        places = np.where(self._hashes[first] == hashes, first, second)
+        is_ghost = self._hashes[places] == hashes
+        if not is_ghost.any():
+            return None
+        return RecalledPages(is_ghost, *self._history[places[is_ghost]].T)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._leaving.clear()
+        self._num_leaving = 0
+        self._hashes[:] = 0
+
+    def _slots(self, hashes: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
+        num_slots = np.uint64(self._by_hash.shape[1])
+        return _mixed(hashes) % num_slots, _mixed(hashes ^ _GAMMA) % num_slots
