@@ -154,6 +154,7 @@ class RadixTree:
             node, keep_tokens = victim
             if keep_tokens == len(node.key):
                 component.tombstone(node)
+                self._merge_into_only_child(node)
             else:
                 self._trim(node, keep_tokens)
         for each in self.components:
@@ -317,7 +318,7 @@ class RadixTree:
             self._merge(_parent_of(lower), lower)
 
     def _merge_into_only_child(self, upper: TreeNode) -> None:
-        """What kept `upper` apart may have gone: a lock, or another child."""
+        """What kept `upper` apart may have gone: a lock, a value, or another child."""
         lower = _only_child(upper)
         if lower is not None:
             self._merge_up(lower)

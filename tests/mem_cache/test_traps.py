@@ -23,6 +23,7 @@ import pytest
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError, LedgerError
+from sgl_jax.mem_cache.eviction_policy import LruPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
@@ -284,13 +285,13 @@ def test_the_root_of_an_emptied_tree_is_no_victim() -> None:
     assert memory.cache.evict(99) == 4
     full, root = full_of(memory), tree_of(memory).root
     assert not root.children
-    assert len(full._evictable_leaves) == 0
-    assert full.next_victim(1) is None
+    assert len(full._policy) == 0
+    assert full.next_victim(1, now=0) is None
     assert memory.cache.evict(1) == 0
     full.refresh(root)
-    assert root not in full._evictable_leaves
+    assert root not in full._policy
     cache_prefix(memory, TOKENS[:8])
-    assert root not in full._evictable_leaves
+    assert root not in full._policy
     assert_all_free(memory)
 
 
@@ -326,8 +327,9 @@ class ShorteningComponent(FullComponent):
 @pytest.mark.parametrize("limit", [0, 2, 4, 6])
 def test_a_match_cut_to_an_earlier_boundary_locks_only_the_path_to_it(limit: int) -> None:
     allocator = PageAllocator(20)
-    full = ShorteningComponent(0, allocator, 2)
-    tree = RadixTree(2, [full])
+    policy = LruPolicy()
+    full = ShorteningComponent(0, allocator, 2, policy)
+    tree = RadixTree(2, [full], policy)
     for tokens in (TOKENS[:4], TOKENS[:6]):
         offered = allocator.alloc(len(tokens) // 2, 1)
         node = tree.insert(tokens, LeaseOffer(1, 0, offered))

@@ -190,6 +190,12 @@ MUTATIONS = (
         "        self.num_locked_tokens -= node.end\n",
     ),
     Mutation(
+        "leave apart what only a value told apart",
+        _TREE,
+        "                component.tombstone(node)\n                self._merge_into_only_child(node)\n",
+        "                component.tombstone(node)\n",
+    ),
+    Mutation(
         "leave apart what only a branch told apart",
         _TREE,
         "        self._refresh(parent)\n        self._merge_into_only_child(parent)\n",
