@@ -92,7 +92,7 @@ def test_a_rank_is_not_chosen_for_what_it_has_of_another_namespace() -> None:
 
 def test_what_others_have_cached_is_not_counted_as_room_for_a_request() -> None:
     driver = make_driver(num_pages=1 + 10)
-    driver.submit(generate("red", PROMPT, 12, namespace="red"))
+    driver.submit(generate("none", PROMPT, 12))
     for _ in range(4):
         driver.step()
     assert driver.scheduler.num_running == 1
@@ -109,7 +109,7 @@ def test_no_idle_session_loses_its_memory_for_what_others_have_cached() -> None:
     talk = Conversations(driver)
     talk.open("s")
     talk.say("s", [45, 46, 47], 2)
-    driver.submit(generate("red", PROMPT, 12, namespace="red"))
+    driver.submit(generate("none", PROMPT, 12))
     for _ in range(4):
         driver.step()
     driver.submit(generate("blue", PROMPT, 2, namespace="blue"))
