@@ -1,0 +1,96 @@
+"""A served run over time, as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.bench.trace.served import RequestLog, Sample, ServedRun
+
+PLOT_SUFFIXES = (".svg", ".png", ".pdf")
+_NUM_INTERVALS = 60  # of the run, for rates and percentiles
+
+
+def figure_class() -> type:
+    """Matplotlib's `Figure`. Raises RuntimeError where there is none."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError(
+            "--plot needs matplotlib: pip install 'sgl-jax[bench]' brings it"
+        ) from error
+    figure: type = Figure
+    return figure
+
+
+def plot_run(run: ServedRun, title: str, path: Path) -> None:
+    """Draw requests, pages, hit rate and time to the first token over the run's minutes."""
+    figure = figure_class()(figsize=(9, 9), layout="constrained")
+    requests, pages, hits, latency = figure.subplots(4, 1, sharex=True)
+    series = Sample(*np.array(run.samples).T)  # each field an array over the samples
+    minutes = series.time_s / 60
+    requests.plot(minutes, series.num_running, lw=0.7, label="running")
+    requests.plot(minutes, series.num_waiting, lw=0.7, label="waiting")
+    requests.set_ylabel("requests")
+    _plot_pages(pages, minutes, series)
+    edges = np.linspace(0, minutes[-1], _NUM_INTERVALS + 1)
+    _plot_hit_rate(hits, edges, minutes, series)
+    _plot_first_tokens(latency, edges, run.requests)
+    for axes in (requests, pages, hits, latency):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    latency.set(xlabel="minutes", xlim=(0, minutes[-1]))
+    figure.suptitle(title)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _plot_pages(axes: Any, minutes: NDArray[np.float64], series: Any) -> None:
+    """Where the pages are, stacked to the whole pool."""
+    pool = series.free_pages + series.leased_pages + series.cached_pages
+    parts = {
+        "leased": series.leased_pages,
+        "cached, in use": series.locked_pages,
+        "cached, evictable": series.cached_pages - series.locked_pages,
+        "free": series.free_pages,
+    }
+    axes.stackplot(minutes, *(part / pool for part in parts.values()), labels=parts, alpha=0.8)
+    axes.set(ylabel="share of the pages", ylim=(0, 1))
+
+
+def _plot_hit_rate(
+    axes: Any, edges: NDArray[np.float64], minutes: NDArray[np.float64], series: Any
+) -> None:
+    """Of each interval, and since the start; tokens count when their request is admitted."""
+    prompt_tokens, cached_tokens = series.prompt_tokens, series.cached_tokens
+    prompts = np.diff(np.interp(edges, minutes, prompt_tokens))
+    hits = np.diff(np.interp(edges, minutes, cached_tokens))
+    rates = np.divide(hits, prompts, out=np.full_like(hits, np.nan), where=prompts > 0)
+    axes.stairs(rates, edges, label="now")
+    is_known = prompt_tokens > 0
+    total = cached_tokens[is_known] / prompt_tokens[is_known]
+    axes.plot(minutes[is_known], total, label="since the start")
+    axes.set(ylabel="hit rate", ylim=(0, None))
+
+
+def _plot_first_tokens(
+    axes: Any, edges: NDArray[np.float64], requests: Sequence[RequestLog]
+) -> None:
+    """Percentiles of the time to the first token, of the requests that arrived in each interval."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    served = [log for log in requests if log.refusal is None]
+    arrivals = np.array([log.arrival_s for log in served]) / 60
+    seconds = np.array([log.first_token_s - log.arrival_s for log in served])
+    interval = np.clip(np.searchsorted(edges, arrivals, side="right") - 1, 0, len(edges) - 2)
+    for percentile in (50, 99):
+        values = [
+            np.percentile(seconds[interval == i], percentile) if (interval == i).any() else np.nan
+            for i in range(len(edges) - 1)
+        ]
+        axes.stairs(values, edges, baseline=None, label=f"p{percentile}")
+    axes.set(ylabel="seconds to the first token", yscale="log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
