@@ -29,7 +29,7 @@ def plot_run(run: ServedRun, title: str, path: Path) -> None:
     """Draw requests, pages, hit rate and time to the first token over the run's minutes."""
     figure = figure_class()(figsize=(9, 9), layout="constrained")
     requests, pages, hits, latency = figure.subplots(4, 1, sharex=True)
-    series = Sample(*np.array(run.samples).T)  # each field an array over the samples
+    series: Any = Sample(*np.array(run.samples).T)  # each field an array over the samples
     minutes = series.time_s / 60
     requests.plot(minutes, series.num_running, lw=0.7, label="running")
     requests.plot(minutes, series.num_waiting, lw=0.7, label="waiting")
