@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sgl_jax.aot.topology import Topology, has_tpu_compiler
 from sgl_jax.bench.trace.cache_only import tree_hit_rate
 from sgl_jax.bench.trace.command import main
 from sgl_jax.bench.trace.oracles import (
@@ -16,6 +17,7 @@ from sgl_jax.bench.trace.oracles import (
     num_distinct_blocks,
     oracle_hit_rates,
 )
+from sgl_jax.bench.trace.planned_time import PlannedStepTime, planned_step_time
 from sgl_jax.bench.trace.reading import (
     BLOCK_TOKENS,
     VOCAB_SIZE,
@@ -29,7 +31,10 @@ from sgl_jax.bench.trace.report import served_values
 from sgl_jax.bench.trace.served import serve_trace
 from sgl_jax.bench.trace.step_time import LinearStepTime, rank_load
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import RankPlan, StepPlan
+from sgl_jax.models.config import ModelConfig
+from sgl_jax.plan.step_work import DeviceBytes
 from sgl_jax.scheduler.config import SchedulerConfig
 
 EXCERPT = Path(__file__).parents[1] / "traces" / "conversation_excerpt.jsonl"
@@ -336,6 +341,67 @@ def test_a_step_takes_as_long_as_its_most_loaded_rank():
     step_time = LinearStepTime(1.0, 10.0, 100.0, 1000.0)
     seconds = step_time.seconds(StepPlan(0, (light, heavy)))
     assert seconds == pytest.approx(1e-3 + 20 * 10e-6 + 100e-6 + 120 * 1e-6)
+
+
+# -- steps as long as the planner says ------------------------------------------------------------
+
+SMALL_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 32_768,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_planned_step_is_padded_to_a_shape_and_waits_for_the_most_attention():
+    step_time = PlannedStepTime(
+        shapes=(8, 128),
+        shape_seconds=(1e-3, 2e-3),
+        config=ModelConfig.from_dict(SMALL_MODEL),
+        memory=DeviceBytes(10**6, 0, 2, kv_token_bytes=2048, kv_itemsize=2, tp_size=1),
+        chip=Topology.parse("v6e-1").chip,
+    )
+
+    def seconds(*ranks):
+        return step_time.seconds(StepPlan(0, ranks))
+
+    decode, deep = rank_plan(1, [99], [1]), rank_plan(1, [3999], [1])
+    assert seconds(decode) == pytest.approx(1e-3, rel=0.01)
+    # The kernel's instructions or the bytes of KV, whichever takes longer, in proportion.
+    assert seconds(deep) - 1e-3 == pytest.approx(40 * (seconds(decode) - 1e-3))
+    assert seconds(deep, decode) == seconds(deep)
+    chunk, late_chunk = rank_plan(0, [0], [9]), rank_plan(0, [3000], [9])
+    assert 2e-3 < seconds(chunk) < seconds(late_chunk)
+    both = rank_plan(1, [3999, 3000], [1, 9])
+    assert seconds(both) == pytest.approx(seconds(deep) + seconds(late_chunk) - 1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed")
+def test_a_trace_is_served_on_steps_compiled_for_a_chip(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SMALL_MODEL))
+    args = ServerArgs(
+        model_path=str(config),
+        page_size=128,
+        max_total_tokens=65_536,
+        max_running_requests=16,
+        chunked_prefill_size=128,
+    )
+    sizes, step_time = planned_step_time(args, "v6e-1")
+    assert sizes.num_pages == 1 + 65_536 // 128
+    assert step_time.shapes == sizes.step_token_shapes == (8, 16, 32, 64, 128)
+    assert 0 < step_time.shape_seconds[0] < step_time.shape_seconds[-1]
+    trace = [request(1, 2, output_len=3), request(1, 2, 3, output_len=3)]
+    run = serve_trace(trace, sizes, SchedulerConfig(chunked_prefill_size=128), step_time)
+    assert run.busy_s == pytest.approx(run.duration_s)
 
 
 # -- the command ----------------------------------------------------------------------------------

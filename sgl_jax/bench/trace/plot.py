@@ -55,7 +55,8 @@ def _plot_pages(axes: Any, minutes: NDArray[np.float64], series: Any) -> None:
         "cached, evictable": series.cached_pages - series.locked_pages,
         "free": series.free_pages,
     }
-    axes.stackplot(minutes, *(part / pool for part in parts.values()), labels=parts, alpha=0.8)
+    shares = [part / pool for part in parts.values()]
+    axes.stackplot(minutes, *shares, labels=parts, colors=("C0", "C1", "C2", "0.9"), alpha=0.8)
     axes.set(ylabel="share of the pages", ylim=(0, 1))
 
 
