@@ -25,7 +25,7 @@ from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.scheduler.config import SchedulerConfig
 
 ENGINE_SETTINGS = (
-    *("dp_size", "tp_size", "page_size", "max_total_tokens", "max_running_requests"),
+    *("dp_size", "tp_size", "max_total_tokens", "max_running_requests"),
     *("chunked_prefill_size", "schedule_policy", "load_balance_method"),
 )
 _CAPACITIES = "1000,3000,10000,30000"
@@ -64,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m sgl_jax.bench.trace",
         description="Serve recorded traffic by the real scheduler and memory, without a device.",
     )
-    parser.add_argument("file", type=Path, help="requests, one JSON object a line (see docs)")
+    parser.add_argument(
+        "file", type=Path, help="requests, one JSON object a line: docs/trace_bench.md"
+    )
     parser.add_argument("--num-requests", type=int, metavar="N", help="the first N only")
     parser.add_argument("--json", action="store_true", help="print values as JSON")
     parser.add_argument(
@@ -82,7 +84,12 @@ def _parser() -> argparse.ArgumentParser:
         help="how the prefix tree evicts; with --cache-only all are run (%(default)s)",
     )
     add_arguments(parser, only=ENGINE_SETTINGS)
-    parser.set_defaults(page_size=None)
+    parser.add_argument(
+        "--page-size",
+        type=int,
+        metavar="VALUE",
+        help=f"tokens per KV page ({_DEFAULT_PAGE_SIZE}; with --cache-only {BLOCK_TOKENS})",
+    )
     cache = parser.add_argument_group("the prefix cache alone")
     cache.add_argument("--cache-only", action="store_true", help="no scheduler, no answers")
     cache.add_argument(
@@ -111,7 +118,7 @@ def _capacities(text: str) -> list[int]:
 
 def _check(words: argparse.Namespace) -> None:
     """Refuse at once what would fail, or mean nothing, after minutes."""
-    for name in ("num_requests", "dp_size", "tp_size"):
+    for name in ("num_requests", "page_size"):
         value = getattr(words, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -176,8 +183,8 @@ def _cache_only(trace: Trace, words: argparse.Namespace) -> str:
 def _served(trace: Trace, words: argparse.Namespace) -> str:
     """The figures of one run; the picture, if asked for, is written."""
     settings = {name: getattr(words, name) for name in ENGINE_SETTINGS}
-    settings["page_size"] = words.page_size or _DEFAULT_PAGE_SIZE
-    args = ServerArgs(**settings, model_path=words.planner_model or "")
+    page_size = words.page_size or _DEFAULT_PAGE_SIZE
+    args = ServerArgs(**settings, page_size=page_size, model_path=words.planner_model or "")
     sizes, step_time, about = _engine(trace, args, words)
     config = SchedulerConfig.from_args(
         args, (), args.chunked_prefill_size or sizes.max_chunk_tokens
