@@ -11,6 +11,7 @@ from sgl_jax.bench.trace.served import RequestLog, Sample, ServedRun
 
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 _NUM_INTERVALS = 60  # of the run, for rates and percentiles
+_MAX_POINTS = 240  # of a line
 
 
 def figure_class() -> type:
@@ -30,13 +31,14 @@ def plot_run(run: ServedRun, title: str, path: Path) -> None:
     figure = figure_class()(figsize=(9, 9), layout="constrained")
     requests, pages, hits, latency = figure.subplots(4, 1, sharex=True)
     series: Any = Sample(*np.array(run.samples).T)  # each field an array over the samples
+    means: Any = Sample._make(_means(values) for values in series)
+    requests.plot(means.time_s / 60, means.num_running, lw=1, label="running")
+    requests.plot(means.time_s / 60, means.num_waiting, lw=1, label="waiting")
+    requests.set(ylabel="requests", ylim=(0, None))
+    _plot_pages(pages, means)
     minutes = series.time_s / 60
-    requests.plot(minutes, series.num_running, lw=0.7, label="running")
-    requests.plot(minutes, series.num_waiting, lw=0.7, label="waiting")
-    requests.set_ylabel("requests")
-    _plot_pages(pages, minutes, series)
     edges = np.linspace(0, minutes[-1], _NUM_INTERVALS + 1)
-    _plot_hit_rate(hits, edges, minutes, series)
+    _plot_hit_rate(hits, edges, series)
     _plot_first_tokens(latency, edges, run.requests)
     for axes in (requests, pages, hits, latency):
         axes.grid(alpha=0.3)
@@ -46,7 +48,15 @@ def plot_run(run: ServedRun, title: str, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _plot_pages(axes: Any, minutes: NDArray[np.float64], series: Any) -> None:
+def _means(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of groups of neighbours, as many groups as can be told apart in a picture."""
+    group = -(-len(values) // _MAX_POINTS)
+    starts = np.arange(0, len(values), group)
+    sums: NDArray[np.float64] = np.add.reduceat(values, starts)
+    return sums / np.diff(starts, append=len(values))
+
+
+def _plot_pages(axes: Any, series: Any) -> None:
     """Where the pages are, stacked to the whole pool."""
     pool = series.free_pages + series.leased_pages + series.cached_pages
     parts = {
@@ -56,22 +66,22 @@ def _plot_pages(axes: Any, minutes: NDArray[np.float64], series: Any) -> None:
         "free": series.free_pages,
     }
     shares = [part / pool for part in parts.values()]
+    minutes = series.time_s / 60
     axes.stackplot(minutes, *shares, labels=parts, colors=("C0", "C1", "C2", "0.9"), alpha=0.8)
     axes.set(ylabel="share of the pages", ylim=(0, 1))
 
 
-def _plot_hit_rate(
-    axes: Any, edges: NDArray[np.float64], minutes: NDArray[np.float64], series: Any
-) -> None:
+def _plot_hit_rate(axes: Any, edges: NDArray[np.float64], series: Any) -> None:
     """Of each interval, and since the start; tokens count when their request is admitted."""
+    minutes = series.time_s / 60
     prompt_tokens, cached_tokens = series.prompt_tokens, series.cached_tokens
     prompts = np.diff(np.interp(edges, minutes, prompt_tokens))
     hits = np.diff(np.interp(edges, minutes, cached_tokens))
     rates = np.divide(hits, prompts, out=np.full_like(hits, np.nan), where=prompts > 0)
     axes.stairs(rates, edges, label="now")
     is_known = prompt_tokens > 0
-    total = cached_tokens[is_known] / prompt_tokens[is_known]
-    axes.plot(minutes[is_known], total, label="since the start")
+    total = _means(cached_tokens[is_known] / prompt_tokens[is_known])
+    axes.plot(_means(minutes[is_known]), total, label="since the start")
     axes.set(ylabel="hit rate", ylim=(0, None))
 
 
