@@ -1,0 +1,172 @@
+"""What caches of other kinds would serve of recorded traffic, counted on block ids alone.
+
+Requests come one after another, every prompt is kept and no answer is. A cache holds `capacity`
+blocks of 512 tokens, a partial last block counted as a whole one. A request is served its longest
+prefix of blocks that are there; one of more blocks than the capacity is neither served nor kept.
+These are references beside the radix tree: two policies without its structure, and the best that
+knowledge of the future could do.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from sgl_jax.bench.trace.reading import BLOCK_TOKENS, TracedRequest
+
+Trace = Sequence[TracedRequest]
+_GHOSTS_PER_BLOCK = 4  # remembered ids, for each block of capacity
+_NEVER = 1 << 62
+
+
+class BlockCache(Protocol):
+    """Blocks by id."""
+
+    def __contains__(self, block_id: int) -> bool:
+        """Whether the block is there."""
+        ...
+
+    def use(self, index: int, block_ids: Sequence[int]) -> None:
+        """Request number `index` read its blocks that are there, and keeps all of them."""
+        ...
+
+
+def hit_rate(trace: Trace, cache: BlockCache, capacity: int) -> float:
+    """Share of all prompt tokens that `cache`, which holds `capacity` blocks, serves."""
+    num_cached = 0
+    for index, request in enumerate(trace):
+        if len(request.block_ids) > capacity:
+            continue
+        num_blocks = 0
+        for block_id in request.block_ids:
+            if block_id not in cache:
+                break
+            num_blocks += 1
+        num_cached += min(num_blocks * BLOCK_TOKENS, request.input_len)
+        cache.use(index, request.block_ids)
+    return num_cached / sum(request.input_len for request in trace)
+
+
+class LruBlocks:
+    """Evicts what was used longest ago; of one request's blocks the last first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # used longest ago first
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._blocks
+
+    def use(self, index: int, block_ids: Sequence[int]) -> None:
+        """See `BlockCache`."""
+        for block_id in reversed(block_ids):
+            self._blocks[block_id] = None
+            self._blocks.move_to_end(block_id)
+        while len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+
+
+class GhostListBlocks:
+    """Blocks seen once in a queue, blocks seen again in an LRU list, evicted ids remembered.
+
+    A block that returns while its id is remembered was evicted too early: it goes to the second
+    list. The queue gives blocks up while it holds more than a quarter. (2Q, Johnson and Shasha,
+    VLDB 1994, with ghosts of both lists.)
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._once or block_id in self._again
+
+    def use(self, index: int, block_ids: Sequence[int]) -> None:
+        """See `BlockCache`."""
+        for block_id in reversed(block_ids):
+            self._use(block_id)
+        while len(self._once) + len(self._again) > self._capacity:
+            is_queue_large = 4 * len(self._once) > self._capacity
+            source = self._once if is_queue_large or not self._again else self._again
+            self._ghosts[source.popitem(last=False)[0]] = None
+        while len(self._ghosts) > _GHOSTS_PER_BLOCK * self._capacity:
+            self._ghosts.popitem(last=False)
+
+    def _use(self, block_id: int) -> None:
+        if block_id in self._again:
+            self._again.move_to_end(block_id)
+        elif block_id in self._once:
+            del self._once[block_id]
+            self._again[block_id] = None
+        elif block_id in self._ghosts:
+            del self._ghosts[block_id]
+            self._again[block_id] = None
+        else:
+            self._once[block_id] = None
+
+
+class FarthestUseBlocks:
+    """Evicts what is used again last of all, or never; of equals the deepest in its prompt.
+
+    Belady's rule (1966) on prefixes. A block is used whenever one behind it is, so the victim is
+    always the end of a prefix. No block of the request that has just come is evicted: its prompt
+    is kept, as by any cache that cannot know better.
+    """
+
+    def __init__(self, trace: Trace, capacity: int) -> None:
+        self._capacity = capacity
+        self._next_uses = _next_uses(trace)
+        self._next_use: dict[int, int] = {}  # of the blocks that are there
+        # (-next use, -depth, block id); an entry counts if its next use is still the block's
+        self._victims: list[tuple[int, int, int]] = []
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._next_use
+
+    def use(self, index: int, block_ids: Sequence[int]) -> None:
+        """See `BlockCache`."""
+        next_uses = self._next_uses[index]
+        self._next_use.update(zip(block_ids, next_uses, strict=True))
+        while len(self._next_use) > self._capacity:
+            negative_use, _, block_id = heapq.heappop(self._victims)
+            if self._next_use.get(block_id) == -negative_use:
+                del self._next_use[block_id]
+        # Only now: what this request keeps was no victim, since its old entries are out of date.
+        for depth, (block_id, next_use) in enumerate(zip(block_ids, next_uses, strict=True)):
+            heapq.heappush(self._victims, (-next_use, -depth, block_id))
+
+
+def _next_uses(trace: Trace) -> list[list[int]]:
+    """For each request and each of its blocks, the number of the next request that has it."""
+    next_uses: list[list[int]] = []
+    last_seen: dict[int, int] = {}
+    for index in range(len(trace) - 1, -1, -1):
+        block_ids = trace[index].block_ids
+        next_uses.append([last_seen.get(block_id, _NEVER) for block_id in block_ids])
+        last_seen.update(dict.fromkeys(block_ids, index))
+    next_uses.reverse()
+    return next_uses
+
+
+ORACLES: Mapping[str, Callable[[Trace, int], BlockCache]] = MappingProxyType(
+    {
+        "LRU": lambda trace, capacity: LruBlocks(capacity),
+        "ghost list": lambda trace, capacity: GhostListBlocks(capacity),
+        "farthest use": FarthestUseBlocks,
+    }
+)
+
+
+def oracle_hit_rates(trace: Trace, capacity: int) -> dict[str, float]:
+    """By name of the oracle, the share of prompt tokens served with `capacity` blocks."""
+    return {
+        name: hit_rate(trace, make(trace, capacity), capacity) for name, make in ORACLES.items()
+    }
+
+
+def num_distinct_blocks(trace: Trace) -> int:
+    """Blocks that a cache must hold never to evict one."""
+    return len({block_id for request in trace for block_id in request.block_ids})

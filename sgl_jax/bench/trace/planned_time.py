@@ -1,0 +1,105 @@
+"""Steps as long as the planner estimates them, for a published model on a slice of TPUs.
+
+The only part of the package that imports jax. The smallest, the largest and one of the engine's
+padded shapes between them are compiled by the TPU's compiler, without a TPU; the others are
+interpolated. Attention is estimated for each step from what its rows read.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from sgl_jax.aot.chips import Chip
+from sgl_jax.aot.engine_programs import EngineProgramsOnPaper, engine_programs
+from sgl_jax.aot.program_cost import program_cost
+from sgl_jax.aot.topology import Topology, has_tpu_compiler, topology_mesh
+from sgl_jax.bench.trace.step_time import RankLoad, rank_load
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.step_plan import StepPlan
+from sgl_jax.models.config import ModelConfig
+from sgl_jax.plan.arguments import PlanRequest, Workload, read_config
+from sgl_jax.plan.attention import attention_time
+from sgl_jax.plan.estimate import device_bytes
+from sgl_jax.plan.memory import plan_memory
+from sgl_jax.plan.step_time import estimate_step
+from sgl_jax.plan.step_work import DeviceBytes, StepWork
+
+
+class PlannedStepTime(NamedTuple):
+    """The planner's estimate of each step."""
+
+    shapes: tuple[int, ...]  # tokens that steps are padded to, ascending
+    shape_seconds: tuple[float, ...]  # of a step of each shape, without attention
+    config: ModelConfig
+    memory: DeviceBytes
+    chip: Chip
+
+    def seconds(self, plan: StepPlan) -> float:
+        """See `StepTime`: all ranks are padded to one shape, and wait for the most attention."""
+        loads = [rank_load(rank_plan) for rank_plan in plan.ranks]
+        tokens = max(load.tokens for load in loads)
+        index = int(np.searchsorted(self.shapes, tokens))
+        return self.shape_seconds[index] + max(self._attention_seconds(load) for load in loads)
+
+    def _attention_seconds(self, load: RankLoad) -> float:
+        decode = StepWork(
+            load.decode_rows, load.decode_kv_tokens, load.decode_kv_tokens, is_prefill=False
+        )
+        prefill = StepWork(load.prefill_tokens, load.prefill_kv_tokens, load.prefill_pairs)
+        return sum(
+            attention_time(work, self.config, self.memory, self.chip).total_s
+            for work in (decode, prefill)
+        )
+
+
+def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes, PlannedStepTime]:
+    """The engine of `args`, on a slice such as `v6e-8`: its sizes, and its steps' times.
+
+    Raises:
+        RuntimeError: libtpu is not installed.
+        ValueError: no such model or slice, or the model cannot be split, or has no room.
+    """
+    if not has_tpu_compiler():
+        raise RuntimeError(
+            "--planner-model needs the TPU's compiler: pip install 'sgl-jax[tpu]' brings libtpu, "
+            "which needs no TPU"
+        )
+    jax.config.update("jax_platforms", "cpu")  # nothing runs, and a TPU that is here may be busy
+    topology = Topology.parse(topology_name)
+    if args.num_devices > topology.num_devices:
+        raise ValueError(
+            f"--dp-size {args.dp_size} x --tp-size {args.tp_size} needs {args.num_devices} "
+            f"devices, {topology.name} has {topology.num_devices}"
+        )
+    request = PlanRequest(args, read_config(args.model_path), topology, Workload(1, 1))
+    memory = plan_memory(request)
+    if memory.num_pages < 1:
+        raise ValueError(f"{args.model_path} leaves no room for KV on {topology.name}")
+    mesh = topology_mesh(topology, args.dp_size, args.tp_size)
+    engine = engine_programs(args, request.config, mesh, memory.num_pages + 1)
+    device = device_bytes(engine, memory, request)
+    shapes = tuple(bucket.tokens for bucket in engine.shape.buckets.plain)
+    seconds = _shape_seconds(engine, shapes, request, device)
+    sizes = engine.shape.sizes(memory.num_pages + 1)
+    return sizes, PlannedStepTime(shapes, seconds, request.config, device, topology.chip)
+
+
+def _shape_seconds(
+    engine: EngineProgramsOnPaper, shapes: Sequence[int], request: PlanRequest, device: DeviceBytes
+) -> tuple[float, ...]:
+    """Seconds of a step of each shape, without attention."""
+    compiled = sorted({shapes[0], shapes[len(shapes) // 2], shapes[-1]})
+    seconds = []
+    for tokens in compiled:
+        print(f"compiling a step of {tokens} tokens ...", file=sys.stderr, flush=True)
+        bucket = engine.shape.buckets.smallest(tokens)
+        cost = program_cost(engine.programs.lower_step(bucket).compile())
+        work = StepWork(tokens, kv_tokens_read=0, query_key_pairs=0)
+        chip = request.topology.chip
+        seconds.append(estimate_step(cost, work, request.config, device, chip).total_s)
+    interpolated: list[float] = np.interp(shapes, compiled, seconds).tolist()
+    return tuple(interpolated)

@@ -1,0 +1,145 @@
+"""Reading recorded traffic: when requests came, how long they were, and which prefixes they share.
+
+The format is that of the traces published with Mooncake (FAST'25): one JSON object a line, with
+`timestamp` (ms since the start), `input_length` and `output_length` (tokens), and `hash_ids`, one
+id for each 512 tokens of the prompt, the last of them perhaps fewer. Equal ids mean equal prompts
+up to and including that block. The tokens are not recorded: they are derived from the ids.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.step_plan import Int32Array
+
+BLOCK_TOKENS = 512
+# Derived tokens lie in [0, VOCAB_SIZE): no larger than the vocabulary of any model served.
+VOCAB_SIZE = 32_000
+_MAX_BLOCK_ID = 2**53  # block ids times BLOCK_TOKENS stay within 64 bits
+_NO_BLOCK = -1
+
+
+class TraceError(ValueError):
+    """The file is not recorded traffic; the message names the line."""
+
+
+class TracedRequest(NamedTuple):
+    """One recorded request."""
+
+    arrival_ms: int
+    input_len: int  # tokens
+    output_len: int  # tokens
+    block_ids: tuple[int, ...]  # of each 512 tokens of the prompt, the last block perhaps partial
+
+
+def read_trace(path: Path, num_requests: int | None = None) -> list[TracedRequest]:
+    """The first `num_requests` of a file (all), in order of arrival.
+
+    Raises:
+        TraceError: a line is not a request, or contradicts one before it; or there is none.
+        OSError: the file cannot be read.
+    """
+    with path.open(encoding="utf-8") as file:
+        requests = _parse(path.name, file, num_requests)
+    if not requests:
+        raise TraceError(f"{path.name} has no requests")
+    return requests
+
+
+def _parse(name: str, lines: Iterable[str], num_requests: int | None) -> list[TracedRequest]:
+    requests: list[TracedRequest] = []
+    preceding: dict[int, int] = {}  # block id -> id of the block before it
+    for number, line in enumerate(lines, start=1):
+        if num_requests is not None and len(requests) >= num_requests:
+            break
+        if not line.strip():
+            continue
+        try:
+            request = _parse_line(line)
+            if requests and request.arrival_ms < requests[-1].arrival_ms:
+                raise TraceError(
+                    f"timestamp {request.arrival_ms} is before {requests[-1].arrival_ms}, that of "
+                    "the request before"
+                )
+            _check_prefixes(request.block_ids, preceding)
+        except TraceError as error:
+            raise TraceError(f"{name}, line {number}: {error}") from error
+        requests.append(request)
+    return requests
+
+
+def _parse_line(line: str) -> TracedRequest:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise TraceError(f"expected an object with timestamp, input_length, ..., got {line[:40]!r}")
+    input_len = _integer(fields, "input_length", 1)
+    ids = fields.get("hash_ids")
+    if not isinstance(ids, list) or not all(_is_integer(i) and 0 <= i < _MAX_BLOCK_ID for i in ids):
+        raise TraceError(f"hash_ids must be a list of integers in [0, 2^53), got {str(ids)[:40]}")
+    num_blocks = -(-input_len // BLOCK_TOKENS)
+    if len(ids) != num_blocks:
+        raise TraceError(
+            f"input_length {input_len} makes {num_blocks} blocks of {BLOCK_TOKENS} tokens, "
+            f"hash_ids has {len(ids)}"
+        )
+    return TracedRequest(
+        arrival_ms=_integer(fields, "timestamp", 0),
+        input_len=input_len,
+        output_len=_integer(fields, "output_length", 1),
+        block_ids=tuple(ids),
+    )
+
+
+def _integer(fields: dict[str, Any], name: str, least: int) -> int:
+    value = fields.get(name)
+    if not _is_integer(value) or value < least:
+        raise TraceError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return value
+
+
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_prefixes(block_ids: Sequence[int], preceding: dict[int, int]) -> None:
+    """An id names its whole prefix, so the same block always precedes it."""
+    before = _NO_BLOCK
+    for block_id in block_ids:
+        known = preceding.setdefault(block_id, before)
+        if known != before:
+            raise TraceError(
+                f"block {block_id} stands {_behind(before)} here and {_behind(known)} earlier, "
+                "though equal ids mean equal prefixes"
+            )
+        before = block_id
+
+
+def _behind(block_id: int) -> str:
+    return "first" if block_id == _NO_BLOCK else f"behind block {block_id}"
+
+
+def block_tokens(block_ids: Sequence[int]) -> Int32Array:
+    """The tokens of whole blocks, int32[512 * len(block_ids)]: the same for the same ids, always.
+
+    Each is a hash of block id and position, by the finaliser of MurmurHash3 (Appleby, 2011).
+    """
+    first = np.array(block_ids, np.uint64) * np.uint64(BLOCK_TOKENS)
+    positions = np.arange(BLOCK_TOKENS, dtype=np.uint64)
+    mixed: NDArray[np.uint64] = np.add.outer(first, positions).ravel()
+    for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        mixed ^= mixed >> np.uint64(33)
+        mixed *= np.uint64(multiplier)
+    mixed ^= mixed >> np.uint64(33)
+    return (mixed % np.uint64(VOCAB_SIZE)).astype(np.int32)
+
+
+def prompt_tokens(request: TracedRequest) -> Int32Array:
+    """The derived prompt, int32[input_len]."""
+    return block_tokens(request.block_ids)[: request.input_len]

@@ -1,0 +1,274 @@
+"""Recorded traffic through the real scheduler and memory, on a logical clock.
+
+Requests arrive when they did, each asks for exactly the tokens that it got, and steps overlap as in
+the engine: step N + 1 is planned and launched before the result of N is read. The host's own time
+is measured, but does not advance the clock. So a run is a function of its inputs.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
+from sgl_jax.bench.trace.step_time import StepTime
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.messages import FinishReason, GenerateRequest, OutputBatch
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.fake_executor import FakeExecutor
+from sgl_jax.scheduler.scheduler import Scheduler
+
+_SAMPLE_INTERVAL_S = 1.0  # of the clock
+
+
+class Sample(NamedTuple):
+    """The state at one moment; pages are those of all ranks together."""
+
+    time_s: float
+    num_running: int
+    num_waiting: int
+    free_pages: int
+    leased_pages: int
+    cached_pages: int
+    locked_pages: int  # of the cached, those that running requests read
+    prompt_tokens: int  # of the requests admitted so far
+    cached_tokens: int
+
+
+@dataclass
+class RequestLog:
+    """What became of one request; seconds of the clock, NaN until they are known."""
+
+    arrival_s: float
+    start_s: float = float("nan")  # of the first step it takes part in
+    first_token_s: float = float("nan")
+    end_s: float = float("nan")
+    output_len: int = 0
+    refusal: str | None = None
+
+
+@dataclass
+class ServedRun:
+    """What a run found. `host_s` is processor time of plan, commit and outputs, for each step."""
+
+    requests: list[RequestLog]
+    samples: list[Sample] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
+    host_s: list[float] = field(default_factory=list)
+    arrivals_host_s: float = 0.0  # processor time of `submit`, all requests together
+    duration_s: float = 0.0  # of the clock, from the first arrival to the last token
+    busy_s: float = 0.0  # of it, those in which a step ran
+
+
+class DistinctAnswers(FakeExecutor):
+    """A fake executor that gives each request, by its seed, an answer of its own.
+
+    Else two requests with the same prompt, in the same row, would share their answers' pages.
+    """
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        super().__init__(sizes)
+        self._seeds = np.zeros((sizes.dp_size, sizes.num_rows), np.int64)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Make up the step's result."""
+        handle = super().launch(plan)
+        results = self.result(handle)
+        for rank_plan, result, seeds in zip(plan.ranks, results, self._seeds, strict=True):
+            for admission in rank_plan.admissions:
+                seeds[admission.row] = admission.seed
+            shifted = (result.tokens[:, 0] + seeds[rank_plan.rows]) % self.sizes.vocab_size
+            result.tokens[:, 0] = np.where(rank_plan.samples, shifted, -1)
+        return handle
+
+
+class _Launched(NamedTuple):
+    plan: StepPlan
+    handle: StepHandle
+    end_s: float
+
+
+class _Replay:
+    """The engine's loop with a clock of its own. `run` may be called once."""
+
+    def __init__(
+        self,
+        trace: Sequence[TracedRequest],
+        sizes: EngineSizes,
+        config: SchedulerConfig,
+        step_time: StepTime,
+        speedup: float,
+    ) -> None:
+        self._trace = trace
+        self._scheduler = Scheduler(sizes, config)
+        self._executor = DistinctAnswers(sizes)
+        self._step_time = step_time
+        self._in_flight: deque[_Launched] = deque()
+        first_ms = trace[0].arrival_ms
+        logs = [RequestLog((r.arrival_ms - first_ms) * 1e-3 / speedup) for r in trace]
+        self._run = ServedRun(logs)
+        self._num_arrived = 0
+        self._now_s = 0.0
+        self._device_free_s = 0.0
+        self._step_host_s = 0.0
+
+    def run(self) -> ServedRun:
+        """Serve all requests, prove the memory's ownership, and say what was found."""
+        while self._num_arrived < len(self._trace) or not self._scheduler.is_idle:
+            self._submit_due()
+            self._turn()
+            self._sample()
+        run = self._run
+        self._scheduler.audit()
+        self._check_answers()
+        run.counters = self._scheduler.counters()
+        run.duration_s = self._now_s
+        return run
+
+    # -- arrivals ---------------------------------------------------------------------------
+
+    def _submit_due(self) -> None:
+        """Submit what has arrived by now."""
+        logs = self._run.requests
+        while self._num_arrived < len(logs) and (logs[self._num_arrived].arrival_s <= self._now_s):
+            index = self._num_arrived
+            request = self._trace[index]
+            message = GenerateRequest(
+                rid=str(index),
+                input_ids=prompt_tokens(request).tolist(),
+                sampling=SamplingParams(max_new_tokens=request.output_len, ignore_eos=True),
+            )
+            start = time.thread_time()
+            self._scheduler.submit(message)
+            self._run.arrivals_host_s += time.thread_time() - start
+            self._num_arrived += 1
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Plan and launch one step; read the oldest once two are in flight, or none can run."""
+        start = time.thread_time()
+        plan = self._scheduler.plan()
+        self._step_host_s += time.thread_time() - start
+        if plan is not None:
+            self._launch(plan)
+        if self._in_flight and (plan is None or len(self._in_flight) > 1):
+            self._read_oldest()
+        elif plan is None:
+            self._wait_for_arrival()
+        self._take_outputs()
+        if plan is not None:
+            self._run.host_s.append(self._step_host_s)
+            self._step_host_s = 0.0
+
+    def _launch(self, plan: StepPlan) -> None:
+        begin_s = max(self._now_s, self._device_free_s)
+        seconds = self._step_time.seconds(plan)
+        self._device_free_s = begin_s + seconds
+        self._run.busy_s += seconds
+        launched = _Launched(plan, self._executor.launch(plan), self._device_free_s)
+        self._in_flight.append(launched)
+        for rank, rank_plan in zip(self._scheduler.ranks, plan.ranks, strict=True):
+            for admission in rank_plan.admissions:
+                log = self._run.requests[int(rank.running.rids[admission.row])]
+                if np.isnan(log.start_s):  # else it was retracted meanwhile
+                    log.start_s = begin_s
+
+    def _read_oldest(self) -> None:
+        done = self._in_flight.popleft()
+        self._now_s = max(self._now_s, done.end_s)
+        results = self._executor.result(done.handle)
+        start = time.thread_time()
+        self._scheduler.commit(done.plan, results)
+        self._step_host_s += time.thread_time() - start
+
+    def _wait_for_arrival(self) -> None:
+        """Nothing runs: go on when the next request arrives."""
+        if self._num_arrived < len(self._trace):
+            self._now_s = max(self._now_s, self._run.requests[self._num_arrived].arrival_s)
+        elif not self._scheduler.is_idle:
+            raise RuntimeError(
+                f"{self._scheduler.num_waiting} requests wait, and no step can be planned"
+            )
+
+    def _take_outputs(self) -> None:
+        start = time.thread_time()
+        batch = self._scheduler.take_outputs()
+        self._step_host_s += time.thread_time() - start
+        if batch is not None:
+            self._log_outputs(batch)
+
+    def _log_outputs(self, batch: OutputBatch) -> None:
+        logs = self._run.requests
+        for rid in batch.rids:
+            logs[int(rid)].output_len += 1
+        for output in batch.outputs:
+            log = logs[int(output.rid)]
+            if output.token_ids and not log.output_len:
+                log.first_token_s = self._now_s
+            log.output_len += len(output.token_ids)
+            if output.finish is not None:
+                log.end_s = self._now_s
+                log.refusal = _refusal(output.finish)
+
+    # -- what is found ----------------------------------------------------------------------
+
+    def _sample(self) -> None:
+        samples = self._run.samples
+        if samples and self._now_s < samples[-1].time_s + _SAMPLE_INTERVAL_S:
+            return
+        scheduler = self._scheduler
+        views, counters = scheduler.memory_views(), scheduler.counters()
+        samples.append(
+            Sample(
+                time_s=self._now_s,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                free_pages=sum(view.free_pages for view in views),
+                leased_pages=sum(view.leased_pages for view in views),
+                cached_pages=sum(view.cached_pages for view in views),
+                locked_pages=sum(view.protected_pages for view in views),
+                prompt_tokens=counters["prompt_tokens"],
+                cached_tokens=counters["cached_tokens"],
+            )
+        )
+
+    def _check_answers(self) -> None:
+        """Every request that was not refused got all of its tokens."""
+        for index, (request, log) in enumerate(zip(self._trace, self._run.requests, strict=True)):
+            if log.refusal is None and log.output_len != request.output_len:
+                raise RuntimeError(
+                    f"request {index} got {log.output_len} tokens of {request.output_len}"
+                )
+
+
+def _refusal(finish: FinishReason) -> str | None:
+    return (finish.message or "aborted") if finish.type == "abort" else None
+
+
+def serve_trace(
+    trace: Sequence[TracedRequest],
+    sizes: EngineSizes,
+    config: SchedulerConfig,
+    step_time: StepTime,
+    *,
+    speedup: float = 1.0,
+) -> ServedRun:
+    """Serve `trace` with an engine of the given sizes.
+
+    Args:
+        trace: at least one request, in order of arrival.
+        sizes: of the engine; its vocabulary holds at least `reading.VOCAB_SIZE` tokens.
+        config: of the scheduler; with `check_every_step` each step's ledger is proved.
+        step_time: how long steps take.
+        speedup: arrivals come so many times as fast as they did.
+
+    Raises `MemoryDefectError` if the memory is not what its ledger says; after the last request
+    that is proved by a full walk.
+    """
+    return _Replay(trace, sizes, config, step_time, speedup).run()

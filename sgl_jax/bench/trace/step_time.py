@@ -1,0 +1,68 @@
+"""How long a step takes on a device that is not there: a clock for the served run.
+
+A step ends when its most loaded rank does. `LinearStepTime` is a sum of four costs;
+`planned_step_time` has the estimate of the planner for a model and a slice.
+"""
+
+from typing import NamedTuple, Protocol
+
+from sgl_jax.core.step_plan import RankPlan, StepPlan
+
+
+class StepTime(Protocol):
+    """Says how long steps take."""
+
+    def seconds(self, plan: StepPlan) -> float:
+        """Seconds that one step keeps the device busy."""
+        ...
+
+
+class RankLoad(NamedTuple):
+    """What one rank computes in a step."""
+
+    decode_rows: int
+    decode_kv_tokens: int  # read by decode rows, that of the token computed included
+    prefill_tokens: int
+    prefill_kv_tokens: int  # read by prefill chunks, their own included
+    prefill_pairs: int  # of a query and a key it attends to
+
+    @property
+    def tokens(self) -> int:
+        """Queries of all rows."""
+        return self.decode_rows + self.prefill_tokens
+
+
+def rank_load(plan: RankPlan) -> RankLoad:
+    """The load of one rank's part of a step that carries no drafts."""
+    n = plan.num_decode
+    starts, lens = plan.kv_starts.astype(int), plan.q_lens.astype(int)
+    chunk_starts, chunk_lens = starts[n:], lens[n:]
+    return RankLoad(
+        decode_rows=n,
+        decode_kv_tokens=int(starts[:n].sum()) + n,
+        prefill_tokens=int(chunk_lens.sum()),
+        prefill_kv_tokens=int((chunk_starts + chunk_lens).sum()),
+        prefill_pairs=int((chunk_lens * chunk_starts + chunk_lens * (chunk_lens + 1) // 2).sum()),
+    )
+
+
+class LinearStepTime(NamedTuple):
+    """A base for every step, and so much for what its most loaded rank computes."""
+
+    base_ms: float
+    prefill_us_per_token: float
+    decode_us_per_row: float
+    kv_ns_per_token: float  # of KV read
+
+    def seconds(self, plan: StepPlan) -> float:
+        """See `StepTime`."""
+        return max(self._rank_seconds(rank_load(rank_plan)) for rank_plan in plan.ranks)
+
+    def _rank_seconds(self, load: RankLoad) -> float:
+        kv_tokens = load.decode_kv_tokens + load.prefill_kv_tokens
+        return (
+            self.base_ms * 1e-3
+            + self.prefill_us_per_token * 1e-6 * load.prefill_tokens
+            + self.decode_us_per_row * 1e-6 * load.decode_rows
+            + self.kv_ns_per_token * 1e-9 * kv_tokens
+        )
