@@ -376,3 +376,19 @@ def test_books_found_wrong_by_a_close_are_repaired_and_sessions_go_on(tmp_path: 
         assert turn(engine, survivor, [303]).num_prompt_tokens == 2 + 8 + 1
         engine.close_session(survivor)
         assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("num_new", [40, 90])
+def test_a_turn_that_reads_the_tree_beyond_its_slot_says_what_the_whole_conversation_says(
+    engine: Engine, num_new: int
+) -> None:
+    rng = random.Random(num_new)
+    first, new = ([rng.randrange(300, 700) for _ in range(n)] for n in (21, num_new))
+    session_id = engine.open_session(streaming=True)
+    history = first + turn(engine, session_id, first).output_ids
+    expected = whole(engine, history + new)
+    result = turn(engine, session_id, new)
+    assert result.cached_tokens > len(history) + num_new - 20
+    assert result.output_ids == expected
+    again = history + new + expected + new[:5]
+    assert turn(engine, session_id, new[:5]).output_ids == whole(engine, again)

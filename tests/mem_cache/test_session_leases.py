@@ -237,6 +237,22 @@ def test_a_row_that_has_as_much_as_the_tree_keeps_its_pages(
     audit(memory, num_running=1)
 
 
+@pytest.mark.parametrize("page_size", [4, 16, 256])
+def test_a_row_keeps_pages_that_it_has_not_published_where_the_tree_has_fewer(
+    page_size: int,
+) -> None:
+    memory = make_session_memory(page_size)
+    first, second = memory.open_lease(known(0)), memory.open_lease(known(0))
+    write_kv(memory, first, 2 * page_size)
+    write_kv(memory, second, 2 * page_size + 1)
+    release_kv_cache(memory, first, known(2 * page_size), insert=True)
+    pages = second.pages(page_size).tolist()
+    assert not adopt_prefix(memory, second, known(4 * page_size))
+    assert (second.cache_protected_len, second.kv_committed_len) == (0, 2 * page_size + 1)
+    assert second.pages(page_size).tolist() == pages
+    audit(memory, num_running=1)
+
+
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_a_row_without_a_lock_adopts_a_prefix_from_its_beginning(page_size: int) -> None:
     """It had less than a page, so that nothing of it was the tree's."""
