@@ -349,8 +349,11 @@ class IdleSessions:
 
     def admit(self, request: Request) -> int:
         """The row that it is given."""
-        row = self.rank.try_admit(request)
-        assert row is not None, "the load does not fit the sizes"
+        cache = self.rank.memory.cache
+        cursor = cache.follow(request.matchable(), request.namespace, tag=0)
+        assert self.rank.fits(request, cursor), "the load does not fit the sizes"
+        row = self.rank.admit(request, cursor)
+        cache.unfollow(cursor)
         self.rank.take_admissions()
         return row
 

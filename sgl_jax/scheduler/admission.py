@@ -142,9 +142,7 @@ class Admission:
         least = min(len(room.rank.running) for room in rooms)
         bound = int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
         return [
-            room.option(
-                request, cursors[room.rank.dp_rank], max(len(room.rank.running) - bound, 0)
-            )
+            room.option(request, cursors[room.rank.dp_rank], max(len(room.rank.running) - bound, 0))
             for room in allowed
         ]
 

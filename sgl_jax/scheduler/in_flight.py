@@ -13,7 +13,6 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 
-
 _AT_ROOT = -1
 
 

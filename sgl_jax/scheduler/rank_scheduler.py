@@ -22,10 +22,10 @@ from sgl_jax.mem_cache.release import (
     resume_lease,
     roll_back_lease,
 )
-from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.draft_policy import DraftPolicy
 from sgl_jax.scheduler.request import Request, RequestState
+from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.running_rows import RunningRows
 
 
@@ -119,7 +119,9 @@ class RankScheduler:
         """
         memory = self.memory
         lease, start = self._take_lease(request, request.slot_in(memory))
-        needed = memory.pages_for(len(request.tokens) + 1) - memory.pages_for(lease.kv_allocated_len)
+        needed = memory.pages_for(len(request.tokens) + 1) - memory.pages_for(
+            lease.kv_allocated_len
+        )
         self.evict_sessions_for(needed + self.reserve.pages(memory, self.running))
         request.lease, request.dp_rank = lease, self.dp_rank
         if request.num_retractions == 0:

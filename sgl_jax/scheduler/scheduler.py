@@ -297,7 +297,6 @@ class Scheduler:
 
     # -- inside -----------------------------------------------------------------------------
 
-
     def _make_request(self, message: GenerateRequest) -> Request:
         """A request from its message. Raises `InvalidRequestError`, `SessionsFullError`."""
         if message.session is None:

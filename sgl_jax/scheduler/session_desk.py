@@ -23,7 +23,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.request import Request, RequestState
+from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.session_book import SessionBook, SessionsFullError
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession

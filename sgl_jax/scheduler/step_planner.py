@@ -61,7 +61,9 @@ class StepDraft:
     def admit(self, request: Request, cursor: PrefixCursor) -> int:
         """Start a waiting request that fits, with a first chunk; answers its row."""
         row = self.rank.admit(request, cursor)
-        self.num_prefill_tokens += len(request.tokens) - self.rank.memory.leases[row].kv_committed_len
+        self.num_prefill_tokens += (
+            len(request.tokens) - self.rank.memory.leases[row].kv_committed_len
+        )
         self._add_chunk(row)
         return row
 

@@ -188,7 +188,9 @@ class WaitingQueue:
     def due(self) -> list[Request]:
         """Requests that are due, oldest first, whether or not they may start."""
         end = self._end
-        lines = np.flatnonzero(self._is_waiting[:end] & (self._passed_over[:end] >= MAX_PASSED_OVER))
+        lines = np.flatnonzero(
+            self._is_waiting[:end] & (self._passed_over[:end] >= MAX_PASSED_OVER)
+        )
         lines = lines[np.argsort(self._arrival[lines])]
         return [self._by_line[line] for line in lines.tolist()]
 

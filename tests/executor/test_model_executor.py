@@ -223,7 +223,9 @@ def test_a_row_that_is_scored_changes_no_drafts_beside_it(make_executor):
             assert rank.num_drafts[0] == 3
             num_scored = np.array([0, rank.q_lens[1] if is_scored else 0], np.int32)
             rank = rank._replace(num_scored=num_scored)
-            waiting = [(plan := plan.__class__(plan.step_id, (rank,)), executor.launch(plan), order)]
+            waiting = [
+                (plan := plan.__class__(plan.step_id, (rank,)), executor.launch(plan), order)
+            ]
             driver._read(waiting)
         outputs.append((row.output, other.output))
     assert outputs[0] == outputs[1]

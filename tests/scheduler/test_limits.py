@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import Driver, generate, make_sizes
 

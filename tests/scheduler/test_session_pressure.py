@@ -1,12 +1,8 @@
 """Sessions when memory is short, and on several ranks."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from sgl_jax.core.messages import SessionTurn
-from sgl_jax.scheduler.step_planner import StepDraft
-from sgl_jax.scheduler.waiting_queue import WaitingQueue
 from tests.faults import no_more_pages
 from tests.scheduler.driver import generate
 from tests.scheduler.test_sessions import talk

@@ -8,7 +8,6 @@ the time it takes.
 
 import numpy as np
 
-from sgl_jax.bench.trace.eviction import memory_with_policy
 from sgl_jax.bench.trace.oracles import Trace
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, VOCAB_SIZE, TracedRequest, block_tokens
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -50,7 +49,7 @@ def tree_hit_rate(
         max_prompt_logprob_tokens=1,
         vocab_size=VOCAB_SIZE,
     )
-    memory = memory_with_policy(sizes, policy)
+    memory = RankMemory(0, sizes, eviction_policy=policy)
     num_cached = 0
     for request in trace:
         if len(request.block_ids) > capacity:

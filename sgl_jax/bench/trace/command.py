@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_jax.bench.trace.cache_only import tree_hit_rate
-from sgl_jax.bench.trace.eviction import EVICTION_POLICIES, config_with_policy
 from sgl_jax.bench.trace.oracles import Trace, num_distinct_blocks, oracle_hit_rates
 from sgl_jax.bench.trace.plot import PLOT_SUFFIXES, figure_class, plot_run
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, VOCAB_SIZE, read_trace
@@ -22,9 +21,11 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs, add_arguments
 from sgl_jax.executor.buckets import step_limits
 from sgl_jax.mem_cache.errors import MemoryDefectError
+from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
 from sgl_jax.scheduler.config import SchedulerConfig
 
 ENGINE_SETTINGS = (
+    "radix_eviction_policy",
     *("dp_size", "tp_size", "max_total_tokens", "max_running_requests"),
     *("chunked_prefill_size", "schedule_policy", "load_balance_method"),
 )
@@ -76,12 +77,6 @@ def _parser() -> argparse.ArgumentParser:
         const="busy",
         default="idle",
         help="prove the ledger at the end, or after each step too (busy, or no word)",
-    )
-    parser.add_argument(
-        "--radix-eviction-policy",
-        choices=EVICTION_POLICIES,
-        default=EVICTION_POLICIES[0],
-        help="how the prefix tree evicts; with --cache-only all are run (%(default)s)",
     )
     add_arguments(parser, only=ENGINE_SETTINGS)
     parser.add_argument(
@@ -192,7 +187,6 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
     config = config._replace(
         max_queued_requests=len(trace), check_every_step=words.check_memory == "busy"
     )
-    config = config_with_policy(config, words.radix_eviction_policy)
     run = serve_trace(trace, sizes, config, step_time, speedup=words.speedup)
     pool_tokens = sizes.dp_size * (sizes.num_pages - 1) * sizes.page_size
     capacity = pool_tokens // BLOCK_TOKENS
