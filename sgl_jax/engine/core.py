@@ -272,6 +272,7 @@ class EngineCore:
         return {
             "ranks": ranks,
             "num_waiting": scheduler.num_waiting,
+            "waiting_for": scheduler.count_waiting(),
             "num_sessions": scheduler.num_sessions,
             "counters": counters,
         }

@@ -44,12 +44,14 @@ class StepLog:
         self._line_at, self._line_generated = now, generated
         views = scheduler.memory_views()
         total = sum(view.total_pages for view in views)
+        waiting = [f"{count} {kind}" for kind, count in scheduler.count_waiting().items() if count]
         logger.info(
-            "step %d: %d running, %d waiting, %.1f output tokens/s, pages: %d%% free, %d%% leased, "
+            "step %d: %d running, %d waiting%s, %.1f output tokens/s, pages: %d%% free, %d%% leased, "
             "%d%% cached",
             self._steps,
             scheduler.num_running,
             scheduler.num_waiting,
+            f" ({', '.join(waiting)})" if waiting else "",
             self._throughput,
             100 * sum(view.free_pages for view in views) // total,
             100 * sum(view.leased_pages for view in views) // total,

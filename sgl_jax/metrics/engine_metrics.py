@@ -46,6 +46,7 @@ class EngineMetrics:
             [(rank, _usage(rank)) for rank in ranks],
         )
         yield _page_states(ranks)
+        yield _waiting_for(self._state.get("waiting_for", {}))
         num_sessions = self._state.get("num_sessions", 0)
         yield GaugeMetricFamily("sglang:num_sessions", "sessions open", value=num_sessions)
         yield _gauge("gen_throughput", "tokens generated per second", self._requests)
@@ -79,6 +80,15 @@ def _page_states(ranks: list[Mapping[str, Any]]) -> GaugeMetricFamily:
     for rank in ranks:
         for state in _PAGE_STATES:
             family.add_metric([str(rank["dp_rank"]), state], rank.get(f"{state}_pages", 0))
+    return family
+
+
+def _waiting_for(counts: Mapping[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(
+        "sglang:waiting_for", "waiting requests by what they wait for", labels=["reason"]
+    )
+    for reason, count in counts.items():
+        family.add_metric([reason], count)
     return family
 
 

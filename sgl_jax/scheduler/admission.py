@@ -19,6 +19,7 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_planner import StepDraft
 from sgl_jax.scheduler.step_room import Option, RankRoom
+from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
 
 # A rank may run this many requests more than the least busy one, or this share of them more, and
@@ -98,6 +99,42 @@ class Admission:
                 self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             rooms[chosen.dp_rank].num_staying += 1
             num_put_off += 1
+
+    # -- why others wait ----------------------------------------------------------------------
+
+    def why_waiting(
+        self, request: Request, ranks: Sequence[RankScheduler], step: int
+    ) -> WaitReason:
+        """What `request` waits for when step number `step` is planned next."""
+        leader = self._waiting.leader_of(request)
+        if leader is not None:
+            dp_rank, row = leader
+            return WaitReason("prefix", behind=ranks[dp_rank].running.request(row).rid)
+        if self._waiting.is_staying(request, step):
+            return WaitReason("rank", dp_rank=self._waiting.stays_for(request))
+        held_for = {dp_rank: rid for rid, dp_rank in self._holds.items()}
+        cursors, pinned = self._waiting.cursors(request), request.message.dp_rank
+        allowed = ranks if pinned is None else [ranks[pinned]]
+        holders = [held_for.get(rank.dp_rank, request.rid) for rank in allowed]
+        if request.rid not in holders:
+            return WaitReason("order", behind=holders[0])
+        with_row = [rank for rank in allowed if rank.has_row]
+        short = {
+            rank.dp_rank: rank.num_pages_needed(request, cursors[rank.dp_rank])
+            - rank.num_pages_to_give()
+            for rank in with_row
+        }
+        if not short:
+            return WaitReason("rows")
+        if min(short.values()) > 0:
+            return WaitReason("pages", pages_short=short)
+        return WaitReason("step")
+
+    def count_waiting(self, ranks: Sequence[RankScheduler], step: int) -> dict[WaitKind, int]:
+        """How many wait for what when step number `step` is planned next."""
+        num_pages = np.array([rank.num_pages_to_give() for rank in ranks], np.int32)
+        has_row = np.array([rank.has_row for rank in ranks])
+        return self._waiting.count_kinds(num_pages, has_row, step)
 
     # -- requests that are due ----------------------------------------------------------------
 

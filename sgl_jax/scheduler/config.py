@@ -14,6 +14,7 @@ class SchedulerConfig(NamedTuple):
     schedule_conservativeness: float = 1.0
     chunked_prefill_size: int = 512  # and no more than EngineSizes.max_chunk_tokens
     max_queued_requests: int = 2048
+    max_passed_over: int = 128  # younger requests that start before one for which a rank is held
     use_radix_cache: bool = True
     radix_eviction_policy: str = "adaptive"
     random_seed: int = 0

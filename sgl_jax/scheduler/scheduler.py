@@ -34,6 +34,7 @@ from sgl_jax.scheduler.request_len import max_request_len
 from sgl_jax.scheduler.session_book import SessionsFullError
 from sgl_jax.scheduler.session_desk import SessionDesk
 from sgl_jax.scheduler.step_planner import StepDraft
+from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
 
 
@@ -59,7 +60,9 @@ class Scheduler:
         # Retracted requests wait beside those that the queue's limit allows.
         capacity = config.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
         memories = [rank.memory for rank in self.ranks]
-        self._waiting = WaitingQueue(config.schedule_policy, memories, capacity)
+        self._waiting = WaitingQueue(
+            config.schedule_policy, memories, capacity, config.max_passed_over
+        )
         self._deadlines = Deadlines(config.waiting_timeout_s, config.request_timeout_s)
         self._forced_retract = ForcedRetract(config)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
@@ -206,6 +209,19 @@ class Scheduler:
         if self.sizes.dp_size == 1:
             return len(self._waiting)
         return sum(request.message.dp_rank == dp_rank for request in self._waiting)
+
+    def count_waiting(self) -> dict[WaitKind, int]:
+        """How many requests wait for what, since the last step was planned; see `WaitReason`."""
+        return self._admission.count_waiting(self.ranks, self._steps)
+
+    def why_waiting(self, rid: str) -> WaitReason:
+        """What a waiting request waits for. Raises KeyError if it does not wait."""
+        request = self._requests[rid]
+        if request.state is not RequestState.WAITING:
+            raise KeyError(f"{rid} does not wait")
+        if not self._forced_retract.may_start(self.num_running):
+            return WaitReason("paused")
+        return self._admission.why_waiting(request, self.ranks, self._steps)
 
     @property
     def num_running(self) -> int:

@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.request import Request
-
-# A request that so many younger ones were started before is due: it is tried before all others,
-# and a rank is held for it until it fits.
-MAX_PASSED_OVER = 128
+from sgl_jax.scheduler.wait_reason import WaitKind
 
 Int64Array: TypeAlias = NDArray[np.int64]
 
@@ -37,9 +35,18 @@ class WaitingQueue:
         policy: order among requests of equal priority.
         memories: of all ranks, in order.
         capacity: requests at most.
+        max_passed_over: a request that so many younger ones were started before is due: it is
+            tried before all others, and a rank is held for it until it fits.
     """
 
-    def __init__(self, policy: str, memories: Sequence[RankMemory], capacity: int) -> None:
+    def __init__(
+        self,
+        policy: str,
+        memories: Sequence[RankMemory],
+        capacity: int,
+        max_passed_over: int = SchedulerConfig().max_passed_over,
+    ) -> None:
+        self._max_passed_over = max_passed_over
         self._uses_cached_len = policy == "lpm"
         self._memories = memories
         self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
@@ -135,7 +142,7 @@ class WaitingQueue:
 
     def is_due(self, request: Request) -> bool:
         """Whether it was passed over so often that a rank is held for it."""
-        return int(self._passed_over[request.line]) >= MAX_PASSED_OVER
+        return int(self._passed_over[request.line]) >= self._max_passed_over
 
     def follow(self, request: Request, dp_rank: int, row: int, length: int) -> None:
         """Do not try `request` before what runs in `row` has published `length` tokens, or left."""
@@ -189,7 +196,7 @@ class WaitingQueue:
         """Requests that are due, oldest first, whether or not they may start."""
         end = self._end
         lines = np.flatnonzero(
-            self._is_waiting[:end] & (self._passed_over[:end] >= MAX_PASSED_OVER)
+            self._is_waiting[:end] & (self._passed_over[:end] >= self._max_passed_over)
         )
         lines = lines[np.argsort(self._arrival[lines])]
         return [self._by_line[line] for line in lines.tolist()]
@@ -201,6 +208,28 @@ class WaitingQueue:
         lines = np.flatnonzero(self._is_waiting[: self._end])
         lines = lines[self._priority[lines] == self._priority[lines].max()]
         return self._by_line[int(lines[self._arrival[lines].argmin()])]
+
+    def count_kinds(self, room: Int32Array, has_row: BoolArray, step: int) -> dict[WaitKind, int]:
+        """How many wait for what; `room` and `has_row` of the ranks as in `candidates`.
+
+        A request is counted under "step" if it would fit were all that is cached for it in use.
+        """
+        self._take_moves()
+        lines = np.flatnonzero(self._is_waiting[: self._end])
+        is_following = self._is_following(lines)
+        is_staying = (self._stay_until[lines] > step) & ~is_following
+        least = self._num_pages[lines, None] - self._cached_pages[lines]
+        may_run = self._may_run[lines]
+        may_fit = (may_run & has_row & (least <= room)).any(axis=1)
+        has_any_row = (may_run & has_row).any(axis=1)
+        rest = ~is_following & ~is_staying
+        return {
+            "prefix": int(is_following.sum()),
+            "rank": int(is_staying.sum()),
+            "step": int((rest & may_fit).sum()),
+            "pages": int((rest & ~may_fit & has_any_row).sum()),
+            "rows": int((rest & ~has_any_row).sum()),
+        }
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -242,7 +271,7 @@ class WaitingQueue:
             most = (1 << _CACHED_BITS) - 1
             cached = (self._cached_pages[lines] * self._may_run[lines]).max(axis=1)
             keys += most - np.minimum(cached, most)
-        keys[self._passed_over[lines] >= MAX_PASSED_OVER] = -1
+        keys[self._passed_over[lines] >= self._max_passed_over] = -1
         keys <<= _ARRIVAL_BITS
         keys += arrival
         return keys

@@ -2,6 +2,7 @@
 
 import io
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -92,6 +93,7 @@ class Driver:
         self.events = Recorder(self.scheduler, EventWriter(self.recording, MAX_RECORDING_BYTES))
         self.oracle = OracleExecutor(sizes)
         self.executor: Executor = executor or self.oracle
+        self.after_plan: Callable[[], None] | None = None
         self.max_unread = int(overlap) if max_unread is None else max_unread
         self.in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -142,6 +144,8 @@ class Driver:
         """One turn of the loop; False if there was nothing to do."""
         decoding = [_decoding_rows(rank) for rank in self.scheduler.ranks]
         plan = self.events.plan()
+        if self.after_plan is not None:
+            self.after_plan()
         if plan is not None:
             for rank, rank_plan, before in zip(
                 self.scheduler.ranks, plan.ranks, decoding, strict=True

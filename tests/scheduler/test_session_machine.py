@@ -56,6 +56,8 @@ class SessionMachine(SchedulerMachine):
         balance=st.sampled_from(["prefix_aware", "round_robin"]),
         conservativeness=st.sampled_from([0.0, 0.3]),
         priorities=st.sampled_from(PRIORITIES),
+        max_passed_over=st.sampled_from([1, 3, 128]),
+        policy=st.sampled_from(["fcfs", "lpm"]),
     )
     def start(  # type: ignore[override]
         self,
@@ -75,6 +77,8 @@ class SessionMachine(SchedulerMachine):
         balance: str,
         conservativeness: float,
         priorities: tuple[bool, bool],
+        max_passed_over: int,
+        policy: str,
     ) -> None:
         super().start(
             dp_size=dp_size,
@@ -84,7 +88,10 @@ class SessionMachine(SchedulerMachine):
             chunk=chunk,
             max_unread=max_unread,
             radix=radix,
-            policy="lpm",
+            policy=policy,
+            threshold=0,
+            max_passed_over=max_passed_over,
+            eviction="adaptive",
             balance=balance,
             conservativeness=conservativeness,
             num_draft_tokens=num_draft_tokens,

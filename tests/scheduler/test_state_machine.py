@@ -27,6 +27,7 @@ from sgl_jax.core.messages import AbortRequest, StopRequest
 from sgl_jax.scheduler.config import SchedulerConfig
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.liveness import Liveness
 
 MAX_QUEUED = 40
 NAMESPACES = ("", "red", "blue")
@@ -62,6 +63,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_replayed=st.sampled_from([False, False, False, True]),
         timeouts_s=st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0), (4.0, 8.0)]),
         priorities=st.sampled_from(PRIORITIES),
+        threshold=st.sampled_from([0, 0, 10]),
+        max_passed_over=st.sampled_from([1, 3, 128]),
+        eviction=st.sampled_from(["adaptive", "adaptive", "lru"]),
     )
     def start(
         self,
@@ -82,6 +86,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_replayed: bool,
         timeouts_s: tuple[float, float],
         priorities: tuple[bool, bool],
+        threshold: int,
+        max_passed_over: int,
+        eviction: str,
         **settings: Any,
     ) -> None:
         """`settings` are further ones of `SchedulerConfig`."""
@@ -112,9 +119,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             request_timeout_s=timeouts_s[1],
             enable_priority_scheduling=priorities[0],
             low_priority_values_first=priorities[1],
+            preemption_threshold=threshold,
+            max_passed_over=max_passed_over,
+            radix_eviction_policy=eviction,
             **settings,
         )
         self.driver = Driver(sizes, config, max_unread=max_unread)
+        self.liveness = Liveness(self.driver.scheduler)
+        self.driver.after_plan = self.liveness.check
+        self.num_checked: dict[str, int] = {}  # tokens of each request that were proved
         self.executor = FaultyExecutor(self.driver.oracle)
         self.driver.executor = self.executor
         self.is_replayed = is_replayed
@@ -285,8 +298,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (running.planned_len[rows] + unread <= running.max_len[rows]).all()
             possible = lengths.kv_committed_len[rows] + unread
             assert (possible <= lengths.kv_allocated_len[rows]).all()
-        for rid in self.driver.prompts:
-            self.driver.check_tokens(rid)
+        for rid, tokens in self.driver.tokens.items():
+            if self.num_checked.get(rid) != len(tokens):
+                self.num_checked[rid] = len(tokens)
+                self.driver.check_tokens(rid)
         self.driver.check_namespaces()
         self.check_priorities()
         for rid in self.driver.cached:

@@ -1,0 +1,156 @@
+"""The liveness invariant, proved by brute force after each planned step.
+
+No request waits that fits: a row that is free or an idle session's, its pages beside those of
+running requests, and their reserve. Unless it has a reason that is true and comes to an end. And
+none is passed over for ever. Everything is counted from leases and trees, page by page: nothing
+that admission keeps for itself is believed, but for the budget of the step.
+"""
+
+from collections.abc import Sequence
+
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.scheduler.step_planner import StepDraft
+
+# Steps that a request may be due for: a rank is held for it, whose requests end in the meantime.
+MAX_STEPS_DUE = 1500
+
+
+class Liveness:
+    """Watches a scheduler's admissions; `check` is called after each planned step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.num_waits: dict[str, int] = {}  # requests found waiting, by kind of reason
+        self._due_since: dict[str, int] = {}
+        self._stayed_since: dict[tuple[str, int], int] = {}  # by rid and retracts before
+        admit_into = scheduler._admission.admit_into
+
+        def watched(drafts: Sequence[StepDraft], step: int) -> None:
+            admit_into(drafts, step)
+            self._check_admitted(drafts, step)
+
+        scheduler._admission.admit_into = watched  # type: ignore[method-assign]
+
+    def _check_admitted(self, drafts: Sequence[StepDraft], step: int) -> None:
+        """What admission leaves waiting though the step could have taken it waits for a reason."""
+        scheduler = self.scheduler
+        held = set(scheduler._admission._holds.values())
+        in_use = [pages_in_use(rank) for rank in scheduler.ranks]
+        for request in scheduler._waiting:
+            open_ranks = [
+                draft.rank
+                for draft in drafts
+                if request.message.dp_rank in (None, draft.rank.dp_rank)
+                and draft.can_admit
+                and num_short(draft.rank, request, in_use[draft.rank.dp_rank]) <= 0
+            ]
+            if not open_ranks:
+                continue
+            reason = scheduler.why_waiting(request.rid)
+            if reason.kind == "prefix":
+                self._check_leader(request, reason.behind)
+            elif reason.kind == "rank":
+                # No longer than it takes to compute it and all that runs on another rank.
+                since = self._stayed_since.setdefault((request.rid, request.num_retractions), step)
+                sizes, chunk = scheduler.sizes, scheduler.config.chunked_prefill_size
+                most = sizes.num_rows * (sizes.max_context_len // chunk + 1) + 2
+                assert step - since <= most, request.rid
+            else:
+                # Held for another that was passed over too often.
+                assert {rank.dp_rank for rank in open_ranks} <= held, (request.rid, reason)
+                assert request.rid not in scheduler._admission._holds
+
+    def _check_leader(self, request: Request, rid: str | None) -> None:
+        """The request that computes the prefix runs, prefills, and goes on as this one does."""
+        leader = self.scheduler._requests[rid or ""]
+        assert leader.lease is not None
+        rank = self.scheduler.ranks[leader.lease.dp_rank]
+        row = leader.lease.row
+        assert leader.namespace == request.namespace
+        assert rank.running.planned_len[row] > rank.memory.rows.kv_committed_len[row]
+        start, page_size = leader.lease.cache_protected_len, rank.memory.page_size
+        theirs = rank.running.known_tokens(row)[: start + page_size].tolist()
+        assert len(theirs) == start + page_size
+        assert request.tokens[: start + page_size].tolist() == theirs
+
+    def check(self) -> None:
+        """After a planned step: reasons are stated, and true; none is due for ever."""
+        scheduler = self.scheduler
+        in_use = [pages_in_use(rank) for rank in scheduler.ranks]
+        step, due = scheduler._steps, {r.rid for r in scheduler._waiting.due()}
+        self._due_since = {rid: self._due_since.get(rid, step) for rid in due}
+        for rid, since in self._due_since.items():
+            assert step - since <= MAX_STEPS_DUE, f"{rid} is due for {step - since} steps"
+        counts = scheduler.count_waiting()
+        assert sum(counts.values()) == scheduler.num_waiting
+        for request in scheduler._waiting:
+            reason = scheduler.why_waiting(request.rid)
+            self.num_waits[reason.kind] = self.num_waits.get(reason.kind, 0) + 1
+            ranks = [
+                rank for rank in scheduler.ranks if request.message.dp_rank in (None, rank.dp_rank)
+            ]
+            if reason.kind == "pages":
+                assert reason.pages_short == {
+                    rank.dp_rank: num_pages_short(rank, request, in_use[rank.dp_rank])
+                    for rank in ranks
+                    if has_row(rank)
+                }
+                assert min(reason.pages_short.values()) > 0
+            elif reason.kind == "rows":
+                assert not any(has_row(rank) for rank in ranks)
+            elif reason.kind == "step":
+                shorts = [num_short(rank, request, in_use[rank.dp_rank]) for rank in ranks]
+                assert min(shorts) <= 0, (request.rid, shorts)
+            elif reason.kind == "order":
+                assert reason.behind in due
+
+
+def has_row(rank: RankScheduler) -> bool:
+    """Whether a row is free, or held by a session that runs nothing."""
+    idle = {lease.row for _, lease in rank.memory.cache.idle()}
+    return len(rank.memory.leases) - len(idle) < rank.memory.rows.num_rows - 1
+
+
+def pages_in_use(rank: RankScheduler) -> set[int]:
+    """The pages that running requests list, the tree's among them."""
+    memory = rank.memory
+    idle = {lease.row for _, lease in memory.cache.idle()}
+    leases = [lease for row, lease in memory.leases.items() if row not in idle]
+    return {page for lease in leases for page in lease.pages(memory.page_size).tolist()}
+
+
+def num_pages_short(rank: RankScheduler, request: Request, in_use: set[int]) -> int:
+    """Pages that `request` lacks on a rank; 0 or less if it has enough."""
+    memory = rank.memory
+    needed = -(-(len(request.tokens) + 1) // memory.page_size)
+    node, length = memory.cache.nodes(), 0
+    by_id = {each.node_id: each for each in node}
+    known: list[int] = []
+    tokens = request.matchable()
+    children = [each for each in by_id.values() if each.end == len(each.key)]
+    children = [each for each in children if each.namespace == request.namespace]
+    while True:
+        for child in children:
+            fits = tokens[length : length + len(child.key)]
+            same = 0
+            while same < len(fits) and fits[same] == child.key[same]:
+                same += 1
+            same = same // memory.page_size * memory.page_size
+            if same:
+                known += child.values[0][: same // memory.page_size].tolist()
+                length += same
+                children = list(child.children.values()) if same == len(child.key) else []
+                break
+        else:
+            break
+    needed -= len(set(known) & in_use)
+    available = memory.allocator.num_pages - 1 - len(in_use)
+    return needed + rank.reserve.pages(memory, rank.running) - available
+
+
+def num_short(rank: RankScheduler, request: Request, in_use: set[int]) -> int:
+    """As `num_pages_short`; 1 at least where there is no row."""
+    short = num_pages_short(rank, request, in_use)
+    return short if has_row(rank) else max(short, 1)
