@@ -127,7 +127,7 @@ def test_a_reset_forgets_how_prompts_were_used() -> None:
         replay.cache.reset()
         replay.cache.audit([])
     assert seen[0] == seen[1]
-    replay.serve(prompts[0][:4])
+    replay.serve(prompts[-1][:4])
     assert set(uses_of_pages(replay.cache.tree).values()) == {0}
 
 

@@ -192,8 +192,8 @@ MUTATIONS = (
     Mutation(
         "leave apart what only a value told apart",
         _TREE,
-        "                component.tombstone(node)\n                self._merge_into_only_child(node)\n",
-        "                component.tombstone(node)\n",
+        "component.tombstone(node)\n                self._merge_into_only_child(node)\n",
+        "component.tombstone(node)\n",
     ),
     Mutation(
         "leave apart what only a branch told apart",
