@@ -351,6 +351,8 @@ class RadixTree:
         # when it begins to matter, as they become leaves.
         parent.last_access = max(parent.last_access, leaf.last_access)
         self._refresh(parent)
+        if parent is not self.root:
+            self._merge_up(parent)  # it may have been older than what is above it
         self._merge_into_only_child(parent)
 
     def _touch(self, node: TreeNode, start: TreeNode | None = None) -> None:

@@ -112,7 +112,7 @@ class Admission:
             return WaitReason("prefix", behind=ranks[dp_rank].running.request(row).rid)
         if self._waiting.is_staying(request, step):
             return WaitReason("rank", dp_rank=self._waiting.stays_for(request))
-        held_for = {dp_rank: rid for rid, dp_rank in self._holds.items()}
+        held_for = {r: rid for rid, r in self._holds.items() if self._waiting.is_waiting(rid)}
         cursors, pinned = self._waiting.cursors(request), request.message.dp_rank
         allowed = ranks if pinned is None else [ranks[pinned]]
         holders = [held_for.get(rank.dp_rank, request.rid) for rank in allowed]
@@ -212,4 +212,5 @@ class Admission:
             home.release_session(request.slot_id)
         room.start(request, cursor)
         self._waiting.started(request, dp_rank)
+        self._holds.pop(request.rid, None)
         self._next_rank = dp_rank + 1

@@ -219,9 +219,10 @@ class Scheduler:
         request = self._requests[rid]
         if request.state is not RequestState.WAITING:
             raise KeyError(f"{rid} does not wait")
-        if not self._forced_retract.may_start(self.num_running):
+        reason = self._admission.why_waiting(request, self.ranks, self._steps)
+        if reason.kind == "step" and not self._forced_retract.may_start(self.num_running):
             return WaitReason("paused")
-        return self._admission.why_waiting(request, self.ranks, self._steps)
+        return reason
 
     @property
     def num_running(self) -> int:

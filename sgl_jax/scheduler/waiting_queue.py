@@ -134,6 +134,10 @@ class WaitingQueue:
         self._is_waiting[: self._end] = False
         self._end = 0
 
+    def is_waiting(self, rid: str) -> bool:
+        """Whether a request of that id waits."""
+        return rid in self._requests
+
     # -- one request --------------------------------------------------------------------------
 
     def cursors(self, request: Request) -> list[PrefixCursor]:
