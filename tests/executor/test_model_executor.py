@@ -223,8 +223,8 @@ def test_a_row_that_is_scored_changes_no_drafts_beside_it(make_executor):
             assert rank.num_drafts[0] == 3
             num_scored = np.array([0, rank.q_lens[1] if is_scored else 0], np.int32)
             rank = rank._replace(num_scored=num_scored)
-            waiting = [(plan := plan.__class__(plan.step_id, (rank,)), executor.launch(plan), order)]
-            driver._read(waiting)
+            plan = plan.__class__(plan.step_id, (rank,))
+            driver._read([(plan, executor.launch(plan), order)])
         outputs.append((row.output, other.output))
     assert outputs[0] == outputs[1]
 

@@ -1,5 +1,6 @@
 """A conversation through the official OpenAI client, as in the README."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_the_readmes_examples_run_in_its_order_print_what_it_shows(
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     examples = [
         (code, output)
-        for (kind, code), (next_kind, output) in zip(blocks, blocks[1:], strict=False)
+        for (kind, code), (next_kind, output) in itertools.pairwise(blocks)
         if kind == "python" and next_kind == ""
     ]
     assert len(examples) == 2

@@ -3,7 +3,6 @@
 The oracle drafts tokens that are right three times out of four.
 """
 
-import numpy as np
 import pytest
 
 from sgl_jax.core.engine_sizes import EngineSizes
