@@ -74,9 +74,8 @@ class EngineShape(NamedTuple):
         That is at most six arrays of the block's logits: changed, with noise, probabilities, and
         twice the counts of tokens in prompts and in outputs.
         """
-        limits = self.limits
-        num_slots = min(limits.tokens, limits.rows * (1 + limits.draft_tokens))
-        return 4 * self.vocab_size * (num_slots + 6 * min(num_slots, BLOCK_ROWS))
+        num_drawn = self.limits.decode_tokens
+        return 4 * self.vocab_size * (num_drawn + 6 * min(num_drawn, BLOCK_ROWS))
 
     def sizes(self, num_pages: int) -> EngineSizes:
         """Everything the scheduler must stay within, with `num_pages` on each rank."""

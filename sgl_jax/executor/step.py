@@ -25,7 +25,7 @@ from sgl_jax.layers.sampling import (
 )
 
 # Positions whose logits are held at once when prompts are scored.
-SCORED_BLOCK = 32
+_SCORED_BLOCK = 32
 
 
 class Model(Protocol):
@@ -177,7 +177,7 @@ def _score(model: Model, hidden: jax.Array, successors: jax.Array) -> TokenLogpr
     A block at a time: the logits of all would take too much memory.
     """
     num_tokens = hidden.shape[0]
-    block_size = min(num_tokens, SCORED_BLOCK)
+    block_size = min(num_tokens, _SCORED_BLOCK)
     padding = -num_tokens % block_size
     hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
     successors = jnp.pad(successors, (0, padding))

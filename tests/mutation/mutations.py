@@ -526,10 +526,16 @@ MUTATIONS = (
         "committed + 1",
     ),
     Mutation(
-        "plan more tokens than a step holds",
+        "plan chunks that a step cannot hold beside its decode rows",
         _PLANNER,
-        "self._budget = min(chunk_size, room - int(self._drafts.sum()))",
-        "self._budget = min(chunk_size, room)",
+        "self._budget = min(chunk_size, sizes.max_chunk_tokens)",
+        "self._budget = chunk_size",
+    ),
+    Mutation(
+        "let every row score as much as a step may",
+        _PLANNER,
+        "self._score_budget -= max(committed + count - score_start, 0)",
+        "self._score_budget -= 0",
     ),
     Mutation(
         "report the log-probability of the first token for every accepted one",

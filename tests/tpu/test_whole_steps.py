@@ -12,7 +12,6 @@ from sgl_jax.aot.engine_programs import bytes_per_device, engine_programs
 from sgl_jax.aot.program_cost import program_cost
 from sgl_jax.aot.topology import Topology, has_tpu_compiler, topology_mesh
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.executor.step import SCORED_BLOCK
 from sgl_jax.plan.arguments import PlanRequest, Workload, read_config
 from sgl_jax.plan.memory import plan_memory
 
@@ -23,8 +22,8 @@ pytestmark = pytest.mark.skipif(
 
 ROWS = 32  # of a rank
 CHUNK = 512
-# Shapes of steps: decode rows alone; decode rows and prefill chunks; and with prompts scored.
-STEPS = ("decode", "mixed", "scored")
+# Shapes of steps: decode rows alone; decode rows and a prefill chunk.
+STEPS = ("decode", "mixed")
 
 # Model, slice, dp, tp.
 LAYOUTS = (
@@ -72,8 +71,7 @@ def _compile(model, topology_name, dp, tp, step, **settings):
     buckets = engine.shape.buckets
     bucket = {
         "decode": buckets.smallest(ROWS),
-        "mixed": buckets.plain[-1],
-        "scored": buckets.prompt_logprobs,
+        "mixed": buckets.all[-1],
     }[step]
     return engine, program_cost(engine.programs.lower_step(bucket).compile()), bucket
 
@@ -117,9 +115,6 @@ def test_a_step_fits_its_chip_copies_no_cache_and_exchanges_no_more_than_it_must
         ("all-to-all", False): 1,  # logits: each chip's share of the rows, then all rows
         ("all-gather", False): 1,
     }
-    if step == "scored":  # those of one block after the other
-        blocks = -(-bucket.tokens // SCORED_BLOCK)
-        expected |= {("all-to-all", True): blocks, ("all-gather", True): blocks}
     assert exchanges == expected
 
 
