@@ -26,6 +26,9 @@ from sgl_jax.scheduler.waiting_queue import WaitingQueue
 # each further one counts as much as a step full of prompt tokens.
 MAX_SKEW_REQUESTS = 4
 MAX_SKEW_SHARE = 0.25
+# What started because it was due is not preempted by what it has waited for long enough: higher than
+# any priority that a request can ask for.
+AGED_PRIORITY = 2**32
 # Requests that are told in one step what to wait for; the others are told in the next.
 MAX_PUT_OFF = 128
 
@@ -62,7 +65,9 @@ class Admission:
         if request is None or self._waiting.leader_of(request) is not None:
             return []
         cursors = self._waiting.cursors(request)
+        held = {dp_rank for rid, dp_rank in self._holds.items() if rid != request.rid}
         allowed = [r for r in ranks if request.message.dp_rank in (None, r.dp_rank)]
+        allowed = [rank for rank in allowed if rank.dp_rank not in held]
         if any(rank.fits(request, cursors[rank.dp_rank]) for rank in allowed):
             return []
         below = request.priority - self._config.preemption_threshold
@@ -146,6 +151,8 @@ class Admission:
             if self._waiting.leader_of(request) is not None:
                 continue
             if fitting := [option for option in self._options(rooms, request) if option.fits]:
+                if self._config.enable_priority_scheduling:
+                    request.priority = AGED_PRIORITY
                 self._start(rooms, request, min(fitting).dp_rank)
                 continue
             if request.rid not in self._holds:

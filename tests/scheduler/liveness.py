@@ -7,7 +7,9 @@ that admission keeps for itself is believed, but for the budget of the step.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -18,7 +20,12 @@ MAX_STEPS_DUE = 1500
 
 
 class Liveness:
-    """Watches a scheduler's admissions; `check` is called after each planned step."""
+    """Watches a scheduler's admissions; `check` is called after each planned step.
+
+    Each request's stated reason is proved every `check_interval` steps.
+    """
+
+    check_interval = 1
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -36,14 +43,14 @@ class Liveness:
     def _check_admitted(self, drafts: Sequence[StepDraft], step: int) -> None:
         """What admission leaves waiting though the step could have taken it waits for a reason."""
         scheduler = self.scheduler
-        in_use = [pages_in_use(rank) for rank in scheduler.ranks]
+        rooms = [room_of(rank) for rank in scheduler.ranks]
         for request in scheduler._waiting:
             open_ranks = [
                 draft.rank
                 for draft in drafts
                 if request.message.dp_rank in (None, draft.rank.dp_rank)
                 and draft.can_admit
-                and num_short(draft.rank, request, in_use[draft.rank.dp_rank]) <= 0
+                and num_short(draft.rank, request, rooms[draft.rank.dp_rank]) <= 0
             ]
             if not open_ranks:
                 continue
@@ -77,7 +84,7 @@ class Liveness:
     def check(self) -> None:
         """After a planned step: reasons are stated, and true; none is due for ever."""
         scheduler = self.scheduler
-        in_use = [pages_in_use(rank) for rank in scheduler.ranks]
+        rooms = [room_of(rank) for rank in scheduler.ranks]
         step, due = scheduler._steps, {r.rid for r in scheduler._waiting.due()}
         self._due_since = {rid: self._due_since.get(rid, step) for rid in due}
         for rid, since in self._due_since.items():
@@ -85,6 +92,8 @@ class Liveness:
         counts = scheduler.count_waiting()
         assert sum(counts.values()) == scheduler.num_waiting
         for request in scheduler._waiting:
+            if (request.arrival + step) % self.check_interval:
+                continue
             reason = scheduler.why_waiting(request.rid)
             self.num_waits[reason.kind] = self.num_waits.get(reason.kind, 0) + 1
             ranks = [
@@ -92,7 +101,7 @@ class Liveness:
             ]
             if reason.kind == "pages":
                 assert reason.pages_short == {
-                    rank.dp_rank: num_pages_short(rank, request, in_use[rank.dp_rank])
+                    rank.dp_rank: num_pages_short(rank, request, rooms[rank.dp_rank])
                     for rank in ranks
                     if has_row(rank)
                 }
@@ -100,7 +109,7 @@ class Liveness:
             elif reason.kind == "rows":
                 assert not any(has_row(rank) for rank in ranks)
             elif reason.kind == "step":
-                shorts = [num_short(rank, request, in_use[rank.dp_rank]) for rank in ranks]
+                shorts = [num_short(rank, request, rooms[rank.dp_rank]) for rank in ranks]
                 assert min(shorts) <= 0, (request.rid, shorts)
             elif reason.kind == "order":
                 assert reason.behind in due
@@ -120,36 +129,32 @@ def pages_in_use(rank: RankScheduler) -> set[int]:
     return {page for lease in leases for page in lease.pages(memory.page_size).tolist()}
 
 
-def num_pages_short(rank: RankScheduler, request: Request, in_use: set[int]) -> int:
+class Room(NamedTuple):
+    """What a rank has for another request, counted page by page."""
+
+    in_use: set[int]  # pages that running requests list
+    num_free: int  # all other pages, but for the reserve
+
+
+def room_of(rank: RankScheduler) -> Room:
+    memory, in_use = rank.memory, pages_in_use(rank)
+    reserve = rank.reserve.pages(memory, rank.running)
+    return Room(in_use, memory.allocator.num_pages - 1 - len(in_use) - reserve)
+
+
+def num_pages_short(rank: RankScheduler, request: Request, room: Room) -> int:
     """Pages that `request` lacks on a rank; 0 or less if it has enough."""
-    memory = rank.memory
+    memory, inner = rank.memory, rank.memory.cache.inner
     needed = -(-(len(request.tokens) + 1) // memory.page_size)
-    node, length = memory.cache.nodes(), 0
-    by_id = {each.node_id: each for each in node}
-    known: list[int] = []
-    tokens = request.matchable()
-    children = [each for each in by_id.values() if each.end == len(each.key)]
-    children = [each for each in children if each.namespace == request.namespace]
-    while True:
-        for child in children:
-            fits = tokens[length : length + len(child.key)]
-            same = 0
-            while same < len(fits) and fits[same] == child.key[same]:
-                same += 1
-            same = same // memory.page_size * memory.page_size
-            if same:
-                known += child.values[0][: same // memory.page_size].tolist()
-                length += same
-                children = list(child.children.values()) if same == len(child.key) else []
-                break
-        else:
-            break
-    needed -= len(set(known) & in_use)
-    available = memory.allocator.num_pages - 1 - len(in_use)
-    return needed + rank.reserve.pages(memory, rank.running) - available
+    if isinstance(inner, RadixCache):
+        path, _ = inner.tree.peek(request.matchable(), request.namespace)
+        for node, num_matched in path:
+            known = node.values[0][: num_matched // memory.page_size].tolist()
+            needed -= sum(page in room.in_use for page in known)
+    return needed - room.num_free
 
 
-def num_short(rank: RankScheduler, request: Request, in_use: set[int]) -> int:
+def num_short(rank: RankScheduler, request: Request, room: Room) -> int:
     """As `num_pages_short`; 1 at least where there is no row."""
-    short = num_pages_short(rank, request, in_use)
+    short = num_pages_short(rank, request, room)
     return short if has_row(rank) else max(short, 1)

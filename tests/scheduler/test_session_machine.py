@@ -44,7 +44,7 @@ class SessionMachine(SchedulerMachine):
         page_size=st.sampled_from([1, 4, 16, 256]),
         pool_tokens=st.sampled_from([48, 80, 128, 256]),
         num_rows=st.integers(3, 7),
-        chunk=st.sampled_from([1, 3, 8, 16]),
+        chunk=st.sampled_from([1, 3, 8, 16, 64]),
         max_unread=st.integers(0, 2),
         radix=st.booleans(),
         num_draft_tokens=st.sampled_from([0, 0, 1, 4]),

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 
 from sgl_jax.core.messages import AbortRequest, StopRequest
+from sgl_jax.scheduler.admission import AGED_PRIORITY
 from sgl_jax.scheduler.config import SchedulerConfig
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -45,12 +46,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     `test_session_machine.py` adds conversations to it.
     """
 
+    audit_interval = 1  # steps from one full walk to the next
+
     @initialize(
         dp_size=st.integers(1, 4),
         page_size=st.sampled_from([1, 4, 16]),
         pool_tokens=st.sampled_from([48, 80, 128, 256]),
         num_rows=st.integers(3, 9),
-        chunk=st.sampled_from([1, 3, 8, 16]),
+        chunk=st.sampled_from([1, 3, 8, 16, 64]),
         max_unread=st.integers(0, 2),
         radix=st.booleans(),
         policy=st.sampled_from(["fcfs", "lpm"]),
@@ -97,7 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_size=page_size,
             num_pages=1 + max(pool_tokens // page_size, 3),
             num_rows=num_rows,
-            max_chunk_tokens=10,
+            max_chunk_tokens=max(10, chunk),
             max_prompt_logprob_tokens=5,
             max_draft_tokens=num_draft_tokens,
         )
@@ -290,7 +293,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.driver.scheduler.check_balance()
-        self.driver.scheduler.audit()
+        if len(self.driver.plans) % self.audit_interval == 0:
+            self.driver.scheduler.audit()
         for rank in self.driver.scheduler.ranks:
             running, rows = rank.running, rank.running.active
             unread, lengths = running.unread_drafts[rows], rank.memory.rows
@@ -315,7 +319,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         sign = -1 if config.low_priority_values_first else 1
         for request in self.driver.scheduler._requests.values():
             expected = sign * request.message.priority if config.enable_priority_scheduling else 0
-            assert request.priority == expected
+            # Unless it was passed over so often that it is preempted by none.
+            assert request.priority in (expected, AGED_PRIORITY)
 
     def teardown(self) -> None:
         """Let all that lives run to its end: it does end, as it should, and leaves nothing."""

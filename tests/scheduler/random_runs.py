@@ -1,0 +1,95 @@
+"""The scheduler's state machine run by a plain random generator: more steps a second.
+
+Hypothesis draws short runs and finds the shortest that fails; these are long, so that queues fill,
+requests become due, and caches turn over many times. All invariants of the machine hold after each
+step, liveness among them. A run is its seed: `python -m tests.scheduler.random_runs FIRST LAST`
+runs those seeds and prints what they met.
+"""
+
+import random
+import sys
+import time
+from collections import Counter
+
+from tests.scheduler.test_state_machine import PRIORITIES, SchedulerMachine
+
+STEPS_PER_RUN = 400
+_SHAPES = [None, (), (2, 8), (1, 3, 6, 10, 14), (4, 12), (7,), (5, 9, 20)]
+
+
+def draw_settings(rng: random.Random) -> dict[str, object]:
+    """Settings of the machine's `start`."""
+    return {
+        "dp_size": rng.randint(1, 4),
+        "page_size": rng.choice([1, 4, 16]),
+        "pool_tokens": rng.choice([48, 80, 128, 256]),
+        "num_rows": rng.randint(3, 9),
+        "chunk": rng.choice([1, 3, 8, 16, 64]),
+        "max_unread": rng.randint(0, 2),
+        "radix": rng.random() < 0.8,
+        "policy": rng.choice(["fcfs", "lpm"]),
+        "balance": rng.choice(["prefix_aware", "prefix_aware", "round_robin"]),
+        "conservativeness": rng.choice([0.0, 0.0, 0.3, 20.0]),
+        "num_draft_tokens": rng.choice([0, 0, 1, 3, 4]),
+        "shapes": rng.choice(_SHAPES),
+        "retract_interval": rng.choice([0, 0, 0, 0, 2, 3, 5]),
+        "no_prefill_bs": rng.choice([0, 0, 0, 1, 2, 5]),
+        "is_replayed": False,
+        "timeouts_s": rng.choice([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (4.0, 8.0)]),
+        "priorities": rng.choice(PRIORITIES),
+        "threshold": rng.choice([0, 10]),
+        "max_passed_over": rng.choice([1, 3, 128]),
+        "eviction": rng.choice(["adaptive", "adaptive", "lru"]),
+    }
+
+
+def run(seed: int, num_steps: int = STEPS_PER_RUN) -> tuple[int, Counter[str]]:
+    """One run to its end; the steps planned, and what was found waiting for what, and retracted."""
+    rng = random.Random(seed)
+    machine = SchedulerMachine()
+    machine.audit_interval = 16
+    machine.start(**draw_settings(rng))  # type: ignore[arg-type]
+    machine.liveness.check_interval = 5
+    load = rng.choice([0.05, 0.15, 0.4])  # how often requests come, against steps
+    while len(machine.driver.plans) < num_steps:
+        dice = rng.random()
+        if dice < load:
+            machine.submit(rng.randrange(2**32), rng.randint(1, 8))
+        elif dice < load + 0.03 and machine.live():
+            machine.driver.abort(rng.choice(machine.live()))
+        elif dice < load + 0.05:
+            machine.time_goes_on(6 * rng.random())
+        elif dice < load + 0.06:
+            machine.steps_while_a_rank_gets_no_pages(rng.randint(0, 3), rng.randint(1, 3))
+        elif machine.driver.scheduler.is_idle:
+            machine.submit(rng.randrange(2**32), rng.randint(1, 8))
+        else:
+            machine.step(rng.randint(1, 12))
+    machine.driver.run(max_steps=50_000)
+    met = Counter(machine.liveness.num_waits)
+    counters = machine.driver.scheduler.counters()
+    for name in ("requests_retracted", "requests_preempted", "evicted_pages"):
+        met[name] = counters[name]
+    return len(machine.driver.plans), met
+
+
+def main(first: int, last: int) -> int:
+    """Run the seeds from `first` to `last`; returns the steps planned."""
+    started, total = time.monotonic(), 0
+    met: Counter[str] = Counter()
+    for seed in range(first, last + 1):
+        try:
+            num_steps, more = run(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {draw_settings(random.Random(seed))}")
+            raise
+        total += num_steps
+        met += more
+        if seed % 100 == 0:
+            print(f"seed {seed}: {total} steps, {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{total} steps, 0 violations, {time.monotonic() - started:.0f} s; met {dict(met)}")
+    return total
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
