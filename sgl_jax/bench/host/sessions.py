@@ -47,7 +47,7 @@ class IdleSessions:
             tokens = np.full(40, number, np.int32)
             lease = memory.open_lease(tokens[:-1])
             memory.cache.bind(name, lease)
-            row, length = np.array([lease.row], np.int32), np.array([40], np.int32)
+            row, length = np.array([lease.row]), np.array([40], np.int32)
             assert memory.grow_rows(row, length), "the load does not fit the sizes"
             memory.commit_rows(row, length)
             release_kv_cache(memory, lease, tokens, insert=True)
