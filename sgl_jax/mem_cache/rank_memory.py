@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.locked_pages import LockedPages
@@ -164,41 +164,48 @@ class RankMemory:
             self.cache.evict(deficit)
         return True
 
-    def pages_to_grow(self, rows: Int32Array, allocated_lens: Int32Array) -> Int32Array:
+    def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
         """Pages each row lacks to hold `allocated_lens` tokens; int32[len(rows)]."""
-        held = -(-self.rows.kv_allocated_len[rows] // self.page_size)
-        lacking = -(-allocated_lens // self.page_size) - held
-        wanted: Int32Array = np.maximum(lacking, 0).astype(np.int32)
-        return wanted
+        return self._pages_beyond(self.rows.kv_allocated_len[rows], allocated_lens)
 
-    def grow_rows(self, rows: Int32Array, allocated_lens: Int32Array) -> bool:
+    def _pages_beyond(self, held_lens: Int32Array, lens: Int32Array) -> Int32Array:
+        """Pages that `lens` tokens take beyond those of `held_lens`, or none."""
+        round_up = self.page_size - 1
+        held = (held_lens + round_up) // self.page_size
+        lacking: Int32Array = (lens + round_up) // self.page_size - held
+        return np.maximum(lacking, 0, out=lacking)
+
+    def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
         """Reserve slots so that row i holds `allocated_lens[i]` tokens, evicting as needed.
 
         All or nothing: False, changing nothing, if there is not enough even after eviction.
         Rows must be distinct and leased.
         """
-        lacking = self.pages_to_grow(rows, allocated_lens)
-        total = int(lacking.sum())
-        if total and not self._append_pages(rows, lacking, total):
+        held_lens = self.rows.kv_allocated_len[rows]
+        lacking = self._pages_beyond(held_lens, allocated_lens)
+        total = int(np.add.reduce(lacking))
+        if total and not self._append_pages(rows, held_lens, lacking, total):
             return False
-        allocated = self.rows.kv_allocated_len
-        allocated[rows] = np.maximum(allocated[rows], allocated_lens)
+        self.rows.kv_allocated_len[rows] = np.maximum(held_lens, allocated_lens)
         return True
 
-    def _append_pages(self, rows: Int32Array, lacking: Int32Array, total: int) -> bool:
+    def _append_pages(
+        self, rows: RowIndex, held_lens: Int32Array, lacking: Int32Array, total: int
+    ) -> bool:
         if not self.make_room(total):
             return False
-        owners = np.repeat(rows, lacking).astype(np.int32)
-        first_column = -(-self.rows.kv_allocated_len[rows] // self.page_size)
-        ends = np.cumsum(lacking)
-        within = np.arange(total) - np.repeat(ends - lacking, lacking)
-        columns = np.repeat(first_column, lacking) + within
-        self.rows.pages[owners, columns] = self.allocator.alloc_each(owners)
+        growing = lacking.nonzero()[0]
+        rows, counts = rows[growing], lacking[growing]
+        columns = (held_lens[growing] + (self.page_size - 1)) // self.page_size
+        if total > len(growing):  # some grow by more than a page: those follow one another
+            within = np.arange(total) - np.repeat(np.add.accumulate(counts) - counts, counts)
+            rows, columns = np.repeat(rows, counts), np.repeat(columns, counts) + within
+        self.rows.pages[rows, columns] = self.allocator.alloc_each(rows.astype(np.int32))
         return True
 
-    def commit_rows(self, rows: Int32Array, committed_lens: Int32Array) -> None:
+    def commit_rows(self, rows: RowIndex, committed_lens: Int32Array) -> None:
         """A step was launched that writes rows' KV up to `committed_lens` tokens."""
-        if (committed_lens > self.rows.kv_allocated_len[rows]).any():
+        if np.count_nonzero(committed_lens > self.rows.kv_allocated_len[rows]):
             raise LeaseError(
                 f"rank {self.dp_rank}: rows {rows.tolist()} would commit "
                 f"{committed_lens.tolist()} tokens of {self.rows.kv_allocated_len[rows].tolist()}"

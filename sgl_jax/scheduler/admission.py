@@ -147,9 +147,11 @@ class Admission:
         """Start what was passed over too often, or hold a rank for it."""
         due = self._waiting.due()
         self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}
-        for request in due:
-            if self._waiting.leader_of(request) is not None:
+        for request, is_following in zip(due, self._waiting.are_following(due), strict=True):
+            if is_following:
                 continue
+            if request.rid in self._holds and not any(room.is_open for room in rooms):
+                continue  # its rank is held, or takes nothing anyway
             if fitting := [option for option in self._options(rooms, request) if option.fits]:
                 if self._config.enable_priority_scheduling:
                     request.priority = AGED_PRIORITY
@@ -164,7 +166,7 @@ class Admission:
         cursors = self._waiting.cursors(request)
         allowed = self._allowed(rooms, request)
         return min(
-            (max(room.num_short(request, cursors[r]), 0), len(room.rank.running), r)
+            (max(room.num_short(request, cursors[r]), 0), room.num_running, r)
             for room in allowed
             for r in (room.rank.dp_rank,)
         )[2]
@@ -177,17 +179,21 @@ class Admission:
 
     def _options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
         """All ranks that a request may run on; none if it fits none of them now."""
+        if not any(room.is_open for room in rooms):
+            return []
         cursors, allowed = self._waiting.cursors(request), self._allowed(rooms, request)
+        num_short = [room.num_short(request, cursors[room.rank.dp_rank]) for room in allowed]
         if not any(
-            room.is_open and room.num_short(request, cursors[room.rank.dp_rank]) <= 0
-            for room in allowed
+            room.is_open and short <= 0 for room, short in zip(allowed, num_short, strict=True)
         ):
             return []
-        least = min(len(room.rank.running) for room in rooms)
+        least = min(room.num_running for room in rooms)
         bound = int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
         return [
-            room.option(request, cursors[room.rank.dp_rank], max(len(room.rank.running) - bound, 0))
-            for room in allowed
+            room.option(
+                request, cursors[room.rank.dp_rank], short, max(room.num_running - bound, 0)
+            )
+            for room, short in zip(allowed, num_short, strict=True)
         ]
 
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:

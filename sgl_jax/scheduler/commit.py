@@ -10,7 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_jax.core.messages import FinishReason, OutputBatch, RequestOutput, TokenLogprobs
-from sgl_jax.core.step_plan import Int32Array, PromptLogprobs, RankPlan, RankResult
+from sgl_jax.core.step_plan import (
+    BoolArray,
+    Int32Array,
+    PromptLogprobs,
+    RankPlan,
+    RankResult,
+    RowIndex,
+)
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.running_rows import RunningRows
@@ -23,12 +30,13 @@ def commit_rank(
     if len(plan.rows) == 0:
         return []
     running, memory = rank.running, rank.memory
-    current = memory.rows.epoch[plan.rows] == plan.epochs
+    planned = plan.rows.astype(np.intp)
+    current = memory.rows.epoch[planned] == plan.epochs
     if plan.num_scored is not None:
         _collect_prompt_logprobs(rank, plan, result, current)
 
-    index = np.flatnonzero(current & plan.samples)
-    rows, tokens = plan.rows[index], result.tokens[index]
+    index = (current & plan.samples).nonzero()[0]
+    rows, tokens = planned[index], result.tokens[index]
     detailed = running.is_unsent[rows] | running.return_logprob[rows]
     if tokens.shape[1] == 1:
         gains = _append_token(running, rows, tokens[:, 0])
@@ -36,14 +44,14 @@ def commit_rank(
         gains = _append_tokens(running, rows, tokens)
         _count_drafts(rank, rows, plan.num_drafts[index], tokens)
         detailed |= gains.counts > 1
-    rank.num_generated_tokens += int(gains.counts.sum())
+    rank.num_generated_tokens += int(np.add.reduce(gains.counts))
     detailed |= gains.is_finished
     plain = ~detailed
     batch.rids.extend(running.rids[rows[plain]].tolist())
-    batch.tokens.extend(tokens[plain, 0].tolist())
+    batch.tokens.extend(tokens[:, 0][plain].tolist())
 
     done = []
-    for i in np.flatnonzero(detailed).tolist():
+    for i in detailed.nonzero()[0].tolist():
         row, gained = int(rows[i]), tokens[i, : gains.counts[i]].tolist()
         logprobs = None
         if running.return_logprob[row]:
@@ -69,18 +77,21 @@ def _finish_reason(gains: _Gains, i: int, last_token: int) -> FinishReason | Non
     return FinishReason("stop", last_token) if gains.is_stop[i] else FinishReason("length")
 
 
-def _append_token(running: RunningRows, rows: Int32Array, tokens: Int32Array) -> _Gains:
+def _append_token(running: RunningRows, rows: RowIndex, tokens: Int32Array) -> _Gains:
     """Append one new token int32[n] to each row: what most steps do."""
     known = running.known_len[rows]
     running.tokens[rows, known] = tokens
     known += 1
     running.known_len[rows] = known
-    is_stop = (running.stop_ids[rows] == tokens[:, None]).any(axis=1)
+    is_stop = np.zeros(len(rows), np.bool_)
+    for stop_ids in running.stop_ids[: running.num_stop_ids]:
+        is_stop |= stop_ids[rows] == tokens
     is_stop &= known > running.min_len[rows]
-    return _Gains(np.ones_like(rows), is_stop | (known >= running.max_len[rows]), is_stop)
+    counts = np.ones(len(rows), np.int32)
+    return _Gains(counts, is_stop | (known >= running.max_len[rows]), is_stop)
 
 
-def _append_tokens(running: RunningRows, rows: Int32Array, tokens: Int32Array) -> _Gains:
+def _append_tokens(running: RunningRows, rows: RowIndex, tokens: Int32Array) -> _Gains:
     """Append new tokens int32[n, w] to their rows, up to the one that ends the request.
 
     What a step accepted beyond that token is overshoot and forgotten here; its KV is freed with
@@ -88,10 +99,13 @@ def _append_tokens(running: RunningRows, rows: Int32Array, tokens: Int32Array) -
     """
     is_token = tokens >= 0
     lens = running.known_len[rows, None] + np.arange(1, tokens.shape[1] + 1)
-    is_stop = (running.stop_ids[rows, None, :] == tokens[:, :, None]).any(axis=2)
+    is_stop = np.zeros(tokens.shape, np.bool_)
+    for stop_ids in running.stop_ids[: running.num_stop_ids]:
+        is_stop |= stop_ids[rows, None] == tokens
     is_stop &= lens > running.min_len[rows, None]
     is_end = is_token & (is_stop | (lens >= running.max_len[rows, None]))
-    is_finished, last = is_end.any(axis=1), is_end.argmax(axis=1)
+    is_finished: BoolArray = np.logical_or.reduce(is_end, axis=1)
+    last = is_end.argmax(axis=1)
     counts = np.where(is_finished, last + 1, is_token.sum(axis=1))
     kept = lens <= running.known_len[rows, None] + counts[:, None]
     running.tokens[np.repeat(rows, counts), lens[kept] - 1] = tokens[kept]
@@ -100,7 +114,7 @@ def _append_tokens(running: RunningRows, rows: Int32Array, tokens: Int32Array) -
 
 
 def _count_drafts(
-    rank: RankScheduler, rows: Int32Array, drafted: Int32Array, tokens: Int32Array
+    rank: RankScheduler, rows: RowIndex, drafted: Int32Array, tokens: Int32Array
 ) -> None:
     """Now it is known how many drafts were accepted: bring the rows' lengths up to date."""
     accepted = (tokens >= 0).sum(axis=1).astype(np.int32) - 1

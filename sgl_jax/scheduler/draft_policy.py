@@ -8,7 +8,7 @@ per row; what the drafts are is the executor's business.
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import Int32Array, RowIndex
 
 # Of each new result in the moving average of accepted tokens per step.
 _WEIGHT = 0.3
@@ -39,7 +39,7 @@ class DraftPolicy:
         self._resume_len[row] = 0
         self._pause[row] = _FIRST_PAUSE
 
-    def choose(self, rows: Int32Array, known_lens: Int32Array) -> Int32Array:
+    def choose(self, rows: RowIndex, known_lens: Int32Array) -> Int32Array:
         """Drafts for each of `rows`, int32[len(rows)]."""
         if self._most == 0:
             return np.zeros(len(rows), np.int32)
@@ -47,7 +47,7 @@ class DraftPolicy:
         return drafts.astype(np.int32)
 
     def learn(
-        self, rows: Int32Array, drafted: Int32Array, accepted: Int32Array, known_lens: Int32Array
+        self, rows: RowIndex, drafted: Int32Array, accepted: Int32Array, known_lens: Int32Array
     ) -> None:
         """Results were read of rows that drafted `drafted` tokens; `known_lens` include them."""
         tried = drafted > 0

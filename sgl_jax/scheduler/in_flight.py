@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.request import Request
 
 _AT_ROOT = -1
 
@@ -52,15 +52,16 @@ class InFlight:
             place = _AT_ROOT if lease.node is None else lease.node.node_id
             self._rows.setdefault((place, key), row)
 
-    def leader(self, tokens: Int32Array, cursor: PrefixCursor) -> Leader | None:
-        """Who is computing more of `tokens` than the tree has, if it is worth the wait."""
+    def leader(self, request: Request, cursor: PrefixCursor) -> Leader | None:
+        """Who is computing more of `request`'s tokens than the tree has, if worth the wait."""
         if not self._rows or cursor.next_key is None or cursor.node is None:
             return None
         place = cursor.node.node_id if cursor.length else _AT_ROOT
         row = self._rows.get((place, cursor.next_key))
         if row is None:
             return None
-        theirs, start = self._rank.running.known_tokens(row), cursor.length
+        theirs, tokens = self._rank.running.known_tokens(row), request.matchable()
+        start = cursor.length
         size = min(len(theirs), len(tokens))
         differing = np.flatnonzero(theirs[start:size] != tokens[start:size])
         shared = int(differing[0]) if len(differing) else size - start

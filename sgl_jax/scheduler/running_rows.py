@@ -16,7 +16,7 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.scheduler.request import Request
 
 NO_TOKEN = -1
@@ -28,7 +28,7 @@ class RunningRows:
 
     def __init__(self, sizes: EngineSizes) -> None:
         n = sizes.num_rows
-        self.active: Int32Array = np.zeros(0, np.int32)
+        self.active: RowIndex = np.zeros(0, np.intp)
         # Zeroed lazily by the operating system: only rows and positions in use take memory.
         self.tokens = np.zeros((n, sizes.max_context_len), np.int32)
         self.known_len = np.zeros(n, np.int32)
@@ -38,7 +38,8 @@ class RunningRows:
         self.min_len = np.zeros(n, np.int32)  # no stop before this many tokens
         self.max_len = np.zeros(n, np.int32)
         self.priority = np.zeros(n, np.int64)
-        self.stop_ids = np.full((n, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)
+        self.stop_ids = np.full((MAX_STOP_TOKEN_IDS, n), NO_TOKEN, np.int32)
+        self.num_stop_ids = 0  # lines of `stop_ids` that were ever used
         self.return_logprob = np.zeros(n, np.bool_)
         self.top_logprobs_num = np.zeros(n, np.int32)
         # Prompt position from which on the successors' log-probabilities are wanted; NOT_SCORED
@@ -69,8 +70,9 @@ class RunningRows:
         self.min_len[row] = request.prompt_len + sampling.min_new_tokens
         self.max_len[row] = request.max_len
         self.priority[row] = request.priority
-        self.stop_ids[row] = NO_TOKEN
-        self.stop_ids[row, : len(stop_ids)] = stop_ids
+        self.stop_ids[:, row] = NO_TOKEN
+        self.stop_ids[: len(stop_ids), row] = stop_ids
+        self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
         self.return_logprob[row] = request.message.return_logprob
         self.top_logprobs_num[row] = request.message.top_logprobs_num
         is_scored = request.logprob_next < request.prompt_len
@@ -78,7 +80,7 @@ class RunningRows:
         self.is_unsent[row] = count == request.prompt_len
         self.requests[row] = request
         self.rids[row] = request.rid
-        self.active = np.append(self.active, np.int32(row))
+        self.active = np.append(self.active, row)
 
     def remove(self, row: int) -> Int32Array:
         """Take a request out of its row; returns a copy of its known tokens."""
@@ -92,16 +94,17 @@ class RunningRows:
         """The tokens of `row` the host knows, int32[known_len]; a view."""
         return self.tokens[row, : self.known_len[row]]
 
-    def prefilling(self, committed_len: Int32Array) -> Int32Array:
+    def prefilling(self, committed_len: Int32Array) -> RowIndex:
         """Active rows with more than one token to compute, oldest first; `committed_len` is that
         of all rows."""
         rows = self.active
         return rows[self.planned_len[rows] - committed_len[rows] > 1]
 
-    def runnable(self) -> Int32Array:
+    def runnable(self) -> RowIndex:
         """Active rows that still need a step, oldest first.
 
         A row whose last permitted token was sampled, or may have been, waits for its result.
         """
-        longest = self.planned_len[self.active] + self.unread_drafts[self.active]
-        return self.active[longest < self.max_len[self.active]]
+        # Of all rows: that costs less than to pick the active ones of three columns.
+        may_run = self.planned_len + self.unread_drafts < self.max_len
+        return self.active[may_run[self.active]]

@@ -12,7 +12,7 @@ Short of pages is ordinary: evict, then retract on this rank, fewest output toke
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import Int32Array, RankPlan
+from sgl_jax.core.step_plan import Int32Array, RankPlan, RowIndex
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.release import free_tail, publish_prefix
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
@@ -44,8 +44,12 @@ class StepDraft:
         self._drafts = self._grow_for_drafts()
         self._budget = min(chunk_size, sizes.max_chunk_tokens)
         self._score_budget = sizes.max_prompt_logprob_tokens
-        self.num_prefill_tokens = int(wanted[~decodes].sum())  # wanted, in this step or later
-        self._continue_prefills(rows[~decodes])
+        self.num_prefill_tokens = 0  # wanted, in this step or later
+        prefills: list[int] = []
+        if np.count_nonzero(decodes) < len(rows):
+            self.num_prefill_tokens = int(wanted[~decodes].sum())
+            prefills = rows[~decodes].tolist()
+        self._continue_prefills(prefills)
 
     @property
     def is_empty(self) -> bool:
@@ -71,23 +75,24 @@ class StepDraft:
         """The finished plan. From here on the step counts as launched: lengths are committed."""
         self._trim_to_shape()
         rank, running, memory = self.rank, self.rank.running, self.rank.memory
-        rows = np.concatenate([self._decode_rows, np.array(self._chunk_rows, np.int32)])
-        num_decode = len(self._decode_rows)
+        rows, num_decode = self._decode_rows, len(self._decode_rows)
+        if self._chunk_rows:
+            rows = np.concatenate([rows, np.array(self._chunk_rows, np.intp)])
         q_lens = np.ones(len(rows), np.int32)
         q_lens[num_decode:] = self._chunk_lens
         kv_starts = memory.rows.kv_committed_len[rows]
         ends = kv_starts + q_lens  # drafts left out: of these it is not known what becomes of them
         samples = ends == running.planned_len[rows]
         unread = running.unread_drafts[rows]
-        last_end = int((ends + unread).max(initial=0))
-        if self._drafts.any():
+        last_end = int(np.maximum.reduce(ends + unread, initial=0))
+        if np.count_nonzero(self._drafts):
             q_lens[:num_decode] += self._drafts
             running.unread_drafts[rows[:num_decode]] += self._drafts
             last_end = max(last_end, int((ends + unread + q_lens - 1)[:num_decode].max()))
         num_pages = memory.pages_for(last_end)
         logprob_rows = rows[samples & running.return_logprob[rows]]
         plan = RankPlan(
-            rows=rows,
+            rows=rows.astype(np.int32),
             epochs=memory.rows.epoch[rows],
             kv_starts=kv_starts,
             q_lens=q_lens,
@@ -98,12 +103,14 @@ class StepDraft:
             admissions=rank.take_admissions(),
             num_scored=self._num_scored(rows, kv_starts, ends),
             return_logprob=len(logprob_rows) > 0,
-            top_logprobs_num=int(running.top_logprobs_num[logprob_rows].max(initial=0)),
+            top_logprobs_num=(
+                int(running.top_logprobs_num[logprob_rows].max()) if len(logprob_rows) else 0
+            ),
         )
         memory.commit_rows(rows, ends)
         self._publish_chunks()
         sampled = rows[samples]
-        running.planned_len[sampled] += 1
+        running.planned_len[sampled] = ends[samples] + 1
         running.score_start[sampled] = NOT_SCORED
         if not self.retracted:
             rank.reserve.after_step()
@@ -125,6 +132,8 @@ class StepDraft:
         tokens would compute 377 for nothing; instead it takes 128, and the next step the rest.
         Not if it would put off more than it takes, or more than the padding it saves.
         """
+        if not self._chunk_lens:
+            return
         num_prefill = sum(self._chunk_lens)
         total = len(self._decode_rows) + int(self._drafts.sum()) + num_prefill
         larger = next((shape for shape in self._shapes if shape >= total), total)
@@ -141,23 +150,23 @@ class StepDraft:
                 self._chunk_rows.pop()
 
     def _num_scored(
-        self, rows: Int32Array, kv_starts: Int32Array, ends: Int32Array
+        self, rows: RowIndex, kv_starts: Int32Array, ends: Int32Array
     ) -> Int32Array | None:
         """How many of each row's last queries are scored; None if no row's are."""
         first = self.rank.running.score_start[rows]
-        if (first >= ends).all():
+        if not np.count_nonzero(first < ends):
             return None
         return np.maximum(ends - np.maximum(kv_starts, first), 0)
 
     # -- choosing rows ----------------------------------------------------------------------
 
-    def _wanted(self, rows: Int32Array) -> Int32Array:
+    def _wanted(self, rows: RowIndex) -> Int32Array:
         """Tokens each row still has to compute."""
         committed = self.rank.memory.rows.kv_committed_len[rows]
         wanted: Int32Array = self.rank.running.planned_len[rows] - committed
         return wanted
 
-    def _grow_or_retract(self, rows: Int32Array) -> Int32Array:
+    def _grow_or_retract(self, rows: RowIndex) -> RowIndex:
         """Reserve one more slot for each of `rows`, retracting until they fit; those that do."""
         while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):
             if self._give_back_tails(rows) or self._evict_for(rows):
@@ -171,12 +180,12 @@ class StepDraft:
             rows = rows[rows != victim]
         return rows
 
-    def _evict_for(self, rows: Int32Array) -> bool:
+    def _evict_for(self, rows: RowIndex) -> bool:
         """Evict idle sessions until `rows` have their next slots; whether any was."""
         lacking = self.rank.memory.pages_to_grow(rows, self._decode_ends(rows))
         return self.rank.evict_sessions_for(int(lacking.sum()))
 
-    def _give_back_tails(self, rows: Int32Array) -> bool:
+    def _give_back_tails(self, rows: RowIndex) -> bool:
         """Free the slots of drafts that were not accepted; whether that gave any page."""
         memory, ends = self.rank.memory, self._decode_ends(rows)
         has_tail = memory.pages_to_grow(rows, ends) == 0
@@ -185,7 +194,7 @@ class StepDraft:
             freed += free_tail(memory, memory.leases[row], end)
         return freed > 0
 
-    def _decode_ends(self, rows: Int32Array) -> Int32Array:
+    def _decode_ends(self, rows: RowIndex) -> Int32Array:
         """Slots each row needs to decode one token, if all its unread drafts were accepted."""
         committed = self.rank.memory.rows.kv_committed_len[rows]
         ends: Int32Array = committed + self.rank.running.unread_drafts[rows] + 1
@@ -195,7 +204,7 @@ class StepDraft:
         """Choose each decode row's drafts and reserve their slots; none if memory is short."""
         rows, running = self._decode_rows, self.rank.running
         drafts = self.rank.drafts.choose(rows, running.known_len[rows])
-        if not drafts.any():
+        if not np.count_nonzero(drafts):
             return drafts
         longest = running.planned_len[rows] + running.unread_drafts[rows] + 1
         drafts = np.clip(running.max_len[rows] - longest, 0, drafts)
@@ -217,10 +226,10 @@ class StepDraft:
         self.retracted.append(self.rank.retract(victim))
         return victim
 
-    def _continue_prefills(self, rows: Int32Array) -> None:
+    def _continue_prefills(self, rows: list[int]) -> None:
         """Add a chunk of each prefilling row that budget and memory allow, oldest first."""
         running = self.rank.running
-        for row in rows.tolist():
+        for row in rows:
             if running.requests[row] is not None:
                 self._add_chunk(row)
         # Prefills that block each other would wait forever: retract until one can go on.
@@ -237,7 +246,7 @@ class StepDraft:
     def _add_chunk(self, row: int) -> bool:
         """Plan as many of `row`'s wanted tokens as fit; False if none do."""
         memory, running = self.rank.memory, self.rank.running
-        rows = np.array([row], np.int32)
+        rows = np.array([row])
         committed = int(memory.rows.kv_committed_len[row])
         # What lies before the first position that is scored costs the step's scores nothing.
         score_start = max(int(running.score_start[row]), committed)

@@ -41,12 +41,15 @@ class RankRoom:
         self._draft = draft
         self._chunk_size = chunk_size
         self._is_held = False
-        self._num_pages: int | None = None
+        self._look()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the step takes another request here, if that fits."""
-        return self._draft.can_admit and self.rank.has_row and not self._is_held
+    def _look(self) -> None:
+        """What the rank can take, and how busy it is: changes only as requests start here."""
+        self.num_running = len(self.rank.running)
+        self._has_row = self.rank.has_row
+        # Whether the step takes another request here, if that fits.
+        self.is_open = self._draft.can_admit and self._has_row and not self._is_held
+        self._num_pages: int | None = None
 
     @property
     def num_pages(self) -> int:
@@ -59,11 +62,15 @@ class RankRoom:
         """Pages that `request` lacks here; not above 0 if it has enough."""
         return self.rank.num_pages_needed(request, cursor) - self.num_pages
 
-    def option(self, request: Request, cursor: PrefixCursor, excess: int) -> Option:
-        """What it costs to run `request` here, where `excess` requests too many run."""
-        rank = self.rank
-        fits = self.num_short(request, cursor) <= 0
-        has_room = fits and rank.has_row and not self._is_held
+    def option(
+        self, request: Request, cursor: PrefixCursor, num_short: int, excess: int
+    ) -> Option:
+        """What it costs to run `request` here, where `excess` requests too many run.
+
+        `num_short` is what the method of that name says.
+        """
+        rank, fits = self.rank, num_short <= 0
+        has_room = fits and self._has_row and not self._is_held
         num_read, leader = rank.reusable_len(request, cursor), self.leader(request, cursor)
         if leader is not None and leader.length > num_read:
             num_read = leader.length
@@ -73,20 +80,21 @@ class RankRoom:
         if not has_room:
             num_ahead += self._chunk_size * self._steps_to_room()
         cost = len(request.tokens) - num_read + num_ahead
-        return Option(cost, len(rank.running), rank.dp_rank, fits and self.is_open, leader)
+        return Option(cost, self.num_running, rank.dp_rank, fits and self.is_open, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor) -> Leader | None:
         """Who computes more of the request's tokens here than the tree has."""
-        return self._in_flight.leader(request.matchable(), cursor)
+        return self._in_flight.leader(request, cursor)
 
     def hold(self) -> None:
         """Nothing more starts here in this step."""
         self._is_held = True
+        self.is_open = False
 
     def start(self, request: Request, cursor: PrefixCursor) -> None:
         """Start a request that fits."""
         row = self._draft.admit(request, cursor)
-        self._num_pages = None
+        self._look()
         if "_in_flight" in self.__dict__:
             self._in_flight.add(row)
 

@@ -160,6 +160,15 @@ class WaitingQueue:
         dp_rank, row, _, _ = self._leader[request.line].tolist()
         return (dp_rank, row) if self._is_following(line)[0] else None
 
+    def are_following(self, requests: Sequence[Request]) -> list[bool]:
+        """Which of `requests` wait for the prefix of a running one still."""
+        if not requests:
+            return []
+        are_following: list[bool] = self._is_following(
+            np.array([request.line for request in requests])
+        ).tolist()
+        return are_following
+
     def stay(self, request: Request, dp_rank: int, until_step: int) -> None:
         """Do not try `request` before that rank has room or that step is planned."""
         self._stay_rank[request.line] = dp_rank
@@ -247,7 +256,7 @@ class WaitingQueue:
         """Which of `lines` wait for a prefix that is being computed; bool[len(lines)]."""
         leaders = self._leader[lines]
         is_following = leaders[:, 1] > 0
-        for dp_rank in np.unique(leaders[is_following, 0]).tolist():
+        for dp_rank in dict.fromkeys(leaders[is_following, 0].tolist()):
             mine = np.flatnonzero(is_following & (leaders[:, 0] == dp_rank))
             _, row, epoch, length = leaders[mine].T
             rows = self._memories[dp_rank].rows

@@ -397,20 +397,20 @@ MUTATIONS = (
     Mutation(
         "forget what was allocated",
         _MEMORY,
-        "np.maximum(allocated[rows], allocated_lens)",
-        "allocated[rows]",
+        "np.maximum(held_lens, allocated_lens)",
+        "held_lens",
     ),
     Mutation(
         "shrink the allocated length without freeing",
         _MEMORY,
-        "np.maximum(allocated[rows], allocated_lens)",
+        "np.maximum(held_lens, allocated_lens)",
         "allocated_lens",
     ),
     Mutation(
         "off by one in the pages that a row lacks",
         _MEMORY,
-        "lacking = -(-allocated_lens // self.page_size) - held",
-        "lacking = allocated_lens // self.page_size + 1 - held",
+        "lacking: Int32Array = (lens + round_up) // self.page_size - held",
+        "lacking: Int32Array = lens // self.page_size + 1 - held",
     ),
     Mutation(
         "evict without a need", _MEMORY, "self.cache.evict(deficit)", "self.cache.evict(num_pages)"
@@ -498,8 +498,8 @@ MUTATIONS = (
     Mutation(
         "commit a result to whoever holds the row now",
         _COMMIT,
-        "current = memory.rows.epoch[plan.rows] == plan.epochs",
-        "current = np.isin(plan.rows, running.active)",
+        "current = memory.rows.epoch[planned] == plan.epochs",
+        "current = np.isin(planned, running.active)",
     ),
     Mutation(
         "keep the overshoot past a stop",

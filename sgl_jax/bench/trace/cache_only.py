@@ -66,7 +66,7 @@ def _serve(memory: RankMemory, request: TracedRequest) -> int:
     tokens = block_tokens(request.block_ids)
     lease = memory.open_lease(tokens)
     num_cached = min(lease.kv_committed_len, request.input_len)
-    rows, lens = np.array([lease.row], np.int32), np.array([len(tokens)], np.int32)
+    rows, lens = np.array([lease.row]), np.array([len(tokens)], np.int32)
     fits = memory.grow_rows(rows, lens)
     assert fits, "a prompt within the capacity fits once all others are evicted"
     memory.commit_rows(rows, lens)

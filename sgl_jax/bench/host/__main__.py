@@ -1,0 +1,44 @@
+"""Prints the table of what the host costs."""
+
+import argparse
+from collections.abc import Iterator
+
+import sgl_jax.bench.host as host
+from sgl_jax.bench.host.memory import bench_allocator, bench_balance, bench_eviction, bench_tree
+from sgl_jax.bench.host.serving import LIMITS, serving_lines
+from sgl_jax.bench.host.sessions import bench_sessions
+from sgl_jax.bench.host.steps import DP_SIZE, bench_full_queue, bench_steps, busy_check_line
+from sgl_jax.bench.host.timing import HEADER, Timing
+
+
+def all_timings(repeats: int) -> Iterator[Timing]:
+    """Every line of the table, each measured when it is asked for."""
+    for page_size in (16, 1):
+        yield from bench_steps(page_size, repeats)
+    yield from bench_full_queue(min(repeats, 100))
+    for page_size in (16, 1):
+        yield from bench_tree(page_size, repeats)
+    yield from bench_eviction(1, repeats)
+    yield from bench_eviction(1000, repeats)
+    yield from bench_allocator(repeats)
+    yield from bench_balance(repeats)
+    yield from bench_sessions(repeats)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m sgl_jax.bench.host", description=host.__doc__)
+    parser.add_argument("--quick", action="store_true", help="10 repeats of each instead of 200")
+    repeats = 10 if parser.parse_args().quick else 200
+    print(HEADER)
+    for timing in all_timings(repeats):
+        print(timing.line(), flush=True)
+    for dp_size in (1, DP_SIZE):
+        print(busy_check_line(dp_size, 16, repeats), flush=True)
+    for name in LIMITS:
+        for line in serving_lines(name, 2 * repeats):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

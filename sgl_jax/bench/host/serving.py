@@ -1,0 +1,173 @@
+"""Host time of steps under the load of a busy server: requests start and end in every step.
+
+On each of 8 ranks about 256 requests run; 2,048 wait, of 40 shared beginnings in 4 namespaces, of
+4 priorities; 4,000 streaming sessions have had a turn, and take further ones among the others.
+About 1 % of the running requests end in each step, and as many start. Submitting is timed apart.
+
+What limits the number of requests that run is one of `LIMITS`: the prompt tokens of a step (then
+memory suffices, and 500 sessions stay idle on each rank), rows, or pages. Where memory is the
+limit, waiting requests take that of idle sessions, so few sessions keep theirs.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.bench.host.steps import DP_SIZE, ROWS_PER_RANK, VOCAB_SIZE, StepLoop
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.messages import GenerateRequest, OpenSession, SessionTurn
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.scheduler import Scheduler
+
+PAGE_SIZE = 16
+NUM_WAITING = 2048
+NUM_SESSIONS = 4000
+NUM_STEMS = 40
+NUM_NAMESPACES = 4
+_STEM_LENS = (1200, 1800)
+_TAIL_LENS = (100, 400)
+_TURN_LENS = (30, 90)
+_OUTPUT_LENS = (60, 140)
+_TURN_SHARE = 0.1
+
+
+class Limit(NamedTuple):
+    """Sizes of a rank where one of them limits how many requests run."""
+
+    num_rows: int
+    num_pages: int
+    chunk_size: int  # prompt tokens of a step
+
+
+LIMITS = {
+    "prompt tokens": Limit(num_rows=1 + 400 + 500, num_pages=25_000, chunk_size=690),
+    "rows": Limit(num_rows=1 + ROWS_PER_RANK, num_pages=25_000, chunk_size=2048),
+    "pages": Limit(num_rows=1 + 2 * ROWS_PER_RANK, num_pages=7_000, chunk_size=2048),
+}
+
+
+class ServingLoad:
+    """Clients that keep `NUM_WAITING` requests waiting, before ranks of the given limit."""
+
+    def __init__(self, limit: Limit) -> None:
+        sizes = EngineSizes(
+            dp_size=DP_SIZE,
+            page_size=PAGE_SIZE,
+            num_pages=limit.num_pages,
+            num_rows=limit.num_rows,
+            max_context_len=4000,
+            max_step_tokens=limit.chunk_size + limit.num_rows - 1,
+            max_prompt_logprob_tokens=1024,
+            vocab_size=VOCAB_SIZE,
+        )
+        config = SchedulerConfig(
+            chunked_prefill_size=limit.chunk_size,
+            max_queued_requests=2 * NUM_WAITING + NUM_SESSIONS,
+            enable_priority_scheduling=True,
+        )
+        self.scheduler = Scheduler(sizes, config)
+        self.loop = StepLoop(self.scheduler)
+        self._rng = np.random.default_rng(0)
+        self._stems = [
+            self._rng.integers(0, VOCAB_SIZE, length)
+            for length in self._rng.integers(*_STEM_LENS, NUM_STEMS)
+        ]
+        self._ids = count()
+        self._turns: dict[str, str] = {}  # request id -> session whose turn it is
+        self._idle: deque[str] = deque()  # sessions without a turn in flight
+        self.num_finished = 0
+        self._open_sessions()
+
+    def _open_sessions(self) -> None:
+        for number in range(NUM_SESSIONS):
+            name = f"session {number}"
+            self.scheduler.session(OpenSession(rid="", session_id=name, streaming=True))
+            self.scheduler.submit(self._turn_of(name))
+        while not self.scheduler.is_idle:
+            self.step()
+
+    def step(self) -> float:
+        """One step; the seconds that the scheduler took."""
+        seconds = self.loop.turn()
+        if self.loop.outputs is not None:
+            for output in self.loop.outputs.outputs:
+                if output.finish is None:
+                    continue
+                self.num_finished += 1
+                if (session := self._turns.pop(output.rid, None)) is not None:
+                    self._idle.append(session)
+        return seconds
+
+    def fill_queue(self) -> list[float]:
+        """Clients send what is missing of `NUM_WAITING`; seconds that each request took."""
+        seconds = []
+        while self.scheduler.num_waiting < NUM_WAITING:
+            is_turn = bool(self._idle) and self._rng.random() < _TURN_SHARE
+            message = self._turn_of(self._idle.popleft()) if is_turn else self._request()
+            start = time.thread_time()
+            self.scheduler.submit(message)
+            seconds.append(time.thread_time() - start)
+        return seconds
+
+    def _request(self) -> GenerateRequest:
+        number = int(self._rng.integers(NUM_STEMS))
+        return GenerateRequest(
+            rid=str(next(self._ids)),
+            input_ids=[*self._stems[number].tolist(), *self._tokens(_TAIL_LENS)],
+            sampling=self._sampling(),
+            namespace=f"tenant {number % NUM_NAMESPACES}",
+            priority=int(self._rng.integers(4)),
+        )
+
+    def _turn_of(self, session: str) -> GenerateRequest:
+        rid = str(next(self._ids))
+        self._turns[rid] = session
+        return GenerateRequest(
+            rid=rid,
+            input_ids=self._tokens(_TURN_LENS),
+            sampling=self._sampling(),
+            session=SessionTurn(id=session),
+        )
+
+    def _tokens(self, lens: tuple[int, int]) -> list[int]:
+        tokens: list[int] = self._rng.integers(0, VOCAB_SIZE, self._rng.integers(*lens)).tolist()
+        return tokens
+
+    def _sampling(self) -> SamplingParams:
+        return SamplingParams(max_new_tokens=int(self._rng.integers(*_OUTPUT_LENS)))
+
+
+def serving_lines(name: str, num_steps: int) -> Iterator[str]:
+    """What a step and a submission cost where `LIMITS[name]` limits what runs, as lines."""
+    load = ServingLoad(LIMITS[name])
+    num_warm = 200
+    steps: list[float] = []
+    submits: list[float] = []
+    running, idle = [], []
+    for number in range(num_warm + num_steps):
+        if number == num_warm:
+            submits.clear()
+            steps.clear()
+            load.num_finished = 0
+        submits += load.fill_queue()
+        steps.append(load.step())
+        running.append(load.scheduler.num_running)
+        idle.append(sum(rank.memory.cache.num_idle for rank in load.scheduler.ranks))
+    load.scheduler.audit()
+    yield (
+        f"serving, limited by {name}: {np.mean(running[num_warm:]):,.0f} run, "
+        f"{load.num_finished / num_steps:.1f} end a step, {NUM_WAITING:,} wait, "
+        f"{np.mean(idle[num_warm:]):,.0f} sessions idle"
+    )
+    yield _spread("  step", steps)
+    yield _spread("  submit one request", submits)
+
+
+def _spread(name: str, seconds: list[float]) -> str:
+    mean, p99, most = np.mean(seconds), np.percentile(seconds, 99), np.max(seconds)
+    return f"{name:<62} us: mean {mean * 1e6:,.1f}, p99 {p99 * 1e6:,.1f}, max {most * 1e6:,.1f}"

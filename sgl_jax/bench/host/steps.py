@@ -1,0 +1,144 @@
+"""Host time of steps: all rows decoding, and with a full queue behind them."""
+
+import time
+from collections.abc import Iterator
+from itertools import count
+from statistics import median
+
+import numpy as np
+
+from sgl_jax.bench.host.timing import Timing, timed, timed_once
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.messages import GenerateRequest, OutputBatch
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.fake_executor import FakeExecutor
+from sgl_jax.scheduler.scheduler import Scheduler
+
+DP_SIZE = 8
+ROWS_PER_RANK = 256
+CONTEXT_LEN = 1000
+VOCAB_SIZE = 32_000
+
+
+class StepLoop:
+    """The engine's loop around `scheduler`, one step in flight, on a fake executor."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.outputs: OutputBatch | None = None  # of the last turn
+        self._executor = FakeExecutor(scheduler.sizes)
+        self._before: tuple[StepPlan, StepHandle] | None = None
+
+    def turn(self) -> float:
+        """Plan and launch a step, commit the one before, take the outputs.
+
+        Returns the seconds that the scheduler took; those of the fake executor are left out.
+        """
+        scheduler, executor = self.scheduler, self._executor
+        start = time.thread_time()
+        plan = scheduler.plan()
+        seconds = time.thread_time() - start
+        launched = None if plan is None else (plan, executor.launch(plan))
+        if self._before is not None:
+            done, handle = self._before
+            results = executor.result(handle)
+            start = time.thread_time()
+            scheduler.commit(done, results)
+            seconds += time.thread_time() - start
+        start = time.thread_time()
+        self.outputs = scheduler.take_outputs()
+        self._before = launched
+        return seconds + time.thread_time() - start
+
+
+def decoding_loop(page_size: int, dp_size: int = DP_SIZE) -> StepLoop:
+    """A loop with every row of every rank decoding at about `CONTEXT_LEN` tokens."""
+    tokens_per_row = 2 * CONTEXT_LEN
+    sizes = EngineSizes(
+        dp_size=dp_size,
+        page_size=page_size,
+        num_pages=1 + ROWS_PER_RANK * tokens_per_row // page_size,
+        num_rows=ROWS_PER_RANK + 1,
+        max_context_len=tokens_per_row,
+        max_step_tokens=16_384 + ROWS_PER_RANK,
+        max_prompt_logprob_tokens=1024,
+        vocab_size=VOCAB_SIZE,
+    )
+    config = SchedulerConfig(chunked_prefill_size=16_384, schedule_policy="fcfs")
+    scheduler = Scheduler(sizes, config)
+    rng = np.random.default_rng(0)
+    for i in range(dp_size * ROWS_PER_RANK):
+        prompt = rng.integers(0, VOCAB_SIZE, CONTEXT_LEN - 100).tolist()
+        sampling = SamplingParams(max_new_tokens=CONTEXT_LEN)
+        scheduler.submit(GenerateRequest(rid=str(i), input_ids=prompt, sampling=sampling))
+    loop = StepLoop(scheduler)
+    for _ in range(100):
+        loop.turn()
+    assert scheduler.num_running == dp_size * ROWS_PER_RANK, "the load does not fit the sizes"
+    assert scheduler.num_waiting == 0
+    return loop
+
+
+def bench_steps(page_size: int, repeats: int) -> Iterator[Timing]:
+    """Host time of a decode step, and of proving its books."""
+    loop = decoding_loop(page_size)
+    scheduler = loop.scheduler
+    load = f"{DP_SIZE} ranks x {ROWS_PER_RANK} rows, page {page_size}"
+    num_tokens = DP_SIZE * ROWS_PER_RANK
+    seconds = [loop.turn() for _ in range(repeats)]
+    yield Timing(f"decode step, {load}", seconds, num_ops=num_tokens)
+    yield timed(f"check_balance of all ranks, {load}", scheduler.check_balance, repeats=repeats)
+    yield timed(f"audit of all ranks, {load}", scheduler.audit, repeats=5)
+
+
+def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
+    """What `--check-memory busy` adds to a decode step: with and without, in turns, in one run."""
+    loop = decoding_loop(page_size, dp_size)
+    bare: list[float] = []
+    checked: list[float] = []
+    for _ in range(repeats):
+        bare.append(loop.turn())
+        checked.append(loop.turn() + timed_once(loop.scheduler.check_balance)[0])
+    share = median(checked) / median(bare) - 1
+    name = f"busy check share of a step, {dp_size} x {ROWS_PER_RANK} rows, page {page_size}"
+    with_us, without_us = median(checked) * 1e6, median(bare) * 1e6
+    return f"{name:<62} {share:>11.1%} ({with_us:,.1f} us, {without_us:,.1f} without)"
+
+
+def bench_full_queue(repeats: int) -> Iterator[Timing]:
+    """Steps that decode and admit while 2,000 requests wait, longest cached prefix first."""
+    num_waiting = 2000
+    sizes = EngineSizes(
+        dp_size=DP_SIZE,
+        page_size=16,
+        num_pages=40_000,
+        num_rows=ROWS_PER_RANK + 1,
+        max_context_len=4000,
+        max_step_tokens=2048 + ROWS_PER_RANK,
+        max_prompt_logprob_tokens=1024,
+        vocab_size=VOCAB_SIZE,
+    )
+    config = SchedulerConfig(chunked_prefill_size=2048, max_queued_requests=2 * num_waiting)
+    scheduler = Scheduler(sizes, config)
+    rng = np.random.default_rng(0)
+    stems = rng.integers(0, VOCAB_SIZE, (20, 1500))
+    ids = count()
+
+    def fill_queue() -> None:
+        while scheduler.num_waiting < num_waiting:
+            tail = rng.integers(0, VOCAB_SIZE, 500)
+            prompt = np.concatenate([stems[rng.integers(20)], tail]).tolist()
+            sampling = SamplingParams(max_new_tokens=30)
+            scheduler.submit(
+                GenerateRequest(rid=str(next(ids)), input_ids=prompt, sampling=sampling)
+            )
+
+    loop = StepLoop(scheduler)
+    seconds: list[float] = []
+    for _ in range(20 + repeats):
+        fill_queue()
+        seconds.append(loop.turn())
+    name = f"step that admits, {DP_SIZE} ranks, {num_waiting:,} waiting, 2,000 tokens each"
+    yield Timing(name, seconds[20:], 1)

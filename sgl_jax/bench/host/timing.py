@@ -1,0 +1,52 @@
+"""Measured times, and the lines of the table they are printed in."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
+
+class Timing(NamedTuple):
+    """One line of the table: `num_ops` operations took `seconds`, one sample for each repeat."""
+
+    name: str
+    seconds: list[float]
+    num_ops: int
+
+    @property
+    def us_per_call(self) -> float:
+        """Median microseconds of one timed call."""
+        return median(self.seconds) * 1e6
+
+    @property
+    def ops_per_s(self) -> float:
+        """Operations per second at the median."""
+        return self.num_ops / median(self.seconds)
+
+    def line(self) -> str:
+        """The line of the table."""
+        slowest = max(self.seconds) * 1e6
+        return (
+            f"{self.name:<62} {self.us_per_call:>11,.1f} {slowest:>11,.1f} {self.ops_per_s:>13,.0f}"
+        )
+
+
+HEADER = f"{'':<62} {'us, median':>11} {'us, worst':>11} {'operations/s':>13}"
+
+
+def timed(name: str, call: Callable[[], object], *, repeats: int, num_ops: int = 1) -> Timing:
+    """Time `call` `repeats` times, once more before that to warm up."""
+    call()
+    seconds = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        call()
+        seconds.append(time.thread_time() - start)
+    return Timing(name, seconds, num_ops)
+
+
+def timed_once(call: Callable[[], object]) -> list[float]:
+    """Seconds that one call took, as a list of one."""
+    start = time.thread_time()
+    call()
+    return [time.thread_time() - start]
