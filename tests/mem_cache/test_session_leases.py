@@ -32,11 +32,12 @@ from tests.mem_cache.test_release import (
 )
 from tests.mem_cache.test_session_cache import PAGE_SIZES, check, known, take_turn
 from tests.mem_cache.test_session_cache import make_memory as make_session_memory
+from tests.mem_cache.tree_model import NAMESPACES, in_namespace
 
 
-def num_in_use(memory: RankMemory, tokens: np.ndarray) -> int:
+def num_in_use(memory: RankMemory, tokens: np.ndarray, namespace: str = "") -> int:
     """Pages of what the tree has of `tokens` that running requests have locked."""
-    cursor = memory.cache.follow(tokens, "", tag=0)
+    cursor = memory.cache.follow(tokens, namespace, tag=0)
     num_pages = memory.num_pages_in_use(cursor)
     memory.cache.unfollow(cursor)
     return num_pages
@@ -62,7 +63,7 @@ class SessionLeaseMachine(LeaseMachine):
         session_id = dict(map(reversed, cache.lent()))[lease.row]
         num_known = max(num_known, lease.cache_protected_len)
         self.expect_published(holder, num_known)
-        release_kv_cache(self.memory, lease, holder.tokens[:num_known], insert=True)
+        release_kv_cache(self.memory, lease, holder.known(num_known), insert=True)
         assert cache.idle_lease(session_id) is lease
         self.idle[session_id] = holder
 
@@ -82,16 +83,16 @@ class SessionLeaseMachine(LeaseMachine):
         holder = self.idle.pop(session_id)
         num_kept = max(min(cut, lease.kv_committed_len), lease.cache_protected_len)
         num_kept = min(num_kept, MAX_LEN - 1)
-        tokens = np.full(MAX_LEN, stem, np.int32)
-        tokens[cut:] = 10 + tail
-        tokens[:num_kept] = holder.tokens[:num_kept]
-        matchable = tokens[:-1]
+        given = np.full(MAX_LEN, stem, np.int32)
+        given[cut:] = 10 + tail
+        given[:num_kept] = holder.known(num_kept)
+        tokens, matchable = array(*in_namespace(as_tuple(given), lease.namespace)), given[:-1]
         in_slot = min(lease.kv_committed_len, num_kept)
-        in_tree = self.model.longest_match(as_tuple(matchable))
+        in_tree = self.model.longest_match(as_tuple(tokens[:-1]))
         is_longer = len(in_tree) > in_slot
         read = self.model.pages_of(in_tree)[: None if is_longer else in_slot // self.page_size]
         shared = self.running_pages().intersection(self.model.pages_of(in_tree))
-        assert num_in_use(memory, matchable) == len(shared)
+        assert num_in_use(memory, matchable, lease.namespace) == len(shared)
         resume_lease(memory, session_id, num_kept)
         own = lease.pages(self.page_size).tolist()
         assert adopt_prefix(memory, lease, matchable) == is_longer
@@ -133,7 +134,8 @@ class SessionLeaseMachine(LeaseMachine):
         for _ in range(20):
             which, cut, dice = rng.randrange(5), rng.choice(CUTS), rng.randrange(12)
             if dice < 3:
-                self.open_lease(rng.randrange(2), cut, rng.randrange(2), "")
+                namespace = rng.choice(["", *NAMESPACES])
+                self.open_lease(rng.randrange(2), cut, rng.randrange(2), namespace)
             elif self.holders and dice < 7:
                 self.prefill(which, rng.choice([cut, MAX_LEN]))
                 self.publish(which, MAX_LEN)

@@ -39,6 +39,12 @@ _BOOK = "sgl_jax/scheduler/session_book.py"
 _DESK = "sgl_jax/scheduler/session_desk.py"
 _WALK = "sgl_jax/mem_cache/ledger_walk.py"
 _CONFIG = "sgl_jax/scheduler/config.py"
+_ADMISSION = "sgl_jax/scheduler/admission.py"
+_ROOM = "sgl_jax/scheduler/step_room.py"
+_IN_FLIGHT = "sgl_jax/scheduler/in_flight.py"
+_QUEUE = "sgl_jax/scheduler/waiting_queue.py"
+_RESERVE = "sgl_jax/scheduler/reserve.py"
+_CURSOR = "sgl_jax/mem_cache/prefix_cursor.py"
 
 _BUILT_ON = (
     "if self.running is None or self._is_whole or self._len_after(message) == self.num_tokens:"
@@ -149,8 +155,8 @@ MUTATIONS = (
     Mutation(
         "hash an edge as if it began the prompt",
         _ADAPTIVE,
-        "if parent is not None and len(parent.page_hashes) else 0",
-        "if parent is None else 0",
+        "    if parent is not None and len(parent.page_hashes):\n",
+        "    if False:\n",
     ),
     # -- edges that become one
     Mutation(
@@ -316,34 +322,32 @@ MUTATIONS = (
     Mutation(
         "namespaces: look up pages in the default one",
         _CACHE,
-        """        path, length = self.tree.peek(_contiguous(tokens), namespace)
-        pages""",
-        """        path, length = self.tree.peek(_contiguous(tokens))
-        pages""",
+        "path, length = self.tree.peek(_contiguous(tokens), namespace, start)",
+        'path, length = self.tree.peek(_contiguous(tokens), "", start)',
     ),
     Mutation(
         "namespaces: order the queue by what the default one has",
-        _RANK,
-        "return self.memory.cache.peek(request.matchable(), request.namespace).length",
-        "return self.memory.cache.peek(request.matchable()).length",
+        _QUEUE,
+        "memory.cache.follow(tokens, request.namespace, line, known)",
+        'memory.cache.follow(tokens, "", line, known)',
     ),
     Mutation(
-        "namespaces: count what the default one has as room",
-        _RANK,
-        "            peek = memory.cache.peek(request.matchable(), request.namespace)\n",
-        "            peek = memory.cache.peek(request.matchable())\n",
+        "namespaces: a cursor goes on in the default one",
+        _CURSOR,
+        "path = self._walk(cursor.tokens, cursor.namespace, start)",
+        'path = self._walk(cursor.tokens, "", start)',
     ),
     Mutation(
-        "namespaces: evict sessions for what the default one has",
-        _RANK,
-        "memory.cache.peek_pages(request.matchable(), request.namespace)",
-        "memory.cache.peek_pages(request.matchable())",
+        "namespaces: wait for what a request of another one computes",
+        _IN_FLIGHT,
+        "memory.cache.next_key(lease.node, page, lease.namespace)",
+        'memory.cache.next_key(lease.node, page, "")',
     ),
     Mutation(
         "namespaces: open every lease in the default one",
         _RANK,
-        "self.memory.open_lease(request.matchable(), request.namespace)",
-        "self.memory.open_lease(request.matchable())",
+        "memory.open_lease(request.matchable(), request.namespace)",
+        "memory.open_lease(request.matchable())",
     ),
     Mutation(
         "namespaces: a turn does not inherit its session's",
@@ -714,9 +718,9 @@ MUTATIONS = (
     ),
     Mutation(
         "evict sessions for a request that does not fit even so",
-        _RANK,
-        "        if not self._may_fit(request, slot, needed):\n",
-        "        if memory.rows.num_free == 0 and memory.cache.num_idle == 0:\n",
+        _ROOM,
+        "        fits = self.num_short(request, cursor) <= 0\n",
+        "        fits = True\n",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -726,9 +730,9 @@ MUTATIONS = (
     ),
     Mutation(
         "resume on tokens that the tree owns and the turn must compute",
-        _RANK,
-        "self._reusable_len(request) < lease.cache_protected_len:",
-        "False:",
+        _REQUEST,
+        "if lease is not None and self.slot_len < lease.cache_protected_len:",
+        "if False:",
     ),
     Mutation(
         "retract before an idle session is evicted",
@@ -738,9 +742,9 @@ MUTATIONS = (
     ),
     Mutation(
         "publish a turn before it has succeeded",
-        _COMMIT,
-        "if current[i] and not rank.running.request(row).kept_len:",
-        "if current[i]:",
+        _PLANNER,
+        "            if not running.request(row).kept_len:\n",
+        "            if True:\n",
     ),
     Mutation(
         "leave the slot of a closed session full",
@@ -762,10 +766,10 @@ MUTATIONS = (
         "            pass\n",
     ),
     Mutation(
-        "let a turn go to any rank",
-        _DESK,
-        "return session, prompt, message.dp_rank if home is None else home.dp_rank",
-        "return session, prompt, message.dp_rank",
+        "move a turn without emptying its old slot",
+        _ADMISSION,
+        "            home.release_session(request.slot_id)\n",
+        "            pass\n",
     ),
     Mutation(
         "leave the mark of a turn that failed",
@@ -940,8 +944,8 @@ MUTATIONS = (
     Mutation(
         "take pages that a request shares for new ones",
         _MEMORY,
-        "        return self.locked.num_running_of(above) + self.locked.num_running_of(below)\n",
-        "        return 0\n",
+        "                return min(cursor.length, node.end) // self.page_size\n",
+        "                return 0\n",
     ),
     Mutation(
         "look for a session where another has been lent",
@@ -949,24 +953,19 @@ MUTATIONS = (
         "            del self._lent_rows[session_id]\n",
         "            pass\n",
     ),
-    Mutation(
-        "let a turn move though its slot was filled again",
-        _DESK,
-        "                if self._home(session_id) is None:",
-        "                if True:",
-    ),
     # -- a turn reads the longer of slot and tree
     Mutation(
         "never adopt what the tree has beyond a slot",
         _RELEASE,
-        "    if memory.cache.peek(tokens, lease.node).length <= lease.kv_allocated_len:\n",
+        "    if memory.cache.peek(tokens, lease.namespace, lease.node).length <= "
+        "lease.kv_allocated_len:\n",
         "    if True:\n",
     ),
     Mutation(
         "adopt a prefix of the tree that is shorter than the row",
         _RELEASE,
-        "    if memory.cache.peek(tokens, lease.node).length <= lease.kv_allocated_len:\n",
-        "    if memory.cache.peek(tokens, lease.node).length <= lease.cache_protected_len:\n",
+        "lease.namespace, lease.node).length <= lease.kv_allocated_len:\n",
+        "lease.namespace, lease.node).length <= lease.cache_protected_len:\n",
     ),
     Mutation(
         "adopt a prefix and keep the row's own pages",
@@ -1012,5 +1011,421 @@ MUTATIONS = (
         _RANK,
         "            adopt_prefix(memory, lease, request.matchable())\n",
         "            adopt_prefix(memory, lease, request.tokens[:-1])\n",
+    ),
+    # -- which request starts, and where
+    Mutation(
+        "hold no rank for a request that is due",
+        _ADMISSION,
+        "            rooms[self._holds[request.rid]].hold()\n",
+        "",
+    ),
+    Mutation(
+        "choose in each step anew the rank that is held",
+        _ADMISSION,
+        "self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}",
+        "self._holds = {}",
+    ),
+    Mutation(
+        "hold the rank where most is lacking",
+        _ADMISSION,
+        "(max(room.num_short(request, cursors[r]), 0), len(room.rank.running), r)",
+        "(-room.num_short(request, cursors[r]), len(room.rank.running), r)",
+    ),
+    Mutation(
+        "start a due request before what it waits for is there",
+        _ADMISSION,
+        "            if self._waiting.leader_of(request) is not None:\n                continue\n",
+        "",
+    ),
+    Mutation(
+        "start a request on another rank than it is pinned to",
+        _ADMISSION,
+        "return rooms if pinned is None else [rooms[pinned]]",
+        "return rooms",
+    ),
+    Mutation(
+        "wait for a better rank without an end",
+        _ADMISSION,
+        "return best if self._waiting.is_staying(request, step) else cheapest",
+        "return best",
+    ),
+    Mutation(
+        "wait for a better rank again and again",
+        _ADMISSION,
+        "        if stayed is None:\n",
+        "        if not self._waiting.is_staying(request, step):\n",
+    ),
+    Mutation(
+        "start where most is to be computed",
+        _ADMISSION,
+        "best, cheapest = min(options), min(fitting)",
+        "best, cheapest = max(options), max(fitting)",
+    ),
+    Mutation(
+        "send all to the rank that has their prefix, however busy",
+        _ADMISSION,
+        "max(len(room.rank.running) - bound, 0))",
+        "0)",
+    ),
+    Mutation(
+        "go around the ranks without going on",
+        _ADMISSION,
+        "        self._next_rank = dp_rank + 1\n",
+        "",
+    ),
+    Mutation(
+        "go around the ranks and leave a prefix in flight that was waited for",
+        _ADMISSION,
+        "next((o for o in fitting if o.dp_rank == stayed), self._next_in_turn(fitting))",
+        "self._next_in_turn(fitting)",
+    ),
+    Mutation(
+        "start on a rank that is held for another",
+        _ROOM,
+        "return self._draft.can_admit and self.rank.has_row and not self._is_held",
+        "return self._draft.can_admit and self.rank.has_row",
+    ),
+    Mutation(
+        "start a request without a row",
+        _ROOM,
+        "return self._draft.can_admit and self.rank.has_row and not self._is_held",
+        "return self._draft.can_admit and not self._is_held",
+    ),
+    Mutation(
+        "count the room of a step once for all that start in it",
+        _ROOM,
+        "        self._num_pages = None\n        if",
+        "        if",
+    ),
+    Mutation(
+        "take what a rank prefills for no work",
+        _ROOM,
+        "num_ahead = self._draft.num_prefill_tokens + self._chunk_size * excess",
+        "num_ahead = self._chunk_size * excess",
+    ),
+    Mutation(
+        "take the wait for a full rank for no work",
+        _ROOM,
+        "            num_ahead += self._chunk_size * self._steps_to_room()\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "let all that wait for a rank have the first room there",
+        _ROOM,
+        "ends[min(self.num_staying, len(ends) - 1)]",
+        "ends[0]",
+    ),
+    Mutation(
+        "reserve nothing for running requests",
+        _RANK,
+        "num_reclaimable_pages - self.reserve.pages(self.memory, self.running)",
+        "num_reclaimable_pages",
+    ),
+    Mutation(
+        "reserve twice",
+        _RANK,
+        "num_reclaimable_pages - self.reserve.pages(self.memory, self.running)",
+        "num_reclaimable_pages - 2 * self.reserve.pages(self.memory, self.running)",
+    ),
+    Mutation(
+        "leave room for all known tokens but not for the next",
+        _RANK,
+        "return memory.pages_for(len(request.tokens) + 1) - memory.num_pages_in_use(cursor)",
+        "return memory.pages_for(len(request.tokens)) - memory.num_pages_in_use(cursor)",
+    ),
+    Mutation(
+        "take what a turn has in its slot for work",
+        _RANK,
+        "return max(cursor.length, min(slot.kv_committed_len, request.slot_len))",
+        "return cursor.length",
+    ),
+    Mutation(
+        "never lower the reserve",
+        _RESERVE,
+        "max(self._share - _DECAY_PER_STEP, floor)",
+        "max(self._share, floor)",
+    ),
+    Mutation(
+        "raise the reserve for a retract that memory did not ask for",
+        _RANK,
+        '        if cause == "short":\n',
+        "        if True:\n",
+    ),
+    # -- preemption
+    Mutation(
+        "preempt at the threshold",
+        _RANK,
+        "rows = rows[running.priority[rows] < below]",
+        "rows = rows[running.priority[rows] <= below]",
+    ),
+    Mutation(
+        "preempt for any difference of priority",
+        _ADMISSION,
+        "below = request.priority - self._config.preemption_threshold",
+        "below = request.priority",
+    ),
+    Mutation(
+        "preempt in vain",
+        _RANK,
+        "                return victims\n        return None\n",
+        "                return victims\n        return victims\n",
+    ),
+    Mutation(
+        "preempt for a request that fits",
+        _ADMISSION,
+        "if any(rank.fits(request, cursors[rank.dp_rank]) for rank in allowed):",
+        "if False:",
+    ),
+    Mutation(
+        "preempt for a request that waits for a prefix in flight",
+        _ADMISSION,
+        "if request is None or self._waiting.leader_of(request) is not None:",
+        "if request is None:",
+    ),
+    Mutation(
+        "preempt where a request may not run",
+        _ADMISSION,
+        "allowed = [r for r in ranks if request.message.dp_rank in (None, r.dp_rank)]",
+        "allowed = list(ranks)",
+    ),
+    Mutation(
+        "preempt where the most have to go",
+        _ADMISSION,
+        "len(victims) < len(chosen)",
+        "len(victims) > len(chosen)",
+    ),
+    Mutation(
+        "preempt the fewest output tokens before the lowest priority",
+        _RANK,
+        "np.lexsort((outputs[::-1], running.priority[rows][::-1]))",
+        "np.lexsort((running.priority[rows][::-1], outputs[::-1]))",
+    ),
+    # -- a prefix in flight is waited for
+    Mutation(
+        "wait for what a session's turn publishes only at its end",
+        _IN_FLIGHT,
+        "        if request.kept_len:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "wait for the first page of a prefix in flight alone",
+        _IN_FLIGHT,
+        "        shared = int(differing[0]) if len(differing) else size - start\n",
+        "        shared = self._rank.memory.page_size\n",
+    ),
+    Mutation(
+        "wait for a page more than is shared",
+        _IN_FLIGHT,
+        "return Leader(row, start + shared) if",
+        "return Leader(row, start + shared + self._rank.memory.page_size) if",
+    ),
+    Mutation(
+        "wait for however little is shared",
+        _IN_FLIGHT,
+        "return Leader(row, start + shared) if shared >= self._min_tokens else None",
+        "return Leader(row, start + shared)",
+    ),
+    Mutation(
+        "share nothing with what starts in the same step",
+        _ROOM,
+        "            self._in_flight.add(row)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "wait for the prefix of a request that is gone",
+        _QUEUE,
+        "            is_following[mine] = (rows.epoch[row] == epoch) & (\n",
+        "            is_following[mine] = (epoch >= 0) & (\n",
+    ),
+    Mutation(
+        "wait for what runs in the same row of another rank",
+        _QUEUE,
+        "            rows = self._memories[dp_rank].rows\n",
+        "            rows = self._memories[0].rows\n",
+    ),
+    # -- the waiting queue
+    Mutation(
+        "pass over the older ones too",
+        _QUEUE,
+        "self._is_waiting[:end] & (self._arrival[:end] < request.arrival)",
+        "self._is_waiting[:end]",
+    ),
+    Mutation(
+        "pass over without a count",
+        _QUEUE,
+        "        self._passed_over[:end] += is_older & self._may_run[:end, dp_rank]\n",
+        "",
+    ),
+    Mutation(
+        "pass over what may not run there",
+        _QUEUE,
+        "+= is_older & self._may_run[:end, dp_rank]",
+        "+= is_older",
+    ),
+    Mutation(
+        "a request inherits how often the last one of its line was passed over",
+        _QUEUE,
+        "        self._passed_over[line] = 0\n",
+        "",
+    ),
+    Mutation(
+        "a request inherits what the last one of its line waited for",
+        _QUEUE,
+        "        self._leader[line] = 0\n",
+        "",
+    ),
+    Mutation(
+        "a request inherits the rank that the last one of its line stayed for",
+        _QUEUE,
+        "        self._stay_rank[line] = _NO_RANK\n",
+        "",
+    ),
+    Mutation(
+        "never try a request that is pinned",
+        _QUEUE,
+        "            self._may_run[line, pinned] = True\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "wait for a better rank though it has room",
+        _QUEUE,
+        "        return is_staying & ~is_open[ranks]\n",
+        "        return is_staying\n",
+    ),
+    Mutation(
+        "leave out a request that needs all that is there",
+        _QUEUE,
+        "(least <= np.where(is_open, room, -1))",
+        "(least < np.where(is_open, room, -1))",
+    ),
+    Mutation(
+        "learn of no prefix that is cached later",
+        _QUEUE,
+        "self._cached_pages[cursor.tag, dp_rank] = cursor.length // memory.page_size",
+        "pass",
+    ),
+    Mutation(
+        "take what one rank has cached for what all have",
+        _QUEUE,
+        "                self._cached_pages[cursor.tag, dp_rank] =",
+        "                self._cached_pages[cursor.tag] =",
+    ),
+    Mutation(
+        "try the least important first",
+        _QUEUE,
+        "np.unique(-self._priority[lines], return_inverse=True)",
+        "np.unique(self._priority[lines], return_inverse=True)",
+    ),
+    Mutation(
+        "try the retracted before the more important",
+        _QUEUE,
+        """        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
+        if self._has_priorities:
+            _, level = np.unique(-self._priority[lines], return_inverse=True)
+            keys += np.minimum(level, (1 << _PRIORITY_BITS) - 1) << 1
+""",
+        """        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
+        keys <<= _PRIORITY_BITS
+        if self._has_priorities:
+            _, level = np.unique(-self._priority[lines], return_inverse=True)
+            keys += np.minimum(level, (1 << _PRIORITY_BITS) - 1)
+""",
+    ),
+    Mutation(
+        "try the retracted as if they were new",
+        _QUEUE,
+        "(~self._is_retracted[lines]).astype(np.int64)",
+        "np.zeros(len(lines), np.int64)",
+    ),
+    Mutation(
+        "try what is due in its turn",
+        _QUEUE,
+        "        keys[self._passed_over[lines] >= self._max_passed_over] = -1\n",
+        "",
+    ),
+    Mutation(
+        "preempt for the youngest of the most important",
+        _QUEUE,
+        "self._arrival[lines].argmin()",
+        "self._arrival[lines].argmax()",
+    ),
+    # -- how much of a waiting prompt is cached
+    Mutation(
+        "keep the cursors of a request that waits no more",
+        _QUEUE,
+        "            memory.cache.unfollow(cursor)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "leave the cursors of an edge that is split at its end",
+        _TREE,
+        "        self.cursors.node_split(upper, lower)\n",
+        "",
+    ),
+    Mutation(
+        "leave a cursor below a split that is made where it ends",
+        _CURSOR,
+        "is_above = cursor.length <= upper.end",
+        "is_above = cursor.length < upper.end",
+    ),
+    Mutation(
+        "leave the cursors of an edge that is merged",
+        _TREE,
+        "        self.cursors.nodes_merged(upper, lower)\n",
+        "",
+    ),
+    Mutation(
+        "leave the cursors of a leaf that is evicted",
+        _TREE,
+        "        self.cursors.leaf_trimmed(leaf, parent)\n",
+        "",
+    ),
+    Mutation(
+        "leave the cursors of a leaf that is shortened",
+        _TREE,
+        "            self.cursors.leaf_trimmed(leaf, leaf)\n",
+        "",
+    ),
+    Mutation(
+        "shorten a cursor without a report",
+        _CURSOR,
+        "                cursor.length = end.end\n                self._note_move(cursor)\n",
+        "                cursor.length = end.end\n",
+    ),
+    Mutation(
+        "leave a cursor though a new child continues it",
+        _TREE,
+        "        self.cursors.child_added(parent, child_key)\n",
+        "",
+    ),
+    Mutation(
+        "extend a cursor without a report",
+        _CURSOR,
+        "            self._advance(cursor, parent)\n            self._note_move(cursor)\n",
+        "            self._advance(cursor, parent)\n",
+    ),
+    Mutation(
+        "tell of a cursor's first move alone",
+        _CURSOR,
+        "            cursor.is_moved = False\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "tell of a cursor that was taken out",
+        _CURSOR,
+        "[cursor for cursor in self._moved if cursor.node is not None]",
+        "list(self._moved)",
+    ),
+    Mutation(
+        "a cursor ends before the last page of its tokens",
+        _CURSOR,
+        "len(cursor.tokens) - length < self._page_size:",
+        "len(cursor.tokens) - length <= self._page_size:",
+    ),
+    Mutation(
+        "look for all that a cursor follows from the root",
+        _CURSOR,
+        "        self._advance(cursor, below or self._root)\n",
+        "        self._advance(cursor, self._root)\n",
     ),
 )

@@ -1,5 +1,7 @@
 """The host's work for a turn: what it costs depends on the turn, not on the turns before it."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -65,16 +67,23 @@ def take_turn(s: Conversations, rid: str) -> None:
         scheduler.commit(plan, driver.executor.result(driver.executor.launch(plan)))
 
 
-def test_a_late_turn_visits_no_more_nodes_and_compares_no_more_tokens_than_an_early_one(
+def test_turns_visit_twelve_more_nodes_at_most_when_twice_as_many_came_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Edges of a session's path double in length as they merge, as the bits of a number carry:
+    twice as many turns are one more edge to pass, and one more merge, of twelve visits."""
     s = long_talk()
     work = Work(monkeypatch)
     costs = []
-    for number in range(100):
+    for number in range(128):
         take_turn(s, f"s.{number}")
         costs.append(work.take())
-    assert costs[-1] == costs[2]
+    visits, compared = zip(*costs, strict=True)
+    most = [max(visits[2**i : 2 ** (i + 1)]) for i in range(2, 7)]
+    assert max(late - early for early, late in pairwise(most)) <= 12
+    # Most turns merge little: on average, they visit no more than an early one and an edge or two.
+    assert sum(visits[64:]) / 64 < sum(visits[8:16]) / 8 + 12
+    assert compared[-1] == compared[2]
     assert s.driver.scheduler.num_running == 0
     s.driver.scheduler.audit()
 

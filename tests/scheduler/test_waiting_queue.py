@@ -6,7 +6,7 @@ import pytest
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.release import release_kv_cache
+from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
@@ -147,3 +147,127 @@ def test_lines_are_used_again() -> None:
             for each in list(queue.waiting):
                 queue.waiting.remove(each)
     queue.memories[0].cache.audit([])
+
+
+# -- passed over ------------------------------------------------------------------------------
+
+
+def pass_over(queue: Queue, arrivals: range, dp_rank: int = 0) -> None:
+    """As many requests arrive and start at once on a rank."""
+    for arrival in arrivals:
+        queue.waiting.started(queue.add(arrival), dp_rank)
+
+
+def test_a_request_is_passed_over_by_younger_ones_alone() -> None:
+    queue = Queue()
+    queue.add(10_000)
+    pass_over(queue, range(2 * MAX_PASSED_OVER))
+    assert queue.waiting.due() == []
+    pass_over(queue, range(10_001, 10_001 + MAX_PASSED_OVER - 1))
+    assert queue.waiting.due() == []
+    pass_over(queue, range(20_000, 20_001))
+    assert [request.arrival for request in queue.waiting.due()] == [10_000]
+
+
+def test_what_starts_where_a_request_may_not_run_does_not_pass_it_over() -> None:
+    queue = Queue(dp_size=2)
+    pinned = queue.add(0, dp_rank=1)
+    pass_over(queue, range(1, 2 * MAX_PASSED_OVER), dp_rank=0)
+    assert not queue.waiting.is_due(pinned)
+    pass_over(queue, range(1000, 1000 + MAX_PASSED_OVER), dp_rank=1)
+    assert queue.waiting.is_due(pinned)
+
+
+def test_a_request_is_not_due_because_another_was() -> None:
+    queue = Queue()
+    first = queue.add(0)
+    pass_over(queue, range(1, 1 + MAX_PASSED_OVER))
+    assert queue.waiting.is_due(first)
+    queue.waiting.remove(first)
+    second = queue.add(5000)
+    assert second.line == first.line
+    assert not queue.waiting.is_due(second)
+
+
+# -- waiting for a prefix, or for a rank ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dp_rank", [0, 1])
+@pytest.mark.parametrize("ending", ["published", "gone"])
+def test_a_request_is_not_tried_until_what_it_follows_has_published_or_is_gone(
+    dp_rank: int, ending: str
+) -> None:
+    queue = Queue(dp_size=2, cached_len=0)
+    memory, tokens = queue.memories[dp_rank], np.array(STEM, np.int32)
+    if dp_rank:
+        memory.open_lease(tokens[:0])  # so that rows of the two ranks differ
+    lease = memory.open_lease(tokens)
+    request = queue.add(0, 32)
+    queue.waiting.follow(request, dp_rank, lease.row, 16)
+    assert queue.order() == []
+    assert queue.waiting.leader_of(request) == (dp_rank, lease.row)
+    assert memory.grow_rows(np.array([lease.row]), np.array([32]))
+    for length in (12, 16) if ending == "published" else (12,):
+        assert queue.order() == []
+        memory.commit_rows(np.array([lease.row]), np.array([length]))
+        publish_prefix(memory, lease, tokens)
+    if ending == "gone":
+        release_kv_cache(memory, lease, tokens, insert=True)
+    assert queue.order() == [0]
+    assert queue.waiting.leader_of(request) is None
+    assert queue.waiting.stays_for(request) == dp_rank
+
+
+def test_a_request_that_stays_for_a_rank_is_tried_when_that_has_room_or_the_step_has_come() -> None:
+    queue = Queue(dp_size=2)
+    request = queue.add(0)
+    assert queue.waiting.stays_for(request) is None
+    queue.waiting.stay(request, 0, until_step=1)
+    assert queue.order(open_ranks=(1,)) == []
+    assert queue.order(open_ranks=(0,)) == queue.order(open_ranks=(0, 1)) == [0]
+    assert queue.waiting.is_staying(request, 0)
+    queue.waiting.stay(request, 0, until_step=0)
+    assert queue.order(open_ranks=(1,)) == [0]
+    assert not queue.waiting.is_staying(request, 0)
+
+
+def test_a_request_waits_for_nothing_that_the_last_one_of_its_line_waited_for() -> None:
+    queue = Queue(dp_size=2)
+    first = queue.add(0)
+    row = queue.memories[0].open_lease(np.zeros(0, np.int32)).row
+    queue.waiting.follow(first, 0, row, 4)
+    queue.waiting.stay(first, 0, until_step=9)
+    queue.waiting.remove(first)
+    second = queue.add(1)
+    assert second.line == first.line
+    assert queue.waiting.leader_of(second) is None
+    assert queue.waiting.stays_for(second) is None
+    assert queue.order(open_ranks=(1,)) == [1]
+
+
+# -- what is cached ---------------------------------------------------------------------------
+
+
+def test_what_one_rank_caches_later_makes_no_room_on_another() -> None:
+    queue = Queue(dp_size=2, cached_len=0)
+    queue.add(0, 16)
+    cache(queue.memories[1], STEM)
+    assert queue.order(room=2, open_ranks=(0,)) == []
+    assert queue.order(room=2, open_ranks=(1,)) == [0]
+
+
+def test_a_request_that_is_gone_is_followed_no_more() -> None:
+    queue = Queue(cached_len=0)
+    queue.waiting.remove(queue.add(0, 16))
+    cache(queue.memories[0], STEM)
+    assert queue.memories[0].cache.take_moved() == []
+
+
+def test_what_was_cached_of_a_request_that_is_gone_is_not_taken_for_the_next_ones() -> None:
+    queue = Queue(cached_len=0)
+    first = queue.add(0, 32)
+    cache(queue.memories[0], STEM)
+    queue.waiting.remove(first)
+    second = queue.add(1)
+    assert second.line == first.line
+    assert queue.order(room=1) == []

@@ -1,0 +1,190 @@
+"""On which rank a request starts, when, and for which request a rank is held."""
+
+from sgl_jax.scheduler.admission import MAX_SKEW_REQUESTS
+from sgl_jax.scheduler.config import SchedulerConfig
+from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.test_sessions import talk
+
+
+def make_driver(
+    *, num_running: int = 8, chunk: int = 16, config: dict[str, object] | None = None, **sizes: int
+) -> Driver:
+    """Two ranks that run so many requests at most; nothing is reserved."""
+    settings: dict[str, object] = {
+        "chunked_prefill_size": chunk,
+        "schedule_conservativeness": 0.0,
+        "max_passed_over": 2,
+    }
+    settings |= config or {}
+    sizes = {"dp_size": 2, "num_pages": 101, "max_context_len": 400, "max_chunk_tokens": chunk} | (
+        sizes
+    )
+    return Driver(
+        make_sizes(num_rows=num_running + 1, **sizes),
+        SchedulerConfig(**settings),  # type: ignore[arg-type]
+    )
+
+
+def start(driver: Driver, rid: str, prompt: list[int], max_new_tokens: int, dp_rank: int) -> None:
+    """Run a request on a rank until it decodes."""
+    driver.submit(generate(rid, prompt, max_new_tokens, dp_rank=dp_rank))
+    for _ in range(60):
+        driver.step()
+        if driver.tokens[rid]:
+            return
+    raise AssertionError(f"{rid} has no output after 60 steps")
+
+
+def rank_of(driver: Driver, rid: str) -> int | None:
+    """Where a request runs; None if it waits."""
+    request = driver.scheduler._requests[rid]
+    return None if request.lease is None else request.lease.dp_rank
+
+
+def finish(driver: Driver) -> None:
+    driver.run()
+    for rid in driver.prompts:
+        driver.check_tokens(rid)
+
+
+# -- a request that is due ----------------------------------------------------------------------
+
+
+def test_a_rank_is_held_for_a_due_request_where_it_lacks_least_and_stays_the_same() -> None:
+    driver = make_driver(num_pages=21)
+    start(driver, "a", [1] * 41, 30, 0)
+    start(driver, "b", [2] * 33, 30, 1)
+    start(driver, "c", [3] * 21, 30, 1)
+    driver.submit(generate("big", [4] * 61, 2))  # 16 pages: a third of these is there at most
+    for i in range(2):
+        driver.submit(generate(f"passes {i}", [5 + i], 1))
+        driver.step()
+    driver.step()
+    driver.abort("c")  # now it lacks less on rank 1
+    for dp_rank in range(2):
+        driver.submit(generate(f"pinned to {dp_rank}", [8 + dp_rank] * 3, 9, dp_rank=dp_rank))
+    driver.step()
+    assert rank_of(driver, "big") is None
+    assert rank_of(driver, "pinned to 0") is None
+    assert rank_of(driver, "pinned to 1") == 1
+    driver.abort("a")
+    driver.step()
+    assert rank_of(driver, "big") == 0
+    finish(driver)
+
+
+def test_a_due_request_does_not_start_before_the_prefix_that_it_waits_for_is_there() -> None:
+    driver = make_driver(dp_size=1, max_prompt_logprob_tokens=8)
+    shared = [i % 40 for i in range(64)]
+    # Its prompt is scored, so that it leaves half of each step to others.
+    driver.submit(generate("leader", [*shared, 48], 9, logprob_start_len=0))
+    driver.submit(generate("follower", [*shared, 49], 9))
+    for i in range(4):
+        driver.submit(generate(f"passes {i}", [41 + i] * 3, 2))
+    for _ in range(8):  # 64 tokens that are scored, 8 in a step
+        driver.step()
+        assert rank_of(driver, "follower") is None
+    assert [request.rid for request in driver.scheduler._waiting.due()] == ["follower"]
+    finish(driver)
+    assert driver.cached["follower"] == 64
+
+
+# -- which rank ---------------------------------------------------------------------------------
+
+
+def cached_on_rank_0(**kwargs: object) -> tuple[Driver, list[int]]:
+    """Two ranks, and a prompt of 200 tokens that the first of them has cached."""
+    driver = make_driver(**kwargs)  # type: ignore[arg-type]
+    prompt = [i % 40 for i in range(200)]
+    driver.submit(generate("seed", prompt, 1, dp_rank=0))
+    driver.run()
+    return driver, prompt
+
+
+def test_a_request_waits_once_for_its_best_rank_and_no_longer_than_that_saves() -> None:
+    driver, prompt = cached_on_rank_0(num_running=1, chunk=8)
+    start(driver, "long", [41] * 8, 42, 0)  # may end in 20 steps: of 8 tokens, that is less
+    driver.submit(generate("waits", [*prompt, 42], 2))
+    driver.step()
+    assert driver.scheduler.why_waiting("waits").kind == "rank"
+    for _ in range(10):
+        driver.step()
+    assert "long" not in driver.finish
+    assert rank_of(driver, "waits") == 1
+    finish(driver)
+
+
+def test_of_two_that_wait_for_a_rank_the_second_reckons_with_the_second_end_there() -> None:
+    driver, prompt = cached_on_rank_0(num_running=2, chunk=8)
+    start(driver, "far from its end", [41] * 8, 160, 0)
+    start(driver, "near its end", [42] * 8, 12, 0)
+    for i in range(2):
+        driver.submit(generate(f"waits {i}", [*prompt, 43 + i], 2))
+    driver.step()
+    assert driver.scheduler.why_waiting("waits 0").kind == "rank"
+    assert rank_of(driver, "waits 1") == 1
+    finish(driver)
+    assert driver.dp_rank["waits 0"] == 0
+
+
+def test_a_cached_prefix_draws_no_more_requests_than_a_rank_may_be_ahead_by() -> None:
+    driver, prompt = cached_on_rank_0(num_running=12, chunk=256, num_pages=200)
+    ranks = driver.scheduler.ranks
+    most_ahead = 0
+    for i in range(12):
+        driver.submit(generate(f"r{i}", [*prompt, 40 + i % 10], 60))
+        driver.step()
+        most_ahead = max(most_ahead, len(ranks[0].running) - len(ranks[1].running))
+    assert most_ahead == MAX_SKEW_REQUESTS + 1
+    assert driver.scheduler.num_running == 12
+    finish(driver)
+
+
+def test_a_rank_that_prefills_a_long_prompt_is_left_to_it() -> None:
+    driver = make_driver()
+    start(driver, "decodes", [1] * 4, 90, 1)
+    driver.submit(generate("long", [2] * 200, 2, dp_rank=0))
+    driver.step()
+    driver.submit(generate("other", [3] * 12, 2))
+    driver.step()
+    assert rank_of(driver, "other") == 1
+    finish(driver)
+
+
+def test_a_turn_returns_to_the_slot_that_has_its_history_though_more_run_there() -> None:
+    s = talk(dp_size=2, page_size=4, pool_tokens=512, chunk=8, use_radix_cache=False)
+    s.say("s", [5] * 40, 2)
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.cache.holds("s")).dp_rank
+    start(s.driver, "decodes", [10] * 4, 30, home)
+    rid = s.begin("s", [1], 2)
+    s.run()
+    assert s.driver.dp_rank[rid] == home
+    assert s.driver.cached[rid] == 41
+    s.close_all()
+
+
+def test_in_turn_a_request_goes_where_the_prefix_is_that_it_waited_for() -> None:
+    driver = make_driver(max_prompt_logprob_tokens=8, config={"load_balance_method": "round_robin"})
+    shared = [i % 40 for i in range(64)]
+    driver.submit(generate("leader", [*shared, 48], 9, logprob_start_len=0))
+    driver.submit(generate("on rank 1", [41] * 3, 2))
+    driver.submit(generate("follower", [*shared, 49], 9))
+    driver.submit(generate("on rank 0", [42] * 3, 2))  # so that it would be the turn of rank 1
+    driver.step()
+    assert driver.scheduler.why_waiting("follower").behind == "leader"
+    finish(driver)
+    assert driver.dp_rank["follower"] == driver.dp_rank["leader"] == 0
+    assert driver.cached["follower"] == 64
+
+
+# -- room ---------------------------------------------------------------------------------------
+
+
+def test_two_requests_that_fit_one_by_one_but_not_together_do_not_start_together() -> None:
+    driver = make_driver(dp_size=1, num_pages=21, chunk=128)
+    for i in range(2):
+        driver.submit(generate(f"r{i}", [1 + i] * 45, 4))
+    driver.step()
+    assert driver.scheduler.num_running == 1
+    finish(driver)
+    assert driver.scheduler.counters()["requests_retracted"] == 0
