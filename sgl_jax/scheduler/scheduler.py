@@ -43,9 +43,9 @@ class Scheduler:
     def __init__(self, sizes: EngineSizes, config: SchedulerConfig) -> None:
         if sizes.max_chunk_tokens < 1:
             raise ValueError(
-                f"a step holds {sizes.max_step_tokens} tokens, which leaves none for prompts beside "
-                f"the {sizes.num_rows - 1} requests that may run on a rank, each of which may take "
-                f"{1 + sizes.max_draft_tokens}"
+                f"a step holds {sizes.max_step_tokens} tokens, which leaves none for prompts "
+                f"beside the {sizes.num_rows - 1} requests that may run on a rank, each of which "
+                f"may take {1 + sizes.max_draft_tokens}"
             )
         for name, value in (
             ("chunked_prefill_size", config.chunked_prefill_size),

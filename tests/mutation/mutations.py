@@ -192,7 +192,8 @@ MUTATIONS = (
     Mutation(
         "leave apart what only a value told apart",
         _TREE,
-        "                component.tombstone(node)\n                self._merge_into_only_child(node)\n",
+        "                component.tombstone(node)\n"
+        "                self._merge_into_only_child(node)\n",
         "                component.tombstone(node)\n",
     ),
     Mutation(
