@@ -60,8 +60,9 @@ class InFlight:
         row = self._rows.get((place, cursor.next_key))
         if row is None:
             return None
-        theirs, tokens = self._rank.running.known_tokens(row), request.matchable()
-        start = cursor.length
+        # What is scored is computed a little at a time: that is not worth waiting for.
+        running, tokens = self._rank.running, request.matchable()
+        theirs, start = running.known_tokens(row)[: running.score_start[row]], cursor.length
         size = min(len(theirs), len(tokens))
         differing = np.flatnonzero(theirs[start:size] != tokens[start:size])
         shared = int(differing[0]) if len(differing) else size - start

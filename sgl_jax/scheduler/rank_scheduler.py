@@ -77,7 +77,7 @@ class RankScheduler:
         return self.has_row and self.num_pages_needed(request, cursor) <= self.num_pages_to_give()
 
     def reusable_len(self, request: Request, cursor: PrefixCursor) -> int:
-        """Tokens of `request` that need not be computed here: by the tree, or its session's slot."""
+        """Tokens of `request` that the tree, or its session's slot, has computed here."""
         slot = request.slot_in(self.memory)
         if slot is None:
             return cursor.length

@@ -62,9 +62,7 @@ class RankRoom:
         """Pages that `request` lacks here; not above 0 if it has enough."""
         return self.rank.num_pages_needed(request, cursor) - self.num_pages
 
-    def option(
-        self, request: Request, cursor: PrefixCursor, num_short: int, excess: int
-    ) -> Option:
+    def option(self, request: Request, cursor: PrefixCursor, num_short: int, excess: int) -> Option:
         """What it costs to run `request` here, where `excess` requests too many run.
 
         `num_short` is what the method of that name says.

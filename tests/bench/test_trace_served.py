@@ -32,13 +32,14 @@ def excerpt():
 
 
 def sizes_for(trace, *, num_tokens, page_size=64, dp_size=1, num_rows=33, chunk=2048):
+    """An engine whose steps take `chunk` prompt tokens, decode tokens on top of them."""
     return EngineSizes(
         dp_size=dp_size,
         page_size=page_size,
         num_pages=1 + num_tokens // page_size,
         num_rows=num_rows,
         max_context_len=max(r.input_len + r.output_len for r in trace),
-        max_step_tokens=chunk,
+        max_step_tokens=chunk + num_rows - 1,
         max_prompt_logprob_tokens=128,
         vocab_size=VOCAB_SIZE,
     )
@@ -47,7 +48,7 @@ def sizes_for(trace, *, num_tokens, page_size=64, dp_size=1, num_rows=33, chunk=
 def served(trace, step_time=MS, speedup=1.0, **sizes):
     engine = sizes_for(trace, **sizes)
     config = SchedulerConfig(
-        chunked_prefill_size=engine.max_step_tokens,
+        chunked_prefill_size=engine.max_chunk_tokens,
         max_queued_requests=len(trace),
         check_every_step=True,
     )
@@ -230,7 +231,7 @@ def test_a_trace_is_served_on_steps_compiled_for_a_chip(tmp_path):
     )
     sizes, step_time = planned_step_time(args, "v6e-1")
     assert sizes.num_pages == 1 + 65_536 // 128
-    assert step_time.shapes == sizes.step_token_shapes == (8, 16, 32, 64, 128)
+    assert step_time.shapes == sizes.step_token_shapes == (8, 16, 32, 64, 128, 144)
     assert 0 < step_time.shape_seconds[0] < step_time.shape_seconds[-1]
     trace = [request(1, 2, output_len=3), request(1, 2, 3, output_len=3)]
     run = serve_trace(trace, sizes, SchedulerConfig(chunked_prefill_size=128), step_time)

@@ -172,6 +172,30 @@ def test_whoever_waited_for_a_prefix_computes_it_if_its_request_is_gone(ending: 
     assert num_prefilled(driver) <= 64 + 100 + 8 + 2 * 16
 
 
+@pytest.mark.parametrize(
+    ("scored_from", "num_prefilled_again"),
+    [pytest.param(0, 64, id="all of it"), pytest.param(33, 32, id="its second half")],
+)
+def test_what_a_scored_prompt_computes_slowly_is_not_waited_for(
+    scored_from: int, num_prefilled_again: int
+) -> None:
+    sizes = make_sizes(
+        num_pages=200, max_context_len=300, max_chunk_tokens=16, max_prompt_logprob_tokens=2
+    )
+    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
+    shared = [i % 47 for i in range(64)]
+    driver.submit(generate("scored", shared + [48] * 8, 2, logprob_start_len=scored_from))
+    driver.submit(generate("plain", shared + [49] * 8, 2))
+    num_steps = 0
+    while not driver.tokens["plain"]:
+        driver.step()
+        num_steps += 1
+    assert num_steps <= 8, "72 tokens beside 2 a step take 6 steps, and are read a step later"
+    driver.run()
+    assert num_prefilled(driver) == 64 + 8 + num_prefilled_again + 8
+    driver.check_tokens("plain")
+
+
 def test_a_little_that_is_shared_is_computed_again_rather_than_waited_for() -> None:
     sizes = make_sizes(page_size=1, num_pages=400, max_context_len=300, max_chunk_tokens=256)
     driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=256))
@@ -193,11 +217,11 @@ def test_a_turn_leaves_its_busy_rank_when_computing_again_costs_less() -> None:
     while len(s.driver.tokens["long"]) < 20:
         s.driver.step()
     rid = s.begin("s", [1] * 170, 2)  # its rank has no room for so many until the other ends
-    for num_steps in range(40):
+    num_steps = 0
+    while not s.driver.tokens[rid] and num_steps < 40:
         s.driver.step()
-        if s.driver.tokens[rid]:
-            break
-    assert num_steps < 29, "it could have been computed again in 27 steps, on an empty rank"
+        num_steps += 1
+    assert num_steps < 30, "it could have been computed again in 27 steps, on an empty rank"
     assert "long" not in s.driver.finish
     s.run()
     assert s.driver.dp_rank[rid] == 1 - home

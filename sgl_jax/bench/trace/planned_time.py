@@ -82,7 +82,7 @@ def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes
     mesh = topology_mesh(topology, args.dp_size, args.tp_size)
     engine = engine_programs(args, request.config, mesh, memory.num_pages + 1)
     device = device_bytes(engine, memory, request)
-    shapes = tuple(bucket.tokens for bucket in engine.shape.buckets.plain)
+    shapes = tuple(bucket.tokens for bucket in engine.shape.buckets.all)
     seconds = _shape_seconds(engine, shapes, request, device)
     sizes = engine.shape.sizes(memory.num_pages + 1)
     return sizes, PlannedStepTime(shapes, seconds, request.config, device, topology.chip)
