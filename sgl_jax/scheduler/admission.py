@@ -26,8 +26,8 @@ from sgl_jax.scheduler.waiting_queue import WaitingQueue
 # each further one counts as much as a step full of prompt tokens.
 MAX_SKEW_REQUESTS = 4
 MAX_SKEW_SHARE = 0.25
-# What started because it was due is not preempted by what it has waited for long enough: higher than
-# any priority that a request can ask for.
+# Of what started because it was due: higher than any priority that a request can ask for, so that
+# it is not preempted by what it has waited for long enough.
 AGED_PRIORITY = 2**32
 # Requests that are told in one step what to wait for; the others are told in the next.
 MAX_PUT_OFF = 128
