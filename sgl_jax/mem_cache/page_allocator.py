@@ -93,8 +93,11 @@ class PageAllocator:
         return self.num_pages - self.num_reserved - self._num_free - self._num_tree
 
     def alloc(self, num_pages: int, owner: int) -> Int32Array:
-        """Take `num_pages` free pages for row `owner`; int32[num_pages]."""
-        return self.alloc_each(np.full(num_pages, owner, np.int32))
+        """Take `num_pages` free pages for row `owner`; int32[num_pages].
+
+        Raises `OutOfPagesError`, changing nothing, if fewer are free.
+        """
+        return self._take(num_pages, owner, owner)
 
     def alloc_each(self, owners: Int32Array) -> Int32Array:
         """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].
@@ -102,8 +105,12 @@ class PageAllocator:
         Raises `OutOfPagesError`, changing nothing, if fewer are free.
         """
         count = len(owners)
-        if count and np.minimum.reduce(owners) < 1:
-            raise OwnershipError(f"{self.name}: only rows take pages, not owner {owners.min()}")
+        return self._take(count, owners, int(np.minimum.reduce(owners)) if count else 1)
+
+    def _take(self, count: int, owners: int | Int32Array, least: int) -> Int32Array:
+        """Take `count` pages for `owners`, the least of which is `least`."""
+        if least < 1:
+            raise OwnershipError(f"{self.name}: only rows take pages, not owner {least}")
         if count > self._num_free:
             raise OutOfPagesError(f"{self.name}: {count} pages asked, {self._num_free} free")
         top = self._num_free
@@ -180,6 +187,8 @@ class PageAllocator:
                 f"{self.name}: {describe_owner(owner)} cannot {action} what it does not own: "
                 f"{self.describe(pages[wrong] if wrong.any() else pages)}"
             )
+        if len(pages) == 1:
+            return
         # Distinctness in O(n) without sorting: of two equal pages only the last keeps its stamp.
         order = np.arange(len(pages), dtype=np.int32)
         self._stamp[pages] = order

@@ -189,6 +189,17 @@ class RankMemory:
         self.rows.kv_allocated_len[rows] = np.maximum(held_lens, allocated_lens)
         return True
 
+    def grow_row(self, row: int, allocated_len: int) -> bool:
+        """`grow_rows` of one row, without the cost of arrays of one."""
+        held_len = int(self.rows.kv_allocated_len[row])
+        held, wanted = self.pages_for(held_len), self.pages_for(allocated_len)
+        if wanted > held:
+            if not self.make_room(wanted - held):
+                return False
+            self.rows.pages[row, held:wanted] = self.allocator.alloc(wanted - held, row)
+        self.rows.kv_allocated_len[row] = max(held_len, allocated_len)
+        return True
+
     def _append_pages(
         self, rows: RowIndex, held_lens: Int32Array, lacking: Int32Array, total: int
     ) -> bool:

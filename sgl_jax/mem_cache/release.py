@@ -45,7 +45,9 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
     rows.pages[lease.row, first : length // page_size] = kept.pages
     rows.cache_protected_len[lease.row] = length
     fresh = offered[first:]
-    memory.allocator.free(fresh[fresh != kept.pages], lease.row)
+    duplicates = fresh[fresh != kept.pages]
+    if len(duplicates):
+        memory.allocator.free(duplicates, lease.row)
 
 
 def release_kv_cache(

@@ -68,9 +68,11 @@ class Admission:
         held = {dp_rank for rid, dp_rank in self._holds.items() if rid != request.rid}
         allowed = [r for r in ranks if request.message.dp_rank in (None, r.dp_rank)]
         allowed = [rank for rank in allowed if rank.dp_rank not in held]
+        below = request.priority - self._config.preemption_threshold
+        if not any(rank.running.has_priority_below(below) for rank in allowed):
+            return []
         if any(rank.fits(request, cursors[rank.dp_rank]) for rank in allowed):
             return []
-        below = request.priority - self._config.preemption_threshold
         chosen: list[int] | None = None
         for rank in allowed:
             victims = rank.victims_for(request, cursors[rank.dp_rank], below)
@@ -152,7 +154,7 @@ class Admission:
                 continue
             if request.rid in self._holds and not any(room.is_open for room in rooms):
                 continue  # its rank is held, or takes nothing anyway
-            if fitting := [option for option in self._options(rooms, request) if option.fits]:
+            if fitting := self._fitting_options(rooms, request):
                 if self._config.enable_priority_scheduling:
                     request.priority = AGED_PRIORITY
                 self._start(rooms, request, min(fitting).dp_rank)
@@ -187,13 +189,20 @@ class Admission:
             room.is_open and short <= 0 for room, short in zip(allowed, num_short, strict=True)
         ):
             return []
-        least = min(room.num_running for room in rooms)
-        bound = int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
+        bound = _num_unskewed(rooms)
         return [
-            room.option(
-                request, cursors[room.rank.dp_rank], short, max(room.num_running - bound, 0)
-            )
+            room.option(request, cursors[room.rank.dp_rank], short, bound)
             for room, short in zip(allowed, num_short, strict=True)
+        ]
+
+    def _fitting_options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
+        """Those of `_options` that fit, found without a look at the others."""
+        cursors, bound = self._waiting.cursors(request), _num_unskewed(rooms)
+        return [
+            room.option(request, cursors[room.rank.dp_rank], short, bound)
+            for room in self._allowed(rooms, request)
+            if room.is_open
+            and (short := room.num_short(request, cursors[room.rank.dp_rank])) <= 0
         ]
 
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:
@@ -227,3 +236,9 @@ class Admission:
         self._waiting.started(request, dp_rank)
         self._holds.pop(request.rid, None)
         self._next_rank = dp_rank + 1
+
+
+def _num_unskewed(rooms: list[RankRoom]) -> int:
+    """Requests that may run on a rank without it counting as too many."""
+    least = min(room.num_running for room in rooms)
+    return int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))

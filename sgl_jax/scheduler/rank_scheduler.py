@@ -112,17 +112,22 @@ class RankScheduler:
                 return victims
         return None
 
-    def admit(self, request: Request, cursor: PrefixCursor) -> int:
+    def admit(
+        self, request: Request, cursor: PrefixCursor, num_reserved: int | None = None
+    ) -> int:
         """Give a waiting request that fits a row, and what is cached of its prefix; the row.
 
-        Idle sessions are evicted for it as far as needed, used longest ago first.
+        Idle sessions are evicted for it as far as needed, used longest ago first. `num_reserved`
+        pages are the reserve, for a caller that knows it.
         """
         memory = self.memory
         lease, start = self._take_lease(request, request.slot_in(memory))
         needed = memory.pages_for(len(request.tokens) + 1) - memory.pages_for(
             lease.kv_allocated_len
         )
-        self.evict_sessions_for(needed + self.reserve.pages(memory, self.running))
+        if num_reserved is None:
+            num_reserved = self.reserve.pages(memory, self.running)
+        self.evict_sessions_for(needed + num_reserved)
         request.lease, request.dp_rank = lease, self.dp_rank
         if request.num_retractions == 0:
             request.cached_tokens = lease.kv_committed_len

@@ -6,6 +6,8 @@ running requests may still generate: the share rises whenever a retract shows it
 and decays slowly while all goes well. (SGLang's new-token ratio works alike.)
 """
 
+from math import ceil
+
 import numpy as np
 
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -35,6 +37,14 @@ class AdmissionReserve:
         output = np.minimum(running.max_len[rows] - planned, _MAX_PLANNED_OUTPUT)
         expected_len = planned + np.ceil(output * self._share).astype(np.int32)
         return int(memory.pages_to_grow(rows, expected_len).sum())
+
+    def pages_of(self, row: int, memory: RankMemory, running: RunningRows) -> int:
+        """What one running request adds to `pages`."""
+        planned = int(running.planned_len[row])
+        output = min(int(running.max_len[row]) - planned, _MAX_PLANNED_OUTPUT)
+        expected_len = planned + ceil(output * self._share)
+        held = memory.pages_for(int(memory.rows.kv_allocated_len[row]))
+        return max(memory.pages_for(expected_len) - held, 0)
 
     def after_step(self) -> None:
         """A step was planned without a retract."""

@@ -90,6 +90,10 @@ class RunningRows:
         self.active = self.active[self.active != row]
         return tokens
 
+    def has_priority_below(self, priority: int) -> bool:
+        """Whether a request runs whose priority is lower than that."""
+        return bool(np.count_nonzero(self.priority[self.active] < priority))
+
     def known_tokens(self, row: int) -> Int32Array:
         """The tokens of `row` the host knows, int32[known_len]; a view."""
         return self.tokens[row, : self.known_len[row]]

@@ -62,9 +62,12 @@ class StepDraft:
         memory that was just taken from one request is for those it was taken for."""
         return self._budget > 0 and not self.retracted
 
-    def admit(self, request: Request, cursor: PrefixCursor) -> int:
-        """Start a waiting request that fits, with a first chunk; answers its row."""
-        row = self.rank.admit(request, cursor)
+    def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
+        """Start a waiting request that fits, with a first chunk; answers its row.
+
+        `num_reserved` pages are the rank's reserve.
+        """
+        row = self.rank.admit(request, cursor, num_reserved)
         self.num_prefill_tokens += (
             len(request.tokens) - self.rank.memory.leases[row].kv_committed_len
         )
@@ -246,16 +249,16 @@ class StepDraft:
     def _add_chunk(self, row: int) -> bool:
         """Plan as many of `row`'s wanted tokens as fit; False if none do."""
         memory, running = self.rank.memory, self.rank.running
-        rows = np.array([row])
         committed = int(memory.rows.kv_committed_len[row])
+        wanted = int(running.planned_len[row]) - committed
         # What lies before the first position that is scored costs the step's scores nothing.
         score_start = max(int(running.score_start[row]), committed)
         may_score_to = score_start - committed + self._score_budget
-        count = min(int(self._wanted(rows)[0]), self._budget, may_score_to)
+        count = min(wanted, self._budget, may_score_to)
         while (room := self._room(row) - committed) < count and self.rank.evict_idle_session():
             pass
         count = min(count, room)
-        if count <= 0 or not memory.grow_rows(rows, np.array([committed + count], np.int32)):
+        if count <= 0 or not memory.grow_row(row, committed + count):
             return False
         self._chunk_rows.append(row)
         self._chunk_lens.append(count)

@@ -55,15 +55,21 @@ class RankRoom:
     def num_pages(self) -> int:
         """Pages that another request may take: the reserve of those that run is left out."""
         if self._num_pages is None:
-            self._num_pages = self.rank.num_pages_to_give()
+            self._num_pages = self.rank.memory.num_reclaimable_pages - self._num_reserved
         return self._num_pages
+
+    @cached_property
+    def _num_reserved(self) -> int:
+        return self.rank.reserve.pages(self.rank.memory, self.rank.running)
 
     def num_short(self, request: Request, cursor: PrefixCursor) -> int:
         """Pages that `request` lacks here; not above 0 if it has enough."""
         return self.rank.num_pages_needed(request, cursor) - self.num_pages
 
-    def option(self, request: Request, cursor: PrefixCursor, num_short: int, excess: int) -> Option:
-        """What it costs to run `request` here, where `excess` requests too many run.
+    def option(
+        self, request: Request, cursor: PrefixCursor, num_short: int, num_unskewed: int
+    ) -> Option:
+        """What it costs to run `request` here, where more than `num_unskewed` are too many.
 
         `num_short` is what the method of that name says.
         """
@@ -74,7 +80,8 @@ class RankRoom:
             num_read = leader.length
         else:
             leader = None
-        num_ahead = self._draft.num_prefill_tokens + self._chunk_size * excess
+        num_excess = max(self.num_running - num_unskewed, 0)
+        num_ahead = self._draft.num_prefill_tokens + self._chunk_size * num_excess
         if not has_room:
             num_ahead += self._chunk_size * self._steps_to_room()
         cost = len(request.tokens) - num_read + num_ahead
@@ -91,7 +98,9 @@ class RankRoom:
 
     def start(self, request: Request, cursor: PrefixCursor) -> None:
         """Start a request that fits."""
-        row = self._draft.admit(request, cursor)
+        row = self._draft.admit(request, cursor, self._num_reserved)
+        # The reserve of the others is as it was.
+        self._num_reserved += self.rank.reserve.pages_of(row, self.rank.memory, self.rank.running)
         self._look()
         if "_in_flight" in self.__dict__:
             self._in_flight.add(row)

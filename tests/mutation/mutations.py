@@ -53,7 +53,7 @@ _FREE_REST = (
     "    memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), "
     "owner=lease.row)\n"
 )
-_FREE_DUPLICATES = "    memory.allocator.free(fresh[fresh != kept.pages], lease.row)\n"
+_FREE_DUPLICATES = "        memory.allocator.free(duplicates, lease.row)\n"
 _UNLOCK_AT_END = """        memory.cache.unlock(lease.node)
         lease.node = None
     del memory"""
@@ -238,7 +238,7 @@ MUTATIONS = (
         "        node = below or self.root\n",
         "        node = self.root\n",
     ),
-    Mutation("keep the duplicates of a published prefix", _RELEASE, _FREE_DUPLICATES, ""),
+    Mutation("keep the duplicates of a published prefix", _RELEASE, _FREE_DUPLICATES, "        pass\n"),
     Mutation(
         "free duplicates from the matched instead of the protected length",
         _RELEASE,
