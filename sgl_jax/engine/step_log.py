@@ -46,8 +46,8 @@ class StepLog:
         total = sum(view.total_pages for view in views)
         waiting = [f"{count} {kind}" for kind, count in scheduler.count_waiting().items() if count]
         logger.info(
-            "step %d: %d running, %d waiting%s, %.1f output tokens/s, pages: %d%% free, %d%% leased, "
-            "%d%% cached",
+            "step %d: %d running, %d waiting%s, %.1f output tokens/s, "
+            "pages: %d%% free, %d%% leased, %d%% cached",
             self._steps,
             scheduler.num_running,
             scheduler.num_waiting,

@@ -91,10 +91,13 @@ class CursorIndex:
 
     # -- what the tree reports ----------------------------------------------------------------
 
-    def child_added(self, parent: TreeNode, key: bytes) -> None:
-        """`parent` has a new child under `key`: some cursors can go on."""
-        for cursor in self._take_filed(parent, key):
-            self._advance(cursor, parent)
+    def child_added(self, parent: TreeNode, child: TreeNode) -> None:
+        """`parent` has a new child, which has none: some cursors can go on into its edge."""
+        start = parent.end
+        for cursor in self._take_filed(parent, child.child_key):
+            matched = common_prefix_len(child.key, cursor.tokens[start:])
+            cursor.length = start + matched // self._page_size * self._page_size
+            self._file(cursor, child)
             self._note_move(cursor)
 
     def node_split(self, upper: TreeNode, lower: TreeNode) -> None:
@@ -174,3 +177,11 @@ class CursorIndex:
         if not cursor.is_moved:
             cursor.is_moved = True
             self._moved.append(cursor)
+
+
+def common_prefix_len(a: Int32Array, b: Int32Array) -> int:
+    """Length of the common prefix of two token arrays."""
+    size = min(len(a), len(b))
+    differing = a[:size] != b[:size]
+    first = int(differing.argmax()) if size else 0
+    return first if size and differing[first] else size

@@ -21,7 +21,7 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy
-from sgl_jax.mem_cache.prefix_cursor import CursorIndex
+from sgl_jax.mem_cache.prefix_cursor import CursorIndex, common_prefix_len
 from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep, TreeComponent
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -216,7 +216,7 @@ class RadixTree:
         child = self._new_node(key, parent, child_key, namespace)
         parent.children[child_key] = child
         self._refresh(parent)
-        self.cursors.child_added(parent, child_key)
+        self.cursors.child_added(parent, child)
         return child
 
     def _walk(
@@ -231,7 +231,7 @@ class RadixTree:
             child = node.children.get(self.child_key(node, tokens[start:], namespace))
             if child is None:
                 break
-            matched = _common_prefix_len(child.key, tokens[start:limit])
+            matched = common_prefix_len(child.key, tokens[start:limit])
             matched = matched // self.page_size * self.page_size
             path.append(PathStep(child, matched))
             start += matched
@@ -404,11 +404,3 @@ def _cut_path(path: Sequence[PathStep], length: int) -> list[PathStep]:
         cut.append(PathStep(node, min(num_matched, length)))
         length -= num_matched
     return cut
-
-
-def _common_prefix_len(a: Int32Array, b: Int32Array) -> int:
-    """Length of the common prefix of two token arrays."""
-    size = min(len(a), len(b))
-    differing = a[:size] != b[:size]
-    first = int(differing.argmax()) if size else 0
-    return first if size and differing[first] else size

@@ -238,7 +238,9 @@ MUTATIONS = (
         "        node = below or self.root\n",
         "        node = self.root\n",
     ),
-    Mutation("keep the duplicates of a published prefix", _RELEASE, _FREE_DUPLICATES, "        pass\n"),
+    Mutation(
+        "keep the duplicates of a published prefix", _RELEASE, _FREE_DUPLICATES, "        pass\n"
+    ),
     Mutation(
         "free duplicates from the matched instead of the protected length",
         _RELEASE,

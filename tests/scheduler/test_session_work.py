@@ -24,14 +24,14 @@ class Work:
         self.num_compared = 0
         for name in ("parent", "children"):
             monkeypatch.setattr(TreeNode, name, self._counting(name))
-        compare = radix_tree._common_prefix_len
+        compare = radix_tree.common_prefix_len
 
         def counting_compare(a: object, b: object) -> int:
             length: int = compare(a, b)  # type: ignore[arg-type]
             self.num_compared += length
             return length
 
-        monkeypatch.setattr(radix_tree, "_common_prefix_len", counting_compare)
+        monkeypatch.setattr(radix_tree, "common_prefix_len", counting_compare)
 
     def _counting(self, name: str) -> property:
         slot = TreeNode.__dict__[name]
