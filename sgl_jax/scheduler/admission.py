@@ -157,8 +157,7 @@ class Admission:
         return [
             room.option(request, cursors[room.rank.dp_rank], short, bound)
             for room in self._allowed(rooms, request)
-            if room.is_open
-            and (short := room.num_short(request, cursors[room.rank.dp_rank])) <= 0
+            if room.is_open and (short := room.num_short(request, cursors[room.rank.dp_rank])) <= 0
         ]
 
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:

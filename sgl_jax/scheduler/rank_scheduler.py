@@ -112,9 +112,7 @@ class RankScheduler:
                 return victims
         return None
 
-    def admit(
-        self, request: Request, cursor: PrefixCursor, num_reserved: int | None = None
-    ) -> int:
+    def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int | None = None) -> int:
         """Give a waiting request that fits a row, and what is cached of its prefix; the row.
 
         Idle sessions are evicted for it as far as needed, used longest ago first. `num_reserved`

@@ -232,7 +232,9 @@ MUTATIONS = (
         "        node = below or self.root\n",
         "        node = self.root\n",
     ),
-    Mutation("keep the duplicates of a published prefix", _RELEASE, _FREE_DUPLICATES, "        pass\n"),
+    Mutation(
+        "keep the duplicates of a published prefix", _RELEASE, _FREE_DUPLICATES, "        pass\n"
+    ),
     Mutation(
         "free duplicates from the matched instead of the protected length",
         _RELEASE,
@@ -430,7 +432,7 @@ MUTATIONS = (
     Mutation(
         "let anybody free a page",
         _ALLOCATOR,
-        '        self._require(pages, owner, "free")\n',
+        '        self._require(index, owner, "free")\n',
         "",
     ),
     # -- the tree
@@ -892,13 +894,13 @@ MUTATIONS = (
     Mutation(
         "count a page as locked though sessions have locked it before",
         _LOCKED,
-        "int(np.count_nonzero(is_first & (self._idle[pages] == 0)))",
+        "int(np.count_nonzero(is_first & (self._idle[index] == 0)))",
         "int(np.count_nonzero(is_first))",
     ),
     Mutation(
         "count a page as let go though sessions have locked it still",
         _LOCKED,
-        "int(np.count_nonzero(is_last & (self._idle[pages] == 0)))",
+        "int(np.count_nonzero(is_last & (self._idle[index] == 0)))",
         "int(np.count_nonzero(is_last))",
     ),
     Mutation(
