@@ -28,8 +28,9 @@ from sgl_jax.core.sampling_params import SamplingParams
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-# Rows as an index into columns: numpy converts any other integer type on each use.
-RowIndex = NDArray[np.intp]
+# Of rows or pages, as an index into columns: numpy converts any other type on each use.
+IntpArray = NDArray[np.intp]
+RowIndex = IntpArray
 
 
 class RowAdmission(NamedTuple):

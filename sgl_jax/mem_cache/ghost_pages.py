@@ -20,6 +20,7 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _GAMMA_INVERSE = np.uint64(pow(int(_GAMMA), -1, 2**64))
+_SALTS = np.array([[0], [_GAMMA]], np.uint64)  # of the two halves of the index
 # Slots of each index for every ghost: the fewer, the more ghosts hide one another.
 _SLOTS_PER_GHOST = 4
 
@@ -91,15 +92,17 @@ class GhostPages:
         self._next = 0
         self._leaving: list[_Leaving] = []  # not in the ring yet
         self._num_leaving = 0
-        # A hash is listed in both, at places that have nothing to do with each other: to be
-        # found, it must have been written over in one of them at most.
-        num_slots = _SLOTS_PER_GHOST * num_ghosts
-        self._by_hash = np.zeros((2, num_slots), np.int32)
+        self._is_empty = True
+        # A hash is listed in both halves, at places that have nothing to do with each other: to
+        # be found, it must have been written over in one of them at most.
+        self._num_slots = _SLOTS_PER_GHOST * num_ghosts
+        self._by_hash = np.zeros(2 * self._num_slots, np.int32)
 
     def remember(self, hashes: UInt64Array, num_uses: int, last_access: int, now: int) -> None:
         """Pages of these prefixes leave now; those that left longest ago are forgotten."""
         self._leaving.append(_Leaving(hashes, num_uses, last_access, now))
         self._num_leaving += len(hashes)
+        self._is_empty = False
         if self._num_leaving >= self.num_ghosts:
             self._write()
 
@@ -114,21 +117,22 @@ class GhostPages:
         places = (self._next + np.arange(len(hashes))) % self.num_ghosts
         self._hashes[places] = hashes
         self._history[places] = history
-        for slots, index in zip(self._slots(hashes), self._by_hash, strict=True):
-            index[slots] = places
+        for slots in self._slots(hashes):
+            self._by_hash[slots] = places
         self._next = (self._next + len(hashes)) % self.num_ghosts
 
     def recall(self, hashes: UInt64Array) -> RecalledPages | None:
         """What is remembered of the pages of these prefixes; None if nothing of any is."""
+        if self._is_empty:
+            return None
         if self._leaving:
             self._write()
-        first, second = (
-            index[slots] for slots, index in zip(self._slots(hashes), self._by_hash, strict=True)
-        )
-        places = np.where(self._hashes[first] == hashes, first, second)
-        is_ghost = self._hashes[places] == hashes
-        if not is_ghost.any():
+        first, second = both = self._by_hash[self._slots(hashes)]
+        is_first, is_second = self._hashes[both] == hashes
+        is_ghost = is_first | is_second
+        if not np.count_nonzero(is_ghost):
             return None
+        places = np.where(is_first, first, second)
         return RecalledPages(is_ghost, *self._history[places[is_ghost]].T)
 
     def clear(self) -> None:
@@ -136,7 +140,10 @@ class GhostPages:
         self._leaving.clear()
         self._num_leaving = 0
         self._hashes[:] = 0
+        self._is_empty = True
 
-    def _slots(self, hashes: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
-        num_slots = np.uint64(self._by_hash.shape[1])
-        return _mixed(hashes) % num_slots, _mixed(hashes ^ _GAMMA) % num_slots
+    def _slots(self, hashes: UInt64Array) -> Int64Array:
+        """Where each hash is listed in either half of the index, int64[2, len(hashes)]."""
+        slots = _mixed(_SALTS ^ hashes) % np.uint64(self._num_slots)
+        slots[1] += np.uint64(self._num_slots)
+        return slots.astype(np.int64)

@@ -26,35 +26,39 @@ class LockedPages:
 
     def lock(self, pages: Int32Array) -> None:
         """A running request has locked `pages`."""
-        count = self._running[pages]
+        index = pages.astype(np.intp)  # once, instead of at each use
+        count = self._running[index]
         is_first = count == 0
         self.num_running += int(np.count_nonzero(is_first))
-        self.num_locked += int(np.count_nonzero(is_first & (self._idle[pages] == 0)))
-        self._running[pages] = count + 1
+        self.num_locked += int(np.count_nonzero(is_first & (self._idle[index] == 0)))
+        self._running[index] = count + 1
 
     def unlock(self, pages: Int32Array) -> None:
         """Undo `lock`."""
-        count = self._running[pages] - 1
+        index = pages.astype(np.intp)
+        count = self._running[index] - 1
         is_last = count == 0
         self.num_running -= int(np.count_nonzero(is_last))
-        self.num_locked -= int(np.count_nonzero(is_last & (self._idle[pages] == 0)))
-        self._running[pages] = count
+        self.num_locked -= int(np.count_nonzero(is_last & (self._idle[index] == 0)))
+        self._running[index] = count
 
     def park(self, pages: Int32Array) -> None:
         """The lock of a running request has become that of an idle session."""
-        running, idle = self._running[pages] - 1, self._idle[pages]
+        index = pages.astype(np.intp)
+        running, idle = self._running[index] - 1, self._idle[index]
         self.num_running -= int(np.count_nonzero(running == 0))
         self.num_idle += int(np.count_nonzero(idle == 0))
-        self._running[pages] = running
-        self._idle[pages] = idle + 1
+        self._running[index] = running
+        self._idle[index] = idle + 1
 
     def unpark(self, pages: Int32Array) -> None:
         """Undo `park`."""
-        running, idle = self._running[pages], self._idle[pages] - 1
+        index = pages.astype(np.intp)
+        running, idle = self._running[index], self._idle[index] - 1
         self.num_running += int(np.count_nonzero(running == 0))
         self.num_idle -= int(np.count_nonzero(idle == 0))
-        self._running[pages] = running + 1
-        self._idle[pages] = idle
+        self._running[index] = running + 1
+        self._idle[index] = idle
 
     def is_running(self, page: int) -> bool:
         """Whether a running request has locked `page`."""

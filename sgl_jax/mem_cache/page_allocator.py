@@ -8,7 +8,7 @@ The allocator never evicts and never decides: it only keeps the books.
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import OutOfPagesError, OwnershipError
 from sgl_jax.mem_cache.transition_log import Transition, TransitionLog
 
@@ -122,10 +122,11 @@ class PageAllocator:
 
     def free(self, pages: Int32Array, owner: int) -> None:
         """Give back pages that `owner` holds. Raises `OwnershipError`, changing nothing, else."""
-        self._require(pages, owner, "free")
+        index = pages.astype(np.intp)  # once, instead of at each use
+        self._require(index, owner, "free")
         count = len(pages)
-        self._last_owner[pages] = owner
-        self._owner[pages] = FREE
+        self._last_owner[index] = owner
+        self._owner[index] = FREE
         self._free_stack[self._num_free : self._num_free + count] = pages
         self._num_free += count
         if owner == TREE:
@@ -134,9 +135,10 @@ class PageAllocator:
 
     def give_to_tree(self, pages: Int32Array, owner: int) -> None:
         """Move pages from row `owner` to the tree. Raises `OwnershipError`, changing nothing."""
-        self._require(pages, owner, "give to the tree")
-        self._last_owner[pages] = owner
-        self._owner[pages] = TREE
+        index = pages.astype(np.intp)
+        self._require(index, owner, "give to the tree")
+        self._last_owner[index] = owner
+        self._owner[index] = TREE
         self._num_tree += len(pages)
         self._log.note("give to the tree", owner, pages)
 
@@ -152,7 +154,7 @@ class PageAllocator:
         """The latest moves of this pool's pages, oldest first."""
         return self._log.all()
 
-    def describe(self, pages: Int32Array, limit: int = 8) -> str:
+    def describe(self, pages: Int32Array | IntpArray, limit: int = 8) -> str:
         """Owners of the first few of `pages` and how they came by them, for messages."""
         shown = ", ".join(
             f"page {page}: {describe_owner(int(self._owner[page]))} "
@@ -163,7 +165,7 @@ class PageAllocator:
         shown += f" and {more} more" if more > 0 else ""
         return f"{shown}; last transitions: {self._describe_history(pages[:limit])}"
 
-    def _describe_history(self, pages: Int32Array) -> str:
+    def _describe_history(self, pages: Int32Array | IntpArray) -> str:
         """Who did what to `pages`, the latest moves last; ticks count calls to this pool."""
         moves = [
             f"[{move.clock}] " + _IN_WORDS[move.action].format(describe_owner(owner), page)
@@ -173,16 +175,16 @@ class PageAllocator:
         forgotten = "" if len(moves) <= _MOVES_SHOWN else f"({len(moves) - _MOVES_SHOWN} before) "
         return forgotten + ", ".join(moves[-_MOVES_SHOWN:]) if moves else "none remembered"
 
-    def _require(self, pages: Int32Array, owner: int, action: str) -> None:
+    def _require(self, pages: IntpArray, owner: int, action: str) -> None:
         """Check that `pages` exist, are distinct, and all belong to `owner`."""
         if len(pages) == 0:
             return
         # As unsigned numbers, negative ones are too large as well.
-        if np.maximum.reduce(pages.astype(np.uint32)) >= self.num_pages:
+        if np.maximum.reduce(pages.view(np.uintp)) >= self.num_pages:
             bad = pages[(pages < 0) | (pages >= self.num_pages)]
             raise OwnershipError(f"{self.name}: cannot {action}: no such page {bad[:8].tolist()}")
         wrong = self._owner[pages] != owner
-        if owner in (FREE, RESERVED) or np.logical_or.reduce(wrong):
+        if owner in (FREE, RESERVED) or np.count_nonzero(wrong):
             raise OwnershipError(
                 f"{self.name}: {describe_owner(owner)} cannot {action} what it does not own: "
                 f"{self.describe(pages[wrong] if wrong.any() else pages)}"
@@ -193,7 +195,7 @@ class PageAllocator:
         order = np.arange(len(pages), dtype=np.int32)
         self._stamp[pages] = order
         repeated = self._stamp[pages] != order
-        if np.logical_or.reduce(repeated):
+        if np.count_nonzero(repeated):
             raise OwnershipError(
                 f"{self.name}: cannot {action} a page twice in one call: "
                 f"{pages[repeated][:8].tolist()}"

@@ -5,9 +5,10 @@ was told; bounded in calls and in pages. Its clock counts calls, so it reads no 
 """
 
 from collections import deque
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_jax.core.step_plan import Int32Array
 
@@ -55,7 +56,7 @@ class TransitionLog:
         """What is remembered, oldest first."""
         return [Transition(*fields) for fields in self._ring]
 
-    def of(self, pages: Int32Array) -> list[Transition]:
+    def of(self, pages: NDArray[np.integer[Any]]) -> list[Transition]:
         """What is remembered of `pages`, oldest first, other pages left out."""
         found = []
         for transition in self.all():

@@ -7,6 +7,7 @@ While it runs, its tokens and lengths are columns of its rank's `RunningRows`; w
 import enum
 
 import numpy as np
+from msgspec.structs import replace
 
 from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
 from sgl_jax.core.step_plan import Int32Array
@@ -60,7 +61,9 @@ class Request:
         session: Session | None = None,
     ) -> None:
         """`prompt` is the whole of it where that is more than the message's `input_ids`."""
-        self.message = message
+        # Its tokens are in `tokens`, for a ninth of the memory of a list of objects, which
+        # the garbage collector would also have to look through.
+        self.message = replace(message, input_ids=[])
         self.rid = message.rid
         self.arrival = arrival  # order of arrival, kept over retracts
         self.tokens: Int32Array = np.array(

@@ -80,7 +80,7 @@ class RunningRows:
         self.is_unsent[row] = count == request.prompt_len
         self.requests[row] = request
         self.rids[row] = request.rid
-        self.active = np.append(self.active, row)
+        self.active = np.concatenate((self.active, (row,)))
 
     def remove(self, row: int) -> Int32Array:
         """Take a request out of its row; returns a copy of its known tokens."""

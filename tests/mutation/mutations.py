@@ -436,7 +436,7 @@ MUTATIONS = (
     Mutation(
         "let anybody free a page",
         _ALLOCATOR,
-        '        self._require(pages, owner, "free")\n',
+        '        self._require(index, owner, "free")\n',
         "",
     ),
     # -- the tree
@@ -904,13 +904,13 @@ MUTATIONS = (
     Mutation(
         "count a page as locked though sessions have locked it before",
         _LOCKED,
-        "int(np.count_nonzero(is_first & (self._idle[pages] == 0)))",
+        "int(np.count_nonzero(is_first & (self._idle[index] == 0)))",
         "int(np.count_nonzero(is_first))",
     ),
     Mutation(
         "count a page as let go though sessions have locked it still",
         _LOCKED,
-        "int(np.count_nonzero(is_last & (self._idle[pages] == 0)))",
+        "int(np.count_nonzero(is_last & (self._idle[index] == 0)))",
         "int(np.count_nonzero(is_last))",
     ),
     Mutation(
