@@ -85,8 +85,37 @@ def test_a_due_request_does_not_start_before_the_prefix_that_it_waits_for_is_the
         driver.step()
         assert rank_of(driver, "follower") is None
     assert [request.rid for request in driver.scheduler._waiting.due()] == ["follower"]
+    driver.step()
+    assert rank_of(driver, "follower") == 0
     finish(driver)
     assert driver.cached["follower"] == 64
+
+
+# -- what is not waited for ---------------------------------------------------------------------
+
+
+def test_what_another_namespace_computes_is_not_waited_for() -> None:
+    driver = make_driver(dp_size=1, max_prompt_logprob_tokens=8)
+    shared = [i % 40 for i in range(64)]
+    driver.submit(generate("red", shared, 9, logprob_start_len=0, namespace="red"))
+    driver.submit(generate("plain", shared, 9))
+    driver.step()
+    assert rank_of(driver, "red") == rank_of(driver, "plain") == 0
+    finish(driver)
+    assert driver.cached["plain"] == 0
+
+
+def test_what_a_turn_publishes_at_its_end_is_not_waited_for() -> None:
+    s = talk(chunk=8)
+    s.say("s", [5] * 20, 2)
+    history, new = s.of["s"].tokens, [6, 7, 8, 9]
+    turn = s.begin("s", new, 30)
+    s.driver.submit(generate("plain", history + new + [3] * 3, 2))
+    s.driver.step()
+    assert rank_of(s.driver, turn) == rank_of(s.driver, "plain") == 0
+    s.run()
+    s.driver.check_tokens("plain")
+    s.close_all()
 
 
 # -- which rank ---------------------------------------------------------------------------------
