@@ -217,3 +217,18 @@ def test_two_requests_that_fit_one_by_one_but_not_together_do_not_start_together
     assert driver.scheduler.num_running == 1
     finish(driver)
     assert driver.scheduler.counters()["requests_retracted"] == 0
+
+
+def test_a_request_goes_where_it_fits_and_evicts_no_session_where_it_does_not_even_so() -> None:
+    s = talk(dp_size=2, pool_tokens=80, chunk=8, schedule_conservativeness=0.0)
+    s.say("s", [5] * 18, 2)
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.cache.holds("s")).dp_rank
+    start(s.driver, "long", [6] * 37, 30, home)
+    for i in range(2):
+        start(s.driver, f"small {i}", [7 + i] * 5, 30, 1 - home)
+    s.driver.submit(generate("other", [9] * 50, 2))  # less runs beside the session
+    s.driver.step()
+    assert rank_of(s.driver, "other") == 1 - home
+    assert s.driver.scheduler.counters()["sessions_evicted"] == 0
+    s.run()
+    s.close_all()
