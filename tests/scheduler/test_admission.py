@@ -74,14 +74,15 @@ def test_a_rank_is_held_for_a_due_request_where_it_lacks_least_and_stays_the_sam
 
 
 def test_a_due_request_does_not_start_before_the_prefix_that_it_waits_for_is_there() -> None:
-    driver = make_driver(dp_size=1, max_prompt_logprob_tokens=8)
+    driver = make_driver(max_prompt_logprob_tokens=8)
     shared = [i % 40 for i in range(64)]
-    # Its prompt is scored, so that it leaves half of each step to others.
-    driver.submit(generate("leader", [*shared, 48], 9, logprob_start_len=0))
+    driver.submit(generate("leader", [*shared, 48], 9, dp_rank=0))
+    # Its prompt is scored, so that it leaves half of each step of rank 1 to others.
+    driver.submit(generate("scored", [47] * 200, 9, dp_rank=1, logprob_start_len=0))
     driver.submit(generate("follower", [*shared, 49], 9))
     for i in range(4):
-        driver.submit(generate(f"passes {i}", [41 + i] * 3, 2))
-    for _ in range(8):  # 64 tokens that are scored, 8 in a step
+        driver.submit(generate(f"passes {i}", [41 + i] * 3, 2, dp_rank=1))
+    for _ in range(4):  # 64 tokens in chunks of 16
         driver.step()
         assert rank_of(driver, "follower") is None
     assert [request.rid for request in driver.scheduler._waiting.due()] == ["follower"]
@@ -95,10 +96,10 @@ def test_a_due_request_does_not_start_before_the_prefix_that_it_waits_for_is_the
 
 
 def test_what_another_namespace_computes_is_not_waited_for() -> None:
-    driver = make_driver(dp_size=1, max_prompt_logprob_tokens=8)
-    shared = [i % 40 for i in range(64)]
-    driver.submit(generate("red", shared, 9, logprob_start_len=0, namespace="red"))
-    driver.submit(generate("plain", shared, 9))
+    driver = make_driver(dp_size=1)
+    prompt = list(range(13))  # of a chunk of 16
+    driver.submit(generate("red", prompt, 9, namespace="red"))
+    driver.submit(generate("plain", prompt, 9))
     driver.step()
     assert rank_of(driver, "red") == rank_of(driver, "plain") == 0
     finish(driver)
@@ -193,17 +194,18 @@ def test_a_turn_returns_to_the_slot_that_has_its_history_though_more_run_there()
 
 
 def test_in_turn_a_request_goes_where_the_prefix_is_that_it_waited_for() -> None:
-    driver = make_driver(max_prompt_logprob_tokens=8, config={"load_balance_method": "round_robin"})
-    shared = [i % 40 for i in range(64)]
-    driver.submit(generate("leader", [*shared, 48], 9, logprob_start_len=0))
+    driver = make_driver(config={"load_balance_method": "round_robin"})
+    shared = list(range(12))
+    driver.submit(generate("leader", [*shared, 48], 9))
     driver.submit(generate("on rank 1", [41] * 3, 2))
     driver.submit(generate("follower", [*shared, 49], 9))
     driver.submit(generate("on rank 0", [42] * 3, 2))  # so that it would be the turn of rank 1
     driver.step()
-    assert driver.scheduler.why_waiting("follower").behind == "leader"
+    assert rank_of(driver, "follower") is None
+    assert rank_of(driver, "on rank 0") == 0
     finish(driver)
     assert driver.dp_rank["follower"] == driver.dp_rank["leader"] == 0
-    assert driver.cached["follower"] == 64
+    assert driver.cached["follower"] == 12
 
 
 # -- room ---------------------------------------------------------------------------------------
