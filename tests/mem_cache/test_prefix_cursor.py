@@ -1,5 +1,7 @@
 """A cursor on a tree that changes is where a fresh walk along its tokens would end."""
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -68,9 +70,11 @@ class CursorMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), namespace=st.sampled_from(["", *NAMESPACES]))
     def publish(self, data: st.DataObject, namespace: str) -> None:
+        self.write(self.draw_tokens(data), namespace)
+
+    def write(self, tokens: np.ndarray, namespace: str) -> None:
         if not self.memory.rows.num_free:
             self.release(0)
-        tokens = self.draw_tokens(data)
         lease = write(self.memory, tokens, namespace)
         if lease is not None:
             self.leases.append((lease, tokens))
@@ -89,6 +93,25 @@ class CursorMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.memory.cache.reset()
+
+    @rule(seed=st.integers(0, 2**32))
+    def many_things(self, seed: int) -> None:
+        """Twenty at random: rules alone seldom split or merge an edge that a cursor ends in."""
+        rng = random.Random(seed)
+        for _ in range(20):
+            pages = [[1] * self.memory.page_size, [3] * self.memory.page_size]
+            chosen = [token for _ in range(rng.randint(1, 6)) for token in rng.choice(pages)]
+            tokens, namespace = np.array(chosen, np.int32), rng.choice(["", *NAMESPACES])
+            dice = rng.randrange(8)
+            if dice < 3:
+                self.write(tokens, namespace)
+            elif dice < 5 and self.leases:
+                self.release(rng.randrange(5))
+            elif dice == 5:
+                self.evict(rng.randint(1, 3))
+            else:
+                self.add(self.memory.cache.follow(tokens, namespace, tag=0))
+            self.cursors_are_where_walks_end()
 
     @rule(data=st.data(), namespace=st.sampled_from(["", *NAMESPACES]))
     def follow(self, data: st.DataObject, namespace: str) -> None:
@@ -153,7 +176,7 @@ class CursorMachine(RuleBasedStateMachine):
 
 
 TestCursors = CursorMachine.TestCase
-TestCursors.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestCursors.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
@@ -174,6 +197,36 @@ def test_a_cursor_moves_as_pages_are_published_and_evicted(policy: str) -> None:
     assert cursor.length == 0
     assert memory.cache.take_moved() == [cursor]
     memory.cache.unfollow(cursor)
+
+
+PAGES = [np.full(4, token, np.int32) for token in range(10)]
+
+
+def path(*pages: int) -> np.ndarray:
+    """Tokens of these of `PAGES`."""
+    return np.concatenate([PAGES[page] for page in pages])
+
+
+def test_a_cursor_within_an_edge_goes_on_when_that_is_split_where_it_ends() -> None:
+    memory = make_memory("lru")
+    assert write(memory, path(1, 2, 3, 4)) is not None
+    cursor = memory.cache.follow(path(1, 9, 9), "", tag=0)
+    assert write(memory, path(1, 2, 5)) is not None  # splits the edge behind the cursor
+    assert cursor.length == 4
+    assert write(memory, path(1, 9)) is not None
+    assert cursor.length == 8
+
+
+def test_a_cursor_at_the_end_of_an_edge_goes_on_after_that_was_merged() -> None:
+    memory = make_memory("lru")
+    upper, lower = write(memory, path(1)), write(memory, path(1, 2, 3))
+    assert upper is not None
+    assert lower is not None
+    cursor = memory.cache.follow(path(1, 9, 9), "", tag=0)
+    release_kv_cache(memory, upper, path(1), insert=True)
+    assert len(memory.cache.nodes()) == 1
+    assert write(memory, path(1, 9)) is not None
+    assert cursor.length == 8
 
 
 def test_a_cursor_that_moves_before_its_end_is_not_reported() -> None:

@@ -204,8 +204,14 @@ MUTATIONS = (
     Mutation(
         "leave apart what only a branch told apart",
         _TREE,
-        "        self._refresh(parent)\n        self._merge_into_only_child(parent)\n",
-        "        self._refresh(parent)\n",
+        "is above it\n        self._merge_into_only_child(parent)\n",
+        "is above it\n",
+    ),
+    Mutation(
+        "leave apart what only an age told apart",
+        _TREE,
+        "            self._merge_up(parent)  # it",
+        "            pass  # it",
     ),
     Mutation(
         "leave the chunks of a prompt a chain",
@@ -721,8 +727,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         _ROOM,
-        "        fits = self.num_short(request, cursor) <= 0\n",
-        "        fits = True\n",
+        "rank, fits = self.rank, num_short <= 0",
+        "rank, fits = self.rank, True",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -1030,13 +1036,13 @@ MUTATIONS = (
     Mutation(
         "hold the rank where most is lacking",
         _ADMISSION,
-        "(max(room.num_short(request, cursors[r]), 0), len(room.rank.running), r)",
-        "(-room.num_short(request, cursors[r]), len(room.rank.running), r)",
+        "(max(room.num_short(request, cursors[r]), 0), room.num_running, r)",
+        "(-room.num_short(request, cursors[r]), room.num_running, r)",
     ),
     Mutation(
         "start a due request before what it waits for is there",
         _ADMISSION,
-        "            if self._waiting.leader_of(request) is not None:\n                continue\n",
+        "            if is_following:\n                continue\n",
         "",
     ),
     Mutation(
@@ -1065,9 +1071,9 @@ MUTATIONS = (
     ),
     Mutation(
         "send all to the rank that has their prefix, however busy",
-        _ADMISSION,
-        "max(len(room.rank.running) - bound, 0))",
-        "0)",
+        _ROOM,
+        "num_excess = max(self.num_running - num_unskewed, 0)",
+        "num_excess = 0",
     ),
     Mutation(
         "go around the ranks without going on",
@@ -1084,26 +1090,26 @@ MUTATIONS = (
     Mutation(
         "start on a rank that is held for another",
         _ROOM,
-        "return self._draft.can_admit and self.rank.has_row and not self._is_held",
-        "return self._draft.can_admit and self.rank.has_row",
+        "        self._is_held = True\n        self.is_open = False\n",
+        "        self._is_held = True\n",
     ),
     Mutation(
         "start a request without a row",
         _ROOM,
-        "return self._draft.can_admit and self.rank.has_row and not self._is_held",
-        "return self._draft.can_admit and not self._is_held",
+        "self.is_open = self._draft.can_admit and self._has_row and not self._is_held",
+        "self.is_open = self._draft.can_admit and not self._is_held",
     ),
     Mutation(
         "count the room of a step once for all that start in it",
         _ROOM,
-        "        self._num_pages = None\n        if",
+        "        self._look()\n        if",
         "        if",
     ),
     Mutation(
         "take what a rank prefills for no work",
         _ROOM,
-        "num_ahead = self._draft.num_prefill_tokens + self._chunk_size * excess",
-        "num_ahead = self._chunk_size * excess",
+        "num_ahead = self._draft.num_prefill_tokens + self._chunk_size * num_excess",
+        "num_ahead = self._chunk_size * num_excess",
     ),
     Mutation(
         "take the wait for a full rank for no work",
@@ -1119,15 +1125,21 @@ MUTATIONS = (
     ),
     Mutation(
         "reserve nothing for running requests",
-        _RANK,
-        "num_reclaimable_pages - self.reserve.pages(self.memory, self.running)",
-        "num_reclaimable_pages",
+        _ROOM,
+        "self.rank.memory.num_reclaimable_pages - self._num_reserved",
+        "self.rank.memory.num_reclaimable_pages",
     ),
     Mutation(
         "reserve twice",
-        _RANK,
-        "num_reclaimable_pages - self.reserve.pages(self.memory, self.running)",
-        "num_reclaimable_pages - 2 * self.reserve.pages(self.memory, self.running)",
+        _ROOM,
+        "self.rank.memory.num_reclaimable_pages - self._num_reserved",
+        "self.rank.memory.num_reclaimable_pages - 2 * self._num_reserved",
+    ),
+    Mutation(
+        "reserve nothing for what starts in the same step",
+        _ROOM,
+        "        self._num_reserved += self.rank.reserve.pages_of(",
+        "        self.rank.reserve.pages_of(",
     ),
     Mutation(
         "leave room for all known tokens but not for the next",
@@ -1202,7 +1214,25 @@ MUTATIONS = (
         "np.lexsort((outputs[::-1], running.priority[rows][::-1]))",
         "np.lexsort((running.priority[rows][::-1], outputs[::-1]))",
     ),
+    Mutation(
+        "preempt on a rank that is held for another",
+        _ADMISSION,
+        "held = {dp_rank for rid, dp_rank in self._holds.items() if rid != request.rid}",
+        "held: set[int] = set()",
+    ),
+    Mutation(
+        "preempt what was due when it started",
+        _ADMISSION,
+        "                    request.priority = AGED_PRIORITY\n",
+        "                    pass\n",
+    ),
     # -- a prefix in flight is waited for
+    Mutation(
+        "wait for a prompt that is scored a little at a time",
+        _IN_FLIGHT,
+        "running.known_tokens(row)[: running.score_start[row]], cursor.length",
+        "running.known_tokens(row), cursor.length",
+    ),
     Mutation(
         "wait for what a session's turn publishes only at its end",
         _IN_FLIGHT,

@@ -74,19 +74,49 @@ def test_a_rank_is_held_for_a_due_request_where_it_lacks_least_and_stays_the_sam
 
 
 def test_a_due_request_does_not_start_before_the_prefix_that_it_waits_for_is_there() -> None:
-    driver = make_driver(dp_size=1, max_prompt_logprob_tokens=8)
+    driver = make_driver(max_prompt_logprob_tokens=8)
     shared = [i % 40 for i in range(64)]
-    # Its prompt is scored, so that it leaves half of each step to others.
-    driver.submit(generate("leader", [*shared, 48], 9, logprob_start_len=0))
+    driver.submit(generate("leader", [*shared, 48], 9, dp_rank=0))
+    # Its prompt is scored, so that it leaves half of each step of rank 1 to others.
+    driver.submit(generate("scored", [47] * 200, 9, dp_rank=1, logprob_start_len=0))
     driver.submit(generate("follower", [*shared, 49], 9))
     for i in range(4):
-        driver.submit(generate(f"passes {i}", [41 + i] * 3, 2))
-    for _ in range(8):  # 64 tokens that are scored, 8 in a step
+        driver.submit(generate(f"passes {i}", [41 + i] * 3, 2, dp_rank=1))
+    for _ in range(4):  # 64 tokens in chunks of 16
         driver.step()
         assert rank_of(driver, "follower") is None
     assert [request.rid for request in driver.scheduler._waiting.due()] == ["follower"]
+    driver.step()
+    assert rank_of(driver, "follower") == 0
     finish(driver)
     assert driver.cached["follower"] == 64
+
+
+# -- what is not waited for ---------------------------------------------------------------------
+
+
+def test_what_another_namespace_computes_is_not_waited_for() -> None:
+    driver = make_driver(dp_size=1)
+    prompt = list(range(13))  # of a chunk of 16
+    driver.submit(generate("red", prompt, 9, namespace="red"))
+    driver.submit(generate("plain", prompt, 9))
+    driver.step()
+    assert rank_of(driver, "red") == rank_of(driver, "plain") == 0
+    finish(driver)
+    assert driver.cached["plain"] == 0
+
+
+def test_what_a_turn_publishes_at_its_end_is_not_waited_for() -> None:
+    s = talk(chunk=8)
+    s.say("s", [5] * 20, 2)
+    history, new = s.of["s"].tokens, [6, 7, 8, 9]
+    turn = s.begin("s", new, 30)
+    s.driver.submit(generate("plain", history + new + [3] * 3, 2))
+    s.driver.step()
+    assert rank_of(s.driver, turn) == rank_of(s.driver, "plain") == 0
+    s.run()
+    s.driver.check_tokens("plain")
+    s.close_all()
 
 
 # -- which rank ---------------------------------------------------------------------------------
@@ -164,17 +194,18 @@ def test_a_turn_returns_to_the_slot_that_has_its_history_though_more_run_there()
 
 
 def test_in_turn_a_request_goes_where_the_prefix_is_that_it_waited_for() -> None:
-    driver = make_driver(max_prompt_logprob_tokens=8, config={"load_balance_method": "round_robin"})
-    shared = [i % 40 for i in range(64)]
-    driver.submit(generate("leader", [*shared, 48], 9, logprob_start_len=0))
+    driver = make_driver(config={"load_balance_method": "round_robin"})
+    shared = list(range(12))
+    driver.submit(generate("leader", [*shared, 48], 9))
     driver.submit(generate("on rank 1", [41] * 3, 2))
     driver.submit(generate("follower", [*shared, 49], 9))
     driver.submit(generate("on rank 0", [42] * 3, 2))  # so that it would be the turn of rank 1
     driver.step()
-    assert driver.scheduler.why_waiting("follower").behind == "leader"
+    assert rank_of(driver, "follower") is None
+    assert rank_of(driver, "on rank 0") == 0
     finish(driver)
     assert driver.dp_rank["follower"] == driver.dp_rank["leader"] == 0
-    assert driver.cached["follower"] == 64
+    assert driver.cached["follower"] == 12
 
 
 # -- room ---------------------------------------------------------------------------------------
@@ -188,3 +219,18 @@ def test_two_requests_that_fit_one_by_one_but_not_together_do_not_start_together
     assert driver.scheduler.num_running == 1
     finish(driver)
     assert driver.scheduler.counters()["requests_retracted"] == 0
+
+
+def test_a_request_goes_where_it_fits_and_evicts_no_session_where_it_does_not_even_so() -> None:
+    s = talk(dp_size=2, pool_tokens=80, chunk=8, schedule_conservativeness=0.0)
+    s.say("s", [5] * 18, 2)
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.cache.holds("s")).dp_rank
+    start(s.driver, "long", [6] * 37, 30, home)
+    for i in range(2):
+        start(s.driver, f"small {i}", [7 + i] * 5, 30, 1 - home)
+    s.driver.submit(generate("other", [9] * 50, 2))  # less runs beside the session
+    s.driver.step()
+    assert rank_of(s.driver, "other") == 1 - home
+    assert s.driver.scheduler.counters()["sessions_evicted"] == 0
+    s.run()
+    s.close_all()

@@ -163,18 +163,23 @@ def test_the_oldest_of_the_most_important_is_helped_first() -> None:
 
 
 def test_a_request_that_waits_for_a_prefix_in_flight_preempts_nothing_meanwhile() -> None:
-    driver = make_driver(num_running=2, num_pages=100, max_prompt_logprob_tokens=8)
-    shared = [i % 47 for i in range(64)]
-    # Its prompt is scored, so that it leaves half of each step to others.
-    driver.submit(generate("leader", shared + [48] * 4, 9, priority=50, logprob_start_len=0))
+    driver = make_driver(
+        num_running=2, dp_size=2, num_pages=300, max_context_len=700, max_prompt_logprob_tokens=8
+    )
+    shared = [i % 40 for i in range(64)]
+    start(driver, "other 0", 10, priority=0, dp_rank=0)
+    driver.submit(generate("leader", shared + [48] * 4, 9, priority=50, dp_rank=0))
+    # Its prompt is scored, so that it leaves half of each step of rank 1 to others.
+    scored = generate("scored", [47] * 600, 9, priority=50, dp_rank=1, logprob_start_len=0)
+    driver.submit(scored)
     driver.submit(generate("high", shared + [49] * 4, 9, priority=50))
-    driver.submit(generate("other", [49] * 9, 30))
-    for _ in range(8):  # 64 tokens that are scored, 8 in a step
+    driver.submit(generate("other 1", [46] * 3, 30, dp_rank=1))
+    for _ in range(4):  # 64 tokens in chunks of 16
         driver.step()
-        assert running(driver) == {"leader", "other"}
+        assert running(driver) == {"leader", "other 0", "scored", "other 1"}
     assert num_preempted(driver) == 0
     driver.step()
-    assert running(driver) == {"leader", "high"}
+    assert running(driver) == {"leader", "high", "scored", "other 1"}
     assert num_preempted(driver) == 1
     finish(driver)
 
