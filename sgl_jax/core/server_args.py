@@ -99,9 +99,13 @@ class ServerArgs:
         0, "requests running at once over all ranks, and sessions kept in place; 0: by device"
     )
     max_queued_requests: int = _arg(2048, "waiting requests beyond which new ones get a 503")
-    chunked_prefill_size: int = _arg(0, "prompt tokens per step and rank at most; 0: by device")
+    chunked_prefill_size: int = _arg(
+        0, "prompt tokens per step and rank at most, beside decode tokens; 0: by device"
+    )
     schedule_policy: str = _arg(
-        "lpm", "order of the waiting queue: first come, or longest cached prefix", ("fcfs", "lpm")
+        "lpm",
+        "which waiting request that fits is tried first: first come, or longest cached prefix",
+        ("fcfs", "lpm"),
     )
     schedule_conservativeness: float = _arg(1.0, "above 1 admits later and retracts less")
     enable_priority_scheduling: bool = _arg(
@@ -114,7 +118,9 @@ class ServerArgs:
         10, "with it, a request is retracted only for one that is more important by more than this"
     )
     load_balance_method: str = _arg(
-        "prefix_aware", "which rank gets a request", ("prefix_aware", "round_robin")
+        "prefix_aware",
+        "which rank gets a request: the one where it costs least, or each in turn",
+        ("prefix_aware", "round_robin"),
     )
     disable_overlap_schedule: bool = _arg(False, "read each step's result before the next launch")
     waiting_timeout: float = _arg(0.0, "seconds a request may wait to start; 0: no limit")
