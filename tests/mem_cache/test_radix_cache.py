@@ -105,7 +105,8 @@ class RadixCacheMachine(RuleBasedStateMachine):
         """The lock moves to where the longer match ends."""
         i = data.draw(st.integers(0, len(self.locks) - 1))
         prefix, namespace = self.model.locked[i], self.locks[i].namespace
-        tokens = prefix + data.draw(token_lists(self.page_size, ragged=True))
+        more = data.draw(token_lists(self.page_size, ragged=True))
+        tokens = prefix + in_namespace(more, namespace)
         expected = self.model.longest_match(tokens)
         below = self.model.pages_of(expected)[len(prefix) // self.page_size :]
         peek = self.cache.peek(array_of(tokens), namespace, self.locks[i])
@@ -116,7 +117,9 @@ class RadixCacheMachine(RuleBasedStateMachine):
         assert match.node.end == len(expected)
         self.locks[i], self.model.locked[i] = match.node, expected
         if below:
+            # What lies above the lock is as young as what it holds, but not used once more.
             self.model.touch(expected)
+            self.model.use(expected, len(prefix))
 
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
     def peek_changes_nothing(self, data: st.DataObject, namespace: str) -> None:
