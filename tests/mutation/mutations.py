@@ -1427,14 +1427,20 @@ MUTATIONS = (
     Mutation(
         "leave a cursor though a new child continues it",
         _TREE,
-        "        self.cursors.child_added(parent, child_key)\n",
+        "        self.cursors.child_added(parent, child)\n",
         "",
     ),
     Mutation(
         "extend a cursor without a report",
         _CURSOR,
-        "            self._advance(cursor, parent)\n            self._note_move(cursor)\n",
-        "            self._advance(cursor, parent)\n",
+        "            self._file(cursor, child)\n            self._note_move(cursor)\n",
+        "            self._file(cursor, child)\n",
+    ),
+    Mutation(
+        "extend a cursor by a part of a page",
+        _CURSOR,
+        "cursor.length = start + matched // self._page_size * self._page_size",
+        "cursor.length = start + matched",
     ),
     Mutation(
         "tell of a cursor's first move alone",
