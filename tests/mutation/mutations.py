@@ -1437,6 +1437,12 @@ MUTATIONS = (
         "            self._file(cursor, child)\n",
     ),
     Mutation(
+        "extend a cursor by a part of a page",
+        _CURSOR,
+        "cursor.length = start + matched // self._page_size * self._page_size",
+        "cursor.length = start + matched",
+    ),
+    Mutation(
         "tell of a cursor's first move alone",
         _CURSOR,
         "            cursor.is_moved = False\n",

@@ -221,6 +221,19 @@ def test_two_requests_that_fit_one_by_one_but_not_together_do_not_start_together
     assert driver.scheduler.counters()["requests_retracted"] == 0
 
 
+def test_the_reserve_of_what_starts_in_a_step_is_left_in_that_step() -> None:
+    """The first may generate 60 tokens: half of these, in 7 pages, are reserved for it."""
+    driver = make_driver(
+        dp_size=1, num_pages=21, chunk=128, config={"schedule_conservativeness": 1.0}
+    )
+    driver.submit(generate("first", [1] * 5, 60))
+    driver.submit(generate("second", [2] * 45, 4))  # 12 pages of 18 that are free
+    driver.step()
+    assert rank_of(driver, "first") == 0
+    assert rank_of(driver, "second") is None
+    finish(driver)
+
+
 def test_a_request_goes_where_it_fits_and_evicts_no_session_where_it_does_not_even_so() -> None:
     s = talk(dp_size=2, pool_tokens=80, chunk=8, schedule_conservativeness=0.0)
     s.say("s", [5] * 18, 2)

@@ -14,6 +14,7 @@ def make_driver(*, num_running: int = 8, **sizes: int) -> Driver:
         schedule_conservativeness=0.0,
         enable_priority_scheduling=True,
         preemption_threshold=10,
+        max_passed_over=2,
     )
     settings = {"num_pages": 21, "max_chunk_tokens": 16} | sizes
     return Driver(make_sizes(num_rows=num_running + 1, **settings), config)
@@ -182,6 +183,27 @@ def test_a_request_that_waits_for_a_prefix_in_flight_preempts_nothing_meanwhile(
     assert running(driver) == {"leader", "high", "scored", "other 1"}
     assert num_preempted(driver) == 1
     finish(driver)
+
+
+def test_what_was_passed_over_too_often_is_neither_forestalled_nor_preempted() -> None:
+    driver = make_driver()
+    start(driver, "low", 10, priority=0)
+    ask(driver, "due", 15, priority=0)
+    for i in range(2):
+        ask(driver, f"passes {i}", 1, priority=0)
+    for _ in range(6):
+        driver.step()
+    assert [request.rid for request in driver.scheduler._waiting.due()] == ["due"]
+    ask(driver, "high", 12, priority=50)
+    for _ in range(3):
+        driver.step()
+        assert running(driver) == {"low"}  # to preempt it would help only what is due
+    driver.abort("low")
+    for _ in range(3):
+        driver.step()
+        assert running(driver) == {"due"}
+    finish(driver)
+    assert num_preempted(driver) == 0
 
 
 def test_a_preemption_raises_no_reserve() -> None:
