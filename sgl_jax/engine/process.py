@@ -8,6 +8,7 @@ parent's terminal, and the last of it is kept for the obituary.
 
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -127,6 +128,10 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     core: Core | None = None
     try:
         core = build(args)
+        # What was built lives as long as the process. A full collection that looked through all
+        # of it, modules and compiled programs, would hold up a step.
+        gc.collect()
+        gc.freeze()
         channel.send(EngineReady(info=core.info))
         core.run(channel)
     except Exception as error:

@@ -148,8 +148,13 @@ class LeaseMachine(RuleBasedStateMachine):
         holder = self.holders[which % len(self.holders)]
         if num_tokens <= holder.lease.kv_committed_len:
             return
-        fits = self.memory.grow_rows(array(holder.lease.row), array(num_tokens))
+        lease, memory = holder.lease, self.memory
+        lacking = memory.pages_for(num_tokens) - memory.pages_for(lease.kv_allocated_len)
+        could_fit, before = lacking <= memory.num_available_pages, lease.kv_allocated_len
+        fits = memory.grow_row(lease.row, num_tokens)
         self.accept_eviction()
+        assert fits == could_fit
+        assert lease.kv_allocated_len == (max(before, num_tokens) if fits else before)
         if fits:
             self.write(holder, num_tokens)
 

@@ -88,6 +88,24 @@ def test_the_reserve_never_exceeds_what_running_requests_may_still_use() -> None
     driver.run()
 
 
+@pytest.mark.parametrize("num_retracts", range(6))
+def test_the_reserve_is_the_sum_of_what_each_running_request_adds(num_retracts: int) -> None:
+    driver = Driver(make_sizes(num_pages=200))
+    for number, length in enumerate((1, 4, 9)):
+        driver.submit(generate(f"{number}", [number] * length, 13 + 7 * number))
+    rank = driver.scheduler.ranks[0]
+    reserve = AdmissionReserve(0.3)
+    for _ in range(num_retracts):
+        reserve.after_retract()
+    for _ in range(6):
+        driver.step()
+        rows = rank.running.active.tolist()
+        assert len(rows) == 3
+        each = [reserve.pages_of(row, rank.memory, rank.running) for row in rows]
+        assert sum(each) == reserve.pages(rank.memory, rank.running) > 0
+    driver.run()
+
+
 def test_retracts_raise_the_reserve_and_quiet_steps_lower_it() -> None:
     driver = Driver(make_sizes(num_pages=60))
     driver.submit(generate("a", [1] * 8, 100))

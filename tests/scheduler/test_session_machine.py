@@ -121,7 +121,9 @@ class SessionMachine(SchedulerMachine):
         """Whatever is admitted reads the longer of its session's slot and the tree."""
         admit = rank.admit
 
-        def watched(request: Request, cursor: PrefixCursor) -> int:
+        def watched(request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
+            # It is kept up to date while requests start, and must be what a fresh count says.
+            assert num_reserved == rank.reserve.pages(rank.memory, rank.running)
             cache, matchable = rank.memory.cache, request.matchable()
             lease = cache.idle_lease(request.slot_id) if request.slot_id is not None else None
             num_kept = min(request.kept_len, len(matchable))
@@ -131,7 +133,7 @@ class SessionMachine(SchedulerMachine):
             in_tree = cache.peek(matchable, request.namespace).length
             assert cursor.length == in_tree
             assert rank.reusable_len(request, cursor) == max(in_slot, in_tree)
-            row = admit(request, cursor)
+            row = admit(request, cursor, num_reserved)
             assert rank.memory.leases[row].kv_committed_len == max(in_slot, in_tree)
             if request.num_retractions == 0:
                 assert request.cached_tokens == max(in_slot, in_tree)
