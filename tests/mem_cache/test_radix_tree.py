@@ -195,6 +195,25 @@ def test_nodes_that_a_branch_tells_apart_merge_when_it_is_gone() -> None:
     assert list(tree.tree.nodes()) == [rest]
 
 
+def test_nodes_that_an_age_tells_apart_merge_when_the_lower_has_its_childs() -> None:
+    tree = Tree()
+    tree.insert(1, 2, 3, 4, 5, 6)
+    lower, upper = tree.match(1, 2, 3, 4, 5, 6), tree.match(1, 2)
+    assert lower is not None
+    assert upper is not None
+    tree.tree.unlock(upper)
+    assert lower.parent is upper  # which was used more lately
+    offered = tree.allocator.alloc(4, 1)
+    tokens = np.arange(1, 9, dtype=np.int32)
+    child = tree.tree.insert(tokens, LeaseOffer(1, 6, offered, lower), lower)
+    assert lower.last_access < upper.last_access < child.last_access
+    tree.tree.unlock(lower)
+    assert list(tree.tree.nodes()) == [upper, lower, child]
+    assert tree.tree.evict(tree.full, 1) == 1
+    assert list(tree.tree.nodes()) == [lower]
+    check_shape(tree.tree)
+
+
 def test_what_was_used_less_lately_is_not_merged_and_leaves_first() -> None:
     tree = Tree()
     tree.insert(1, 2, 3, 4)
