@@ -5,6 +5,7 @@ import pytest
 from sgl_jax.core.messages import AbortRequest
 from sgl_jax.scheduler.config import SchedulerConfig
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.liveness import room_of
 from tests.scheduler.test_sessions import talk
 
 
@@ -240,3 +241,63 @@ def test_a_turn_waits_for_its_rank_when_that_costs_less_than_computing_again() -
     assert s.driver.dp_rank[rid] == home
     assert s.driver.cached[rid] == 201
     s.close_all()
+
+
+# -- reasons ------------------------------------------------------------------------------------
+
+
+def test_a_request_without_pages_says_how_many_it_lacks_on_each_rank() -> None:
+    sizes = make_sizes(dp_size=2, num_pages=21, max_chunk_tokens=32)
+    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=32, schedule_conservativeness=0.0))
+    driver.submit(generate("a", [1] * 40, 30, dp_rank=0))
+    driver.submit(generate("b", [2] * 24, 30, dp_rank=1))
+    while len(driver.tokens["a"]) < 2:
+        driver.step()
+    driver.submit(generate("big", [3] * 70, 4))  # 18 pages with its next token
+    driver.step()
+    reason = driver.scheduler.why_waiting("big")
+    assert reason.kind == "pages"
+    num_free = [room_of(rank).num_free for rank in driver.scheduler.ranks]
+    assert reason.pages_short == {r: 18 - free for r, free in enumerate(num_free)}
+    assert min(reason.pages_short.values()) > 0
+    assert driver.scheduler.count_waiting()["pages"] == 1
+    driver.run()
+
+
+def test_a_request_without_a_row_says_so_and_one_that_waits_for_the_next_step_too() -> None:
+    driver = Driver(make_sizes(num_rows=3), SchedulerConfig(chunked_prefill_size=8))
+    for i in range(4):
+        driver.submit(generate(f"r{i}", [i] * 8, 9))
+    driver.step()
+    assert driver.scheduler.num_running == 1  # its chunk is the whole step
+    assert driver.scheduler.why_waiting("r3").kind == "step"
+    driver.step()
+    driver.step()
+    assert driver.scheduler.why_waiting("r3").kind == "rows"
+    assert driver.scheduler.count_waiting()["rows"] == 2
+    with pytest.raises(KeyError, match="does not wait"):
+        driver.scheduler.why_waiting("r0")
+    driver.run()
+
+
+def test_a_request_that_waits_for_a_rank_or_behind_another_names_it() -> None:
+    s = talk(dp_size=2, page_size=4, pool_tokens=1024, num_rows=9, chunk=8)
+    s.say("s", [5] * 200, 2)
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.cache.holds("s")).dp_rank
+    s.driver.submit(generate("other", [10] * 24, 2, dp_rank=home))
+    s.driver.step()
+    rid = s.begin("s", [1], 2)
+    s.driver.step()
+    reason = s.driver.scheduler.why_waiting(rid)
+    assert (reason.kind, reason.dp_rank) == ("rank", home)
+    s.run()
+    s.close_all()
+    driver = short_driver(max_passed_over=2)
+    driver.submit(generate("big", [2] * 130, 4))
+    for i in range(4):
+        driver.submit(generate(f"small{i}", [3 + i] * 8, 30))
+    for _ in range(5):
+        driver.step()
+    reason = driver.scheduler.why_waiting("small3")
+    assert (reason.kind, reason.behind) == ("order", "big")
+    driver.run()
