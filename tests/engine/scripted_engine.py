@@ -221,7 +221,12 @@ class ScriptedEngine:
         rank |= {"free_rows": 7, "total_rows": 8, "session_rows": 1, "num_waiting": 0}
         ranks = [{"dp_rank": r, "num_running": len(self.running), **rank} for r in range(DP_SIZE)]
         counters = {"steps": 1, "retracted": 0}
-        return {"ranks": ranks, "num_sessions": len(self.sessions), "counters": counters}
+        return {
+            "ranks": ranks,
+            "waiting_for": {"rows": 0, "pages": 3},
+            "num_sessions": len(self.sessions),
+            "counters": counters,
+        }
 
 
 def described_session(name: str) -> dict[str, Any]:
