@@ -119,7 +119,7 @@ class Admission:
             return WaitReason("prefix", behind=ranks[dp_rank].running.request(row).rid)
         if self._waiting.is_staying(request, step):
             return WaitReason("rank", dp_rank=self._waiting.stays_for(request))
-        held_for = {r: rid for rid, r in self._holds.items() if self._waiting.is_waiting(rid)}
+        held_for = {r: rid for rid, r in self._holds.items() if self._waiting.waits_due(rid)}
         cursors, pinned = self._waiting.cursors(request), request.message.dp_rank
         allowed = ranks if pinned is None else [ranks[pinned]]
         holders = [held_for.get(rank.dp_rank, request.rid) for rank in allowed]

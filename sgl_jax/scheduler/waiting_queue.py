@@ -24,6 +24,7 @@ from sgl_jax.scheduler.wait_reason import WaitKind
 Int64Array: TypeAlias = NDArray[np.int64]
 
 _NO_RANK = -1
+_SORTED_AT_ONCE = 128
 # Parts of an order key, in bits. What does not fit is cut: it changes the order of extremes only.
 _ARRIVAL_BITS, _CACHED_BITS, _PRIORITY_BITS = 26, 21, 14
 
@@ -119,11 +120,18 @@ class WaitingQueue:
         self._free_lines.append(line)
 
     def started(self, request: Request, dp_rank: int) -> None:
-        """A request got memory on a rank: it leaves, and has passed over all older ones there."""
+        """A request got memory on a rank: it leaves, and has passed over all older ones there.
+
+        If it was due, younger ones are passed over anew: of a long queue, one request in so many
+        starts because it is due, and the others by their order.
+        """
+        was_due = self.is_due(request)
         self.remove(request)
         end = self._end
-        is_older = self._is_waiting[:end] & (self._arrival[:end] < request.arrival)
-        self._passed_over[:end] += is_older & self._may_run[:end, dp_rank]
+        arrival, may_run = self._arrival[:end], self._may_run[:end, dp_rank]
+        self._passed_over[:end] += self._is_waiting[:end] & may_run & (arrival < request.arrival)
+        if was_due:
+            self._passed_over[:end][may_run & (arrival > request.arrival)] = 0
 
     def clear(self) -> None:
         """Forget all, without asking the ranks' trees, which may be broken."""
@@ -134,9 +142,9 @@ class WaitingQueue:
         self._is_waiting[: self._end] = False
         self._end = 0
 
-    def is_waiting(self, rid: str) -> bool:
-        """Whether a request of that id waits."""
-        return rid in self._requests
+    def waits_due(self, rid: str) -> bool:
+        """Whether a request of that id waits and is due."""
+        return rid in self._requests and self.is_due(self._requests[rid])
 
     # -- one request --------------------------------------------------------------------------
 
@@ -185,8 +193,8 @@ class WaitingQueue:
 
     # -- what is tried ------------------------------------------------------------------------
 
-    def candidates(self, room: Int32Array, is_open: BoolArray, step: int) -> list[Request]:
-        """The requests that may start in this step, first to last.
+    def candidates(self, room: Int32Array, is_open: BoolArray, step: int) -> Iterator[Request]:
+        """The requests that may start in this step, first to last, as the queue is now.
 
         Args:
             room: int32[ranks], pages that a request may take there; any that needs more than
@@ -201,9 +209,7 @@ class WaitingQueue:
         lines = np.flatnonzero(np.logical_or.reduce(may_start, axis=1) & self._is_waiting[:end])
         if len(lines):
             lines = lines[~self._is_following(lines) & ~self._is_staying(lines, is_open, step)]
-        if len(lines) > 1:
-            lines = lines[np.argsort(self._order_keys(lines), kind="stable")]
-        return [self._by_line[line] for line in lines.tolist()]
+        return self._in_order(lines)
 
     def due(self) -> list[Request]:
         """Requests that are due, oldest first, whether or not they may start."""
@@ -270,6 +276,19 @@ class WaitingQueue:
         ranks = self._stay_rank[lines]
         is_staying: BoolArray = (ranks != _NO_RANK) & (self._stay_until[lines] > step)
         return is_staying & ~is_open[ranks]
+
+    def _in_order(self, lines: Int64Array) -> Iterator[Request]:
+        """The requests of `lines`, first to last. A step takes few: only the first are sorted."""
+        while len(lines):
+            keys = self._order_keys(lines)
+            order = np.arange(len(lines))
+            if len(lines) > _SORTED_AT_ONCE:
+                order = np.argpartition(keys, _SORTED_AT_ONCE)
+            first, rest = order[:_SORTED_AT_ONCE], order[_SORTED_AT_ONCE:]
+            first = first[np.argsort(keys[first], kind="stable")]
+            for line in lines[first].tolist():
+                yield self._by_line[line]
+            lines = lines[rest]
 
     def _order_keys(self, lines: Int64Array) -> Int64Array:
         """One number for each of `lines` that sorts as the order says."""

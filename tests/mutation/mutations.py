@@ -1279,20 +1279,33 @@ MUTATIONS = (
     Mutation(
         "pass over the older ones too",
         _QUEUE,
-        "self._is_waiting[:end] & (self._arrival[:end] < request.arrival)",
-        "self._is_waiting[:end]",
+        "& may_run & (arrival < request.arrival)",
+        "& may_run",
     ),
     Mutation(
         "pass over without a count",
         _QUEUE,
-        "        self._passed_over[:end] += is_older & self._may_run[:end, dp_rank]\n",
+        "        self._passed_over[:end] += self._is_waiting[:end] & may_run "
+        "& (arrival < request.arrival)\n",
         "",
     ),
     Mutation(
         "pass over what may not run there",
         _QUEUE,
-        "+= is_older & self._may_run[:end, dp_rank]",
-        "+= is_older",
+        "& may_run & (arrival < request.arrival)",
+        "& (arrival < request.arrival)",
+    ),
+    Mutation(
+        "let all that were passed over start one after the other",
+        _QUEUE,
+        "        if was_due:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "let a due request make an older one wait anew",
+        _QUEUE,
+        "[may_run & (arrival > request.arrival)] = 0",
+        "[may_run] = 0",
     ),
     Mutation(
         "a request inherits how often the last one of its line was passed over",

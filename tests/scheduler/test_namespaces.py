@@ -63,7 +63,8 @@ def test_a_request_taken_off_its_rank_comes_back_to_its_own_namespace() -> None:
 def in_order(driver: Driver) -> list[Request]:
     """The waiting requests as they would be tried, were there room for all."""
     waiting, dp_size = driver.scheduler._waiting, driver.scheduler.sizes.dp_size
-    return waiting.candidates(np.full(dp_size, 10_000, np.int32), np.ones(dp_size, np.bool_), 0)
+    room, is_open = np.full(dp_size, 10_000, np.int32), np.ones(dp_size, np.bool_)
+    return list(waiting.candidates(room, is_open, 0))
 
 
 def test_the_queue_prefers_no_request_for_what_another_namespace_has_cached() -> None:

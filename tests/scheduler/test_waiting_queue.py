@@ -271,3 +271,19 @@ def test_what_was_cached_of_a_request_that_is_gone_is_not_taken_for_the_next_one
     second = queue.add(1)
     assert second.line == first.line
     assert queue.order(room=1) == []
+
+
+def test_of_many_that_were_passed_over_one_starts_and_the_others_are_passed_over_anew() -> None:
+    """Else a long queue would be served in order of arrival, whatever its policy and priorities."""
+    queue = Queue()
+    olds = [queue.add(arrival) for arrival in range(50)]
+    for arrival in range(50, 50 + MAX_PASSED_OVER):
+        queue.waiting.started(queue.add(arrival, 16, priority=1), 0)
+    assert queue.waiting.due() == olds
+    queue.waiting.started(olds[1], 0)
+    assert queue.waiting.due() == olds[:1]  # it is older: nothing that was due passes it over
+    queue.waiting.started(olds[0], 0)
+    assert queue.waiting.due() == []
+    for arrival in range(500, 500 + MAX_PASSED_OVER):
+        queue.waiting.started(queue.add(arrival, 16, priority=1), 0)
+    assert queue.waiting.due() == olds[2:]
