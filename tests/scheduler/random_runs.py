@@ -3,7 +3,8 @@
 Hypothesis draws short runs and finds the shortest that fails; these are long, so that queues fill,
 requests become due, and caches turn over many times. All invariants of the machine hold after each
 step, liveness among them. A run is its seed: `python -m tests.scheduler.random_runs FIRST LAST`
-runs those seeds and prints what they met.
+runs those seeds and prints what they met; `... FIRST LAST sessions` has conversations among the
+requests.
 """
 
 import random
@@ -11,7 +12,8 @@ import sys
 import time
 from collections import Counter
 
-from tests.scheduler.test_state_machine import PRIORITIES, SchedulerMachine
+from tests.scheduler.test_session_machine import SessionMachine
+from tests.scheduler.test_state_machine import NAMESPACES, PRIORITIES, SchedulerMachine
 
 STEPS_PER_RUN = 400
 _SHAPES = [None, (), (2, 8), (1, 3, 6, 10, 14), (4, 12), (7,), (5, 9, 20)]
@@ -43,17 +45,46 @@ def draw_settings(rng: random.Random) -> dict[str, object]:
     }
 
 
-def run(seed: int, num_steps: int = STEPS_PER_RUN) -> tuple[int, Counter[str]]:
+def draw_session_settings(rng: random.Random) -> dict[str, object]:
+    """Settings of `SessionMachine.start`, which says the rest itself."""
+    settings = draw_settings(rng)
+    for name in ("no_prefill_bs", "threshold", "eviction"):
+        del settings[name]
+    settings["page_size"] = rng.choice([1, 4, 16, 256])
+    settings["fraction"] = rng.choice([1.0, 1.0, 0.5, 0.0])
+    return settings
+
+
+def talk(machine: SessionMachine, rng: random.Random) -> None:
+    """Something that clients of sessions do."""
+    dice = rng.random()
+    if dice < 0.6:
+        machine.turns(rng.randrange(2**32), rng.randint(1, 5))
+    elif dice < 0.8:
+        machine.turns_of_trees(rng.randrange(2**32), rng.randint(1, 4))
+    elif dice < 0.9:
+        machine.amend(rng.randrange(2**32), rng.randint(1, 3))
+    elif dice < 0.95:
+        machine.evict(rng.randint(0, 3))
+    else:
+        machine.open(is_timed=rng.random() < 0.5, namespace=rng.choice(NAMESPACES))
+
+
+def run(
+    seed: int, *, with_sessions: bool = False, num_steps: int = STEPS_PER_RUN
+) -> tuple[int, Counter[str]]:
     """One run to its end; the steps planned, and what was found waiting for what, and retracted."""
     rng = random.Random(seed)
-    machine = SchedulerMachine()
+    machine = SessionMachine() if with_sessions else SchedulerMachine()
     machine.audit_interval = 16
-    machine.start(**draw_settings(rng))  # type: ignore[arg-type]
+    machine.start(**(draw_session_settings if with_sessions else draw_settings)(rng))  # type: ignore[arg-type]
     machine.liveness.check_interval = 5
     load = rng.choice([0.05, 0.15, 0.4])  # how often requests come, against steps
     while len(machine.driver.plans) < num_steps:
         dice = rng.random()
-        if dice < load:
+        if isinstance(machine, SessionMachine) and dice < load:
+            talk(machine, rng)
+        elif dice < load:
             machine.submit(rng.randrange(2**32), rng.randint(1, 8))
         elif dice < load + 0.03 and machine.live():
             machine.driver.abort(rng.choice(machine.live()))
@@ -65,6 +96,8 @@ def run(seed: int, num_steps: int = STEPS_PER_RUN) -> tuple[int, Counter[str]]:
             machine.submit(rng.randrange(2**32), rng.randint(1, 8))
         else:
             machine.step(rng.randint(1, 12))
+        if isinstance(machine, SessionMachine):
+            machine.sessions_remember()
     machine.driver.run(max_steps=50_000)
     met = Counter(machine.liveness.num_waits)
     counters = machine.driver.scheduler.counters()
@@ -73,15 +106,15 @@ def run(seed: int, num_steps: int = STEPS_PER_RUN) -> tuple[int, Counter[str]]:
     return len(machine.driver.plans), met
 
 
-def main(first: int, last: int) -> int:
+def main(first: int, last: int, *, with_sessions: bool = False) -> int:
     """Run the seeds from `first` to `last`; returns the steps planned."""
     started, total = time.monotonic(), 0
     met: Counter[str] = Counter()
     for seed in range(first, last + 1):
         try:
-            num_steps, more = run(seed)
+            num_steps, more = run(seed, with_sessions=with_sessions)
         except BaseException as error:
-            error.add_note(f"seed {seed}: {draw_settings(random.Random(seed))}")
+            error.add_note(f"seed {seed}")
             raise
         total += num_steps
         met += more
@@ -92,4 +125,4 @@ def main(first: int, last: int) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), with_sessions="sessions" in sys.argv[3:])

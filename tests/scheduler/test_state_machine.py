@@ -5,13 +5,11 @@ tokens must be those that its prompt alone determines. A failure leaves a record
 that led to it, to be run again with `python -m sgl_jax.replay`.
 """
 
-import os
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -391,21 +389,3 @@ def test_random_events_leave_the_books_balanced_and_the_tokens_right(tmp_path: P
         stateful_step_count=20,
         suppress_health_check=[HealthCheck.too_slow],
     )
-
-
-@pytest.mark.long
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("half", [1, 2])
-def test_a_million_steps_of_random_events_leave_the_books_balanced_and_the_tokens_right(
-    tmp_path: Path, half: int
-) -> None:
-    """In two halves, that two workers may share. `SGL_JAX_EXAMPLES` sets how many runs."""
-    num_examples = int(os.environ.get("SGL_JAX_EXAMPLES", "4000"))
-    num_steps = run_machine(
-        tmp_path,
-        max_examples=num_examples,
-        stateful_step_count=60,
-        suppress_health_check=list(HealthCheck),
-    )
-    print(f"half {half}: {num_steps} steps planned")
-    assert num_steps >= 500_000 * num_examples // 4000

@@ -1,0 +1,27 @@
+"""Runs of the state machines that are longer than hypothesis draws, by seed."""
+
+import pytest
+
+from tests.scheduler.random_runs import main
+
+RUNS_OF_A_HALF = 810
+
+
+@pytest.mark.parametrize("with_sessions", [False, True])
+def test_random_runs_break_no_invariant(with_sessions: bool) -> None:
+    assert main(10_001, 10_006, with_sessions=with_sessions) > 2000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_million_steps_break_no_invariant(half: int) -> None:
+    """In two halves, that two workers may share."""
+    first = 1 + half * RUNS_OF_A_HALF
+    assert main(first, first + RUNS_OF_A_HALF - 1) >= 500_000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_many_runs_with_conversations_break_no_invariant() -> None:
+    assert main(1, 300, with_sessions=True) >= 120_000
