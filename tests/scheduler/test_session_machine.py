@@ -110,6 +110,7 @@ class SessionMachine(SchedulerMachine):
         self.timed: dict[str, float | None] = {}  # session -> used at; None: since the last tick
         # Of turns in flight: sessions evicted before them, tokens their slot held, on what rank.
         self.slot_at_begin: dict[str, tuple[int, int, int]] = {}
+        self.first_rank: dict[str, int] = {}  # where each request started, before any retract
         self.num_adopted = 0  # turns that read the tree, since their slot had less
         for rank in self.driver.scheduler.ranks:
             self.watch_admissions(rank)
@@ -136,6 +137,7 @@ class SessionMachine(SchedulerMachine):
             row = admit(request, cursor, num_reserved)
             assert rank.memory.leases[row].kv_committed_len == max(in_slot, in_tree)
             if request.num_retractions == 0:
+                self.first_rank[request.rid] = rank.dp_rank
                 assert request.cached_tokens == max(in_slot, in_tree)
             self.num_adopted += 0 < in_slot < in_tree
             return row
@@ -424,7 +426,7 @@ class SessionMachine(SchedulerMachine):
                 continue
             num_evicted, num_held, home = self.slot_at_begin.pop(rid)
             is_untouched = driver.scheduler.counters()["sessions_evicted"] == num_evicted
-            if is_untouched and driver.tokens[rid] and driver.dp_rank[rid] == home:
+            if is_untouched and driver.tokens[rid] and self.first_rank[rid] == home:
                 assert driver.cached[rid] >= num_held
 
     @invariant()
