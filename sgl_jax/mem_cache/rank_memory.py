@@ -19,6 +19,7 @@ from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool
 from sgl_jax.mem_cache.session_cache import SessionAwareCache
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class MemoryView(NamedTuple):
@@ -131,10 +132,13 @@ class RankMemory:
         A request that starts on the prefix takes all pages but these from the reclaimable ones.
         Locks begin at the root and hold whole edges, so this is O(edges that have none).
         """
-        node = cursor.node
+        return min(cursor.length, self.in_use_len(cursor.node)) // self.page_size
+
+    def in_use_len(self, node: TreeNode | None) -> int:
+        """Tokens of the path to `node` that running requests have locked."""
         while node is not None and node.parent is not None:
             if self.locked.is_running(int(node.values[0][0])):
-                return min(cursor.length, node.end) // self.page_size
+                return node.end
             node = node.parent
         return 0
 

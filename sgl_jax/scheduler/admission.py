@@ -101,6 +101,8 @@ class Admission:
                 continue
             if chosen.fits and chosen.leader is None:
                 self._start(rooms, request, chosen.dp_rank)
+                room = rooms[chosen.dp_rank]
+                num_pages[chosen.dp_rank], is_open[chosen.dp_rank] = room.num_pages, room.is_open
                 continue
             if chosen.leader is not None:
                 self._waiting.follow(request, chosen.dp_rank, *chosen.leader)

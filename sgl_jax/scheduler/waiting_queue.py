@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.wait_reason import WaitKind
@@ -24,7 +25,7 @@ from sgl_jax.scheduler.wait_reason import WaitKind
 Int64Array: TypeAlias = NDArray[np.int64]
 
 _NO_RANK = -1
-_SORTED_AT_ONCE = 128
+_SORTED_AT_ONCE = 64
 # Parts of an order key, in bits. What does not fit is cut: it changes the order of extremes only.
 _ARRIVAL_BITS, _CACHED_BITS, _PRIORITY_BITS = 26, 21, 14
 
@@ -197,8 +198,8 @@ class WaitingQueue:
         """The requests that may start in this step, first to last, as the queue is now.
 
         Args:
-            room: int32[ranks], pages that a request may take there; any that needs more than
-                that, were all that is cached for it in use already, is left out.
+            room: int32[ranks], pages that a request may take there, beside what is in use of its
+                prefix. The caller brings it and `is_open` up to date as requests start.
             is_open: bool[ranks], whether the rank's step takes another request.
             step: being planned.
         """
@@ -209,7 +210,7 @@ class WaitingQueue:
         lines = np.flatnonzero(np.logical_or.reduce(may_start, axis=1) & self._is_waiting[:end])
         if len(lines):
             lines = lines[~self._is_following(lines) & ~self._is_staying(lines, is_open, step)]
-        return self._in_order(lines)
+        return self._in_order(lines, room, is_open)
 
     def due(self) -> list[Request]:
         """Requests that are due, oldest first, whether or not they may start."""
@@ -277,8 +278,14 @@ class WaitingQueue:
         is_staying: BoolArray = (ranks != _NO_RANK) & (self._stay_until[lines] > step)
         return is_staying & ~is_open[ranks]
 
-    def _in_order(self, lines: Int64Array) -> Iterator[Request]:
-        """The requests of `lines`, first to last. A step takes few: only the first are sorted."""
+    def _in_order(
+        self, lines: Int64Array, room: Int32Array, is_open: BoolArray
+    ) -> Iterator[Request]:
+        """The requests of `lines` that fit a rank, first to last.
+
+        A step takes few: only the first are sorted, and looked at. `room` and `is_open` change
+        as requests start, and leave out more of those that follow.
+        """
         while len(lines):
             keys = self._order_keys(lines)
             order = np.arange(len(lines))
@@ -286,9 +293,30 @@ class WaitingQueue:
                 order = np.argpartition(keys, _SORTED_AT_ONCE)
             first, rest = order[:_SORTED_AT_ONCE], order[_SORTED_AT_ONCE:]
             first = first[np.argsort(keys[first], kind="stable")]
-            for line in lines[first].tolist():
+            chosen = lines[first]
+            for line in chosen[self._fit(chosen, np.where(is_open, room, -1))].tolist():
                 yield self._by_line[line]
             lines = lines[rest]
+
+    def _fit(self, lines: Int64Array, room: Int64Array) -> BoolArray:
+        """Which of `lines` fit a rank, bool[len(lines)], by what of their prefixes is in use.
+
+        What starts meanwhile takes more room than it lets others share, so none is left out that
+        would fit after that.
+        """
+        fits = np.zeros(len(lines), np.bool_)
+        cursors = [self._cursors[line] for line in lines.tolist()]
+        for dp_rank in np.flatnonzero(room > 0).tolist():
+            memory, in_use_len = self._memories[dp_rank], dict[TreeNode | None, int]()
+            nodes = [each[dp_rank].node for each in cursors]
+            for node in nodes:
+                if node not in in_use_len:
+                    in_use_len[node] = memory.in_use_len(node)
+            in_use = np.array([in_use_len[node] for node in nodes]) // memory.page_size
+            in_use = np.minimum(in_use, self._cached_pages[lines, dp_rank])
+            needed = self._num_pages[lines] - in_use
+            fits |= self._may_run[lines, dp_rank] & (needed <= room[dp_rank])
+        return fits
 
     def _order_keys(self, lines: Int64Array) -> Int64Array:
         """One number for each of `lines` that sorts as the order says."""

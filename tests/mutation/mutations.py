@@ -952,7 +952,7 @@ MUTATIONS = (
     Mutation(
         "take pages that a request shares for new ones",
         _MEMORY,
-        "                return min(cursor.length, node.end) // self.page_size\n",
+        "                return node.end\n",
         "                return 0\n",
     ),
     Mutation(

@@ -131,11 +131,25 @@ def test_requests_pinned_to_a_full_rank_do_not_hold_up_the_rest() -> None:
     assert queue.order(open_ranks=(1,)) == [1000, 1001]
 
 
-def test_a_request_that_lacks_pages_even_if_its_prefix_costs_nothing_is_not_tried() -> None:
+def test_what_is_cached_makes_room_for_a_request_once_a_running_one_reads_it() -> None:
     queue = Queue("lpm")
     queue.add(0, 16)  # 22 tokens with the next: 6 pages, 4 of them cached
+    assert queue.order(room=5) == []
+    assert queue.order(room=6) == [0]
+    queue.memories[0].open_lease(np.array(STEM[:16], np.int32))
     assert queue.order(room=1) == []
     assert queue.order(room=2) == [0]
+
+
+def test_room_that_is_taken_meanwhile_leaves_out_what_follows() -> None:
+    queue = Queue("fcfs")
+    for arrival in range(200):
+        queue.add(arrival)
+    room, is_open = np.array([5], np.int32), np.ones(1, np.bool_)
+    candidates = queue.waiting.candidates(room, is_open, step=0)
+    assert next(candidates).arrival == 0
+    room[0] = 0
+    assert len(list(candidates)) < 100
 
 
 def test_lines_are_used_again() -> None:
@@ -252,6 +266,7 @@ def test_what_one_rank_caches_later_makes_no_room_on_another() -> None:
     queue = Queue(dp_size=2, cached_len=0)
     queue.add(0, 16)
     cache(queue.memories[1], STEM)
+    queue.memories[1].open_lease(np.array(STEM[:16], np.int32))
     assert queue.order(room=2, open_ranks=(0,)) == []
     assert queue.order(room=2, open_ranks=(1,)) == [0]
 
