@@ -45,7 +45,7 @@ def as_text(plan: Plan) -> str:
         f"{memory.page_size} tokens: {memory.kv_tokens:,} tokens a rank",
         f"  tables               {in_gib(memory.table_bytes):>10}",
         f"  temporaries          {in_gib(max(cost.temp_bytes for cost in steps)):>10}"
-        "  of the largest step",
+        "  of the larger of these steps",
         f"  in use at most       {in_gib(max(cost.resident_bytes for cost in steps)):>10}",
         f"  longest context      {plan.max_context:,} tokens",
         f"  at once, a rank      {plan.concurrency:,} requests of {workload.input_len:,} in, "
