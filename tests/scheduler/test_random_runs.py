@@ -4,7 +4,7 @@ import pytest
 
 from tests.scheduler.random_runs import main
 
-RUNS_OF_A_HALF = 810
+RUNS_OF_A_HALF = 960
 
 
 @pytest.mark.parametrize("with_sessions", [False, True])
