@@ -319,7 +319,7 @@ class Scheduler:
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self._arrivals, max_len)
-        session, prompt = self._sessions.compose_turn(message)
+        session, prompt = self._sessions.book.compose_turn(message)
         max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
         self._sessions.begin_turn(session, message, prompt)
         return Request(message, self._arrivals, max_len, prompt=prompt, session=session)

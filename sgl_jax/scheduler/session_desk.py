@@ -54,13 +54,6 @@ class SessionDesk:
             return Reply(rid=message.rid, ok=False, message=str(error), data=data)
         return Reply(rid=message.rid, ok=True, data=data)
 
-    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array]:
-        """A request of a session: the session, and its whole prompt.
-
-        Changes nothing. Raises `InvalidRequestError` if it cannot be a turn, `SessionsFullError`.
-        """
-        return self.book.compose_turn(message)
-
     def home_of(self, request: Request) -> RankScheduler | None:
         """The rank that holds the memory of the request's session, if it can go on with that."""
         return None if request.slot_id is None else self._home(request.slot_id)
