@@ -152,8 +152,8 @@ class Admission:
         due = self._waiting.due()
         self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}
         for request, is_following in zip(due, self._waiting.are_following(due), strict=True):
-            if is_following:
-                continue
+            if is_following or not self._waiting.is_due(request):
+                continue  # not due any more: an older one that was due has just started
             if request.rid in self._holds and not any(room.is_open for room in rooms):
                 continue  # its rank is held, or takes nothing anyway
             if fitting := self._fitting_options(rooms, request):
@@ -183,27 +183,23 @@ class Admission:
 
     def _options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
         """All ranks that a request may run on; none if it fits none of them now."""
-        if not any(room.is_open for room in rooms):
-            return []
         cursors, allowed = self._waiting.cursors(request), self._allowed(rooms, request)
-        num_short = [room.num_short(request, cursors[room.rank.dp_rank]) for room in allowed]
-        if not any(
-            room.is_open and short <= 0 for room, short in zip(allowed, num_short, strict=True)
-        ):
+        fits = [room.fits(request, cursors[room.rank.dp_rank]) for room in allowed]
+        if not any(fits):
             return []
         bound = _num_unskewed(rooms)
         return [
-            room.option(request, cursors[room.rank.dp_rank], short, bound)
-            for room, short in zip(allowed, num_short, strict=True)
+            room.option(request, cursors[room.rank.dp_rank], bound, fits=fits_here)
+            for room, fits_here in zip(allowed, fits, strict=True)
         ]
 
     def _fitting_options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
         """Those of `_options` that fit, found without a look at the others."""
         cursors, bound = self._waiting.cursors(request), _num_unskewed(rooms)
         return [
-            room.option(request, cursors[room.rank.dp_rank], short, bound)
+            room.option(request, cursors[room.rank.dp_rank], bound, fits=True)
             for room in self._allowed(rooms, request)
-            if room.is_open and (short := room.num_short(request, cursors[room.rank.dp_rank])) <= 0
+            if room.fits(request, cursors[room.rank.dp_rank])
         ]
 
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:

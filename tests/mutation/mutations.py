@@ -727,8 +727,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         _ROOM,
-        "rank, fits = self.rank, num_short <= 0",
-        "rank, fits = self.rank, True",
+        "return self.is_open and self.num_short(request, cursor) <= 0",
+        "return self.is_open",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -1042,8 +1042,14 @@ MUTATIONS = (
     Mutation(
         "start a due request before what it waits for is there",
         _ADMISSION,
-        "            if is_following:\n                continue\n",
-        "",
+        "if is_following or not self._waiting.is_due(request):",
+        "if not self._waiting.is_due(request):",
+    ),
+    Mutation(
+        "start a request that is due no more before its turn",
+        _ADMISSION,
+        "if is_following or not self._waiting.is_due(request):",
+        "if is_following:",
     ),
     Mutation(
         "start a request on another rank than it is pinned to",
@@ -1340,8 +1346,32 @@ MUTATIONS = (
     Mutation(
         "leave out a request that needs all that is there",
         _QUEUE,
-        "(least <= np.where(is_open, room, -1))",
-        "(least < np.where(is_open, room, -1))",
+        "may_fit = np.logical_or.reduce(needed <= room, axis=1)",
+        "may_fit = np.logical_or.reduce(needed < room, axis=1)",
+    ),
+    Mutation(
+        "leave out a request that needs all that is there, with what is in use",
+        _QUEUE,
+        "        fits = np.logical_or.reduce(needed <= room, axis=1)\n        return lines[fits]",
+        "        fits = np.logical_or.reduce(needed < room, axis=1)\n        return lines[fits]",
+    ),
+    Mutation(
+        "count nothing of a prefix as in use",
+        _QUEUE,
+        "np.minimum(in_use[places], cached)",
+        "0 * np.minimum(in_use[places], cached)",
+    ),
+    Mutation(
+        "forget where a cursor went",
+        _QUEUE,
+        "                self._place[cursor.tag, dp_rank] = cursor.place\n",
+        "",
+    ),
+    Mutation(
+        "look no further than the first requests",
+        _QUEUE,
+        "                start += _LOOKED_AT_ONCE\n",
+        "                return\n",
     ),
     Mutation(
         "learn of no prefix that is cached later",
@@ -1358,22 +1388,26 @@ MUTATIONS = (
     Mutation(
         "try the least important first",
         _QUEUE,
-        "np.unique(-self._priority[lines], return_inverse=True)",
-        "np.unique(self._priority[lines], return_inverse=True)",
+        "levels: Int64Array = priority.max() - priority",
+        "levels: Int64Array = priority - priority.min()",
+    ),
+    Mutation(
+        "take far priorities for the same",
+        _QUEUE,
+        "    if levels.max() > most:  # number those that occur\n",
+        "    if False:\n",
     ),
     Mutation(
         "try the retracted before the more important",
         _QUEUE,
         """        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
         if self._has_priorities:
-            _, level = np.unique(-self._priority[lines], return_inverse=True)
-            keys += np.minimum(level, (1 << _PRIORITY_BITS) - 1) << 1
+            keys += _levels(self._priority[lines]) << 1
 """,
         """        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
         keys <<= _PRIORITY_BITS
         if self._has_priorities:
-            _, level = np.unique(-self._priority[lines], return_inverse=True)
-            keys += np.minimum(level, (1 << _PRIORITY_BITS) - 1)
+            keys += _levels(self._priority[lines])
 """,
     ),
     Mutation(
@@ -1434,8 +1468,9 @@ MUTATIONS = (
     Mutation(
         "shorten a cursor without a report",
         _CURSOR,
-        "                cursor.length = end.end\n                self._note_move(cursor)\n",
-        "                cursor.length = end.end\n",
+        "            self._move(cursor, end, min(cursor.length, end.end))\n",
+        "            cursor.length = min(cursor.length, end.end)\n"
+        "            self._file(cursor, end)\n",
     ),
     Mutation(
         "leave a cursor though a new child continues it",
@@ -1446,14 +1481,26 @@ MUTATIONS = (
     Mutation(
         "extend a cursor without a report",
         _CURSOR,
-        "            self._file(cursor, child)\n            self._note_move(cursor)\n",
-        "            self._file(cursor, child)\n",
+        "        if not cursor.is_moved and (length, cursor.place) != before:\n",
+        "        if not cursor.is_moved and length < before[0]:\n",
+    ),
+    Mutation(
+        "move a cursor to another place without a report",
+        _CURSOR,
+        "        if not cursor.is_moved and (length, cursor.place) != before:\n",
+        "        if not cursor.is_moved and length != before[0]:\n",
+    ),
+    Mutation(
+        "give the place of a node where cursors are away",
+        _CURSOR,
+        "        if not stop.filed:\n",
+        "        if True:\n",
     ),
     Mutation(
         "extend a cursor by a part of a page",
         _CURSOR,
-        "cursor.length = start + matched // self._page_size * self._page_size",
-        "cursor.length = start + matched",
+        "self._move(cursor, child, start + matched // self._page_size * self._page_size)",
+        "self._move(cursor, child, start + matched)",
     ),
     Mutation(
         "tell of a cursor's first move alone",
