@@ -62,15 +62,17 @@ class Admission:
         even so. Answers those retracted; the caller queues them again.
         """
         request = self._waiting.first_by_priority()
-        if request is None or self._waiting.leader_of(request) is not None:
+        if request is None:
             return []
-        cursors = self._waiting.cursors(request)
         held = {dp_rank for rid, dp_rank in self._holds.items() if rid != request.rid}
         allowed = [r for r in ranks if request.message.dp_rank in (None, r.dp_rank)]
         allowed = [rank for rank in allowed if rank.dp_rank not in held]
         below = request.priority - self._config.preemption_threshold
         if not any(rank.running.has_priority_below(below) for rank in allowed):
             return []
+        if self._waiting.leader_of(request) is not None:
+            return []
+        cursors = self._waiting.cursors(request)
         if any(rank.fits(request, cursors[rank.dp_rank]) for rank in allowed):
             return []
         chosen: list[int] | None = None
