@@ -91,12 +91,14 @@ class EngineCore:
         on_stall: Callable[[], None] = exit_process,
         *,
         close: bool = True,
+        after_turn: Callable[[bool], object] | None = None,
     ) -> None:
         """Serve until a `Shutdown` message. Raises what the engine cannot recover from.
 
         Afterwards the device's memory is let go of, unless `close` is False.
 
-        `on_stall` is called, from another thread, if a step takes longer than the watchdog allows.
+        `on_stall` is called, from another thread, if a step takes longer than the watchdog allows;
+        `after_turn` after each turn of the loop, with whether there was nothing to do in it.
         """
         with Watchdog(self.args.watchdog_timeout, on_stall) as watchdog:
             while not self._is_shutting_down:
@@ -118,6 +120,8 @@ class EngineCore:
                 outputs = self.events.take_outputs()
                 if outputs is not None:
                     channel.send(outputs)
+                if after_turn is not None:
+                    after_turn(is_resting and not messages)
         self._abort_all(channel)
         if close:
             self._close()

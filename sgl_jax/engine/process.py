@@ -8,7 +8,6 @@ parent's terminal, and the last of it is kept for the obituary.
 
 import contextlib
 import dataclasses
-import gc
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 from sgl_jax.core.messages import EngineFailed, EngineReady
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channel import Channel
+from sgl_jax.engine.garbage import collect_if_many, take_over_collection
 from sgl_jax.engine.zmq_channel import ZmqChannel
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class Core(Protocol):
 
     info: dict[str, Any]
 
-    def run(self, channel: Channel) -> None:
-        """Serve until `Shutdown`."""
+    def run(self, channel: Channel, *, after_turn: Callable[[bool], object] | None = None) -> None:
+        """Serve until `Shutdown`; `after_turn` is told whether a turn had nothing to do."""
         ...
 
 
@@ -128,12 +128,9 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     core: Core | None = None
     try:
         core = build(args)
-        # What was built lives as long as the process. A full collection that looked through all
-        # of it, modules and compiled programs, would hold up a step.
-        gc.collect()
-        gc.freeze()
+        take_over_collection()
         channel.send(EngineReady(info=core.info))
-        core.run(channel)
+        core.run(channel, after_turn=collect_if_many)
     except Exception as error:
         # A setting that is refused explains itself, unless somebody wants to know more.
         if core is None and isinstance(error, ValueError):

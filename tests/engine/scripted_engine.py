@@ -79,7 +79,7 @@ class ScriptedEngine:
             "eos_token_ids": [EOS],
         }
 
-    def run(self, channel: Channel) -> None:
+    def run(self, channel: Channel, *, after_turn: object = None) -> None:
         while not self.stopped:
             if self.is_stuck:
                 time.sleep(0.01)

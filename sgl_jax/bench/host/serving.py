@@ -2,7 +2,7 @@
 
 On each of 8 ranks about 256 requests run; 2,048 wait, of 40 shared beginnings in 4 namespaces, of
 4 priorities; 4,000 streaming sessions have had a turn, and take further ones among the others.
-About 1 % of the running requests end in each step, and as many start. Submitting is timed apart.
+Five or six of them end in each step, and as many start. Submitting is timed apart.
 
 What limits the number of requests that run is one of `LIMITS`: the prompt tokens of a step (then
 memory suffices, and 500 sessions stay idle on each rank), rows, or pages. Where memory is the
@@ -21,6 +21,7 @@ from sgl_jax.bench.host.steps import DP_SIZE, ROWS_PER_RANK, VOCAB_SIZE, StepLoo
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest, OpenSession, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.engine.garbage import collect_if_many, take_over_collection
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.scheduler import Scheduler
 
@@ -32,7 +33,7 @@ NUM_NAMESPACES = 4
 _STEM_LENS = (1200, 1800)
 _TAIL_LENS = (100, 400)
 _TURN_LENS = (30, 90)
-_OUTPUT_LENS = (60, 140)
+_OUTPUT_LENS = (100, 586)  # as long, in the mean, as answers in recorded conversations
 _TURN_SHARE = 0.1
 
 
@@ -45,7 +46,7 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "prompt tokens": Limit(num_rows=1 + 400 + 500, num_pages=25_000, chunk_size=690),
+    "prompt tokens": Limit(num_rows=1 + 400 + 500, num_pages=25_000, chunk_size=180),
     "rows": Limit(num_rows=1 + ROWS_PER_RANK, num_pages=25_000, chunk_size=2048),
     "pages": Limit(num_rows=1 + 2 * ROWS_PER_RANK, num_pages=7_000, chunk_size=2048),
 }
@@ -145,7 +146,8 @@ class ServingLoad:
 def serving_lines(name: str, num_steps: int) -> Iterator[str]:
     """What a step and a submission cost where `LIMITS[name]` limits what runs, as lines."""
     load = ServingLoad(LIMITS[name])
-    num_warm = 200
+    take_over_collection()  # as the engine does when it is ready
+    num_warm = _OUTPUT_LENS[1]  # steps until requests end as they will go on to
     steps: list[float] = []
     submits: list[float] = []
     running, idle = [], []
@@ -156,6 +158,7 @@ def serving_lines(name: str, num_steps: int) -> Iterator[str]:
             load.num_finished = 0
         submits += load.fill_queue()
         steps.append(load.step())
+        collect_if_many(False)
         running.append(load.scheduler.num_running)
         idle.append(sum(rank.memory.cache.num_idle for rank in load.scheduler.ranks))
     load.scheduler.audit()
