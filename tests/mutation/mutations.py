@@ -1054,8 +1054,8 @@ MUTATIONS = (
     Mutation(
         "start a request on another rank than it is pinned to",
         _ADMISSION,
-        "return rooms if pinned is None else [rooms[pinned]]",
-        "return rooms",
+        "return ranks if pinned is None else [ranks[pinned]]",
+        "return ranks",
     ),
     Mutation(
         "wait for a better rank without an end",
@@ -1199,14 +1199,14 @@ MUTATIONS = (
     Mutation(
         "preempt for a request that waits for a prefix in flight",
         _ADMISSION,
-        "if request is None or self._waiting.leader_of(request) is not None:",
-        "if request is None:",
+        "        if self._waiting.leader_of(request) is not None:\n            return []\n",
+        "",
     ),
     Mutation(
         "preempt where a request may not run",
         _ADMISSION,
-        "allowed = [r for r in ranks if request.message.dp_rank in (None, r.dp_rank)]",
-        "allowed = list(ranks)",
+        "[rank for rank in _allowed(ranks, request) if rank.dp_rank not in held]",
+        "[rank for rank in ranks if rank.dp_rank not in held]",
     ),
     Mutation(
         "preempt where the most have to go",
