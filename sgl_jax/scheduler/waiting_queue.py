@@ -57,13 +57,14 @@ class WaitingQueue:
         self._free_lines: list[int] = []
         self._end = 0  # lines in use lie below
         self._has_priorities = False
-        # Columns, indexed by line; the operating system zeroes what is used, when it is used.
+        # Columns, indexed by line, and one for each rank where ranks differ; the operating system
+        # zeroes what is used, when it is used.
         ranks = len(memories)
         self._is_waiting = np.zeros(capacity, np.bool_)
         self._num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
-        self._cached_pages = np.zeros((capacity, ranks), np.int32)  # of these, on each rank's tree
-        self._place = np.zeros((capacity, ranks), np.int32)  # of the cursor on each rank's tree
-        self._may_run = np.zeros((capacity, ranks), np.bool_)
+        self._cached_pages = np.zeros((ranks, capacity), np.int32)  # of these, on each rank's tree
+        self._place = np.zeros((ranks, capacity), np.int32)  # of the cursor on each rank's tree
+        self._may_run = np.zeros((ranks, capacity), np.bool_)
         self._arrival = np.zeros(capacity, np.int64)
         self._priority = np.zeros(capacity, np.int64)
         self._is_retracted = np.zeros(capacity, np.bool_)
@@ -99,12 +100,12 @@ class WaitingQueue:
         self._cursors[line] = cursors
         self._is_waiting[line] = True
         self._num_pages[line] = self._memories[0].pages_for(len(request.tokens) + 1)
-        self._cached_pages[line] = [cursor.length // page_size for cursor in cursors]
-        self._place[line] = [cursor.place for cursor in cursors]
+        self._cached_pages[:, line] = [cursor.length // page_size for cursor in cursors]
+        self._place[:, line] = [cursor.place for cursor in cursors]
         pinned = request.message.dp_rank
-        self._may_run[line] = pinned is None
+        self._may_run[:, line] = pinned is None
         if pinned is not None:
-            self._may_run[line, pinned] = True
+            self._may_run[pinned, line] = True
         self._arrival[line] = request.arrival
         self._priority[line] = request.priority
         self._has_priorities |= request.priority != 0
@@ -131,7 +132,7 @@ class WaitingQueue:
         was_due = self.is_due(request)
         self.remove(request)
         end = self._end
-        arrival, may_run = self._arrival[:end], self._may_run[:end, dp_rank]
+        arrival, may_run = self._arrival[:end], self._may_run[dp_rank, :end]
         self._passed_over[:end] += self._is_waiting[:end] & may_run & (arrival < request.arrival)
         if was_due:
             self._passed_over[:end][may_run & (arrival > request.arrival)] = 0
@@ -212,13 +213,16 @@ class WaitingQueue:
         if not len(lines):
             return
         order = np.argsort(self._order_keys(lines), kind="stable")
-        lines, needed, start = lines[order], needed[order], 0
+        lines, needed, start = lines[order], needed[:, order], 0
         while start < len(lines) and np.count_nonzero(is_open):
             # What started since takes more room than it lets others share, so none is left out
             # that would fit after that.
-            fits = is_open & (needed[start : start + _LOOKED_AT_ONCE] <= room)
-            index = np.logical_or.reduce(fits, axis=1).argmax()
-            if np.count_nonzero(fits[index]):
+            fits = (
+                needed[:, start : start + _LOOKED_AT_ONCE] <= np.where(is_open, room, -1)[:, None]
+            )
+            fits = np.logical_or.reduce(fits)
+            index = fits.argmax()
+            if fits[index]:
                 yield self._by_line[int(lines[start + index])]
                 start += int(index) + 1
             else:
@@ -250,10 +254,10 @@ class WaitingQueue:
         lines = np.flatnonzero(self._is_waiting[: self._end])
         is_following = self._is_following(lines)
         is_staying = (self._stay_until[lines] > step) & ~is_following
-        least = self._num_pages[lines, None] - self._cached_pages[lines]
-        may_run = self._may_run[lines]
-        may_fit = (may_run & has_row & (least <= room)).any(axis=1)
-        has_any_row = (may_run & has_row).any(axis=1)
+        least = self._num_pages[lines] - self._cached_pages[:, lines]
+        may_run = self._may_run[:, lines] & has_row[:, None]
+        may_fit = (may_run & (least <= room[:, None])).any(axis=0)
+        has_any_row = may_run.any(axis=0)
         rest = ~is_following & ~is_staying
         return {
             "prefix": int(is_following.sum()),
@@ -269,8 +273,8 @@ class WaitingQueue:
         """Take over what has changed on the ranks' trees."""
         for dp_rank, memory in enumerate(self._memories):
             for cursor in memory.cache.take_moved():
-                self._cached_pages[cursor.tag, dp_rank] = cursor.length // memory.page_size
-                self._place[cursor.tag, dp_rank] = cursor.place
+                self._cached_pages[dp_rank, cursor.tag] = cursor.length // memory.page_size
+                self._place[dp_rank, cursor.tag] = cursor.place
 
     def _is_following(self, lines: Int64Array) -> BoolArray:
         """Which of `lines` wait for a prefix that is being computed; bool[len(lines)]."""
@@ -296,36 +300,36 @@ class WaitingQueue:
     ) -> tuple[Int64Array, Int32Array]:
         """Those of `lines` that fit an open rank, and how many pages each takes there at least.
 
-        The pages are int32[len(lines), ranks]; `_NEVER` where the rank is not open, or not allowed.
+        The pages are int32[ranks, len(lines)]; `_NEVER` where the rank is not open, or not allowed.
         """
-        may_run = self._may_run[lines] & is_open
-        at_most = np.where(may_run, self._num_pages[lines, None], _NEVER)
-        needed = np.where(may_run, at_most - self._cached_pages[lines], _NEVER)
-        may_fit = np.logical_or.reduce(needed <= room, axis=1)
-        lines, needed, at_most = lines[may_fit], needed[may_fit], at_most[may_fit]
+        may_run, num_pages = self._may_run[:, lines] & is_open[:, None], self._num_pages[lines]
+        needed = np.where(may_run, num_pages - self._cached_pages[:, lines], _NEVER)
+        may_fit = np.logical_or.reduce(needed <= room[:, None])
+        lines, needed, may_run = lines[may_fit], needed[:, may_fit], may_run[:, may_fit]
         # Only what depends on how much of the prefix is in use is looked at more closely.
-        is_doubtful = ~np.logical_or.reduce(at_most <= room, axis=1)
-        if not np.count_nonzero(is_doubtful):
+        fits_alone = np.logical_or.reduce(may_run & (num_pages[may_fit] <= room[:, None]))
+        doubtful = np.flatnonzero(~fits_alone)
+        if not len(doubtful):
             return lines, needed
-        needed[is_doubtful] = self._pages_needed(lines[is_doubtful], is_open)
-        fits = np.logical_or.reduce(needed <= room, axis=1)
-        return lines[fits], needed[fits]
+        needed[:, doubtful] = self._pages_needed(lines[doubtful], is_open)
+        fits = np.logical_or.reduce(needed <= room[:, None])
+        return lines[fits], needed[:, fits]
 
     def _pages_needed(self, lines: Int64Array, is_open: BoolArray) -> Int32Array:
         """Pages that each of `lines` takes beside what is in use of its prefix.
 
-        int32[len(lines), ranks]; `_NEVER` where the rank is not open, or not allowed.
+        int32[ranks, len(lines)]; `_NEVER` where the rank is not open, or not allowed.
         """
-        needed = np.full((len(lines), len(self._memories)), _NEVER, np.int32)
+        needed = np.full((len(self._memories), len(lines)), _NEVER, np.int32)
         for dp_rank in np.flatnonzero(is_open).tolist():
-            memory, places = self._memories[dp_rank], self._place[lines, dp_rank]
+            memory, places = self._memories[dp_rank], self._place[dp_rank, lines]
             nodes = memory.cache.followed_nodes
             in_use = np.zeros(len(nodes), np.int32)
             for place in np.flatnonzero(np.bincount(places)).tolist():
                 in_use[place] = memory.in_use_len(nodes[place]) // memory.page_size
-            cached = self._cached_pages[lines, dp_rank]
-            needed[:, dp_rank] = self._num_pages[lines] - np.minimum(in_use[places], cached)
-        needed[~self._may_run[lines]] = _NEVER
+            cached = self._cached_pages[dp_rank, lines]
+            needed[dp_rank] = self._num_pages[lines] - np.minimum(in_use[places], cached)
+        needed[~self._may_run[:, lines]] = _NEVER
         return needed
 
     def _order_keys(self, lines: Int64Array) -> Int64Array:
@@ -338,7 +342,7 @@ class WaitingQueue:
         keys <<= _CACHED_BITS
         if self._uses_cached_len:
             most = (1 << _CACHED_BITS) - 1
-            cached = (self._cached_pages[lines] * self._may_run[lines]).max(axis=1)
+            cached = (self._cached_pages[:, lines] * self._may_run[:, lines]).max(axis=0)
             keys += most - np.minimum(cached, most)
         keys[self._passed_over[lines] >= self._max_passed_over] = -1
         keys <<= _ARRIVAL_BITS

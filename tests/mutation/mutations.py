@@ -1334,7 +1334,7 @@ MUTATIONS = (
     Mutation(
         "never try a request that is pinned",
         _QUEUE,
-        "            self._may_run[line, pinned] = True\n",
+        "            self._may_run[pinned, line] = True\n",
         "            pass\n",
     ),
     Mutation(
@@ -1346,14 +1346,14 @@ MUTATIONS = (
     Mutation(
         "leave out a request that needs all that is there",
         _QUEUE,
-        "may_fit = np.logical_or.reduce(needed <= room, axis=1)",
-        "may_fit = np.logical_or.reduce(needed < room, axis=1)",
+        "may_fit = np.logical_or.reduce(needed <= room[:, None])",
+        "may_fit = np.logical_or.reduce(needed < room[:, None])",
     ),
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
         _QUEUE,
-        "        fits = np.logical_or.reduce(needed <= room, axis=1)\n        return lines[fits]",
-        "        fits = np.logical_or.reduce(needed < room, axis=1)\n        return lines[fits]",
+        "        fits = np.logical_or.reduce(needed <= room[:, None])\n        return lines[fits]",
+        "        fits = np.logical_or.reduce(needed < room[:, None])\n        return lines[fits]",
     ),
     Mutation(
         "count nothing of a prefix as in use",
@@ -1364,7 +1364,7 @@ MUTATIONS = (
     Mutation(
         "forget where a cursor went",
         _QUEUE,
-        "                self._place[cursor.tag, dp_rank] = cursor.place\n",
+        "                self._place[dp_rank, cursor.tag] = cursor.place\n",
         "",
     ),
     Mutation(
@@ -1376,14 +1376,14 @@ MUTATIONS = (
     Mutation(
         "learn of no prefix that is cached later",
         _QUEUE,
-        "self._cached_pages[cursor.tag, dp_rank] = cursor.length // memory.page_size",
+        "self._cached_pages[dp_rank, cursor.tag] = cursor.length // memory.page_size",
         "pass",
     ),
     Mutation(
         "take what one rank has cached for what all have",
         _QUEUE,
-        "                self._cached_pages[cursor.tag, dp_rank] =",
-        "                self._cached_pages[cursor.tag] =",
+        "                self._cached_pages[dp_rank, cursor.tag] =",
+        "                self._cached_pages[:, cursor.tag] =",
     ),
     Mutation(
         "try the least important first",
