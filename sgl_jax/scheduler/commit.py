@@ -6,7 +6,6 @@ computed again, and nothing else needs to know why.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +42,7 @@ def commit_step(
 
     index = (current & samples).nonzero()[0]
     rows = planned[index]
-    tokens = np.concatenate([result.tokens for result in results])[index]
+    tokens = np.concatenate([result.tokens for result in results]).take(index, axis=0)
     detailed = running.is_unsent[rows] | running.return_logprob[rows]
     num_stop_ids = max(rank.running.num_stop_ids for rank in ranks.ranks)
     if tokens.shape[1] == 1:
@@ -57,7 +56,7 @@ def commit_step(
     plain = ~detailed
     batch.rids.extend(running.rids[rows[plain]].tolist())
     batch.tokens.extend(tokens[:, 0][plain].tolist())
-    _count_tokens(ranks, gains.counts, index.searchsorted(bounds).tolist())
+    ranks.num_generated_tokens += int(np.add.reduce(gains.counts))
 
     done = []
     for i in detailed.nonzero()[0].tolist():
@@ -72,14 +71,6 @@ def commit_step(
         if finish is not None:
             done.append(rank.finish(row))
     return done
-
-
-def _count_tokens(ranks: Ranks, counts: np.ndarray, bounds: Sequence[int]) -> None:
-    """Add what rows gained, int[n], to their ranks' counters."""
-    totals = np.zeros(len(counts) + 1, np.int64)
-    np.add.accumulate(counts, out=totals[1:])
-    for rank, (before, after) in zip(ranks.ranks, pairwise(totals[bounds].tolist()), strict=True):
-        rank.num_generated_tokens += after - before
 
 
 class _Gains(NamedTuple):

@@ -63,7 +63,6 @@ class RankScheduler:
         self.num_preempted = 0  # of these, for requests of higher priority
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
         self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
         self._config = config
         self._max_session_pages = int(config.session_memory_fraction * sizes.num_pages)
         # What the device has not been told yet, by row: a step that runs nothing is not launched.

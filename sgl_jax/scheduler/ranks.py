@@ -34,6 +34,7 @@ class Ranks:
             self.ranks.append(RankScheduler(dp_rank, sizes, config, tables, columns))
         self.page_size = sizes.page_size
         self._num_rows = sizes.num_rows
+        self.num_generated_tokens = 0  # by requests of all ranks
         self._memories = [rank.memory for rank in self.ranks]
 
     def join(self, rows: Sequence[Int32Array | IntpArray]) -> tuple[RowIndex, list[int]]:

@@ -26,18 +26,22 @@ class Runnable(NamedTuple):
 def choose_runnable(ranks: Ranks) -> list[Runnable]:
     """What runs on each rank; takes pages for the tokens of decode rows where it can."""
     running, tables = ranks.running, ranks.tables
-    rows, _ = ranks.join([rank.running.active for rank in ranks.ranks])
-    rows = rows[running.may_run(rows)]
+    rows, bounds = ranks.join([rank.running.active for rank in ranks.ranks])
+    wants_any = running.may_run(rows)
     wanted = running.planned_len[rows] - tables.kv_committed_len[rows]
-    is_decoding = (wanted == 1) & (running.score_start[rows] == NOT_SCORED)
-    decoding = rows[is_decoding]
-    bounds = ranks.bounds(decoding)
+    wants_one = wants_any & (wanted == 1) & (running.score_start[rows] == NOT_SCORED)
+    num_ones = np.count_nonzero(wants_one)
+    decoding = rows
+    if num_ones < len(rows):
+        decoding = rows[wants_one]
+        bounds = ranks.bounds(decoding)
     fits = ranks.grow_rows(decoding, decode_ends(tables, running, decoding), bounds)
     by_rank = ranks.split(decoding, bounds)
-    if len(decoding) == len(rows):
+    wants_more = wants_any & ~wants_one
+    if num_ones == len(rows) or not np.count_nonzero(wants_more):
         return [Runnable(*rank, [], 0) for rank in zip(by_rank, fits, strict=True)]
-    others, num_tokens = rows[~is_decoding], wanted[~is_decoding]
-    bounds = ranks.bounds(others)
+    prefilling, num_tokens = rows[wants_more], wanted[wants_more]
+    bounds = ranks.bounds(prefilling)
     return [
         Runnable(
             decoding=by_rank[k],
@@ -45,7 +49,7 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
             prefilling=own_rows.tolist(),
             num_prefill_tokens=int(num_tokens[bounds[k] : bounds[k + 1]].sum()),
         )
-        for k, own_rows in enumerate(ranks.split(others, bounds))
+        for k, own_rows in enumerate(ranks.split(prefilling, bounds))
     ]
 
 

@@ -312,7 +312,7 @@ class Scheduler:
             "evicted_pages": sum(rank.memory.cache.num_evicted for rank in self.ranks),
             "prompt_tokens": sum(rank.num_prompt_tokens for rank in self.ranks),
             "cached_tokens": sum(rank.num_cached_tokens for rank in self.ranks),
-            "generated_tokens": sum(rank.num_generated_tokens for rank in self.ranks),
+            "generated_tokens": self._all_ranks.num_generated_tokens,
             "drafted_tokens": sum(rank.drafts.num_drafted for rank in self.ranks),
             "accepted_draft_tokens": sum(rank.drafts.num_accepted for rank in self.ranks),
             "steps_planned": self._steps,

@@ -143,7 +143,8 @@ def _commit(ranks: Ranks, step: _JointStep) -> None:
     """From here on the step counts as launched."""
     running = ranks.running
     ranks.commit_rows(step.rows, step.ends)
-    running.unread_drafts[step.rows] = step.unread + step.num_drafts
+    if np.count_nonzero(step.num_drafts):
+        running.unread_drafts[step.rows] = step.unread + step.num_drafts
     sampled = step.rows[step.samples]
     running.planned_len[sampled] = step.ends[step.samples] + 1
     running.score_start[sampled] = NOT_SCORED
