@@ -1,7 +1,8 @@
 """All KV memory of one data-parallel rank: rows, pages, prefix cache, and the leases on them.
 
 The scheduler holds one `RankMemory` per rank and never says "rank r" to any of its methods.
-Leases begin here (`open_lease`), grow here, and end in `release.py`, nowhere else.
+Leases begin here (`open_lease`), grow here, and end in `release.py`, nowhere else. `grow_rows` and
+`commit_rows` do for the rows of all ranks at once what the methods of that name do for one rank's.
 """
 
 from collections.abc import Sequence

@@ -39,7 +39,7 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
     by_rank = ranks.split(decoding, bounds)
     wants_more = wants_any & ~wants_one
     if num_ones == len(rows) or not np.count_nonzero(wants_more):
-        return [Runnable(*rank, [], 0) for rank in zip(by_rank, fits, strict=True)]
+        return [Runnable(own_rows, fit, [], 0) for own_rows, fit in zip(by_rank, fits, strict=True)]
     prefilling, num_tokens = rows[wants_more], wanted[wants_more]
     bounds = ranks.bounds(prefilling)
     return [

@@ -1,4 +1,4 @@
-"""The running requests of one rank as columns of arrays, indexed by row.
+"""The running requests as columns of arrays, indexed by row: of all ranks, and views for each.
 
 A decode step touches only these arrays, so its cost on the host hardly depends on how many
 requests run. Rows are those of the rank's `ReqToTokenPool`. The arrays are the host's own: a
@@ -25,7 +25,7 @@ NO_TOKEN = -1
 NOT_SCORED = np.iinfo(np.int32).max
 
 
-@dataclass
+@dataclass(eq=False)
 class RowColumns:
     """What the scheduler knows of n rows; those of a rank are views of all ranks' columns."""
 
