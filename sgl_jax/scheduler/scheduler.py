@@ -24,15 +24,18 @@ from sgl_jax.core.step_plan import RankResult, StepPlan
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import MemoryView
 from sgl_jax.scheduler.admission import Admission
-from sgl_jax.scheduler.commit import commit_rank
+from sgl_jax.scheduler.commit import commit_step
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.request_len import max_request_len
+from sgl_jax.scheduler.runnable import choose_runnable
 from sgl_jax.scheduler.session_book import SessionsFullError
 from sgl_jax.scheduler.session_desk import SessionDesk
+from sgl_jax.scheduler.step_builder import build_plans
 from sgl_jax.scheduler.step_planner import StepDraft
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
@@ -56,7 +59,8 @@ class Scheduler:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.sizes = sizes
         self.config = config
-        self.ranks = [RankScheduler(r, sizes, config) for r in range(sizes.dp_size)]
+        self._all_ranks = Ranks(sizes, config)
+        self.ranks = self._all_ranks.ranks
         # Retracted requests wait beside those that the queue's limit allows.
         capacity = config.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
         memories = [rank.memory for rank in self.ranks]
@@ -245,7 +249,10 @@ class Scheduler:
         may_start = not taken and self._forced_retract.may_start(self.num_running)
         preempted = self._admission.preempt(self.ranks) if may_start else []
         chunk_size = self.config.chunked_prefill_size
-        drafts = [StepDraft(rank, self.sizes, chunk_size) for rank in self.ranks]
+        drafts = [
+            StepDraft(rank, self.sizes, chunk_size, runnable)
+            for rank, runnable in zip(self.ranks, choose_runnable(self._all_ranks), strict=True)
+        ]
         for request in taken + preempted:
             self._waiting.add(request)
         for draft in drafts:
@@ -257,15 +264,14 @@ class Scheduler:
             self._admission.admit_into(drafts, self._steps)
         if all(draft.is_empty for draft in drafts):
             return None
-        plan = StepPlan(self._steps, tuple(draft.build() for draft in drafts))
+        plan = StepPlan(self._steps, build_plans(self._all_ranks, drafts))
         self._steps += 1
         return plan
 
     def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
         """The result of a launched step was read. Steps are committed in launch order."""
-        for rank, rank_plan, result in zip(self.ranks, plan.ranks, results, strict=True):
-            for request in commit_rank(rank, rank_plan, result, self._outputs):
-                self._forget(request, succeeded=True)
+        for request in commit_step(self._all_ranks, plan, results, self._outputs):
+            self._forget(request, succeeded=True)
         if self.config.check_every_step:
             self.check_balance()
 
@@ -306,7 +312,7 @@ class Scheduler:
             "evicted_pages": sum(rank.memory.cache.num_evicted for rank in self.ranks),
             "prompt_tokens": sum(rank.num_prompt_tokens for rank in self.ranks),
             "cached_tokens": sum(rank.num_cached_tokens for rank in self.ranks),
-            "generated_tokens": sum(rank.num_generated_tokens for rank in self.ranks),
+            "generated_tokens": self._all_ranks.num_generated_tokens,
             "drafted_tokens": sum(rank.drafts.num_drafted for rank in self.ranks),
             "accepted_draft_tokens": sum(rank.drafts.num_accepted for rank in self.ranks),
             "steps_planned": self._steps,

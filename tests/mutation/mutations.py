@@ -29,6 +29,8 @@ _CACHE = "sgl_jax/mem_cache/radix_cache.py"
 _LOCKED = "sgl_jax/mem_cache/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_planner.py"
+_BUILDER = "sgl_jax/scheduler/step_builder.py"
+_RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _COMMIT = "sgl_jax/scheduler/commit.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
@@ -421,8 +423,8 @@ MUTATIONS = (
     Mutation(
         "off by one in the pages that a row lacks",
         _MEMORY,
-        "lacking: Int32Array = (lens + round_up) // self.page_size - held",
-        "lacking: Int32Array = lens // self.page_size + 1 - held",
+        "lacking: Int32Array = _num_pages(lens, page_size) - _num_pages(held_lens, page_size)",
+        "lacking: Int32Array = lens // page_size + 1 - _num_pages(held_lens, page_size)",
     ),
     Mutation(
         "evict without a need", _MEMORY, "self.cache.evict(deficit)", "self.cache.evict(num_pages)"
@@ -510,8 +512,8 @@ MUTATIONS = (
     Mutation(
         "commit a result to whoever holds the row now",
         _COMMIT,
-        "current = memory.rows.epoch[planned] == plan.epochs",
-        "current = np.isin(planned, running.active)",
+        "current = tables.epoch[planned] == epochs",
+        "current = running.rids[planned] != ''",
     ),
     Mutation(
         "keep the overshoot past a stop",
@@ -528,14 +530,14 @@ MUTATIONS = (
     Mutation(
         "count a read draft as unread",
         _COMMIT,
-        "    rank.running.unread_drafts[rows] -= drafted\n",
+        "    running.unread_drafts[rows] -= drafted\n",
         "",
     ),
     Mutation(
         "hold slots for one step ahead only",
-        _PLANNER,
-        "committed + self.rank.running.unread_drafts[rows] + 1",
-        "committed + 1",
+        _RUNNABLE,
+        "tables.kv_committed_len[rows] + running.unread_drafts[rows] + np.int32(1)",
+        "tables.kv_committed_len[rows] + np.int32(1)",
     ),
     Mutation(
         "plan chunks that a step cannot hold beside its decode rows",
@@ -563,9 +565,9 @@ MUTATIONS = (
     ),
     Mutation(
         "commit drafts at launch",
-        _PLANNER,
-        "memory.commit_rows(rows, ends)",
-        "memory.commit_rows(rows, kv_starts + q_lens)",
+        _BUILDER,
+        "ranks.commit_rows(step.rows, step.ends)",
+        "ranks.commit_rows(step.rows, step.ends + step.num_drafts)",
     ),
     Mutation(
         "draft past the tokens asked for",
@@ -750,9 +752,9 @@ MUTATIONS = (
     ),
     Mutation(
         "publish a turn before it has succeeded",
-        _PLANNER,
-        "            if not running.request(row).kept_len:\n",
-        "            if True:\n",
+        _BUILDER,
+        "        if not running.request(row).kept_len:\n",
+        "        if True:\n",
     ),
     Mutation(
         "leave the slot of a closed session full",
