@@ -49,7 +49,8 @@ class FullComponent:
         """The pages along `nodes`, in token order."""
         if not nodes:
             return np.zeros(0, np.int32)
-        return np.concatenate([node.values[self.index] for node in nodes])
+        pages = [node.values[self.index] for node in nodes]
+        return pages[0].copy() if len(pages) == 1 else np.concatenate(pages)
 
     def num_evictable_on(self, path: Sequence[PathStep]) -> int:
         """Pages of the matched part of `path` that locking it would take from the evictable."""

@@ -103,11 +103,12 @@ class GhostPages:
         self._next = 0
         self._leaving: list[_Leaving] = []  # not in the ring yet
         self._num_leaving = 0
-        # By the last bits of a hash: how many pages had left when one of such a hash did. Counted
-        # from `num_ghosts`, so that 0 is too long ago to be remembered.
+        # By the last bits of a hash: how many pages had left when one of such a hash did, or some
+        # more. Counted from `num_ghosts`, so that 0 is too long ago to be remembered.
         self._num_left = num_ghosts
         self._last_left = np.zeros(1 << (_SLOTS_PER_GHOST * num_ghosts).bit_length(), np.int64)
         self._last_bits = np.uint64(len(self._last_left) - 1)
+        self._unnoted: list[UInt64Array] = []  # left, but not in `_last_left` yet
         # A hash is listed in both halves, at places that have nothing to do with each other: to
         # be found, it must have been written over in one of them at most.
         self._num_slots = _SLOTS_PER_GHOST * num_ghosts
@@ -118,7 +119,7 @@ class GhostPages:
         self._leaving.append(_Leaving(hashes, num_uses, last_access, now))
         self._num_leaving += len(hashes)
         self._num_left += len(hashes)
-        self._last_left[(hashes & self._last_bits).astype(np.intp)] = self._num_left
+        self._unnoted.append(hashes)
         if self._num_leaving >= min(self.num_ghosts, _MAX_LEAVING):
             self._write()
 
@@ -139,8 +140,7 @@ class GhostPages:
 
     def recall(self, hashes: UInt64Array) -> RecalledPages | None:
         """What is remembered of the pages of an edge, in its order; None if nothing of any is."""
-        last_left = self._last_left[int(hashes[0] & self._last_bits)]
-        if last_left <= self._num_left - self.num_ghosts:
+        if not self._may_recall(hashes[0]):
             return None
         if self._leaving:
             self._write()
@@ -152,9 +152,19 @@ class GhostPages:
         places = np.where(is_first, first, second)
         return RecalledPages(is_ghost, *self._history[places[is_ghost]].T)
 
+    def _may_recall(self, first: np.uint64) -> bool:
+        """Whether a page of this hash, or one behind it, may be among the ghosts."""
+        if self._unnoted:
+            left = np.concatenate(self._unnoted)
+            self._last_left[(left & self._last_bits).astype(np.intp)] = self._num_left
+            self._unnoted.clear()
+        last_left = self._last_left[int(first & self._last_bits)]
+        return bool(last_left > self._num_left - self.num_ghosts)
+
     def clear(self) -> None:
         """Forget all."""
         self._leaving.clear()
+        self._unnoted.clear()
         self._num_leaving = 0
         self._hashes[:] = 0
         self._num_left = self.num_ghosts
