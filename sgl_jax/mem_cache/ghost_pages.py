@@ -28,6 +28,8 @@ _GAMMA_INVERSE = np.uint64(pow(int(_GAMMA), -1, 2**64))
 _SALTS = np.array([[0], [_GAMMA]], np.uint64)  # of the two halves of the index
 # Slots of each index for every ghost: the fewer, the more ghosts hide one another.
 _SLOTS_PER_GHOST = 4
+# Of the quick test: the fewer, the more often the ring is searched for nothing.
+_COUNTS_PER_GHOST = 8
 # So many pages may wait for the ring: to write more of them at once would hold up a step.
 _MAX_LEAVING = 1024
 
@@ -104,9 +106,11 @@ class GhostPages:
         self._leaving: list[_Leaving] = []  # not in the ring yet
         self._num_leaving = 0
         # By the last bits of a hash: how many pages had left when one of such a hash did, or some
-        # more. Counted from `num_ghosts`, so that 0 is too long ago to be remembered.
+        # more. Counted from `num_ghosts`, so that 0 is too long ago to be remembered, and modulo
+        # 2**32: where that is ambiguous, a search finds nothing.
         self._num_left = num_ghosts
-        self._last_left = np.zeros(1 << (_SLOTS_PER_GHOST * num_ghosts).bit_length(), np.int64)
+        num_bits = (_COUNTS_PER_GHOST * num_ghosts).bit_length()
+        self._last_left = np.zeros(1 << num_bits, np.uint32)
         self._last_bits = np.uint64(len(self._last_left) - 1)
         self._unnoted: list[UInt64Array] = []  # left, but not in `_last_left` yet
         # A hash is listed in both halves, at places that have nothing to do with each other: to
@@ -156,10 +160,10 @@ class GhostPages:
         """Whether a page of this hash, or one behind it, may be among the ghosts."""
         if self._unnoted:
             left = np.concatenate(self._unnoted)
-            self._last_left[(left & self._last_bits).astype(np.intp)] = self._num_left
+            self._last_left[(left & self._last_bits).astype(np.intp)] = self._num_left % 2**32
             self._unnoted.clear()
-        last_left = self._last_left[int(first & self._last_bits)]
-        return bool(last_left > self._num_left - self.num_ghosts)
+        last_left = int(self._last_left[int(first & self._last_bits)])
+        return (self._num_left - last_left) % 2**32 < self.num_ghosts
 
     def clear(self) -> None:
         """Forget all."""

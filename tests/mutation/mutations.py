@@ -107,8 +107,8 @@ MUTATIONS = (
     Mutation(
         "evict by age alone, though uses are counted",
         _ADAPTIVE,
-        "        return reused / (reused + left) / (age",
-        "        return 1.0 / (age",
+        "            rate = reused / (reused + left) / (age",
+        "            rate = 1.0 / (age",
     ),
     Mutation(
         "change the class of a leaf that is still listed in the old one",
@@ -151,6 +151,24 @@ MUTATIONS = (
         _GHOSTS,
         "hashes, history = hashes[-self.num_ghosts :], history[-self.num_ghosts :]",
         "hashes, history = hashes[:1], history[:1]",
+    ),
+    Mutation(
+        "recall only what left lately",
+        _GHOSTS,
+        "- last_left) % 2**32 < self.num_ghosts",
+        "- last_left) % 2**32 < self.num_ghosts // 8",
+    ),
+    Mutation(
+        "note only the last pages that left together",
+        _GHOSTS,
+        "left = np.concatenate(self._unnoted)",
+        "left = self._unnoted[-1]",
+    ),
+    Mutation(
+        "leave what a release hands over counted as locked",
+        _RELEASE,
+        "        memory.locked.unlock(lease.pages(memory.page_size, 0, protected))\n",
+        "        memory.locked.unlock(lease.pages(memory.page_size, 0, protected)[1:])\n",
     ),
     Mutation(
         "hash an edge as if it began the prompt",
