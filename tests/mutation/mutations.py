@@ -928,20 +928,26 @@ MUTATIONS = (
     Mutation(
         "count a page as locked though sessions have locked it before",
         _LOCKED,
-        "int(np.count_nonzero(is_first & (self._idle[index] == 0)))",
-        "int(np.count_nonzero(is_first))",
+        "self.num_locked += self._num_not_idle(first)",
+        "self.num_locked += len(first)",
     ),
     Mutation(
         "count a page as let go though sessions have locked it still",
         _LOCKED,
-        "int(np.count_nonzero(is_last & (self._idle[index] == 0)))",
-        "int(np.count_nonzero(is_last))",
+        "self.num_locked -= self._num_not_idle(last)",
+        "self.num_locked -= len(last)",
     ),
     Mutation(
         "publish a prefix without a count of its locks",
         _RELEASE,
-        "    lease.node = kept.node\n    memory.locked.lock(kept.pages)\n",
-        "    lease.node = kept.node\n",
+        "    memory.locked.lock(_hand_to_tree(memory, lease, tokens))\n",
+        "    _hand_to_tree(memory, lease, tokens)\n",
+    ),
+    Mutation(
+        "keep a session's lease without a count of what it published at its end",
+        _RELEASE,
+        "            memory.locked.lock(added)\n",
+        "",
     ),
     Mutation(
         "evict a session that goes on to be counted as idle",
