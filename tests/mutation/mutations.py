@@ -109,8 +109,8 @@ MUTATIONS = (
     Mutation(
         "evict by age alone, though uses are counted",
         _ADAPTIVE,
-        "        return reused / (reused + left) / (age",
-        "        return 1.0 / (age",
+        "            rate = reused / (reused + left) / (age",
+        "            rate = 1.0 / (age",
     ),
     Mutation(
         "change the class of a leaf that is still listed in the old one",
@@ -153,6 +153,24 @@ MUTATIONS = (
         _GHOSTS,
         "hashes, history = hashes[-self.num_ghosts :], history[-self.num_ghosts :]",
         "hashes, history = hashes[:1], history[:1]",
+    ),
+    Mutation(
+        "recall only what left lately",
+        _GHOSTS,
+        "- last_left) % 2**32 < self.num_ghosts",
+        "- last_left) % 2**32 < self.num_ghosts // 8",
+    ),
+    Mutation(
+        "note only the last pages that left together",
+        _GHOSTS,
+        "left = np.concatenate(self._unnoted)",
+        "left = self._unnoted[-1]",
+    ),
+    Mutation(
+        "leave what a release hands over counted as locked",
+        _RELEASE,
+        "        memory.locked.unlock(lease.pages(memory.page_size, 0, protected))\n",
+        "        memory.locked.unlock(lease.pages(memory.page_size, 0, protected)[1:])\n",
     ),
     Mutation(
         "hash an edge as if it began the prompt",
@@ -912,20 +930,26 @@ MUTATIONS = (
     Mutation(
         "count a page as locked though sessions have locked it before",
         _LOCKED,
-        "int(np.count_nonzero(is_first & (self._idle[index] == 0)))",
-        "int(np.count_nonzero(is_first))",
+        "self.num_locked += self._num_not_idle(first)",
+        "self.num_locked += len(first)",
     ),
     Mutation(
         "count a page as let go though sessions have locked it still",
         _LOCKED,
-        "int(np.count_nonzero(is_last & (self._idle[index] == 0)))",
-        "int(np.count_nonzero(is_last))",
+        "self.num_locked -= self._num_not_idle(last)",
+        "self.num_locked -= len(last)",
     ),
     Mutation(
         "publish a prefix without a count of its locks",
         _RELEASE,
-        "    lease.node = kept.node\n    memory.locked.lock(kept.pages)\n",
-        "    lease.node = kept.node\n",
+        "    memory.locked.lock(_hand_to_tree(memory, lease, tokens))\n",
+        "    _hand_to_tree(memory, lease, tokens)\n",
+    ),
+    Mutation(
+        "keep a session's lease without a count of what it published at its end",
+        _RELEASE,
+        "            memory.locked.lock(added)\n",
+        "",
     ),
     Mutation(
         "evict a session that goes on to be counted as idle",
