@@ -24,6 +24,11 @@ from sgl_jax.mem_cache.session_cache import SessionAwareCache
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
+# Of so many pages one is evicted ahead of need, where pages must be evicted, and so many at most.
+_PAGES_PER_EVICTED = 512
+_MAX_EVICTED_AHEAD = 64
+
+
 class MemoryView(NamedTuple):
     """Where every page and row of a rank is. Pages: total = free + leased + cached + session_held
     + reserved; `protected_pages` are those of the cached that live leases have locked, those of
@@ -67,6 +72,7 @@ class RankMemory:
         self.cache = self._make_cache(num_evicted=0)
         self.leases: dict[int, KVLease] = {}  # by row
         self.locked = LockedPages(sizes.num_pages)
+        self._num_evicted_ahead = min(sizes.num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
         # Pages of their own that idle sessions hold: those the tree owns are not among them.
         self.num_session_held_pages = 0
 
@@ -166,12 +172,16 @@ class RankMemory:
         return self.pages_for(lease.kv_allocated_len) - lease.cache_protected_len // self.page_size
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free; False, having evicted nothing, if that cannot be."""
+        """Evict until `num_pages` are free; False, having evicted nothing, if that cannot be.
+
+        If it must evict, it evicts a few more: a decode step takes a few pages, and many at once
+        cost the host little more than few.
+        """
         deficit = num_pages - self.allocator.num_free
         if deficit > self.cache.num_evictable:
             return False
         if deficit > 0:
-            self.cache.evict(deficit)
+            self.cache.evict(deficit + self._num_evicted_ahead)
         return True
 
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:

@@ -22,14 +22,14 @@ def make_cycles(count: int) -> None:
         cycle.append(cycle)
 
 
-@pytest.mark.parametrize("limit", sorted(serving.LIMITS))
+@pytest.mark.parametrize("name", sorted(serving.LOADS))
 def test_requests_and_turns_that_come_and_go_leave_no_cycles(
-    limit: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "NUM_SESSIONS", 40)
     monkeypatch.setattr(serving, "NUM_WAITING", 100)
-    monkeypatch.setattr(serving, "_OUTPUT_LENS", (5, 20))
-    load = serving.ServingLoad(serving.LIMITS[limit]._replace(num_rows=17))
+    sizes = serving.LOADS[name]._replace(num_rows=17, answer_lens=(5, 20))
+    load = serving.ServingLoad(sizes)
     for _ in range(10):
         load.fill_queue()
         load.step()

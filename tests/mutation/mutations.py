@@ -745,6 +745,12 @@ MUTATIONS = (
         "        if True:\n            return False\n        self.release_session",
     ),
     Mutation(
+        "evict ahead though nothing must be evicted",
+        _MEMORY,
+        "        if deficit > 0:\n            self.cache.evict(",
+        "        if True:\n            self.cache.evict(",
+    ),
+    Mutation(
         "evict sessions for a request that does not fit even so",
         _ROOM,
         "return self.is_open and self.num_short(request, cursor) <= 0",
