@@ -9,6 +9,7 @@ MAX_RID_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
 MAX_NAMESPACE_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts times answers to each
 
 
 def check_rid(rid: str, param: str = "rid") -> None:
@@ -32,6 +33,16 @@ def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
             "extra_key",
         )
     return extra_key or cache_salt or ""
+
+
+def check_num_requests(num_prompts: int, num_choices: int, param: str) -> None:
+    """One HTTP request may ask for so many engine requests."""
+    if not 1 <= num_prompts * num_choices <= MAX_REQUESTS_PER_CALL:
+        raise InvalidRequestError(
+            f"prompts times n must be 1 to {MAX_REQUESTS_PER_CALL}, "
+            f"got {num_prompts} x {num_choices}",
+            param,
+        )
 
 
 def check_namespace(namespace: str) -> None:

@@ -90,7 +90,7 @@ class Scheduler:
         try:
             request = self._make_request(message)
         except InvalidRequestError as error:
-            self.refuse(message, str(error), 400)
+            self.refuse(message, str(error), 400, error.code, error.param)
             return
         except SessionsFullError as error:
             self.refuse(message, str(error), 503, code="too_many_sessions")
@@ -102,10 +102,17 @@ class Scheduler:
         self._waiting.add(request)
 
     def refuse(
-        self, message: GenerateRequest, text: str, status_code: int, code: str | None = None
+        self,
+        message: GenerateRequest,
+        text: str,
+        status_code: int,
+        code: str | None = None,
+        param: str | None = None,
     ) -> None:
         """Answer a request that never entered the queue."""
-        finish = FinishReason("abort", message=text, status_code=status_code, code=code)
+        finish = FinishReason(
+            "abort", message=text, status_code=status_code, code=code, param=param
+        )
         self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:

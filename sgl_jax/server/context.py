@@ -17,7 +17,8 @@ from sgl_jax.server.errors import ApiError
 
 # Longer texts are tokenised on another thread, so that streams go on meanwhile.
 _LONG_TEXT_CHARS = 16_384
-_DEFAULT_MODEL = "default"  # what clients send who know of only one model
+# What clients and sglang-router send where only one model is known.
+_DEFAULT_MODELS = ("default", "unknown")
 
 
 @dataclasses.dataclass
@@ -39,7 +40,7 @@ class ServerContext:
 
     def check_model(self, name: str) -> None:
         """Raise 404 unless `name` is the model served here."""
-        if name not in (self.model_name, self.args.model_path, _DEFAULT_MODEL):
+        if name not in (self.model_name, self.args.model_path, *_DEFAULT_MODELS):
             raise ApiError(
                 404,
                 f"no model {name!r} here; this server has {self.model_name!r}",

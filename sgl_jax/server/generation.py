@@ -5,9 +5,9 @@ together: when the client goes away or one of them fails, the others are aborted
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.errors import abort_error, envelope, to_api_error
 
 T = TypeVar("T")
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 CLIENT_GONE = 499  # nginx's number for a client that closed the connection; nobody reads it
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -63,11 +64,18 @@ class StreamGroup:
     """The engine requests behind one HTTP request. Leaving the block aborts what still runs."""
 
     def __init__(
-        self, frontend: Frontend, requests: Sequence[GenerateRequest], *, streaming: bool
+        self,
+        frontend: Frontend,
+        requests: Sequence[GenerateRequest],
+        *,
+        streaming: bool,
+        names: Mapping[str, str] = NO_NAMES,
     ) -> None:
+        """`names`: our names of fields, and the client's."""
         self._frontend = frontend
         self._requests = requests
         self._streaming = streaming
+        self._names = names
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
         self._wake = asyncio.Event()
         self.streams: list[RequestStream] = []
@@ -107,7 +115,7 @@ class StreamGroup:
                 if chunk is None:
                     continue
                 if chunk.finish is not None:
-                    failure = abort_error(chunk.finish)
+                    failure = abort_error(chunk.finish, self._names)
                     if failure is not None:
                         raise failure
                     self.num_open -= 1
@@ -136,9 +144,13 @@ async def respond(
     answer_format: AnswerFormat,
     *,
     streaming: bool,
+    names: Mapping[str, str],
 ) -> Response:
-    """Run `requests` and answer in `answer_format`; stops as soon as the client goes away."""
-    group = StreamGroup(frontend, requests, streaming=streaming)
+    """Run `requests` and answer in `answer_format`; stops as soon as the client goes away.
+
+    Errors of the engine name fields by `names`, as for `client_names`.
+    """
+    group = StreamGroup(frontend, requests, streaming=streaming, names=names)
     if streaming:
         return EventStream(group, answer_format)
     answers = await while_connected(request.receive, _gather(group))
