@@ -31,6 +31,7 @@ class ServerContext:
     engine_metrics: EngineMetrics
     draining: bool = False
     answer_timeout_s: float = 30.0  # how long the engine may take to answer; it may be in a step
+    reader_timeout_s: float = 60.0  # how long a client may take to read a piece of its stream
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property

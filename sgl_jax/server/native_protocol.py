@@ -60,6 +60,11 @@ class GenerateBody(RequestFields):
         default=None, description="true: as logprob_start_len -1"
     )
     return_text_in_logprobs: bool | None = None
+    stream_output: bool | None = Field(
+        default=None,
+        description="true: each event of a stream has only what is new; default: what "
+        "--incremental-streaming-output says",
+    )
     return_prompt_token_ids: bool | None = None
     session_params: SessionParams | None = None
 
@@ -144,7 +149,10 @@ class ProfileBody(StrictModel):
 
 
 class Generated(Struct, frozen=True):
-    """One answer; in a stream `text` and `output_ids` are all so far, `index` the prompt's."""
+    """One answer; in a stream `text` and `output_ids` are all so far, or only what is new.
+
+    `index` is that of the answer among those of a list.
+    """
 
     text: str
     output_ids: list[int]

@@ -10,7 +10,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import client_names
-from sgl_jax.server.generation import Answer, event, json_response, respond
+from sgl_jax.server.generation import Answer, json_response, respond
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.logprobs import native_logprobs, native_top_logprobs
 from sgl_jax.server.meta_info import describe
@@ -20,6 +20,7 @@ from sgl_jax.server.native_protocol import (
     Generated,
     NativeSampling,
 )
+from sgl_jax.server.native_stream import StreamedAnswer
 from sgl_jax.server.openapi import answers, streamed_answers
 from sgl_jax.server.session_protocol import session_turn
 
@@ -60,7 +61,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
             ]
     return await respond(
         request,
-        context.frontend,
+        context,
         requests,
         NativeFormat(context, body),
         streaming=bool(body.stream),
@@ -77,19 +78,29 @@ async def abort_request(body: AbortBody, request: Request) -> Response:
 
 
 class NativeFormat:
-    """Answers of `/generate`. In a stream every event repeats all so far: SGLang's convention."""
+    """Answers of `/generate`. In a stream every event repeats all so far (SGLang's convention),
+    unless the request or the server asks for increments."""
 
     def __init__(self, context: ServerContext, body: GenerateBody) -> None:
         self._body = body
         self._tokenizer = context.frontend.tokenizer if body.return_text_in_logprobs else None
-        self._so_far: dict[int, Answer] = {}
+        self._is_incremental = (
+            context.args.incremental_streaming_output
+            if body.stream_output is None
+            else body.stream_output
+        )
+        self._streamed: dict[int, StreamedAnswer] = {}
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        answer = self._so_far.get(index)
-        if answer is None:
-            answer = self._so_far[index] = Answer(stream)
-        answer.add(chunk)
-        return event(self._write(index, answer))
+        if index not in self._streamed:
+            self._streamed[index] = StreamedAnswer(
+                stream,
+                self._tokenizer,
+                index=index if self._body.is_list else None,
+                shows_prompt_ids=bool(self._body.return_prompt_token_ids),
+                is_incremental=self._is_incremental,
+            )
+        return self._streamed[index].event(chunk)
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         return b""

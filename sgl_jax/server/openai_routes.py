@@ -72,7 +72,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         ]
     return await respond(
         request,
-        context.frontend,
+        context,
         requests,
         ChatFormat(context, body),
         streaming=bool(body.stream),
@@ -99,7 +99,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
                 echoes += [text] * body.num_choices
     return await respond(
         request,
-        context.frontend,
+        context,
         requests,
         CompletionFormat(context, body, echoes),
         streaming=bool(body.stream),
