@@ -326,8 +326,10 @@ class Scheduler:
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self._arrivals, max_len)
-        session, prompt = self._sessions.book.compose_turn(message)
+        session, prompt, replaced = self._sessions.compose_turn(message)
         max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
+        for request in replaced:
+            self._replace(request)
         self._sessions.begin_turn(session, message, prompt)
         return Request(message, self._arrivals, max_len, prompt=prompt, session=session)
 
@@ -348,6 +350,14 @@ class Scheduler:
         self._outputs.outputs.append(_last_output(request, finish))
         if request.state is RequestState.RUNNING:
             self._rank_of(request).end(_row(request), insert=insert)
+
+    def _replace(self, request: Request) -> None:
+        """End a turn for another that replaces it: it keeps what it has, as after a stop."""
+        finish = FinishReason("abort", message="replaced by another turn of its session")
+        self._outputs.outputs.append(_last_output(request, finish))
+        if request.state is RequestState.RUNNING:
+            self._rank_of(request).finish(_row(request))
+        self._forget(request, succeeded=True)
 
     def _amend(self, message: StopRequest | AbortRequest) -> None:
         """If the request was a turn and has ended well, its session has more than its client saw.

@@ -23,10 +23,12 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.regular_session import RegularSession
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.session_book import SessionBook, SessionsFullError
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession
+from sgl_jax.scheduler.turn_prompt import named_turn
 
 
 class SessionDesk:
@@ -85,6 +87,21 @@ class SessionDesk:
         home = self._home(session.session_id)
         if home is not None:
             home.roll_back_session(session.session_id, fitting)
+
+    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, list[Request]]:
+        """The session that a request is a turn of, its whole prompt, and the turns in flight that
+        it replaces: they must end, with what they have, before it begins. Changes nothing.
+
+        Raises `InvalidRequestError` if the session cannot take it, `SessionsFullError`.
+        """
+        turn = named_turn(message)
+        found = self.book.find(turn.id)
+        replaced = [] if found is None else [self._requests[r] for r in found.replaced_by(turn)]
+        for request in replaced:
+            assert isinstance(found, RegularSession)
+            found.note_so_far(request.rid, self._tokens_of(request))
+        session, prompt = self.book.compose_turn(message)
+        return session, prompt, replaced
 
     def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
         """The request that was composed is accepted."""
@@ -157,6 +174,12 @@ class SessionDesk:
             "dp_rank": None if home is None else home.dp_rank,
             "cached_tokens": 0 if home is None else _num_cached(home, session.session_id),
         }
+
+    def _tokens_of(self, request: Request) -> Int32Array:
+        """All that are known of a request in flight."""
+        if request.lease is None or request.dp_rank is None:
+            return request.tokens
+        return self._ranks[request.dp_rank].running.known_tokens(request.lease.row)
 
     def _turn_of(self, session: Session) -> Request | None:
         """The turn in flight of a streaming session; those of a regular one have no slot."""
