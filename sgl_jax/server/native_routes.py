@@ -22,6 +22,7 @@ from sgl_jax.server.native_protocol import (
 )
 from sgl_jax.server.native_stream import StreamedAnswer
 from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.session_owner import owner_of
 from sgl_jax.server.session_protocol import session_turn
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # as in SGLang
@@ -36,6 +37,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     context.check_open()
     context.check_model(body.model)
     prompts = body.prompts
+    turn = owner_of(request).own(session_turn(body.session_params))
     each = zip(
         prompts,
         body.sampling_of(len(prompts)),
@@ -53,7 +55,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                     ids,
                     sampling.to_sampling(sampling.max_new_tokens, choice),
                     default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
-                    session=session_turn(body.session_params),
+                    session=turn,
                     **logprobs._asdict(),
                     **options._asdict(),
                 )

@@ -18,6 +18,7 @@ from sgl_jax.server.openai_protocol import (
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import answers, streamed_answers
 from sgl_jax.server.request_fields import RequestOptions
+from sgl_jax.server.session_owner import owner_of
 from sgl_jax.server.session_protocol import session_turn
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's legacy API
@@ -47,6 +48,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     context.check_model(body.model)
     messages = [message.for_template() for message in body.messages]
     turn = None if body.session_id is None else SessionTurn(id=body.session_id, is_whole=True)
+    turn = owner_of(request).own(turn)
     (options,) = body.options_of(1)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     names = _names(body, limit, "messages")
@@ -87,13 +89,14 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     context.check_open()
     context.check_model(body.model)
     prompts = body.prompts
+    turn = owner_of(request).own(session_turn(body.session_params))
     echoes: list[str] = []
     requests: list[GenerateRequest] = []
     names = _names(body, "max_tokens", "prompt")
     with client_names(names):
         for prompt, options in zip(prompts, body.options_of(len(prompts)), strict=True):
             ids = await context.encode(prompt) if isinstance(prompt, str) else prompt
-            requests += _completion_choices(context, body, ids, options)
+            requests += _completion_choices(context, body, ids, options, turn)
             if body.echo:
                 text = prompt if isinstance(prompt, str) else _decode(context, body, ids)
                 echoes += [text] * body.num_choices
@@ -108,7 +111,11 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 def _completion_choices(
-    context: ServerContext, body: CompletionRequest, ids: list[int], options: RequestOptions
+    context: ServerContext,
+    body: CompletionRequest,
+    ids: list[int],
+    options: RequestOptions,
+    turn: SessionTurn | None,
 ) -> Sequence[GenerateRequest]:
     wants_prompt_logprobs = bool(body.echo) and body.logprobs is not None
     return [
@@ -119,7 +126,7 @@ def _completion_choices(
             return_logprob=body.logprobs is not None,
             top_logprobs_num=body.logprobs or 0,
             logprob_start_len=0 if wants_prompt_logprobs else -1,
-            session=session_turn(body.session_params),
+            session=turn,
             **options._asdict(),
         )
         for choice in range(body.num_choices)

@@ -24,6 +24,7 @@ from sgl_jax.server.errors import ApiError
 from sgl_jax.server.generation import CLIENT_GONE, json_response, while_connected
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.openapi import answers
+from sgl_jax.server.session_owner import owner_of
 from sgl_jax.server.session_protocol import (
     CloseSessionBody,
     Forked,
@@ -42,18 +43,19 @@ async def open_session(body: OpenSessionBody, request: Request) -> Response:
     """Open a session; answers its id, or a 503 while too many are open."""
     context_of(request).check_open()
     session_id = body.session_id or uuid.uuid4().hex
+    engine_id = owner_of(request).engine_id(session_id)
     namespace = one_namespace(body.extra_key, body.cache_salt)
     await _ask(
         request,
         lambda rid: OpenSession(
             rid=rid,
-            session_id=session_id,
+            session_id=engine_id,
             streaming=bool(body.streaming),
             capacity_of_str_len=body.capacity_of_str_len,
             timeout_s=body.timeout,
             namespace=namespace,
         ),
-        opens=None if body.session_id else session_id,
+        opens=None if body.session_id else engine_id,
     )
     return json_response(session_id)
 
@@ -61,16 +63,18 @@ async def open_session(body: OpenSessionBody, request: Request) -> Response:
 @router.post("/close_session", responses=answers())
 async def close_session(body: CloseSessionBody, request: Request) -> Response:
     """Close a session and free its memory; a turn in flight is finished first."""
-    await _ask(request, lambda rid: CloseSession(rid=rid, session_id=body.session_id))
+    engine_id = owner_of(request).engine_id(body.session_id)
+    await _ask(request, lambda rid: CloseSession(rid=rid, session_id=engine_id))
     return json_response({})
 
 
 @router.post("/rollback_session", responses=answers(RolledBack))
 async def rollback_session(body: RollbackSessionBody, request: Request) -> Response:
     """Take a streaming session back to the end of an earlier turn."""
+    engine_id = owner_of(request).engine_id(body.session_id)
     data = await _ask(
         request,
-        lambda rid: RollbackSession(rid=rid, session_id=body.session_id, num_turns=body.num_turns),
+        lambda rid: RollbackSession(rid=rid, session_id=engine_id, num_turns=body.num_turns),
     )
     return json_response(msgspec.convert(data, RolledBack))
 
@@ -82,22 +86,32 @@ async def fork_session(body: ForkSessionBody, request: Request) -> Response:
     A 503 while too many are open, or sessions hold too many tokens.
     """
     context_of(request).check_open()
+    owner = owner_of(request)
     new_id = body.new_session_id or uuid.uuid4().hex
+    message = ForkSession(
+        rid="",
+        session_id=owner.engine_id(body.session_id),
+        new_session_id=owner.engine_id(new_id),
+    )
     data = await _ask(
         request,
-        lambda rid: ForkSession(rid=rid, session_id=body.session_id, new_session_id=new_id),
-        opens=None if body.new_session_id else new_id,
+        lambda rid: msgspec.structs.replace(message, rid=rid),
+        opens=None if body.new_session_id else message.new_session_id,
     )
-    return json_response(msgspec.convert(data, Forked))
+    return json_response(msgspec.convert(data | {"session_id": new_id}, Forked))
 
 
 @router.get("/list_sessions", responses=answers(SessionList))
 @router.post("/list_sessions", responses=answers(SessionList))
 async def list_sessions(request: Request) -> Response:
-    """All open sessions."""
-    return json_response(
-        msgspec.convert(await _ask(request, lambda rid: ListSessions(rid=rid)), SessionList)
-    )
+    """All open sessions of the caller: with API keys, those that its key has opened."""
+    owner = owner_of(request)
+    data = await _ask(request, lambda rid: ListSessions(rid=rid))
+    told = [
+        entry | {"session_id": owner.client_id(entry["session_id"])} for entry in data["sessions"]
+    ]
+    own = [entry for entry in told if entry["session_id"] is not None]
+    return json_response(msgspec.convert({"sessions": own}, SessionList))
 
 
 async def _ask(
@@ -124,7 +138,8 @@ async def _ask(
         raise ApiError(503, context.frontend.death, code="engine_dead")
     status_code = int(reply.data.get("status_code", 400))
     code = {400: "invalid_value", 503: "too_many_sessions"}.get(status_code)
-    raise ApiError(status_code, reply.message, param=reply.data.get("param"), code=code)
+    text = owner_of(request).as_told(reply.message)
+    raise ApiError(status_code, text, param=reply.data.get("param"), code=code)
 
 
 def _close_unheard(context: ServerContext, session_id: str, reply: Reply) -> None:
