@@ -5,8 +5,8 @@ Owns the order of things when a session is opened, closed, forked or rolled back
 themselves are requests like any other.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, assert_never
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
@@ -44,11 +44,18 @@ class SessionDesk:
         self.book = SessionBook(max_sessions, max_session_tokens)
         self._ranks = ranks
         self._requests = requests
+        self._handlers: dict[type[SessionMessage], Callable[[Any], dict[str, Any]]] = {
+            OpenSession: self._open,
+            CloseSession: self._close,
+            RollbackSession: self._roll_back,
+            ForkSession: self._fork,
+            ListSessions: self._list,
+        }
 
     def answer(self, message: SessionMessage) -> Reply:
         """Do what is asked, or say why it cannot be done; nothing has changed then."""
         try:
-            data = self._do(message)
+            data = self._handlers[type(message)](message)
         except InvalidRequestError as error:
             return Reply(rid=message.rid, ok=False, message=str(error), data={"param": error.param})
         except SessionsFullError as error:
@@ -133,24 +140,21 @@ class SessionDesk:
             while (session_id := rank.memory.cache.oldest_idle()) is not None:
                 rank.release_session(session_id)
 
-    def _do(self, message: SessionMessage) -> dict[str, Any]:
-        match message:
-            case OpenSession():
-                self.book.open(message)
-                return {"session_id": message.session_id}
-            case CloseSession():
-                self.close(message.session_id)
-                return {}
-            case RollbackSession():
-                return self._roll_back(message)
-            case ForkSession():
-                session = self.book.idle_streaming(message.session_id)
-                self.book.fork(session, message.new_session_id)
-                return {"session_id": message.new_session_id, "num_tokens": session.num_tokens}
-            case ListSessions():
-                return {"sessions": [self._describe(*entry) for entry in self.book.all()]}
-            case _:
-                assert_never(message)
+    def _open(self, message: OpenSession) -> dict[str, Any]:
+        self.book.open(message)
+        return {"session_id": message.session_id}
+
+    def _close(self, message: CloseSession) -> dict[str, Any]:
+        self.close(message.session_id)
+        return {}
+
+    def _fork(self, message: ForkSession) -> dict[str, Any]:
+        session = self.book.idle_streaming(message.session_id)
+        self.book.fork(session, message.new_session_id)
+        return {"session_id": message.new_session_id, "num_tokens": session.num_tokens}
+
+    def _list(self, message: ListSessions) -> dict[str, Any]:
+        return {"sessions": [self._describe(*entry) for entry in self.book.all()]}
 
     def _roll_back(self, message: RollbackSession) -> dict[str, Any]:
         session = self.book.idle_streaming(message.session_id)
