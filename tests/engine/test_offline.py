@@ -96,7 +96,12 @@ def test_log_probabilities_come_for_output_and_prompt(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     "edge",
-    [{"top_p": 1e-46}, {"top_p": 1e-44}, {"temperature": 2e-38}, {"temperature": 5e-324}],
+    [
+        {"top_p": 1e-46, "temperature": 1e4},
+        {"top_p": 1e-44, "temperature": 1e4},
+        {"temperature": 2e-38, "top_p": 0.9},
+        {"temperature": 5e-324, "top_k": 5},
+    ],
     ids=str,
 )
 def test_values_that_float32_cannot_hold_leave_the_likeliest_token(
