@@ -5,12 +5,30 @@ class InvalidRequestError(ValueError):
     """A request that can never be served as it stands; the text says what is allowed instead.
 
     `param` names the offending field as the client spelled it, or is None when no single
-    field is at fault. The HTTP layer answers 400 with both.
+    field is at fault; `code` is a name of the reason that programs can test. The HTTP layer
+    answers 400 with all of them.
     """
+
+    code = "invalid_value"
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output are longer than they may be. Clients look for these words and this code."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, sizes: str, most: int, param: str, *, is_session: bool = False) -> None:
+        """`sizes` says what exceeds the `most` tokens of the model, or of the session."""
+        holder, whose = ("the session", "its") if is_session else ("one request", "this model's")
+        super().__init__(
+            f"{sizes} exceed the {most} tokens that {holder} can hold, the maximum allowed length; "
+            f"{whose} maximum context length is {most} tokens",
+            param,
+        )
 
 
 class EngineDeadError(RuntimeError):

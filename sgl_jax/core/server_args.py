@@ -176,6 +176,9 @@ class ServerArgs:
     host: str = _arg("127.0.0.1", "address to listen on")
     port: int = _arg(30000, "port to listen on")
     api_key: str | None = _arg(None, "key that clients must send as a bearer token")
+    incremental_streaming_output: bool = _arg(
+        False, "events of a streamed /generate have only what is new, instead of all so far"
+    )
     log_level: str = _arg("info", "how much to log", ("debug", "info", "warning", "error"))
     log_requests: bool = _arg(False, "log each request's arrival and end")
     decode_log_interval: int = _arg(100, "steps between two lines of statistics; 0: none")

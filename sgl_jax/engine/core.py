@@ -13,17 +13,12 @@ from typing import Any
 
 from sgl_jax.core.messages import (
     AbortRequest,
-    CloseSession,
     FlushCache,
-    ForkSession,
     FrontMessage,
     GenerateRequest,
     GetState,
-    ListSessions,
-    OpenSession,
     Profile,
     Reply,
-    RollbackSession,
     SessionMessage,
     Shutdown,
     StopRequest,
@@ -207,16 +202,14 @@ class EngineCore:
                 self.events.stop(message)
             case FlushCache():
                 channel.send(self._flush(message))
-            case (
-                OpenSession() | CloseSession() | RollbackSession() | ForkSession() | ListSessions()
-            ):
-                channel.send(self._session(message))
             case GetState():
                 channel.send(Reply(rid=message.rid, ok=True, data=self.state()))
             case Profile():
                 channel.send(self._profile(message))
             case Shutdown():
                 self._is_shutting_down = True
+            case _:
+                channel.send(self._session(message))
 
     def _abort_all(self, channel: Channel) -> None:
         """The end: every lease is released, as at any other time."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import ContextLengthError, EngineDeadError, InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
     EngineFailed,
@@ -110,10 +110,8 @@ class Frontend:
             * _MAX_NORMALIZER_SHRINK
         )
         if len(text) > most:
-            raise InvalidRequestError(
-                f"the prompt has {len(text)} characters; this server holds "
-                f"{self.facts.max_request_tokens} tokens per request",
-                "text",
+            raise ContextLengthError(
+                f"the {len(text)} characters of the prompt", self.facts.max_request_tokens, "text"
             )
         return self.tokenizer.encode(text)
 
@@ -152,15 +150,18 @@ class Frontend:
             wanted = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
             wanted = max(wanted, min(sampling.min_new_tokens, room))
             sampling = msgspec.structs.replace(sampling, max_new_tokens=wanted)
-        sampling.validate(self.facts.vocab_size)
+        sampling = sampling.checked(self.facts.vocab_size)
         assert sampling.max_new_tokens is not None
         if sampling.max_new_tokens > room:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"the prompt ({len(prompt_ids)} tokens) and max_new_tokens "
-                f"({sampling.max_new_tokens}) exceed the {self.facts.max_request_tokens} tokens "
-                "that this server holds per request",
+                f"({sampling.max_new_tokens})",
+                self.facts.max_request_tokens,
                 "max_new_tokens",
             )
+        is_prompt_only = sampling.max_new_tokens == 0
+        if is_prompt_only:
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=1)
         check_between("top_logprobs_num", top_logprobs_num, 0, MAX_TOP_LOGPROBS)
         longest = len(prompt_ids) if session is None else self.facts.max_request_tokens
         check_between("logprob_start_len", logprob_start_len, -1, longest)
@@ -183,6 +184,7 @@ class Frontend:
             dp_rank=dp_rank,
             session=session,
             is_length_default=is_length_default,
+            is_prompt_only=is_prompt_only,
             namespace=namespace,
             priority=priority,
         )
@@ -396,9 +398,9 @@ class Frontend:
         if not prompt_ids:
             raise InvalidRequestError("the prompt is empty", "input_ids")
         if len(prompt_ids) >= self.facts.max_request_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt_ids)} tokens; this server holds "
-                f"{self.facts.max_request_tokens} per request, prompt and output together",
+            raise ContextLengthError(
+                f"{len(prompt_ids)} prompt tokens and the output",
+                self.facts.max_request_tokens,
                 "input_ids",
             )
         for token in (min(prompt_ids), max(prompt_ids)):

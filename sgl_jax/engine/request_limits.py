@@ -7,8 +7,10 @@ from sgl_jax.core.errors import InvalidRequestError
 
 MAX_RID_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
+MAX_OWNER_CHARS = 768  # what a server may put before it to tell the sessions of its callers apart
 MAX_NAMESPACE_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts times answers to each
 
 
 def check_rid(rid: str, param: str = "rid") -> None:
@@ -17,8 +19,9 @@ def check_rid(rid: str, param: str = "rid") -> None:
 
 
 def check_session_id(session_id: str, param: str = "session_id") -> None:
-    """It can name a session."""
-    _check_length("a session's id", session_id, MAX_SESSION_ID_CHARS, param)
+    """It can name a session of the engine."""
+    most = MAX_SESSION_ID_CHARS + MAX_OWNER_CHARS
+    _check_length("a session's id", session_id, most, param)
 
 
 def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
@@ -32,6 +35,16 @@ def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
             "extra_key",
         )
     return extra_key or cache_salt or ""
+
+
+def check_num_requests(num_prompts: int, num_choices: int, param: str) -> None:
+    """One HTTP request may ask for so many engine requests."""
+    if not 1 <= num_prompts * num_choices <= MAX_REQUESTS_PER_CALL:
+        raise InvalidRequestError(
+            f"prompts times n must be 1 to {MAX_REQUESTS_PER_CALL}, "
+            f"got {num_prompts} x {num_choices}",
+            param,
+        )
 
 
 def check_namespace(namespace: str) -> None:

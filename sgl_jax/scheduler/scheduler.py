@@ -94,7 +94,7 @@ class Scheduler:
         try:
             request = self._make_request(message)
         except InvalidRequestError as error:
-            self.refuse(message, str(error), 400)
+            self.refuse(message, str(error), 400, error.code, error.param)
             return
         except SessionsFullError as error:
             self.refuse(message, str(error), 503, code="too_many_sessions")
@@ -106,10 +106,17 @@ class Scheduler:
         self._waiting.add(request)
 
     def refuse(
-        self, message: GenerateRequest, text: str, status_code: int, code: str | None = None
+        self,
+        message: GenerateRequest,
+        text: str,
+        status_code: int,
+        code: str | None = None,
+        param: str | None = None,
     ) -> None:
         """Answer a request that never entered the queue."""
-        finish = FinishReason("abort", message=text, status_code=status_code, code=code)
+        finish = FinishReason(
+            "abort", message=text, status_code=status_code, code=code, param=param
+        )
         self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:
@@ -325,8 +332,10 @@ class Scheduler:
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self._arrivals, max_len)
-        session, prompt = self._sessions.book.compose_turn(message)
+        session, prompt, replaced = self._sessions.compose_turn(message)
         max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
+        for request in replaced:
+            self._replace(request)
         self._sessions.begin_turn(session, message, prompt)
         return Request(message, self._arrivals, max_len, prompt=prompt, session=session)
 
@@ -347,6 +356,14 @@ class Scheduler:
         self._outputs.outputs.append(_last_output(request, finish))
         if request.state is RequestState.RUNNING:
             self._rank_of(request).end(_row(request), insert=insert)
+
+    def _replace(self, request: Request) -> None:
+        """End a turn for another that replaces it: it keeps what it has, as after a stop."""
+        finish = FinishReason("abort", message="replaced by another turn of its session")
+        self._outputs.outputs.append(_last_output(request, finish))
+        if request.state is RequestState.RUNNING:
+            self._rank_of(request).finish(_row(request))
+        self._forget(request, succeeded=True)
 
     def _amend(self, message: StopRequest | AbortRequest) -> None:
         """If the request was a turn and has ended well, its session has more than its client saw.

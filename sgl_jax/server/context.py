@@ -17,7 +17,8 @@ from sgl_jax.server.errors import ApiError
 
 # Longer texts are tokenised on another thread, so that streams go on meanwhile.
 _LONG_TEXT_CHARS = 16_384
-_DEFAULT_MODEL = "default"  # what clients send who know of only one model
+# What clients and sglang-router send where only one model is known.
+_DEFAULT_MODELS = ("default", "unknown")
 
 
 @dataclasses.dataclass
@@ -30,6 +31,7 @@ class ServerContext:
     engine_metrics: EngineMetrics
     draining: bool = False
     answer_timeout_s: float = 30.0  # how long the engine may take to answer; it may be in a step
+    reader_timeout_s: float = 60.0  # how long a client may take to read a piece of its stream
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
@@ -39,7 +41,7 @@ class ServerContext:
 
     def check_model(self, name: str) -> None:
         """Raise 404 unless `name` is the model served here."""
-        if name not in (self.model_name, self.args.model_path, _DEFAULT_MODEL):
+        if name not in (self.model_name, self.args.model_path, *_DEFAULT_MODELS):
             raise ApiError(
                 404,
                 f"no model {name!r} here; this server has {self.model_name!r}",

@@ -73,7 +73,13 @@ async def get_server_info(request: Request) -> Response:
     settings["api_key"] = None if context.args.api_key is None else "***"
     state = (await context.ask(lambda rid: GetState(rid=rid))).data
     return json_response(
-        {**settings, "version": request.app.version, "engine": context.engine_info, **state}
+        {
+            **settings,
+            "served_model_name": context.model_name,
+            "version": request.app.version,
+            "engine": context.engine_info,
+            **state,
+        }
     )
 
 
@@ -88,7 +94,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-@router.get("/flush_cache", include_in_schema=False)  # as older clients of SGLang ask
+@router.get("/flush_cache", responses=answers())  # as older clients of SGLang ask
 @router.post("/flush_cache", responses=answers())
 async def flush_cache(request: Request) -> Response:
     """Empty the prefix caches; refused while requests run or wait."""

@@ -29,6 +29,12 @@ def answers(kind: type[msgspec.Struct] | type[str] | None = None) -> Responses:
     for status, text in _ERRORS.items():
         content = {"application/json": _of(ErrorResponse)}
         responses[status] = {"description": text, "content": content}
+    responses["405"]["headers"] = {
+        "Allow": {"description": "the methods that the route knows", "schema": {"type": "string"}}
+    }
+    responses["503"]["headers"] = {
+        "Retry-After": {"description": "seconds", "schema": {"type": "integer"}}
+    }
     # FastAPI would promise a 422 of its own; whatever else is the client's fault looks like a 400.
     responses["4XX"] = {
         "description": "any other fault of the request",

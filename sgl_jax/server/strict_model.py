@@ -1,6 +1,6 @@
 """The base of every body that clients send: nothing is coerced, nothing unknown is ignored."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -10,6 +10,7 @@ from sgl_jax.engine.request_limits import (
     MAX_RID_CHARS,
     MIN_PRIORITY,
 )
+from sgl_jax.server.unserved_fields import Fields
 
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
 Namespace = Annotated[str, Field(max_length=MAX_NAMESPACE_CHARS)]
@@ -17,14 +18,35 @@ Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
-class StrictModel(BaseModel):
-    """No coercion, no unknown fields, no NaN."""
+def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> None:
+    properties = schema.setdefault("properties", {})
+    properties.update({name: field.schema for name, field in model.unserved.items()})
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+class StrictModel(BaseModel):
+    """No coercion, no unknown fields, no NaN; a null counts as not given.
+
+    `unserved` are the fields that are known, and taken only where they ask for nothing.
+    """
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        frozen=True,
+        json_schema_extra=_describe_unserved,
+    )
+    unserved: ClassVar[Fields] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unknown_nulls(cls, body: Any) -> Any:
+    def _drop_unserved(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        return {k: v for k, v in body.items() if v is not None or k in cls.model_fields}
+        for name in body.keys() & cls.unserved.keys():
+            cls.unserved[name].check(body[name])
+        return {
+            name: value
+            for name, value in body.items()
+            if value is not None and name not in cls.unserved
+        }

@@ -133,6 +133,7 @@ class ScriptedEngine:
                 return Reply(rid=message.rid, ok=False, message="too many", data=full)
             case OpenSession(session_id=name) if name not in self.sessions:
                 self.sessions.add(name)
+                data = {"session_id": name}
             case CloseSession(session_id=name) if name in self.sessions:
                 self.sessions.remove(name)
             case RollbackSession(session_id=name, num_turns=num_turns) if name in self.sessions:

@@ -18,6 +18,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.request_limits import MAX_OWNER_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import EOS, DirectClient, ScriptedEngine
@@ -388,7 +389,7 @@ def test_a_turn_that_ended_beyond_its_stop_string_is_cut_in_its_session(rig: Rig
     ("turn", "param"),
     [
         (SessionTurn(id=""), "session_params.id"),
-        (SessionTurn(id="s" * 257), "session_params.id"),
+        (SessionTurn(id="s" * (MAX_SESSION_ID_CHARS + MAX_OWNER_CHARS + 1)), "session_params.id"),
         (SessionTurn(id="s", rid=""), "session_params.rid"),
         (SessionTurn(id="s", offset=-(10**6)), "session_params.offset"),
     ],

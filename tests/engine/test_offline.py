@@ -94,6 +94,24 @@ def test_log_probabilities_come_for_output_and_prompt(engine: Engine) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "edge",
+    [
+        {"top_p": 1e-46, "temperature": 1e4},
+        {"top_p": 1e-44, "temperature": 1e4},
+        {"temperature": 2e-38, "top_p": 0.9},
+        {"temperature": 5e-324, "top_k": 5},
+    ],
+    ids=str,
+)
+def test_values_that_float32_cannot_hold_leave_the_likeliest_token(
+    engine: Engine, edge: dict[str, float]
+) -> None:
+    random = {"temperature": 1.0, "seed": 5, "max_new_tokens": 12, "ignore_eos": True}
+    greedy = engine.generate("Hello", {**random, "temperature": 0.0}).output_ids
+    assert engine.generate("Hello", {**random, **edge}).output_ids == greedy
+
+
 def test_same_seed_same_answer_whatever_else_runs(engine: Engine) -> None:
     sampling = {"temperature": 1.0, "seed": 5, "max_new_tokens": 12, "ignore_eos": True}
     alone = engine.generate("Hello", sampling).output_ids

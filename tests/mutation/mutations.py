@@ -897,10 +897,10 @@ MUTATIONS = (
         "        return node\n",
     ),
     Mutation(
-        "a replaced turn ends as if it had not been",
-        _REGULAR,
-        "        if self._nodes.get(node.name) is not node:\n            return  # replaced",
-        "        if node.name not in self._nodes:\n            return  # replaced",
+        "a turn that is replaced runs on",
+        _SCHEDULER,
+        "        for request in replaced:\n            self._replace(request)\n",
+        "",
     ),
     Mutation(
         "count a shared page for every session that reads it",

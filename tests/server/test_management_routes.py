@@ -148,3 +148,13 @@ async def test_the_description_holds_every_body_answer_and_error(rig: Rig) -> No
         for operation in methods.values():
             assert {"200", "400", "401", "404", "413", "500", "503"} <= set(operation["responses"])
             assert "422" not in operation["responses"], path
+            assert "Allow" in operation["responses"]["405"]["headers"]
+    assert set(described["paths"]["/flush_cache"]) == {"get", "post"}
+    unserved = schemas["ChatRequest"]["properties"]["return_hidden_states"]
+    assert unserved["anyOf"][0] == {"enum": [None, False]}
+
+
+async def test_the_server_tells_under_which_name_it_serves_its_model(rig: Rig) -> None:
+    assert rig.context.args.served_model_name is None
+    info = (await rig.http.get("/get_server_info")).json()
+    assert info["served_model_name"] == "scripted"
