@@ -23,7 +23,6 @@ from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.session_cache import SessionAwareCache
 from sgl_jax.mem_cache.tree_node import TreeNode
 
-
 # Of so many pages one is evicted ahead of need, where pages must be evicted, and so many at most.
 _PAGES_PER_EVICTED = 512
 _MAX_EVICTED_AHEAD = 64
