@@ -15,3 +15,7 @@ class InvalidRequestError(ValueError):
 
 class EngineDeadError(RuntimeError):
     """The scheduling process has ended; nothing more can be served."""
+
+
+class ShuttingDownError(RuntimeError):
+    """The server is told to end, and the time that running requests get for it was up."""

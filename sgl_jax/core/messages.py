@@ -255,7 +255,10 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine cannot go on; the process ends after this message."""
+    """The engine cannot go on; the process ends after this message.
+
+    `message` is for the operator, not for clients.
+    """
 
     message: str
 

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import EngineDeadError, InvalidRequestError, ShuttingDownError
 from sgl_jax.core.messages import (
     AbortRequest,
-    EngineFailed,
     EngineMessage,
     FrontMessage,
     GenerateRequest,
@@ -86,6 +85,7 @@ class Frontend:
         self._streams: dict[str, RequestStream] = {}
         self._on_reply: dict[str, Callable[[Reply], None]] = {}
         self._sequence = itertools.count()
+        self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
         self._death: str | None = None
 
     @property
@@ -94,9 +94,14 @@ class Frontend:
         return len(self._streams)
 
     @property
-    def death(self) -> str | None:
-        """Why the engine ended, or None while it lives."""
-        return self._death
+    def has_ended(self) -> bool:
+        """Whether nothing more can be asked of the engine."""
+        return self._death is not None
+
+    def check_alive(self) -> None:
+        """Raise what everything in flight ended with, if it did: see `fail`."""
+        if self._death is not None:
+            raise self._end_error(self._death)
 
     # Requests
 
@@ -204,7 +209,7 @@ class Frontend:
             streaming: False calls it only at the end.
 
         Raises:
-            EngineDeadError: the engine has ended.
+            EngineDeadError, ShuttingDownError: as given to `fail`.
         """
         unique = msgspec.structs.replace(request, rid=f"{request.rid}#{next(self._sequence)}")
         stream = RequestStream(
@@ -216,8 +221,7 @@ class Frontend:
             streaming=streaming,
         )
         with self._lock:
-            if self._death is not None:
-                raise EngineDeadError(self._death)
+            self.check_alive()
             self._streams[unique.rid] = stream
         try:
             self._client.send(unique)
@@ -227,7 +231,7 @@ class Frontend:
             raise
         self.metrics.count_arrival(stream.num_prompt_tokens)
         if self._log_requests:
-            logger.info("request %s: %d prompt tokens", unique.rid, stream.num_prompt_tokens)
+            logger.info("request %r: %d prompt tokens", unique.rid, stream.num_prompt_tokens)
         return stream
 
     def abandon(self, stream: RequestStream, message: str = "the client went away") -> None:
@@ -267,8 +271,7 @@ class Frontend:
         """Send a message that the engine answers; `make_message` gets the rid to put in it."""
         rid = f"ask#{next(self._sequence)}"
         with self._lock:
-            if self._death is not None:
-                raise EngineDeadError(self._death)
+            self.check_alive()
             self._on_reply[rid] = on_reply
         try:
             self._client.send(make_message(rid))
@@ -280,7 +283,7 @@ class Frontend:
     # The engine's side
 
     def handle(self, message: EngineMessage) -> None:
-        """Take in one message of the engine."""
+        """Take in one message of the engine; what it says of itself is not for the front."""
         if isinstance(message, OutputBatch):
             self._deliver(message)
         elif isinstance(message, Reply):
@@ -288,19 +291,24 @@ class Frontend:
                 on_reply = self._on_reply.pop(message.rid, None)
             if on_reply is not None:
                 on_reply(message)
-        elif isinstance(message, EngineFailed):
-            self.fail(message.message)
 
-    def fail(self, reason: str) -> None:
-        """The engine has ended: so does everything that waits for it. The first reason stands."""
+    def fail(
+        self, reason: str, kind: type[EngineDeadError | ShuttingDownError] = EngineDeadError
+    ) -> None:
+        """Everything that waits for the engine ends with an error. The first reason stands.
+
+        Args:
+            reason: for clients to read.
+            kind: whether the engine ended, or the server will not wait for it any longer.
+        """
         with self._lock:
             if self._death is not None:
                 return
-            self._death = reason
+            self._death, self._end_error = reason, kind
             streams, self._streams = list(self._streams.values()), {}
             waiting, self._on_reply = self._on_reply, {}
             for stream in streams:
-                stream.fail(EngineDeadError(reason))
+                stream.fail(kind(reason))
         for stream in streams:
             stream.on_ready()
         for rid, on_reply in waiting.items():
@@ -376,7 +384,7 @@ class Frontend:
     def _log_end(self, stream: RequestStream, how: str) -> None:
         if self._log_requests:
             logger.info(
-                "request %s: %s after %d tokens and %.3f s",
+                "request %r: %s after %d tokens and %.3f s",
                 stream.request.rid,
                 how,
                 stream.num_output_tokens,

@@ -16,7 +16,7 @@ from typing import Any, overload
 
 from tqdm import tqdm
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     CloseSession,
     FinishReason,
@@ -305,7 +305,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """End the engine and free its memory; requests in flight end with an abort."""
-        if self._frontend.death is None:
+        if not self._frontend.has_ended:
             self._client.send(Shutdown())
         self._thread.join()
 
@@ -373,8 +373,7 @@ class Engine:
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._frontend.ask(make_message, answer.put)
         reply = answer.get()
-        if self._frontend.death is not None:
-            raise EngineDeadError(self._frontend.death)
+        self._frontend.check_alive()
         return reply
 
     def _demand(self, make_message: Callable[[str], FrontMessage]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 The child is `python -m sgl_jax.engine` (`__main__.py`, which alone ties this to jax). It reads one
 line of JSON from its standard input, `{"args": {...}, "folder": "..."}`, and takes the end of that
 pipe as the end of its parent: no orphan keeps the device. What it prints passes through to the
-parent's terminal, and the last of it is kept for the obituary.
+parent's terminal, and the last line of it is kept for the report of its exit.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sgl_jax.core.messages import EngineFailed, EngineReady
 from sgl_jax.core.server_args import ServerArgs
@@ -28,7 +28,7 @@ from sgl_jax.engine.zmq_channel import ZmqChannel
 logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "sgl_jax.engine")
-_LAST_WORDS_BYTES = 4096
+_LAST_LINE_BYTES = 4096
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -42,6 +42,16 @@ class Core(Protocol):
         ...
 
 
+class ExitReport(NamedTuple):
+    """How the engine process ended."""
+
+    how: str  # a sentence with the exit code or signal, for anybody to read
+    last_line: str  # of what it printed, for the operator alone; "" if nothing
+
+    def __str__(self) -> str:
+        return f"{self.how}; its last words: {self.last_line}" if self.last_line else self.how
+
+
 class EngineProcess:
     """The parent's handle on the engine process."""
 
@@ -49,7 +59,7 @@ class EngineProcess:
         self,
         args: ServerArgs,
         folder: str,
-        on_exit: Callable[[str], None],
+        on_exit: Callable[[ExitReport], None],
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
         """Start it.
@@ -57,7 +67,7 @@ class EngineProcess:
         Args:
             folder: of the sockets, `ZmqEngineClient.folder`.
             on_exit: called once, on a thread of this object, when the process has ended for
-                whatever reason; gets the exit code and last words as a sentence.
+                whatever reason.
             command: what to run; tests put a scripted engine here.
         """
         self._on_exit = on_exit
@@ -69,7 +79,7 @@ class EngineProcess:
             start_new_session=True,  # Ctrl-C is for the parent: it shuts the child down in order
         )
         assert self._process.stdin is not None
-        # If the child is dead already, its obituary tells more than this broken pipe.
+        # If the child is dead already, the report of its exit tells more than this broken pipe.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(_encode_start(args, folder))
             self._process.stdin.flush()
@@ -103,16 +113,15 @@ class EngineProcess:
         assert self._process.stdout is not None
         tail = b""
         while data := os.read(self._process.stdout.fileno(), 65536):
-            tail = (tail + data)[-_LAST_WORDS_BYTES:]
+            tail = (tail + data)[-_LAST_LINE_BYTES:]
             # A terminal that went away is no reason to stop reading: the child would block.
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.buffer.write(data)
                 sys.stderr.buffer.flush()
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        words = tail.decode(errors="replace").strip().splitlines()
-        last_words = f"; its last words: {words[-1].strip()}" if words else ""
-        self._on_exit(f"the engine process {how}{last_words}")
+        lines = tail.decode(errors="replace").strip().splitlines()
+        self._on_exit(ExitReport(f"the engine process {how}", lines[-1].strip() if lines else ""))
 
 
 def run_engine(build: Callable[[ServerArgs], Core]) -> int:
@@ -140,7 +149,7 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
             logger.debug("the engine was refused", exc_info=error)
         else:
             traceback.print_exc()
-        # Last on the terminal, and the first thing clients and the operator read.
+        # Last on the terminal, and the first thing that the operator reads.
         message = f"{type(error).__name__}: {error}"
         print(message, file=sys.stderr, flush=True)
         channel.send(EngineFailed(message=message))

@@ -51,8 +51,7 @@ class ServerContext:
         """Raise 503 if new work is not taken any more."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
-        if self.frontend.death is not None:
-            raise ApiError(503, self.frontend.death, code="engine_dead")
+        self.frontend.check_alive()
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without holding up the event loop for long."""

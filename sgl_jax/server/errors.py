@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import EngineDeadError, InvalidRequestError, ShuttingDownError
 from sgl_jax.core.messages import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), param=error.param, code="invalid_value")
         case EngineDeadError():
             return ApiError(503, str(error), code="engine_dead")
+        case ShuttingDownError():
+            return ApiError(503, str(error), code="shutting_down")
     return ApiError(500, "the server failed on this request; its log says why")
 
 
@@ -103,11 +105,11 @@ def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         answer = to_api_error(error)
         if answer.status_code == 500:
-            logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+            logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
         return error_response(answer)
 
     kinds = (HTTPException, RequestValidationError, InvalidRequestError)
-    for kind in (*kinds, EngineDeadError, Exception):
+    for kind in (*kinds, EngineDeadError, ShuttingDownError, Exception):
         app.add_exception_handler(kind, handle)
 
 

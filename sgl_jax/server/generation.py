@@ -95,7 +95,7 @@ class StreamGroup:
 
         Raises:
             ApiError: a request was aborted with an HTTP status, such as 503 for a full queue.
-            EngineDeadError: the engine has ended.
+            EngineDeadError, ShuttingDownError: the engine has ended, or the server ends now.
         """
         while self.num_open:
             await self._wake.wait()

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 import uvicorn
 import uvloop
 
-from sgl_jax.core.errors import EngineDeadError
-from sgl_jax.core.messages import EngineMessage, EngineReady, Shutdown
+from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
+from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import EngineFacts, Frontend
-from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess
+from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from sgl_jax.engine.zmq_channel import ChannelError, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
@@ -70,6 +70,8 @@ class _Server:
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
         self._ready: asyncio.Future[EngineReady]
+        self._signalled = False
+        self._client: ZmqEngineClient | None = None
         self._process: EngineProcess | None = None
         self._engine_may_end = False
         self._frontend: Frontend | None = None
@@ -78,15 +80,15 @@ class _Server:
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
 
-        def on_exit(reason: str) -> None:
-            loop.call_soon_threadsafe(self._on_death, reason)
+        def on_exit(report: ExitReport) -> None:
+            loop.call_soon_threadsafe(self._on_death, str(report), report.how)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         with _listening_socket(self._args) as listener:
-            client = ZmqEngineClient()
+            client = self._client = ZmqEngineClient()
             try:
-                client.listen(self._on_message, lambda error: self._on_death(str(error)))
+                client.listen(self._on_message, self._on_garbage)
                 self._process = EngineProcess(
                     self._args, client.folder, on_exit, self._engine_command
                 )
@@ -169,14 +171,18 @@ class _Server:
             await asyncio.sleep(_DRAIN_POLL_S)
         if frontend.num_open:
             logger.warning("%d requests did not finish in time", frontend.num_open)
-            frontend.fail("the server is shutting down")
+            frontend.fail(
+                "the server is shutting down, and the request did not finish within the "
+                f"{self._args.drain_timeout:g} s that it had left",
+                ShuttingDownError,
+            )
 
     async def _stop_engine(self, client: ZmqEngineClient) -> None:
         self._engine_may_end = True
         if self._process is None or not self._process.is_alive:
             return
-        if self._frontend is None:  # it is compiling and listens to nobody
-            self._process.kill()
+        if self._frontend is None and self._death is None:
+            self._process.kill()  # it is compiling and listens to nobody
             return
         client.send(Shutdown())
         await asyncio.to_thread(self._process.stop, _ENGINE_STOP_TIMEOUT_S)
@@ -185,27 +191,34 @@ class _Server:
         if isinstance(message, EngineReady):
             if not self._ready.done():
                 self._ready.set_result(message)
+        elif isinstance(message, EngineFailed):
+            self._on_death(message.message, "the engine failed; the server's log says why")
         elif self._frontend is not None:
             self._frontend.handle(message)
 
-    def _on_death(self, reason: str) -> None:
-        if self._engine_may_end:
+    def _on_garbage(self, error: ChannelError) -> None:
+        self._on_death(str(error), "the engine sent what cannot be read")
+
+    def _on_death(self, reason: str, shown: str) -> None:
+        """The engine cannot go on; the first reason stands. `shown` is what clients are told."""
+        if self._engine_may_end or self._death is not None:
             return
-        if self._frontend is not None and self._frontend.death is not None:
-            reason = f"{self._frontend.death} ({reason})"
         self._death = reason
         logger.error("%s", reason)
         if self._frontend is not None:
-            self._frontend.fail(reason)
+            self._frontend.fail(shown)
         self._stop.set()
 
     def _on_signal(self, number: int) -> None:
-        if not self._stop.is_set():
+        if not self._signalled:
             logger.info("got %s; again to exit at once", signal.Signals(number).name)
+            self._signalled = True
             self._stop.set()
             return
         if self._process is not None:
             self._process.kill()
+        if self._client is not None:
+            self._client.remove_folder()
         os._exit(_KILLED_BY_SIGNAL + number)
 
 

@@ -124,7 +124,7 @@ async def _profile(request: Request, folder: str | None) -> Response:
 
 
 async def _refresh(context: ServerContext) -> None:
-    if context.frontend.death is None:
+    if not context.frontend.has_ended:
         reply = await context.ask(lambda rid: GetState(rid=rid), _SCRAPE_TIMEOUT_S)
         if reply.ok:
             context.engine_metrics.update(reply.data)

@@ -6,6 +6,7 @@ it takes the place of `python -m sgl_jax.engine`.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ from sgl_jax.engine.channel import Channel
 from sgl_jax.engine.process import run_engine
 
 CRASH_SEED = 666  # a request with this seed is a defect of the engine
+SLOW_CRASH_SEED = 667  # likewise, and the process takes `SLOW_EXIT_S` to end
+SLOW_EXIT_S = 4.0
 MAX_SESSIONS = 8
 FULL_SEED = 503  # and with this one, the queue is full, or if it is a turn's, all sessions are
 LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
@@ -149,6 +152,10 @@ class ScriptedEngine:
         seed = request.sampling.seed
         if seed == CRASH_SEED:
             raise RuntimeError("the script says to crash")
+        if seed == SLOW_CRASH_SEED:
+            # The interpreter waits for threads that are no daemons, after the sockets are closed.
+            threading.Thread(target=time.sleep, args=(SLOW_EXIT_S,)).start()
+            raise RuntimeError("the script says to crash and to linger")
         if seed == FULL_SEED:
             finish = FinishReason(type="abort", message="the queue is full", status_code=503)
             if request.session is not None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from sgl_jax.core.messages import EngineFailed
+from sgl_jax.core.messages import EngineFailed, EngineMessage
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import EngineFacts, Frontend
 from sgl_jax.engine.zmq_channel import ZmqChannel, ZmqEngineClient
@@ -69,7 +69,14 @@ async def serving(
     context = ServerContext(args, front, engine.info, EngineMetrics(metrics))
     app = build_app(context)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    client.listen(front.handle, lambda error: front.fail(str(error)))
+
+    def on_message(message: EngineMessage) -> None:
+        if isinstance(message, EngineFailed):
+            front.fail(message.message)
+        else:
+            front.handle(message)
+
+    client.listen(on_message, lambda error: front.fail(str(error)))
     thread.start()
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

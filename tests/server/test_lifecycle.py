@@ -3,94 +3,25 @@
 import contextlib
 import json
 import os
-import queue
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
-from tests.engine.scripted_engine import CRASH_SEED
+from tests.engine.scripted_engine import CRASH_SEED, SLOW_CRASH_SEED
+from tests.server.server_process import SCRIPTED, Server, running_server, until
 
 STEP_MS = 20
 
 
-class Server:
-    """A server process and what it printed."""
-
-    def __init__(self, model: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "tests.server.scripted_server"]
-        command += ["--model-path", str(model), "--port", "0", *flags]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.printed: list[str] = []
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.url = ""
-
-    def wait_ready(self) -> "Server":
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            line = self._lines.get(timeout=60)
-            found = re.search(r"ready at (http://\S+)", line)
-            if found:
-                self.url = found[1]
-                return self
-        raise AssertionError(self.printed)
-
-    def wait_exit(self, timeout_s: float = 30) -> int:
-        code = self.process.wait(timeout_s)
-        self._reader.join(5)
-        return code
-
-    @property
-    def engine(self) -> psutil.Process:
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
-
-    def num_running(self) -> int:
-        state = httpx.get(f"{self.url}/get_server_info").json()
-        return int(state["ranks"][0]["num_running"])
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.printed.append(line)
-            self._lines.put(line)
-
-
 @pytest.fixture
 def start(model_folder: Path) -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def make(*flags: str) -> Server:
-        servers.append(Server(model_folder, *flags))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(server.process.pid).children():
-                child.kill()
-        server.process.kill()
-        server.process.wait()
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+    with contextlib.ExitStack() as stack:
+        yield lambda *flags: stack.enter_context(running_server(SCRIPTED, model_folder, *flags))
 
 
 @contextlib.contextmanager
@@ -135,7 +66,9 @@ def test_what_does_not_finish_in_time_ends_with_an_error(start: Callable[..., Se
     with streaming(server) as lines:
         server.process.send_signal(signal.SIGINT)
         *_, last = lines
-    assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert "shutting down" in error["message"]
+    assert error["code"] == "shutting_down"
     assert server.wait_exit() == 0
 
 
@@ -148,6 +81,7 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Server]) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit(10) == 128 + signal.SIGTERM
     until(lambda: not engine.is_running(), "the engine lives on")
+    assert not server.left_behind()
 
 
 def test_when_the_engine_dies_so_does_the_server_and_says_why(
@@ -160,6 +94,37 @@ def test_when_the_engine_dies_so_does_the_server_and_says_why(
     assert "killed by signal 9" in json.loads(last.removeprefix("data: "))["error"]["message"]
     assert server.wait_exit() == 1
     assert any("killed by signal 9" in line for line in server.printed)
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_an_engine_that_fails_and_lingers_holds_up_nothing(
+    start: Callable[..., Server], signalled: bool
+) -> None:
+    """It has closed its sockets, but its process has not ended yet."""
+    server = start().wait_ready()
+    body = {"text": "hello", "sampling_params": {"seed": SLOW_CRASH_SEED}}
+    answer = httpx.post(f"{server.url}/generate", json=body, timeout=10)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "engine_dead"
+    assert "the script says" not in answer.text  # what the engine printed is for the operator
+    if signalled:
+        server.process.send_signal(signal.SIGTERM)
+    assert server.wait_exit(15) == 1, server.printed
+    assert any("the script says to crash and to linger" in line for line in server.printed)
+
+
+def test_what_a_client_names_a_request_cannot_forge_lines_of_the_log(
+    start: Callable[..., Server],
+) -> None:
+    server = start("--log-requests").wait_ready()
+    rid = "a\nERROR forged\x1b[31m\u2028b"
+    body = {"text": "hello", "rid": rid, "sampling_params": {"max_new_tokens": 2}}
+    assert httpx.post(f"{server.url}/generate", json=body, timeout=10).status_code == 200
+    until(lambda: sum("forged" in line for line in server.printed) == 2, "start and end are logged")
+    for line in server.printed:
+        assert not line.startswith("ERROR forged")
+        assert "\x1b" not in line
+        assert "\u2028" not in line
 
 
 def test_an_engine_that_does_not_start_is_explained(start: Callable[..., Server]) -> None:
