@@ -32,6 +32,7 @@ _BOUNDS = {
     "port": (0, 65535),  # 0 takes any free one
     "decode_log_interval": (0, 1_000_000_000),
     "watchdog_timeout": (1.0, 86400.0),
+    "engine_heartbeat_timeout": (2.0, 86400.0),
     "drain_timeout": (0.0, 86400.0),
     "waiting_timeout": (0.0, 1e9),
     "request_timeout": (0.0, 1e9),
@@ -180,6 +181,9 @@ class ServerArgs:
     log_requests: bool = _arg(False, "log each request's arrival and end")
     decode_log_interval: int = _arg(100, "steps between two lines of statistics; 0: none")
     watchdog_timeout: float = _arg(300.0, "seconds a step may take before the engine gives up")
+    engine_heartbeat_timeout: float = _arg(
+        20.0, "seconds the engine's process may be silent before /health and new requests get a 503"
+    )
     drain_timeout: float = _arg(60.0, "seconds that running requests get to finish after SIGTERM")
 
     # Start-up

@@ -69,6 +69,7 @@ class EngineCore:
         self.info: dict[str, Any] = {
             **self.executor.info,
             "max_request_tokens": sizes.max_request_tokens,
+            "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
         }
         config = SchedulerConfig.from_args(
             args,
@@ -98,7 +99,7 @@ class EngineCore:
 
         `on_stall` is called, from another thread, if a step takes longer than the watchdog allows.
         """
-        with Watchdog(self.args.watchdog_timeout, on_stall) as watchdog:
+        with Watchdog(channel.beat, self.args.watchdog_timeout, on_stall) as watchdog:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_idle and not self._in_flight
                 watchdog.feed()

@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError, ShuttingDownError
+from sgl_jax.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    ShuttingDownError,
+)
 from sgl_jax.core.messages import (
     AbortRequest,
     EngineMessage,
@@ -38,6 +43,7 @@ from sgl_jax.engine.request_limits import (
     check_session_id,
 )
 from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.engine.unheard import UnheardRequests
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -45,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 # A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
 _MAX_NORMALIZER_SHRINK = 4
+# An engine that does not answer is asked no more than this.
+_MAX_QUESTIONS = 1024
 
 
 class EngineFacts(NamedTuple):
@@ -54,6 +62,7 @@ class EngineFacts(NamedTuple):
     max_context_len: int  # tokens of one request, prompt and output together
     max_request_tokens: int  # the same, and it fits a rank's KV memory
     dp_size: int
+    max_running_requests: int  # over all ranks
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
@@ -73,6 +82,7 @@ class Frontend:
         facts: EngineFacts,
         client: EngineClient,
         *,
+        max_queued_requests: int,
         metrics: RequestMetrics | None = None,
         log_requests: bool = False,
     ) -> None:
@@ -84,6 +94,7 @@ class Frontend:
         self._lock = threading.Lock()
         self._streams: dict[str, RequestStream] = {}
         self._on_reply: dict[str, Callable[[Reply], None]] = {}
+        self._unheard = UnheardRequests(max_queued_requests, facts.max_running_requests)
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
         self._death: str | None = None
@@ -102,6 +113,11 @@ class Frontend:
         """Raise what everything in flight ended with, if it did: see `fail`."""
         if self._death is not None:
             raise self._end_error(self._death)
+
+    def check_room(self, num_requests: int) -> None:
+        """Raise `QueueFullError` if the engine has too much before it to take so many more."""
+        with self._lock:
+            self._unheard.check_room(num_requests)
 
     # Requests
 
@@ -210,6 +226,7 @@ class Frontend:
 
         Raises:
             EngineDeadError, ShuttingDownError: as given to `fail`.
+            QueueFullError: as `check_room`.
         """
         unique = msgspec.structs.replace(request, rid=f"{request.rid}#{next(self._sequence)}")
         stream = RequestStream(
@@ -222,12 +239,15 @@ class Frontend:
         )
         with self._lock:
             self.check_alive()
+            self._unheard.check_room(1)
             self._streams[unique.rid] = stream
+            self._unheard.add(unique.rid)
         try:
             self._client.send(unique)
         except BaseException:
             with self._lock:
                 self._streams.pop(unique.rid, None)
+                self._unheard.discard(unique.rid)
             raise
         self.metrics.count_arrival(stream.num_prompt_tokens)
         if self._log_requests:
@@ -268,10 +288,17 @@ class Frontend:
     def ask(
         self, make_message: Callable[[str], FrontMessage], on_reply: Callable[[Reply], None]
     ) -> None:
-        """Send a message that the engine answers; `make_message` gets the rid to put in it."""
+        """Send a message that the engine answers; `make_message` gets the rid to put in it.
+
+        Raises:
+            EngineDeadError, ShuttingDownError: as given to `fail`.
+            QueueFullError: too many questions have no answer yet.
+        """
         rid = f"ask#{next(self._sequence)}"
         with self._lock:
             self.check_alive()
+            if len(self._on_reply) >= _MAX_QUESTIONS:
+                raise QueueFullError(f"{_MAX_QUESTIONS} questions wait for the engine's answer")
             self._on_reply[rid] = on_reply
         try:
             self._client.send(make_message(rid))
@@ -334,6 +361,7 @@ class Frontend:
                 elif stream.streaming:
                     ready.append(stream)
             for output in batch.outputs:
+                self._unheard.discard(output.rid)  # the first that is said of a request is here
                 stream = streams.get(output.rid)
                 if stream is None:
                     continue

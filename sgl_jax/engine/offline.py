@@ -19,11 +19,13 @@ from tqdm import tqdm
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     CloseSession,
+    EngineMessage,
     FinishReason,
     FlushCache,
     ForkSession,
     FrontMessage,
     GetState,
+    Heartbeat,
     ListSessions,
     OpenSession,
     Reply,
@@ -34,6 +36,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.in_process import InProcessChannel, InProcessClient
 from sgl_jax.engine.offline_inputs import (
     Prompt,
@@ -94,7 +97,14 @@ class Engine:
         self._channel = InProcessChannel(self._handle)
         self._client = InProcessClient(self._channel)
         facts = EngineFacts.from_info(self._core.info)
-        self._frontend = Frontend(tokenizer, facts, self._client, log_requests=args.log_requests)
+        self._health = EngineHealth(args.engine_heartbeat_timeout)
+        self._frontend = Frontend(
+            tokenizer,
+            facts,
+            self._client,
+            max_queued_requests=args.max_queued_requests,
+            log_requests=args.log_requests,
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -295,6 +305,17 @@ class Engine:
         sessions: list[dict[str, Any]] = self._demand(lambda rid: ListSessions(rid=rid))["sessions"]
         return sessions
 
+    def check_health(self) -> float:
+        """Seconds that the engine loop has been in its present turn: a long step shows there.
+
+        Raises:
+            EngineDeadError: the engine ended.
+            EngineStuckError: it has been silent for longer than `engine_heartbeat_timeout`.
+        """
+        self._frontend.check_alive()
+        self._health.check()
+        return self._health.turn_s or 0.0
+
     def server_info(self) -> dict[str, Any]:
         """The memory view of each rank, and counters."""
         return self._ask(lambda rid: GetState(rid=rid)).data
@@ -322,8 +343,11 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _handle(self, message: Any) -> None:
-        self._frontend.handle(message)
+    def _handle(self, message: EngineMessage) -> None:
+        if isinstance(message, Heartbeat):
+            self._health.hear(message)
+        else:
+            self._frontend.handle(message)
 
     def _run(self) -> None:
         """The engine's thread."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from sgl_jax.core.messages import EngineFailed, EngineReady
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channel import Channel
+from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.engine.zmq_channel import ZmqChannel
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,8 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     channel = ZmqChannel(start["folder"])
     core: Core | None = None
     try:
-        core = build(args)
+        with Watchdog(channel.beat):
+            core = build(args)
         # What was built lives as long as the process. A full collection that looked through all
         # of it, modules and compiled programs, would hold up a step.
         gc.collect()

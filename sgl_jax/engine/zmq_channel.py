@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from sgl_jax.core.errors import EngineDeadError
-from sgl_jax.core.messages import EngineMessage, FrontMessage
+from sgl_jax.core.messages import EngineMessage, FrontMessage, Heartbeat
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 _MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 107, terminator included
@@ -34,7 +34,7 @@ class ChannelError(RuntimeError):
 
 
 class ZmqChannel:
-    """The engine's end. Not thread-safe: the thread of the engine loop owns it."""
+    """The engine's end. The thread of the engine loop owns it; `beat` is for one other."""
 
     def __init__(self, folder: str) -> None:
         """`folder`: made by the front, for the sockets of both (`ZmqEngineClient.folder`)."""
@@ -43,6 +43,9 @@ class ZmqChannel:
         self._push = _socket(self._context, zmq.PUSH)
         self._pull.bind(f"ipc://{folder}/{_TO_ENGINE}")
         self._push.connect(f"ipc://{folder}/{_TO_FRONT}")
+        # A socket belongs to one thread at a time.
+        self._heart = _socket(self._context, zmq.PUSH)
+        self._heart.connect(f"ipc://{folder}/{_TO_FRONT}")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FrontMessage)
 
@@ -55,6 +58,10 @@ class ZmqChannel:
     def send(self, message: EngineMessage) -> None:
         """Queue a message for the front; never blocks."""
         self._push.send(_encode(self._encoder, message))
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Queue a heartbeat, from a thread beside the loop's; never blocks."""
+        self._heart.send(msgspec.msgpack.encode(heartbeat))
 
     def close(self) -> None:
         """Close after what was sent has had a second to leave."""

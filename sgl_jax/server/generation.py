@@ -74,6 +74,7 @@ class StreamGroup:
         self.num_open = len(requests)
 
     async def __aenter__(self) -> Self:
+        self._frontend.check_room(len(self._requests))  # all or none
         try:
             for index, request in enumerate(self._requests):
                 self.streams.append(self._start(index, request))

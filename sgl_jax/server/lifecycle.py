@@ -1,5 +1,6 @@
-"""The life of a server: engine process up, HTTP up, signals, drain, and an honest exit code.
+"""The life of a server: HTTP up, engine process up, signals, drain, and an honest exit code.
 
+    at first:          HTTP answers 503 "starting" until the engine has said that it is ready
     SIGTERM or SIGINT: refuse new requests (503), finish the running ones, exit 0
     again:             exit at once
     engine dies:       say so, end open streams with an error event, exit 1
@@ -15,21 +16,23 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import uvicorn
 import uvloop
 
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
-from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Shutdown
+from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from sgl_jax.engine.zmq_channel import ChannelError, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.app import build_app
 from sgl_jax.server.context import ServerContext
+from sgl_jax.server.health import Gate
 from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ _LAST_BYTES_TIMEOUT_S = 5  # for answers still being written when the server sto
 _ENGINE_STOP_TIMEOUT_S = 15.0
 _DRAIN_POLL_S = 0.05
 _START_POLL_S = 0.01
+_BACKLOG = 2048  # connections that the kernel holds until they are accepted
 _KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 
 
@@ -69,6 +73,7 @@ class _Server:
         self._engine_command = engine_command
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
+        self._health = EngineHealth(args.engine_heartbeat_timeout)
         self._ready: asyncio.Future[EngineReady]
         self._signalled = False
         self._client: ZmqEngineClient | None = None
@@ -92,11 +97,15 @@ class _Server:
                 self._process = EngineProcess(
                     self._args, client.folder, on_exit, self._engine_command
                 )
+                gate = Gate(self._health)
                 try:
-                    context = await self._start(client)
-                    if context is None:  # stopped while starting
-                        return 0
-                    return await self._serve_http(context, listener)
+                    async with _http(gate, listener) as serving:
+                        logger.info("listening at %s; the engine starts", _url(listener))
+                        context = await self._start(client)
+                        if context is None:  # stopped while starting
+                            return 0
+                        gate.open(build_app(context))
+                        return await self._serve(context, listener, serving)
                 finally:
                     await self._stop_engine(client)
             finally:
@@ -127,38 +136,23 @@ class _Server:
             tokenizer,
             EngineFacts.from_info(info),
             client,
+            max_queued_requests=self._args.max_queued_requests,
             metrics=metrics,
             log_requests=self._args.log_requests,
         )
-        return ServerContext(self._args, self._frontend, info, EngineMetrics(metrics))
+        engine_metrics = EngineMetrics(metrics)
+        return ServerContext(self._args, self._frontend, info, engine_metrics, self._health)
 
-    async def _serve_http(self, context: ServerContext, listener: socket.socket) -> int:
-        config = uvicorn.Config(
-            build_app(context),
-            http="httptools",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
-        )
-        server = _Uvicorn(config)
-        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-        while not server.started and not serving.done():  # "ready" means that one can connect
-            await asyncio.sleep(_START_POLL_S)
-        if serving.done():
-            await serving
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
+    async def _serve(
+        self, context: ServerContext, listener: socket.socket, serving: "asyncio.Future[None]"
+    ) -> int:
         logger.info("serving %s as %r", self._args.model_path, context.model_name)
-        print(f"sgl_jax is ready at http://{shown}:{port}", flush=True)
+        print(f"sgl_jax is ready at {_url(listener)}", flush=True)
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if self._death is None:
             await self._drain(context)
-        server.should_exit = True
-        await serving
         return 1 if self._death is not None or not self._stop.is_set() else 0
 
     async def _drain(self, context: ServerContext) -> None:
@@ -168,6 +162,11 @@ class _Server:
         logger.info("shutting down: %d requests to finish", frontend.num_open)
         deadline = time.monotonic() + self._args.drain_timeout
         while frontend.num_open and time.monotonic() < deadline and self._death is None:
+            if self._health.is_stuck:  # nothing will finish
+                logger.error("the engine is stuck; %d requests end unfinished", frontend.num_open)
+                shown = "the server is shutting down, and its engine is stuck"
+                frontend.fail(shown, ShuttingDownError)
+                return
             await asyncio.sleep(_DRAIN_POLL_S)
         if frontend.num_open:
             logger.warning("%d requests did not finish in time", frontend.num_open)
@@ -181,8 +180,8 @@ class _Server:
         self._engine_may_end = True
         if self._process is None or not self._process.is_alive:
             return
-        if self._frontend is None and self._death is None:
-            self._process.kill()  # it is compiling and listens to nobody
+        if (self._frontend is None and self._death is None) or self._health.is_stuck:
+            self._process.kill()  # it is compiling, or stopped, and listens to nobody
             return
         client.send(Shutdown())
         await asyncio.to_thread(self._process.stop, _ENGINE_STOP_TIMEOUT_S)
@@ -191,6 +190,8 @@ class _Server:
         if isinstance(message, EngineReady):
             if not self._ready.done():
                 self._ready.set_result(message)
+        elif isinstance(message, Heartbeat):
+            self._health.hear(message)
         elif isinstance(message, EngineFailed):
             self._on_death(message.message, "the engine failed; the server's log says why")
         elif self._frontend is not None:
@@ -222,14 +223,43 @@ class _Server:
         os._exit(_KILLED_BY_SIGNAL + number)
 
 
+@contextlib.asynccontextmanager
+async def _http(gate: Gate, listener: socket.socket) -> "AsyncIterator[asyncio.Future[None]]":
+    """HTTP on `listener`, once one can connect; the future ends when uvicorn does."""
+    config = uvicorn.Config(
+        gate,
+        http="httptools",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
+    )
+    server = _Uvicorn(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(_START_POLL_S)
+        yield serving
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _listening_socket(args: ServerArgs) -> socket.socket:
     """Take the port before the engine starts: minutes of warm-up are a bad time to learn that
-    it is taken."""
+    it is taken. Two sockets may be bound to one port, but only one can listen."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((args.host, args.port))
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise OSError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from error

@@ -8,11 +8,13 @@ import tempfile
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from sgl_jax.core.errors import EngineStuckError, QueueFullError
 from sgl_jax.core.messages import FlushCache, GetState, Profile
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.generation import StreamGroup, json_response
+from sgl_jax.server.health import health_answer
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.native_protocol import ProfileBody
 from sgl_jax.server.openapi import answers, text_answer
@@ -25,9 +27,10 @@ router = APIRouter(tags=["management"], route_class=JsonRoute)
 
 @router.get("/health", responses=answers())
 async def health(request: Request) -> Response:
-    """200 while the server takes requests. Asks nothing of the engine, needs no key."""
-    context_of(request).check_open()
-    return json_response({"status": "ok"})
+    """200 while the server takes requests; else 503 and why. Asks nothing of the engine, needs no
+    key."""
+    context = context_of(request)
+    return health_answer(context.check_open, context.health)
 
 
 @router.get("/health_generate", responses=answers())
@@ -46,7 +49,7 @@ async def health_generate(request: Request) -> Response:
                 pass
     except TimeoutError as error:
         raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s") from error
-    return json_response({"status": "ok"})
+    return json_response({"status": "ready"})
 
 
 @router.get("/get_model_info", responses=answers())
@@ -82,7 +85,7 @@ async def metrics(request: Request) -> Response:
     """Requests and latencies; memory and load of every rank, as of the engine's last word."""
     context = context_of(request)
     # A busy or dead engine is no reason to hide the other figures.
-    with contextlib.suppress(ApiError):
+    with contextlib.suppress(ApiError, EngineStuckError, QueueFullError):
         await _refresh(context)
     text = context.frontend.metrics.exposition()
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})

@@ -39,16 +39,20 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channel import Channel
 from sgl_jax.engine.process import run_engine
+from sgl_jax.engine.watchdog import Watchdog
 
 CRASH_SEED = 666  # a request with this seed is a defect of the engine
 SLOW_CRASH_SEED = 667  # likewise, and the process takes `SLOW_EXIT_S` to end
 SLOW_EXIT_S = 4.0
+SLOW_START_SEED = 668  # the server's own seed: it takes `SLOW_START_S` to start
+SLOW_START_S = 4.0
 MAX_SESSIONS = 8
 FULL_SEED = 503  # and with this one, the queue is full, or if it is a turn's, all sessions are
 LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
 LATE_TOKENS = 3
 HISTORY = 100  # tokens of every session
 DP_SIZE = 2
+MAX_RUNNING = 4  # what the front is told; the script runs whatever comes
 LOGPROB = -0.5
 EOS = 1
 
@@ -79,10 +83,15 @@ class ScriptedEngine:
             "max_context_len": 1024,
             "max_request_tokens": self.max_request_tokens,
             "dp_size": DP_SIZE,
+            "max_running_requests": MAX_RUNNING,
             "eos_token_ids": [EOS],
         }
 
     def run(self, channel: Channel) -> None:
+        with Watchdog(channel.beat):
+            self.loop(channel)
+
+    def loop(self, channel: Channel) -> None:
         while not self.stopped:
             if self.is_stuck:
                 time.sleep(0.01)
@@ -256,6 +265,9 @@ def build(args: ServerArgs) -> ScriptedEngine:
     if args.random_seed == CRASH_SEED:
         raise RuntimeError("the script says not to start")
     print("scripted engine: warming up", file=sys.stderr, flush=True)
+    if args.random_seed == SLOW_START_SEED:
+        time.sleep(SLOW_START_S)
+        return ScriptedEngine()
     return ScriptedEngine(step_s=args.random_seed / 1000)
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Shutdown
+from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.process import EngineProcess, ExitReport
 from sgl_jax.engine.zmq_channel import ZmqEngineClient
@@ -39,9 +39,14 @@ def running(seed: int = 0) -> Iterator[tuple[EngineProcess, ZmqEngineClient, Rep
 
 
 async def first_message(client: ZmqEngineClient) -> EngineMessage:
+    """The first after a heartbeat, which must come before all others."""
     arrived: asyncio.Queue[EngineMessage] = asyncio.Queue()
     client.listen(arrived.put_nowait, lambda error: pytest.fail(str(error)))
-    return await asyncio.wait_for(arrived.get(), 30)
+    message = await asyncio.wait_for(arrived.get(), 30)
+    assert message == Heartbeat(turn_s=None)
+    while isinstance(message, Heartbeat):
+        message = await asyncio.wait_for(arrived.get(), 30)
+    return message
 
 
 def test_it_says_it_is_ready_and_ends_when_told() -> None:

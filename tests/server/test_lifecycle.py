@@ -7,12 +7,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.engine.scripted_engine import CRASH_SEED, SLOW_CRASH_SEED
+from tests.engine.scripted_engine import CRASH_SEED, MAX_RUNNING, SLOW_CRASH_SEED, SLOW_START_SEED
 from tests.server.server_process import SCRIPTED, Server, running_server, until
 
 STEP_MS = 20
@@ -143,6 +145,66 @@ def test_a_port_that_is_taken_is_said_at_once(start: Callable[..., Server]) -> N
         server = start("--port", str(port))
         assert server.wait_exit() == 1
     assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in server.printed)
+
+
+def test_a_server_that_starts_says_so_and_a_second_on_its_port_learns_it_at_once(
+    start: Callable[..., Server],
+) -> None:
+    server = start("--random-seed", str(SLOW_START_SEED))
+    url = server.wait_line(r"listening at (http://\S+);")
+    second = start("--port", url.rpartition(":")[2])
+    for path, told in (("/health", {"status": "starting"}), ("/v1/models", {})):
+        answer = httpx.get(url + path, timeout=2)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "starting"
+        assert answer.json().items() >= told.items()
+        assert "retry-after" in answer.headers
+    assert second.wait_exit() == 1
+    assert not any("warming up" in line for line in second.printed)
+    assert sum("cannot listen on" in line for line in second.printed) == 1, second.printed
+    server.wait_ready()
+    assert httpx.get(url + "/health", timeout=2).json() == {"status": "ready"}
+
+
+def test_a_stopped_engine_is_stuck_and_goes_on_when_it_may(start: Callable[..., Server]) -> None:
+    server = start("--engine-heartbeat-timeout", "3", "--max-queued-requests", "3").wait_ready()
+    engine = server.engine
+    engine.suspend()
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 2}}
+
+    def told() -> dict[str, str]:
+        answer: dict[str, str] = httpx.get(f"{server.url}/health", timeout=2).json()
+        return answer
+
+    with futures.ThreadPoolExecutor(12) as pool, httpx.Client(timeout=30) as client:
+        asked = [pool.submit(client.post, f"{server.url}/generate", json=body) for _ in range(12)]
+        until(lambda: told()["status"] == "stuck", "a stopped engine is noticed")
+        assert datetime.fromisoformat(told()["since"]) < datetime.now(UTC)
+        refused = httpx.post(f"{server.url}/generate", json=body, timeout=2)
+        assert refused.json()["error"]["code"] == "engine_stuck"
+        engine.resume()
+        answers = [answer.result() for answer in asked]
+    until(lambda: told() == {"status": "ready"}, "it goes on")
+    codes = [answer.status_code for answer in answers]
+    assert codes.count(200) == 3 + MAX_RUNNING, codes
+    assert {a.json()["error"]["code"] for a in answers if a.status_code == 503} == {"queue_full"}
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_stopped_engine_does_not_hold_up_the_end(
+    start: Callable[..., Server], busy: bool
+) -> None:
+    server = start("--random-seed", "100", "--engine-heartbeat-timeout", "2").wait_ready()
+    engine = server.engine
+    with streaming(server) if busy else contextlib.nullcontext() as lines:
+        engine.suspend()
+        server.process.send_signal(signal.SIGTERM)
+        if lines is not None:
+            *_, last = lines
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert server.wait_exit(25) == 0
+    until(lambda: not engine.is_running(), "the engine lives on")
+    assert not server.left_behind()
 
 
 def test_a_signal_while_starting_ends_it(start: Callable[..., Server]) -> None:
