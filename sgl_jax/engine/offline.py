@@ -16,7 +16,7 @@ from typing import Any, overload
 
 from tqdm import tqdm
 
-from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
     CloseSession,
     EngineMessage,
@@ -384,10 +384,15 @@ class Engine:
                 prompts, params, as_options(options, len(prompts)), strict=True
             )
         ]
-        return [
-            self._frontend.start(request, on_ready(i), streaming=streaming)
-            for i, request in enumerate(requests)
-        ]
+        streams: list[RequestStream] = []
+        try:
+            self._frontend.check_room(len(requests))
+            for i, request in enumerate(requests):
+                streams.append(self._frontend.start(request, on_ready(i), streaming=streaming))
+        except QueueFullError as error:
+            self._abandon(streams)
+            raise GenerationError(str(error)) from error
+        return streams
 
     def _abandon(self, streams: Sequence[RequestStream]) -> None:
         for stream in streams:
