@@ -220,6 +220,11 @@ class ServerArgs:
                 )
 
     @property
+    def tokenizer_folder(self) -> str:
+        """Where the tokenizer lies."""
+        return self.tokenizer_path or self.model_path
+
+    @property
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return self.dp_size * self.tp_size

@@ -49,6 +49,7 @@ from sgl_jax.engine.offline_inputs import (
 )
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.tokenizer_check import check_vocabulary, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,9 @@ class Engine:
     def __init__(self, model_path: str = "", **settings: Any) -> None:
         settings.setdefault("max_queued_requests", _NO_QUEUE_LIMIT)
         args = ServerArgs(model_path=model_path, **settings)
-        tokenizer = Tokenizer.load(args.tokenizer_path or args.model_path, args.chat_template)
+        tokenizer = load_tokenizer(args)
         self._core = EngineCore(args)
+        check_vocabulary(tokenizer, args.tokenizer_folder, self._core.info["vocab_size"])
         self._channel = InProcessChannel(self._handle)
         self._client = InProcessClient(self._channel)
         facts = EngineFacts.from_info(self._core.info)

@@ -15,8 +15,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TypeVar, cast
 
 import uvicorn
 import uvloop
@@ -33,14 +35,16 @@ from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.app import build_app
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.health import Gate
-from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.tokenizer_check import check_vocabulary, load_tokenizer
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _LAST_BYTES_TIMEOUT_S = 5  # for answers still being written when the server stops
 _ENGINE_STOP_TIMEOUT_S = 15.0
 _DRAIN_POLL_S = 0.05
 _START_POLL_S = 0.01
+_TOKENIZER_TIMEOUT_S = 60.0
 _BACKLOG = 2048  # connections that the kernel holds until they are accepted
 _KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 
@@ -113,24 +117,29 @@ class _Server:
 
     async def _start(self, client: ZmqEngineClient) -> ServerContext | None:
         """Wait for the engine; the tokenizer loads meanwhile. None if a signal came first."""
-        loading = asyncio.ensure_future(
-            asyncio.to_thread(
-                Tokenizer.load,
-                self._args.tokenizer_path or self._args.model_path,
-                self._args.chat_template,
-            )
-        )
+        loading = _in_thread(lambda: load_tokenizer(self._args))
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
-            tokenizer = await loading
-            await asyncio.wait((self._ready, stopping), return_when=asyncio.FIRST_COMPLETED)
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait((loading, stopping), return_when=first, timeout=_TOKENIZER_TIMEOUT_S)
+            if not loading.done() and not stopping.done():
+                raise ValueError(
+                    f"the tokenizer in {self._args.tokenizer_folder!r} did not load and write a "
+                    f"conversation by its chat template within {_TOKENIZER_TIMEOUT_S:g} s"
+                )
+            if loading.done():
+                loading.result()
+                await asyncio.wait((self._ready, stopping), return_when=first)
         finally:
             stopping.cancel()
+            loading.cancel()
         if self._death is not None:
             raise EngineDeadError(f"the engine did not start: {self._death}")
         if self._stop.is_set():
             return None
+        tokenizer = loading.result()
         info = self._ready.result().info
+        check_vocabulary(tokenizer, self._args.tokenizer_folder, int(info["vocab_size"]))
         metrics = RequestMetrics()
         self._frontend = Frontend(
             tokenizer,
@@ -205,7 +214,8 @@ class _Server:
         if self._engine_may_end or self._death is not None:
             return
         self._death = reason
-        logger.error("%s", reason)
+        if self._ready.done():  # before, it is what the start fails with
+            logger.error("%s", reason)
         if self._frontend is not None:
             self._frontend.fail(shown)
         self._stop.set()
@@ -244,6 +254,32 @@ async def _http(gate: Gate, listener: socket.socket) -> "AsyncIterator[asyncio.F
     finally:
         server.should_exit = True
         await serving
+
+
+def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
+    """Run `call` in a thread that a process which ends does not wait for, unlike an executor's."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast(T, result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
 
 
 def _url(listener: socket.socket) -> str:

@@ -62,6 +62,28 @@ def test_on_a_cpu_each_layers_matrices_are_arrays_of_their_own(qwen3):
         np.testing.assert_array_equal(np.asarray(down), np.asarray(stacked)[layer])
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_weight_that_is_no_number_is_named_with_its_file(qwen3, value, tp):
+    folder, tensors = qwen3
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensors[name][3, 5] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"'{name}' in '.*model\.safetensors' holds values"):
+        load(folder, tp=tp)
+
+
+def test_a_weight_of_an_orbax_checkpoint_that_is_no_number_is_named(qwen3, tmp_path, monkeypatch):
+    folder, tensors = qwen3
+    tensors["model.norm.weight"][0] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr("sgl_jax.checkpoint.hf_loading.non_finite_parameters", lambda params: [])
+        convert(folder, tmp_path / "orbax", "float32")
+    with pytest.raises(CheckpointError, match=r"norm/weight in '.*orbax_params' holds values"):
+        load(tmp_path / "orbax")
+
+
 def test_each_chip_holds_its_part_only(qwen3):
     folder, _ = qwen3
     params = load(folder, dp=2, tp=2, weight_sharding="data")
