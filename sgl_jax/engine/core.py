@@ -124,9 +124,11 @@ class EngineCore:
             self._close()
 
     def _close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-        self.executor.close()
+        try:
+            if self._recorder is not None:
+                self._recorder.close()
+        finally:
+            self.executor.close()
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class EngineCore:
                 self.executor.start_profile(message.output_dir)
             else:
                 self.executor.stop_profile()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             return Reply(rid=message.rid, ok=False, message=str(error))
         return Reply(rid=message.rid, ok=True)
 

@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,7 +134,10 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     start = json.loads(sys.stdin.buffer.readline())
     args = ServerArgs(**start["args"])
     logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)
-    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+    watch = threading.Thread(
+        target=_die_with_parent, args=(start["folder"],), name="parent-watch", daemon=True
+    )
+    watch.start()
     channel = ZmqChannel(start["folder"])
     core: Core | None = None
     try:
@@ -146,14 +150,15 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
         channel.send(EngineReady(info=core.info))
         core.run(channel)
     except Exception as error:
-        # A setting that is refused explains itself, unless somebody wants to know more.
-        if core is None and isinstance(error, ValueError):
+        # A setting or a file that is refused explains itself, unless somebody wants to know more.
+        if core is None and isinstance(error, (ValueError, OSError)):
+            message = str(error)
             logger.debug("the engine was refused", exc_info=error)
         else:
+            message = f"{type(error).__name__}: {error}"
             traceback.print_exc()
-        # Last on the terminal, and the first thing that the operator reads.
-        message = f"{type(error).__name__}: {error}"
-        print(message, file=sys.stderr, flush=True)
+            # Last on the terminal, and the first thing that the operator reads.
+            print(message, file=sys.stderr, flush=True)
         channel.send(EngineFailed(message=message))
         return 1
     finally:
@@ -165,7 +170,9 @@ def _encode_start(args: ServerArgs, folder: str) -> bytes:
     return json.dumps({"args": dataclasses.asdict(args), "folder": folder}).encode() + b"\n"
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(folder: str) -> None:
+    """A parent that was killed has not removed the folder of the sockets."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import shutil
 import tempfile
 
 from fastapi import APIRouter, Request, Response
@@ -60,7 +61,7 @@ async def get_model_info(request: Request) -> Response:
     return json_response(
         {
             "model_path": context.args.model_path,
-            "tokenizer_path": context.args.tokenizer_path or context.args.model_path,
+            "tokenizer_path": context.args.tokenizer_folder,
             "served_model_name": context.model_name,
             "is_generation": True,
             **facts._asdict(),
@@ -108,7 +109,12 @@ async def start_profile(request: Request, body: ProfileBody | None = None) -> Re
     if chosen is not None and "\0" in chosen:
         raise ApiError(400, "output_dir must not hold a null character", param="output_dir")
     folder = chosen or tempfile.mkdtemp(prefix="sgl_jax-profile-")
-    return await _profile(request, folder)
+    try:
+        return await _profile(request, folder)
+    except BaseException:
+        if not chosen:  # nobody learns its name
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @router.post("/stop_profile", responses=answers())

@@ -74,6 +74,7 @@ class ScriptedEngine:
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
+    refuses_profiles: bool = False
     is_stuck: bool = False  # likewise: it hears nothing, as in a long step
 
     @property
@@ -130,6 +131,8 @@ class ScriptedEngine:
                 OpenSession() | CloseSession() | RollbackSession() | ForkSession() | ListSessions()
             ):
                 return self.ask_session(message)
+            case Profile() if self.refuses_profiles:
+                return Reply(rid=message.rid, ok=False, message="the script refuses")
             case Profile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": message.output_dir})
         return None

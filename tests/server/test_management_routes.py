@@ -178,6 +178,16 @@ async def test_traces_go_where_the_operator_says(rig: Rig, tmp_path: Path) -> No
     assert bad.json()["error"]["param"] == "output_dir"
 
 
+async def test_a_refused_trace_leaves_no_folder(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rig.engine.refuses_profiles = True
+    refused = await rig.http.post("/start_profile")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "profile_refused")
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_the_description_holds_every_body_answer_and_error(rig: Rig) -> None:
     described = (await rig.http.get("/openapi.json")).json()
     schemas = described["components"]["schemas"]
