@@ -38,6 +38,7 @@ from sgl_jax.engine.core import EngineCore
 from sgl_jax.engine.frontend import EngineFacts, Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.in_process import InProcessChannel, InProcessClient
+from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.offline_inputs import (
     Prompt,
     Sampling,
@@ -49,7 +50,7 @@ from sgl_jax.engine.offline_inputs import (
 )
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
-from sgl_jax.text.tokenizer_check import check_vocabulary, load_tokenizer
+from sgl_jax.text.tokenizer_check import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Engine:
     def __init__(self, model_path: str = "", **settings: Any) -> None:
         settings.setdefault("max_queued_requests", _NO_QUEUE_LIMIT)
         args = ServerArgs(model_path=model_path, **settings)
-        tokenizer = load_tokenizer(args)
+        tokenizer = open_model_files(args)
         self._core = EngineCore(args)
         check_vocabulary(tokenizer, args.tokenizer_folder, self._core.info["vocab_size"])
         self._channel = InProcessChannel(self._handle)

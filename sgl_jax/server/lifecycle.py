@@ -28,6 +28,7 @@ from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Hear
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import EngineFacts, Frontend
 from sgl_jax.engine.health import EngineHealth
+from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from sgl_jax.engine.zmq_channel import ChannelError, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
@@ -35,7 +36,7 @@ from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.app import build_app
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.health import Gate
-from sgl_jax.text.tokenizer_check import check_vocabulary, load_tokenizer
+from sgl_jax.text.tokenizer_check import check_vocabulary
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class _Server:
 
     async def _start(self, client: ZmqEngineClient) -> ServerContext | None:
         """Wait for the engine; the tokenizer loads meanwhile. None if a signal came first."""
-        loading = _in_thread(lambda: load_tokenizer(self._args))
+        loading = _in_thread(lambda: open_model_files(self._args))
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             first = asyncio.FIRST_COMPLETED
