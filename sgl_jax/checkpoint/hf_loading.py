@@ -24,9 +24,12 @@ def load_safetensors(
     shapes: ParamTree,
     shardings: ParamTree,
     num_kv_heads: int,
+    *,
+    check_all: bool = False,
 ) -> ParamTree:
     """Read the parameters declared by `shapes` into `shardings`, cast to the declared types.
 
+    `check_all`: look for values that are no finite numbers everywhere, see `finite`.
     Host memory holds one parameter's part for one chip, and one tensor's slice, at a time.
 
     Raises:
@@ -40,7 +43,7 @@ def load_safetensors(
         params = unflatten(
             {path: _load(sources[path], declared[path], placed[path], files) for path in declared}
         )
-        for path in non_finite_parameters(params):
+        for path in non_finite_parameters(params, check_all=check_all):
             where = non_finite_tensor(sources[path], files)
             what = f"{where} holds" if where else f"as {declared[path].dtype}, {path} would hold"
             raise CheckpointError(f"{what} values that are no finite numbers")

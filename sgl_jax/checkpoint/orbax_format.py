@@ -38,6 +38,8 @@ def load_orbax(
     wanted: ParamTree,
     shardings: ParamTree,
     kv_heads: tuple[int, int],
+    *,
+    check_all: bool = False,
 ) -> ParamTree:
     """Read parameters into `shardings`, cast to the types in `wanted`.
 
@@ -47,6 +49,7 @@ def load_orbax(
         wanted: shapes of the model built for the mesh.
         shardings: `NamedSharding`s of the same tree.
         kv_heads: how many KV heads the stored model has, and their size.
+        check_all: look for values that are no finite numbers everywhere, see `finite`.
 
     Raises:
         CheckpointError: naming every parameter that is missing, unexpected or of a wrong shape,
@@ -66,7 +69,7 @@ def load_orbax(
                 shape.shape, wanted_flat[name].dtype, sharding=sharding
             )
         tree = checkpointer.restore(path, unflatten(targets))
-    for name in non_finite_parameters(tree):
+    for name in non_finite_parameters(tree, check_all=check_all):
         raise CheckpointError(
             f"parameter {'/'.join(name)} in {str(path)!r} holds values that are no finite numbers"
         )

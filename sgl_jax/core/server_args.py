@@ -53,6 +53,11 @@ class ServerArgs:
     load_format: str = _arg(
         "auto", "where weights come from", ("auto", "safetensors", "orbax", "dummy")
     )
+    check_weights: str = _arg(
+        "sample",
+        "which weights must be finite numbers for the model to be served",
+        ("sample", "all"),
+    )
     dtype: str = _arg(
         "auto",
         "of weights and activations; auto is float32 on CPU, else bfloat16",

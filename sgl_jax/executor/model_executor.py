@@ -60,6 +60,7 @@ class ModelExecutor:
             seed=args.random_seed,
             attention_backend=args.attention_backend,
             kv_cache_scales=args.kv_cache_scales,
+            check_all_weights=args.check_weights == "all",
         )
         if args.kv_cache_dtype == "fp8_e4m3" and args.kv_cache_scales is None:
             logger.warning(

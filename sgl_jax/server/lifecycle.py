@@ -56,11 +56,14 @@ def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> i
     Args:
         engine_command: what to run as the engine process; tests put a scripted one here.
     """
+    exit_code: int
     try:
-        exit_code: int = uvloop.run(_Server(args, engine_command).run())
+        exit_code = uvloop.run(_Server(args, engine_command).run())
     except (ValueError, OSError, ChannelError, EngineDeadError) as error:
         print(f"sgl_jax cannot serve: {error}", file=sys.stderr, flush=True)
-        return 1
+        exit_code = 1
+    for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter ends, with this code
+        signal.signal(number, signal.SIG_IGN)
     return exit_code
 
 
@@ -87,6 +90,15 @@ class _Server:
         self._frontend: Frontend | None = None
 
     async def run(self) -> int:
+        """Serve; the exit code."""
+        code = 1
+        try:
+            code = await self._run()
+        finally:
+            _end_with(code)
+        return code
+
+    async def _run(self) -> int:
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
 
@@ -255,6 +267,13 @@ async def _http(gate: Gate, listener: socket.socket) -> "AsyncIterator[asyncio.F
     finally:
         server.should_exit = True
         await serving
+
+
+def _end_with(code: int) -> None:
+    """Nothing is left to do but to end: a signal from now on must not change the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, lambda number, frame: os._exit(code))
 
 
 def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 MIB = 2**20
-STOPPED_S = 3.0
+STOPPED_S = 1.0  # less than the heartbeat's time-out there
 Fault = Callable[[psutil.Process], None]
 
 

@@ -86,6 +86,16 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Server]) -> None:
     assert not server.left_behind()
 
 
+def test_signals_while_it_ends_do_not_change_the_exit_code(start: Callable[..., Server]) -> None:
+    """Often enough that some of them meet the last milliseconds."""
+    server = start("--random-seed", str(CRASH_SEED))
+    server.wait_line("(cannot serve)")
+    while server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    assert server.wait_exit() == 1
+
+
 def test_when_the_engine_dies_so_does_the_server_and_says_why(
     start: Callable[..., Server],
 ) -> None:
