@@ -59,11 +59,13 @@ def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> i
     exit_code: int
     try:
         exit_code = uvloop.run(_Server(args, engine_command).run())
-    except (ValueError, OSError, ChannelError, EngineDeadError) as error:
-        print(f"sgl_jax cannot serve: {error}", file=sys.stderr, flush=True)
+    except (ValueError, OSError, ChannelError, EngineDeadError, MemoryError) as error:
+        reason = str(error) or "out of memory"
+        print(f"sgl_jax cannot serve: {reason}", file=sys.stderr, flush=True)
         exit_code = 1
-    for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter ends, with this code
-        signal.signal(number, signal.SIG_IGN)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter ends, with this code
+            signal.signal(number, signal.SIG_IGN)
     return exit_code
 
 
