@@ -33,3 +33,15 @@ class ContextLengthError(InvalidRequestError):
 
 class EngineDeadError(RuntimeError):
     """The scheduling process has ended; nothing more can be served."""
+
+
+class EngineStuckError(RuntimeError):
+    """The scheduling process is there and says nothing; it may go on later."""
+
+
+class QueueFullError(RuntimeError):
+    """So much waits for the engine that no more is taken; it may be tried again later."""
+
+
+class ShuttingDownError(RuntimeError):
+    """The server is told to end, and the time that running requests get for it was up."""

@@ -259,9 +259,22 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine cannot go on; the process ends after this message."""
+    """The engine cannot go on; the process ends after this message.
+
+    `message` is for the operator, not for clients.
+    """
 
     message: str
 
 
-EngineMessage = OutputBatch | Reply | EngineReady | EngineFailed
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine's process runs. Sent once a second, also while it loads, compiles, or computes.
+
+    `turn_s` is how long the engine loop has been in its present turn, in seconds: a long step
+    shows there. None before there is a loop.
+    """
+
+    turn_s: float | None
+
+
+EngineMessage = OutputBatch | Reply | EngineReady | EngineFailed | Heartbeat

@@ -32,6 +32,7 @@ _BOUNDS = {
     "port": (0, 65535),  # 0 takes any free one
     "decode_log_interval": (0, 1_000_000_000),
     "watchdog_timeout": (1.0, 86400.0),
+    "engine_heartbeat_timeout": (2.0, 86400.0),
     "drain_timeout": (0.0, 86400.0),
     "waiting_timeout": (0.0, 1e9),
     "request_timeout": (0.0, 1e9),
@@ -51,6 +52,11 @@ class ServerArgs:
     served_model_name: str | None = _arg(None, "name in the OpenAI API; default: the folder's")
     load_format: str = _arg(
         "auto", "where weights come from", ("auto", "safetensors", "orbax", "dummy")
+    )
+    check_weights: str = _arg(
+        "sample",
+        "which weights must be finite numbers for the model to be served",
+        ("sample", "all"),
     )
     dtype: str = _arg(
         "auto",
@@ -183,6 +189,9 @@ class ServerArgs:
     log_requests: bool = _arg(False, "log each request's arrival and end")
     decode_log_interval: int = _arg(100, "steps between two lines of statistics; 0: none")
     watchdog_timeout: float = _arg(300.0, "seconds a step may take before the engine gives up")
+    engine_heartbeat_timeout: float = _arg(
+        20.0, "seconds the engine's process may be silent before /health and new requests get a 503"
+    )
     drain_timeout: float = _arg(60.0, "seconds that running requests get to finish after SIGTERM")
 
     # Start-up
@@ -217,6 +226,11 @@ class ServerArgs:
                     f"{_flag(setting.name)} must be one of {', '.join(choices)}, "
                     f"got {getattr(self, setting.name)!r}"
                 )
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Where the tokenizer lies."""
+        return self.tokenizer_path or self.model_path
 
     @property
     def num_devices(self) -> int:

@@ -64,6 +64,7 @@ class EngineCore:
         self.info: dict[str, Any] = {
             **self.executor.info,
             "max_request_tokens": sizes.max_request_tokens,
+            "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
         }
         config = SchedulerConfig.from_args(
             args,
@@ -95,7 +96,7 @@ class EngineCore:
         `on_stall` is called, from another thread, if a step takes longer than the watchdog allows;
         `after_turn` after each turn of the loop, with whether there was nothing to do in it.
         """
-        with Watchdog(self.args.watchdog_timeout, on_stall) as watchdog:
+        with Watchdog(channel.beat, self.args.watchdog_timeout, on_stall) as watchdog:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_idle and not self._in_flight
                 watchdog.feed()
@@ -122,9 +123,11 @@ class EngineCore:
             self._close()
 
     def _close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-        self.executor.close()
+        try:
+            if self._recorder is not None:
+                self._recorder.close()
+        finally:
+            self.executor.close()
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -245,7 +248,7 @@ class EngineCore:
                 self.executor.start_profile(message.output_dir)
             else:
                 self.executor.stop_profile()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             return Reply(rid=message.rid, ok=False, message=str(error))
         return Reply(rid=message.rid, ok=True)
 

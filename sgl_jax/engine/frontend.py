@@ -16,10 +16,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sgl_jax.core.errors import ContextLengthError, EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    ShuttingDownError,
+)
 from sgl_jax.core.messages import (
     AbortRequest,
-    EngineFailed,
     EngineMessage,
     FrontMessage,
     GenerateRequest,
@@ -39,6 +44,7 @@ from sgl_jax.engine.request_limits import (
     check_session_id,
 )
 from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.engine.unheard import UnheardRequests
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -46,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 # A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
 _MAX_NORMALIZER_SHRINK = 4
+# An engine that does not answer is asked no more than this.
+_MAX_QUESTIONS = 1024
 
 
 class EngineFacts(NamedTuple):
@@ -55,6 +63,7 @@ class EngineFacts(NamedTuple):
     max_context_len: int  # tokens of one request, prompt and output together
     max_request_tokens: int  # the same, and it fits a rank's KV memory
     dp_size: int
+    max_running_requests: int  # over all ranks
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
@@ -74,6 +83,7 @@ class Frontend:
         facts: EngineFacts,
         client: EngineClient,
         *,
+        max_queued_requests: int,
         metrics: RequestMetrics | None = None,
         log_requests: bool = False,
     ) -> None:
@@ -85,7 +95,9 @@ class Frontend:
         self._lock = threading.Lock()
         self._streams: dict[str, RequestStream] = {}
         self._on_reply: dict[str, Callable[[Reply], None]] = {}
+        self._unheard = UnheardRequests(max_queued_requests, facts.max_running_requests)
         self._sequence = itertools.count()
+        self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
         self._death: str | None = None
 
     @property
@@ -94,9 +106,19 @@ class Frontend:
         return len(self._streams)
 
     @property
-    def death(self) -> str | None:
-        """Why the engine ended, or None while it lives."""
-        return self._death
+    def has_ended(self) -> bool:
+        """Whether nothing more can be asked of the engine."""
+        return self._death is not None
+
+    def check_alive(self) -> None:
+        """Raise what everything in flight ended with, if it did: see `fail`."""
+        if self._death is not None:
+            raise self._end_error(self._death)
+
+    def check_room(self, num_requests: int) -> None:
+        """Raise `QueueFullError` if the engine has too much before it to take so many more."""
+        with self._lock:
+            self._unheard.check_room(num_requests)
 
     # Requests
 
@@ -206,7 +228,8 @@ class Frontend:
             streaming: False calls it only at the end.
 
         Raises:
-            EngineDeadError: the engine has ended.
+            EngineDeadError, ShuttingDownError: as given to `fail`.
+            QueueFullError: as `check_room`.
         """
         unique = msgspec.structs.replace(request, rid=f"{request.rid}#{next(self._sequence)}")
         stream = RequestStream(
@@ -218,18 +241,20 @@ class Frontend:
             streaming=streaming,
         )
         with self._lock:
-            if self._death is not None:
-                raise EngineDeadError(self._death)
+            self.check_alive()
+            self._unheard.check_room(1)
             self._streams[unique.rid] = stream
+            self._unheard.add(unique.rid)
         try:
             self._client.send(unique)
         except BaseException:
             with self._lock:
                 self._streams.pop(unique.rid, None)
+                self._unheard.discard(unique.rid)
             raise
         self.metrics.count_arrival(stream.num_prompt_tokens)
         if self._log_requests:
-            logger.info("request %s: %d prompt tokens", unique.rid, stream.num_prompt_tokens)
+            logger.info("request %r: %d prompt tokens", unique.rid, stream.num_prompt_tokens)
         return stream
 
     def abandon(self, stream: RequestStream, message: str = "the client went away") -> None:
@@ -266,11 +291,17 @@ class Frontend:
     def ask(
         self, make_message: Callable[[str], FrontMessage], on_reply: Callable[[Reply], None]
     ) -> None:
-        """Send a message that the engine answers; `make_message` gets the rid to put in it."""
+        """Send a message that the engine answers; `make_message` gets the rid to put in it.
+
+        Raises:
+            EngineDeadError, ShuttingDownError: as given to `fail`.
+            QueueFullError: too many questions have no answer yet.
+        """
         rid = f"ask#{next(self._sequence)}"
         with self._lock:
-            if self._death is not None:
-                raise EngineDeadError(self._death)
+            self.check_alive()
+            if len(self._on_reply) >= _MAX_QUESTIONS:
+                raise QueueFullError(f"{_MAX_QUESTIONS} questions wait for the engine's answer")
             self._on_reply[rid] = on_reply
         try:
             self._client.send(make_message(rid))
@@ -282,7 +313,7 @@ class Frontend:
     # The engine's side
 
     def handle(self, message: EngineMessage) -> None:
-        """Take in one message of the engine."""
+        """Take in one message of the engine; what it says of itself is not for the front."""
         if isinstance(message, OutputBatch):
             self._deliver(message)
         elif isinstance(message, Reply):
@@ -290,19 +321,24 @@ class Frontend:
                 on_reply = self._on_reply.pop(message.rid, None)
             if on_reply is not None:
                 on_reply(message)
-        elif isinstance(message, EngineFailed):
-            self.fail(message.message)
 
-    def fail(self, reason: str) -> None:
-        """The engine has ended: so does everything that waits for it. The first reason stands."""
+    def fail(
+        self, reason: str, kind: type[EngineDeadError | ShuttingDownError] = EngineDeadError
+    ) -> None:
+        """Everything that waits for the engine ends with an error. The first reason stands.
+
+        Args:
+            reason: for clients to read.
+            kind: whether the engine ended, or the server will not wait for it any longer.
+        """
         with self._lock:
             if self._death is not None:
                 return
-            self._death = reason
+            self._death, self._end_error = reason, kind
             streams, self._streams = list(self._streams.values()), {}
             waiting, self._on_reply = self._on_reply, {}
             for stream in streams:
-                stream.fail(EngineDeadError(reason))
+                stream.fail(kind(reason))
         for stream in streams:
             stream.on_ready()
         for rid, on_reply in waiting.items():
@@ -328,6 +364,7 @@ class Frontend:
                 elif stream.streaming:
                     ready.append(stream)
             for output in batch.outputs:
+                self._unheard.discard(output.rid)  # the first that is said of a request is here
                 stream = streams.get(output.rid)
                 if stream is None:
                     continue
@@ -378,7 +415,7 @@ class Frontend:
     def _log_end(self, stream: RequestStream, how: str) -> None:
         if self._log_requests:
             logger.info(
-                "request %s: %s after %d tokens and %.3f s",
+                "request %r: %s after %d tokens and %.3f s",
                 stream.request.rid,
                 how,
                 stream.num_output_tokens,

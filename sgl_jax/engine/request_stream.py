@@ -130,7 +130,8 @@ class RequestStream:
         """Everything gained since the last call; None if nothing.
 
         Raises:
-            EngineDeadError: the engine ended before the request did.
+            EngineDeadError, ShuttingDownError: the engine ended, or the server would not wait any
+                longer, before the request did.
         """
         with self._lock:
             finish = None if self._last_chunk_taken else self.finish

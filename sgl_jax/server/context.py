@@ -12,6 +12,7 @@ from fastapi import Request
 from sgl_jax.core.messages import FrontMessage, Reply
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.health import EngineHealth
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.server.errors import ApiError
 
@@ -29,6 +30,7 @@ class ServerContext:
     frontend: Frontend
     engine_info: dict[str, Any]
     engine_metrics: EngineMetrics
+    health: EngineHealth
     draining: bool = False
     answer_timeout_s: float = 30.0  # how long the engine may take to answer; it may be in a step
     reader_timeout_s: float = 60.0  # how long a client may take to read a piece of its stream
@@ -50,11 +52,11 @@ class ServerContext:
             )
 
     def check_open(self) -> None:
-        """Raise 503 if new work is not taken any more."""
+        """Raise what ends in a 503 if new work is not taken now."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
-        if self.frontend.death is not None:
-            raise ApiError(503, self.frontend.death, code="engine_dead")
+        self.frontend.check_alive()
+        self.health.check()
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without holding up the event loop for long."""
@@ -80,7 +82,9 @@ class ServerContext:
 
         Raises:
             ApiError: 503, no answer in time.
+            EngineStuckError: there would be none.
         """
+        self.health.check()
         timeout_s = self.answer_timeout_s if timeout_s is None else timeout_s
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 

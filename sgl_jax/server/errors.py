@@ -15,12 +15,25 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import (
+    EngineDeadError,
+    EngineStuckError,
+    InvalidRequestError,
+    QueueFullError,
+    ShuttingDownError,
+)
 from sgl_jax.core.messages import FinishReason
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+# What ends in a 503, and the `code` that programs can test.
+_UNAVAILABLE: Mapping[type[Exception], str] = {
+    EngineDeadError: "engine_dead",
+    EngineStuckError: "engine_stuck",
+    QueueFullError: "queue_full",
+    ShuttingDownError: "shutting_down",
+}
 # Pydantic puts the branch of a union into the path of an error; clients know no branches.
 _UNION_BRANCH = re.compile(r"^(str|int|float|bool|constrained-.*|list\[.*|dict\[.*|[A-Z]\w*)$")
 
@@ -70,8 +83,9 @@ def to_api_error(error: Exception) -> ApiError:
             return _from_validation(error.errors())
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.param, code=error.code)
-        case EngineDeadError():
-            return ApiError(503, str(error), code="engine_dead")
+    for kind, code in _UNAVAILABLE.items():
+        if isinstance(error, kind):
+            return ApiError(503, str(error), code=code)
     return ApiError(500, "the server failed on this request; its log says why")
 
 
@@ -88,11 +102,15 @@ def abort_error(finish: FinishReason, names: Mapping[str, str]) -> ApiError | No
     return ApiError(finish.status_code, str(error), param=error.param, code=finish.code or code)
 
 
+def error_body(error: ApiError) -> ErrorBody:
+    """What the envelope of an error holds."""
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return ErrorBody(str(error.detail), kind, error.param, error.code)
+
+
 def envelope(error: ApiError) -> bytes:
     """The JSON of an error."""
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    body = ErrorBody(str(error.detail), kind, error.param, error.code)
-    return msgspec.json.encode(ErrorResponse(body))
+    return msgspec.json.encode(ErrorResponse(error_body(error)))
 
 
 def error_response(error: ApiError) -> Response:
@@ -107,11 +125,11 @@ def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         answer = to_api_error(error)
         if answer.status_code == 500:
-            logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+            logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
         return error_response(answer)
 
     kinds = (HTTPException, RequestValidationError, InvalidRequestError)
-    for kind in (*kinds, EngineDeadError, Exception):
+    for kind in (*kinds, *_UNAVAILABLE, Exception):
         app.add_exception_handler(kind, handle)
 
 

@@ -88,6 +88,7 @@ class StreamGroup:
         self.num_open = len(requests)
 
     async def __aenter__(self) -> Self:
+        self._frontend.check_room(len(self._requests))  # all or none
         try:
             for index, request in enumerate(self._requests):
                 self.streams.append(self._start(index, request))
@@ -109,7 +110,7 @@ class StreamGroup:
 
         Raises:
             ApiError: a request was aborted with an HTTP status, such as 503 for a full queue.
-            EngineDeadError: the engine has ended.
+            EngineDeadError, ShuttingDownError: the engine has ended, or the server ends now.
         """
         while self.num_open:
             await self._wake.wait()

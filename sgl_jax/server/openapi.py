@@ -16,7 +16,7 @@ _ERRORS = {
     "405": "the route does not know this method",
     "413": "the body is too large",
     "500": "a defect of the server",
-    "503": "too busy, shutting down, or the engine has ended; see Retry-After",
+    "503": "too busy, starting or shutting down, or the engine is stuck or dead; see Retry-After",
 }
 Responses = dict[int | str, dict[str, Any]]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from sgl_jax.core.errors import EngineDeadError
+from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import (
     CloseSession,
     ForkSession,
@@ -170,8 +170,7 @@ async def _ask(
         reply = heard
     if reply.ok:
         return reply.data
-    if context.frontend.death is not None:
-        raise ApiError(503, context.frontend.death, code="engine_dead")
+    context.frontend.check_alive()
     status_code = int(reply.data.get("status_code", 400))
     code = {400: "invalid_value", 503: "too_many_sessions"}.get(status_code)
     text = owner_of(request).as_told(reply.message)
@@ -182,7 +181,8 @@ def _close_unheard(context: ServerContext, session_id: str, reply: Reply) -> Non
     """Close a session whose id nobody has learnt, if it was opened."""
     if not reply.ok:
         return
-    with contextlib.suppress(EngineDeadError):  # then it has gone with the engine
+    # Otherwise it goes with the engine.
+    with contextlib.suppress(EngineDeadError, ShuttingDownError):
         context.frontend.ask(
             lambda rid: CloseSession(rid=rid, session_id=session_id), lambda reply: None
         )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
     AbortRequest,
     FinishReason,
@@ -21,8 +21,10 @@ from sgl_jax.engine.frontend import EngineFacts, Frontend
 from sgl_jax.engine.request_limits import MAX_OWNER_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.engine.scripted_engine import EOS, DirectClient, ScriptedEngine
+from tests.engine.scripted_engine import EOS, MAX_RUNNING, DirectClient, ScriptedEngine
 from tests.tokenizers import byte_level, load
+
+MAX_QUEUED = 100
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +38,7 @@ class Rig:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.client = DirectClient(ScriptedEngine())
         facts = EngineFacts.from_info(self.client.engine.info)
-        self.front = Frontend(tokenizer, facts, self.client)
+        self.front = Frontend(tokenizer, facts, self.client, max_queued_requests=MAX_QUEUED)
         self.wakes = 0
 
     def wake(self) -> None:
@@ -250,6 +252,29 @@ def test_aborting_by_name_ends_the_stream_with_an_abort(rig: Rig) -> None:
     assert other.finish is None
     assert rig.front.abort("nobody") == 0
     assert rig.front.abort("") == 1
+
+
+def test_the_front_counts_what_the_engine_has_not_spoken_of(rig: Rig) -> None:
+    streams = [rig.start("hello") for _ in range(MAX_QUEUED + MAX_RUNNING)]
+    with pytest.raises(QueueFullError, match="--max-queued-requests"):
+        rig.start("hello")
+    for stream in streams:  # what was sent lies there, whoever waits for it
+        rig.front.abandon(stream)
+    with pytest.raises(QueueFullError):
+        rig.start("hello")
+    rig.step()
+    rig.front.check_room(MAX_QUEUED + MAX_RUNNING)
+    with pytest.raises(QueueFullError):
+        rig.front.check_room(MAX_QUEUED + MAX_RUNNING + 1)
+
+
+def test_an_engine_that_does_not_answer_is_asked_only_so_much(rig: Rig) -> None:
+    for _ in range(1024):
+        rig.front.ask(lambda rid: GetState(rid=rid), lambda reply: None)
+    with pytest.raises(QueueFullError):
+        rig.front.ask(lambda rid: GetState(rid=rid), lambda reply: None)
+    rig.step()
+    rig.front.ask(lambda rid: GetState(rid=rid), lambda reply: None)
 
 
 def test_when_the_engine_dies_everyone_is_told(rig: Rig) -> None:

@@ -445,7 +445,10 @@ MUTATIONS = (
         "lacking: Int32Array = lens // page_size + 1 - _num_pages(held_lens, page_size)",
     ),
     Mutation(
-        "evict without a need", _MEMORY, "self.cache.evict(deficit + self._num_evicted_ahead)", "self.cache.evict(num_pages)"
+        "evict without a need",
+        _MEMORY,
+        "self.cache.evict(deficit + self._num_evicted_ahead)",
+        "self.cache.evict(num_pages)",
     ),
     Mutation(
         "give a row back with its old epoch",

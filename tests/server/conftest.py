@@ -11,9 +11,10 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from sgl_jax.core.messages import EngineFailed
+from sgl_jax.core.messages import EngineFailed, EngineMessage, Heartbeat
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.zmq_channel import ZmqChannel, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
@@ -22,6 +23,9 @@ from sgl_jax.server.context import ServerContext
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import ScriptedEngine
 from tests.tokenizers import byte_level, save
+
+MAX_QUEUED = 100
+HEARTBEAT_TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="session")
@@ -64,12 +68,23 @@ async def serving(
     channel = ZmqChannel(client.folder)
     thread = threading.Thread(target=run_quietly, args=(engine, channel), daemon=True)
     metrics = RequestMetrics()
-    front = Frontend(tokenizer, EngineFacts.from_info(engine.info), client, metrics=metrics)
+    facts = EngineFacts.from_info(engine.info)
+    front = Frontend(tokenizer, facts, client, max_queued_requests=MAX_QUEUED, metrics=metrics)
+    health = EngineHealth(HEARTBEAT_TIMEOUT_S)
     args = ServerArgs(model_path=str(model_folder), api_key=api_key)
-    context = ServerContext(args, front, engine.info, EngineMetrics(metrics))
+    context = ServerContext(args, front, engine.info, EngineMetrics(metrics), health)
     app = build_app(context)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    client.listen(front.handle, lambda error: front.fail(str(error)))
+
+    def on_message(message: EngineMessage) -> None:
+        if isinstance(message, EngineFailed):
+            front.fail(message.message)
+        elif isinstance(message, Heartbeat):
+            health.hear(message)
+        else:
+            front.handle(message)
+
+    client.listen(on_message, lambda error: front.fail(str(error)))
     thread.start()
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
