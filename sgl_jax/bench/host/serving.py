@@ -51,7 +51,7 @@ class Load(NamedTuple):
 
 
 LOADS = {
-    "limited by prompt tokens": Load(1 + 400 + 500, num_pages=25_000, chunk_size=450),
+    "limited by prompt tokens": Load(1 + 400 + 500, num_pages=25_000, chunk_size=260),
     "limited by rows": Load(1 + ROWS_PER_RANK, num_pages=25_000, chunk_size=2048),
     "limited by pages": Load(1 + 2 * ROWS_PER_RANK, num_pages=7_000, chunk_size=2048),
     "limited by rows, long answers": Load(1 + ROWS_PER_RANK, 60_000, 2048, _LONG_LENS),
