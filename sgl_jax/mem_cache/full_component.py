@@ -51,11 +51,6 @@ class FullComponent:
             return np.zeros(0, np.int32)
         return np.concatenate([node.values[self.index] for node in nodes])
 
-    def num_evictable_on(self, path: Sequence[PathStep]) -> int:
-        """Pages of the matched part of `path` that locking it would take from the evictable."""
-        unlocked = (step for step in path if step.node.locks[self.index] == 0)
-        return sum(step.num_matched for step in unlocked) // self._page_size
-
     def usable_len(self, path: Sequence[PathStep], length: int) -> int:
         """All that matched: an edge always has all its pages."""
         return length

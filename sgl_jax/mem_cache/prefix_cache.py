@@ -19,13 +19,6 @@ from sgl_jax.mem_cache.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
-class PrefixPeek(NamedTuple):
-    """What a match would find: `length` tokens, of whose pages some are evictable until then."""
-
-    length: int
-    num_evictable_pages: int
-
-
 class PrefixMatch(NamedTuple):
     """A locked prefix: its length in tokens (whole pages), its pages, and the node locked.
 
@@ -69,10 +62,8 @@ class PrefixCache(Protocol):
         """Prefix lengths of these locks, summed over the locks."""
         ...
 
-    def peek(
-        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
-    ) -> PrefixPeek:
-        """What `match_prefix` would find. Changes nothing."""
+    def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
+        """How many tokens `match_prefix` would find. Changes nothing."""
         ...
 
     def follow(
@@ -158,11 +149,9 @@ class ChunkCache:
     num_locks = 0
     num_locked_tokens = 0
 
-    def peek(
-        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
-    ) -> PrefixPeek:
+    def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
         """Nothing is ever found."""
-        return PrefixPeek(0, 0)
+        return 0
 
     def follow(
         self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None

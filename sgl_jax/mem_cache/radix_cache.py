@@ -10,7 +10,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES, EvictionPolicy, LruPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.page_allocator import PageAllocator
-from sgl_jax.mem_cache.prefix_cache import PrefixMatch, PrefixPeek
+from sgl_jax.mem_cache.prefix_cache import PrefixMatch
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_component import LeaseOffer
@@ -62,12 +62,10 @@ class RadixCache:
         """Prefix lengths of these locks, summed over the locks."""
         return self.tree.num_locked_tokens
 
-    def peek(
-        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
-    ) -> PrefixPeek:
-        """What `match_prefix` would find. Changes nothing, not even ages."""
-        path, length = self.tree.peek(_contiguous(tokens), namespace, start)
-        return PrefixPeek(length, self._full.num_evictable_on(path))
+    def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
+        """How many tokens `match_prefix` would find. Changes nothing, not even ages."""
+        _, length = self.tree.peek(_contiguous(tokens), namespace, start)
+        return length
 
     def follow(
         self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None

@@ -121,7 +121,7 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
     Returns whether the tree had more; all three lengths are then that of its prefix.
     """
     lease.require_live()
-    if memory.cache.peek(tokens, lease.namespace, lease.node).length <= lease.kv_allocated_len:
+    if memory.cache.peek(tokens, lease.namespace, lease.node) <= lease.kv_allocated_len:
         return False
     first = lease.cache_protected_len // memory.page_size
     match = memory.cache.match_prefix(tokens, lease.namespace, lease.node)

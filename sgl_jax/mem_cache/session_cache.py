@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.mem_cache.prefix_cache import PrefixCache, PrefixMatch, PrefixPeek
+from sgl_jax.mem_cache.prefix_cache import PrefixCache, PrefixMatch
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -148,10 +148,8 @@ class SessionAwareCache:
         """Prefix lengths of these locks, summed over the locks."""
         return self.inner.num_locked_tokens
 
-    def peek(
-        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
-    ) -> PrefixPeek:
-        """What `match_prefix` would find. Changes nothing."""
+    def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
+        """How many tokens `match_prefix` would find. Changes nothing."""
         return self.inner.peek(tokens, namespace, start)
 
     def follow(

@@ -119,7 +119,7 @@ class Replay:
 
     def holds(self, prompt: Prompt) -> bool:
         """Whether all of the prompt is cached."""
-        return self.cache.peek(self.tokens_of(prompt)).length == len(prompt) * self.page_size
+        return self.cache.peek(self.tokens_of(prompt)) == len(prompt) * self.page_size
 
 
 def hit_rate(prompts: list[Prompt], num_pages: int, eviction_policy: str) -> float:

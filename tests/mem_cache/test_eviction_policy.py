@@ -208,5 +208,5 @@ def test_eviction_page_by_page_takes_the_tail_of_an_edge_first() -> None:
         replay.serve([1, 2, 3, 4])
         for left in (3, 2, 1, 0):
             assert replay.cache.evict(1) == 1
-            found = replay.cache.peek(np.array([1, 2, 3, 4], np.int32)).length
+            found = replay.cache.peek(np.array([1, 2, 3, 4], np.int32))
             assert found == left

@@ -42,7 +42,7 @@ def test_equal_tokens_of_two_namespaces_are_computed_and_kept_twice() -> None:
     memory = make_memory(4)
     keep(memory, TOKENS[:16], "red")
     for other in ("", "blue", "re", "red ", "Red"):
-        assert memory.cache.peek(TOKENS, other).length == 0
+        assert memory.cache.peek(TOKENS, other) == 0
         assert memory.cache.match_prefix(TOKENS, other).node is None
         assert found(memory, TOKENS, other) == []
     lease = memory.open_lease(TOKENS[:16], "blue")
@@ -85,8 +85,8 @@ def test_a_split_stays_in_its_namespace() -> None:
     branch = np.concatenate([TOKENS[:8], array(90, 91, 92, 93)])
     keep(memory, branch, "red")
     assert {name: found(memory, TOKENS, name) for name in ("red", "blue")} == before
-    assert memory.cache.peek(branch, "red").length == 12
-    assert memory.cache.peek(branch, "blue").length == 8
+    assert memory.cache.peek(branch, "red") == 12
+    assert memory.cache.peek(branch, "blue") == 8
     red, blue = top_nodes(memory)
     assert (red.namespace, red.end, len(red.children)) == ("red", 8, 2)
     assert (blue.namespace, blue.end, len(blue.children)) == ("blue", 20, 0)
@@ -130,9 +130,9 @@ def test_what_a_lease_publishes_in_chunks_stays_in_the_namespace_it_was_opened_w
     lease = memory.open_lease(TOKENS[:4], "red")
     write_kv(memory, lease, 24)
     release_kv_cache(memory, lease, TOKENS, insert=True)
-    assert memory.cache.peek(TOKENS, "red").length == 24
-    assert memory.cache.peek(TOKENS, "").length == 8
-    assert memory.cache.peek(TOKENS, "blue").length == 0
+    assert memory.cache.peek(TOKENS, "red") == 24
+    assert memory.cache.peek(TOKENS, "") == 8
+    assert memory.cache.peek(TOKENS, "blue") == 0
 
 
 def test_the_audit_finds_a_lease_on_a_path_of_another_namespace() -> None:

@@ -157,7 +157,7 @@ class CursorMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         for cursor in self.cursors:
-            found = self.memory.cache.peek(cursor.tokens, cursor.namespace).length
+            found = self.memory.cache.peek(cursor.tokens, cursor.namespace)
             assert cursor.length == found, cursor
             assert self.memory.cache.followed_nodes[cursor.place] is cursor.node
         index_of(self.memory).audit()

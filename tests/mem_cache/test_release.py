@@ -326,7 +326,7 @@ def test_whole_committed_pages_enter_the_cache_and_the_rest_is_freed() -> None:
     release_kv_cache(memory, lease, np.arange(20, dtype=np.int32), insert=True)
     assert memory.view().cached_pages == 2
     assert memory.view().free_pages == 23 - 2
-    assert memory.cache.peek(np.arange(20, dtype=np.int32)).length == 8
+    assert memory.cache.peek(np.arange(20, dtype=np.int32)) == 8
 
 
 def test_tokens_the_host_does_not_know_yet_never_enter_the_cache() -> None:

@@ -111,7 +111,7 @@ def test_what_was_written_past_the_finished_length_is_freed_and_never_cached() -
     memory.commit_rows(array(lease.row), array(6))
     memory.commit_rows(array(lease.row), array(16))
     release_kv_cache(memory, lease, TOKENS[:9], insert=True)
-    assert memory.cache.peek(TOKENS).length == 8
+    assert memory.cache.peek(TOKENS) == 8
     assert memory.view().free_pages == memory.view().total_pages - 1 - 2
     assert_all_free(memory)
 
@@ -182,13 +182,13 @@ def test_a_rank_short_of_pages_takes_nothing_from_another() -> None:
     short, roomy = make_memory(PAGE, num_pages=4), make_memory(PAGE, num_pages=4)
     for memory in (short, roomy):
         cache_prefix(memory, TOKENS[:8])
-    before, kept = roomy.view(), roomy.cache.peek(TOKENS).length
+    before, kept = roomy.view(), roomy.cache.peek(TOKENS)
     lease = short.open_lease(TOKENS[20:])
     assert short.grow_rows(array(lease.row), array(12))
     assert not short.grow_rows(array(lease.row), array(16))
     assert short.cache.num_evicted == 2
     assert roomy.view() == before
-    assert roomy.cache.peek(TOKENS).length == kept
+    assert roomy.cache.peek(TOKENS) == kept
 
 
 # -- chunks ---------------------------------------------------------------------------------------

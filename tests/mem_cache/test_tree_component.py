@@ -205,8 +205,6 @@ class HybridTreeMachine(RuleBasedStateMachine):
         before = shape_of(self.tree)
         path, length = self.tree.peek(np.array(tokens, np.int32))
         assert length == sum(step.num_matched for step in path) == len(self.longest_usable(tokens))
-        unlocked = self.model.evictable().intersection(self.model.prefixes(tokens[:length]))
-        assert self.full.num_evictable_on(path) == len(unlocked)
         assert shape_of(self.tree) == before
 
     def longest_usable(self, tokens: Tokens) -> Tokens:

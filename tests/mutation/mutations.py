@@ -350,8 +350,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: look up pages in the default one",
         _CACHE,
-        "path, length = self.tree.peek(_contiguous(tokens), namespace, start)",
-        'path, length = self.tree.peek(_contiguous(tokens), "", start)',
+        "_, length = self.tree.peek(_contiguous(tokens), namespace, start)",
+        '_, length = self.tree.peek(_contiguous(tokens), "", start)',
     ),
     Mutation(
         "namespaces: order the queue by what the default one has",
@@ -1000,15 +1000,15 @@ MUTATIONS = (
     Mutation(
         "never adopt what the tree has beyond a slot",
         _RELEASE,
-        "    if memory.cache.peek(tokens, lease.namespace, lease.node).length <= "
+        "    if memory.cache.peek(tokens, lease.namespace, lease.node) <= "
         "lease.kv_allocated_len:\n",
         "    if True:\n",
     ),
     Mutation(
         "adopt a prefix of the tree that is shorter than the row",
         _RELEASE,
-        "lease.namespace, lease.node).length <= lease.kv_allocated_len:\n",
-        "lease.namespace, lease.node).length <= lease.cache_protected_len:\n",
+        "lease.namespace, lease.node) <= lease.kv_allocated_len:\n",
+        "lease.namespace, lease.node) <= lease.cache_protected_len:\n",
     ),
     Mutation(
         "adopt a prefix and keep the row's own pages",

@@ -131,7 +131,7 @@ class SessionMachine(SchedulerMachine):
             in_slot = 0
             if lease is not None and lease.cache_protected_len <= num_kept:
                 in_slot = min(lease.kv_committed_len, num_kept)
-            in_tree = cache.peek(matchable, request.namespace).length
+            in_tree = cache.peek(matchable, request.namespace)
             assert cursor.length == in_tree
             assert rank.reusable_len(request, cursor) == max(in_slot, in_tree)
             row = admit(request, cursor, num_reserved)
