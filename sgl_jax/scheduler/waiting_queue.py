@@ -209,20 +209,16 @@ class WaitingQueue:
         self._take_moves()
         lines = np.flatnonzero(self._is_waiting[: self._end])
         lines = lines[~self._is_following(lines) & ~self._is_staying(lines, is_open, step)]
-        lines, needed = self._fitting(lines, room, is_open)
+        lines, least = self._fitting(lines, room, is_open)
         if not len(lines):
             return
         order = np.argsort(self._order_keys(lines), kind="stable")
-        lines, needed, start = lines[order], needed[:, order], 0
+        lines, least, start = lines[order], least[:, order], 0
         while start < len(lines) and np.count_nonzero(is_open):
-            # What started since takes more room than it lets others share, so none is left out
-            # that would fit after that.
-            fits = (
-                needed[:, start : start + _LOOKED_AT_ONCE] <= np.where(is_open, room, -1)[:, None]
-            )
-            fits = np.logical_or.reduce(fits)
-            index = fits.argmax()
-            if fits[index]:
+            room_now = np.where(is_open, room, -1)[:, None]
+            may_fit = np.logical_or.reduce(least[:, start : start + _LOOKED_AT_ONCE] <= room_now)
+            index = may_fit.argmax()
+            if may_fit[index]:
                 yield self._by_line[int(lines[start + index])]
                 start += int(index) + 1
             else:
@@ -298,22 +294,26 @@ class WaitingQueue:
     def _fitting(
         self, lines: Int64Array, room: Int32Array, is_open: BoolArray
     ) -> tuple[Int64Array, Int32Array]:
-        """Those of `lines` that fit an open rank, and how many pages each takes there at least.
+        """Those of `lines` that fit an open rank, and the pages that each takes there at least.
 
-        The pages are int32[ranks, len(lines)]; `_NEVER` where the rank is not open, or not allowed.
+        What starts in this step may let others share more of what is cached, but takes more room
+        than that: so it makes none fit that does not fit now, and a request that fits now takes
+        at least the pages that are not cached. These are int32[ranks, len(lines)]; `_NEVER` where
+        it does not fit, or the rank is not open, or not allowed.
         """
         may_run, num_pages = self._may_run[:, lines] & is_open[:, None], self._num_pages[lines]
-        needed = np.where(may_run, num_pages - self._cached_pages[:, lines], _NEVER)
-        may_fit = np.logical_or.reduce(needed <= room[:, None])
-        lines, needed, may_run = lines[may_fit], needed[:, may_fit], may_run[:, may_fit]
+        least = np.where(may_run, num_pages - self._cached_pages[:, lines], _NEVER)
+        may_fit = np.logical_or.reduce(least <= room[:, None])
+        lines, least, may_run = lines[may_fit], least[:, may_fit], may_run[:, may_fit]
         # Only what depends on how much of the prefix is in use is looked at more closely.
         fits_alone = np.logical_or.reduce(may_run & (num_pages[may_fit] <= room[:, None]))
         doubtful = np.flatnonzero(~fits_alone)
         if not len(doubtful):
-            return lines, needed
-        needed[:, doubtful] = self._pages_needed(lines[doubtful], is_open)
-        fits = np.logical_or.reduce(needed <= room[:, None])
-        return lines[fits], needed[:, fits]
+            return lines, least
+        fits = self._pages_needed(lines[doubtful], is_open) <= room[:, None]
+        least[:, doubtful] = np.where(fits, least[:, doubtful], _NEVER)
+        may_fit = np.logical_or.reduce(least <= room[:, None])
+        return lines[may_fit], least[:, may_fit]
 
     def _pages_needed(self, lines: Int64Array, is_open: BoolArray) -> Int32Array:
         """Pages that each of `lines` takes beside what is in use of its prefix.

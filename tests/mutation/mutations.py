@@ -1381,14 +1381,14 @@ MUTATIONS = (
     Mutation(
         "leave out a request that needs all that is there",
         _QUEUE,
-        "may_fit = np.logical_or.reduce(needed <= room[:, None])",
-        "may_fit = np.logical_or.reduce(needed < room[:, None])",
+        "may_fit = np.logical_or.reduce(least <= room[:, None])\n        lines, least, may_run",
+        "may_fit = np.logical_or.reduce(least < room[:, None])\n        lines, least, may_run",
     ),
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
         _QUEUE,
-        "        fits = np.logical_or.reduce(needed <= room[:, None])\n        return lines[fits]",
-        "        fits = np.logical_or.reduce(needed < room[:, None])\n        return lines[fits]",
+        "        fits = self._pages_needed(lines[doubtful], is_open) <= room[:, None]",
+        "        fits = self._pages_needed(lines[doubtful], is_open) < room[:, None]",
     ),
     Mutation(
         "count nothing of a prefix as in use",

@@ -221,6 +221,19 @@ def test_two_requests_that_fit_one_by_one_but_not_together_do_not_start_together
     assert driver.scheduler.counters()["requests_retracted"] == 0
 
 
+def test_what_fits_beside_another_because_it_shares_its_prefix_starts_in_the_same_step() -> None:
+    driver = make_driver(dp_size=1, num_pages=25, chunk=128)  # 24 pages of 4 tokens
+    shared = [i % 40 for i in range(64)]
+    driver.submit(generate("before", [*shared, 48], 2))
+    finish(driver)
+    start(driver, "uses 4 of 5 pages", [*shared[:16], 47, 47, 47], 9, dp_rank=0)
+    driver.submit(generate("18 pages", [*shared, *[41] * 7], 1))
+    driver.submit(generate("20 pages", [*shared, *[42] * 15], 1))
+    driver.step()
+    assert rank_of(driver, "18 pages") == rank_of(driver, "20 pages") == 0
+    finish(driver)
+
+
 def test_the_reserve_of_what_starts_in_a_step_is_left_in_that_step() -> None:
     """The first may generate 60 tokens: half of these, in 7 pages, are reserved for it."""
     driver = make_driver(
