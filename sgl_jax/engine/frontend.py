@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 # A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
 _MAX_NORMALIZER_SHRINK = 4
+# English has 4 to 5 characters a token, indented code up to 8.
+_MOST_CHARS_PER_TOKEN = 16
+_SHORT_PROMPT_CHARS = 65_536  # never too many by that average
 
 
 class EngineFacts(NamedTuple):
@@ -100,21 +103,36 @@ class Frontend:
 
     # Requests
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; refuses at once what is too long whatever its tokens are."""
+    @property
+    def max_prompt_chars(self) -> int:
+        """Characters beyond which a prompt is too long, whatever its tokens are.
+
+        Long tokens are runs of spaces and dashes, of which no text consists: a prompt of many
+        tokens' worth of characters may have `_MOST_CHARS_PER_TOKEN` for each on average.
+        """
+        most = self.facts.max_request_tokens
+        longest = most * self.tokenizer.longest_token_chars * _MAX_NORMALIZER_SHRINK
+        return min(longest, _SHORT_PROMPT_CHARS + most * _MOST_CHARS_PER_TOKEN)
+
+    def check_text(self, text: str) -> None:
+        """Raise `InvalidRequestError` for a prompt that is empty or surely too long."""
         if not text:
             raise InvalidRequestError("the prompt is empty", "text")
-        most = (
-            self.facts.max_request_tokens
-            * self.tokenizer.longest_token_chars
-            * _MAX_NORMALIZER_SHRINK
-        )
-        if len(text) > most:
+        self.check_length(len(text))
+
+    def check_length(self, num_chars: int) -> None:
+        """Raise `InvalidRequestError` for a prompt that is surely too long."""
+        if num_chars > self.max_prompt_chars:
             raise InvalidRequestError(
-                f"the prompt has {len(text)} characters; this server holds "
-                f"{self.facts.max_request_tokens} tokens per request",
+                f"the prompt has {num_chars} characters; this server holds "
+                f"{self.facts.max_request_tokens} tokens per request, of which "
+                f"{self.max_prompt_chars} characters are surely more",
                 "text",
             )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt; refuses at once what is too long whatever its tokens are."""
+        self.check_text(text)
         return self.tokenizer.encode(text)
 
     def prepare(

@@ -1,11 +1,11 @@
-"""What the routes share: the front, the model's name, and whether the server still takes work."""
+"""What the routes share: the front, the limits, the model's name, and whether work is taken."""
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -13,10 +13,13 @@ from sgl_jax.core.messages import FrontMessage, Reply
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.metrics.engine_metrics import EngineMetrics
+from sgl_jax.server.api_keys import ANONYMOUS, caller_of
 from sgl_jax.server.errors import ApiError
+from sgl_jax.server.generation import CLIENT_GONE, while_connected
+from sgl_jax.server.limits import Limits
+from sgl_jax.server.text_pool import TextPool
 
-# Longer texts are tokenised on another thread, so that streams go on meanwhile.
-_LONG_TEXT_CHARS = 16_384
+T = TypeVar("T")
 _DEFAULT_MODEL = "default"  # what clients send who know of only one model
 
 
@@ -28,6 +31,8 @@ class ServerContext:
     frontend: Frontend
     engine_info: dict[str, Any]
     engine_metrics: EngineMetrics
+    limits: Limits
+    texts: TextPool
     draining: bool = False
     answer_timeout_s: float = 30.0  # how long the engine may take to answer; it may be in a step
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
@@ -54,13 +59,42 @@ class ServerContext:
         if self.frontend.death is not None:
             raise ApiError(503, self.frontend.death, code="engine_dead")
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without holding up the event loop for long."""
-        return await self.off_loop_if_long(len(text), lambda: self.frontend.encode(text))
+    async def encode_prompts(
+        self, request: Request, prompts: Sequence[str | list[int]]
+    ) -> list[list[int]]:
+        """Token ids of each prompt of `request`.
 
-    async def off_loop_if_long(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
-        """Run `encode` here for a short text, on a thread for a long one."""
-        return encode() if num_chars < _LONG_TEXT_CHARS else await asyncio.to_thread(encode)
+        Raises:
+            InvalidRequestError: a prompt is empty or too long.
+            ApiError: it took too long, or the client went away.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self.frontend.check_text(text)
+        if self.texts.is_short(texts):
+            ids = [self.frontend.tokenizer.encode(text) for text in texts]
+        else:
+            ids = await _unless_gone(request, self.texts.encode(_client_of(request), texts))
+        encoded = iter(ids)
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    async def encode_chat(
+        self,
+        request: Request,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final_message: bool,
+        template_args: Mapping[str, Any],
+    ) -> list[int]:
+        """Token ids of the conversation of `request`. Raises as `encode_prompts`."""
+        self.frontend.check_length(sum(len(message["content"]) for message in messages))
+        encoding = self.texts.encode_chat(
+            _client_of(request),
+            messages,
+            continue_final_message=continue_final_message,
+            template_args=template_args,
+        )
+        return await _unless_gone(request, encoding)
 
     async def ask(
         self,
@@ -104,3 +138,19 @@ def context_of(request: Request) -> ServerContext:
     context = request.app.state.context
     assert isinstance(context, ServerContext)
     return context
+
+
+def _client_of(request: Request) -> str:
+    """With whom others share the tokenizer: a key, or without keys an address."""
+    caller = caller_of(request)
+    if caller.name != ANONYMOUS.name:
+        return caller.name
+    return "" if request.client is None else request.client.host
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, and end it if the client goes away."""
+    done = await while_connected(request.receive, work)
+    if done is None:
+        raise ApiError(CLIENT_GONE, "the client went away")
+    return done

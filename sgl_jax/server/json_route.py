@@ -1,17 +1,17 @@
-"""Reads JSON bodies strictly: what JSON does not know (NaN, half surrogates) is a 400."""
+"""Routes whose bodies are JSON by the letter of RFC 8259, within the server's limits."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from sgl_jax.server.errors import ApiError
+from sgl_jax.server.context import context_of
+from sgl_jax.server.json_body import decode_json
 
 
 class JsonRoute(APIRoute):
-    """A route whose body must be JSON by the letter of RFC 8259."""
+    """What JSON does not know (NaN, half surrogates) is a 400."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -24,15 +24,4 @@ class JsonRoute(APIRoute):
 
 class _StrictRequest(Request):
     async def json(self) -> Any:
-        try:
-            return msgspec.json.decode(await self.body())
-        except UnicodeDecodeError as error:
-            raise ApiError(
-                400, f"the body is not UTF-8: {error.reason}", code="invalid_json"
-            ) from error
-        except RecursionError as error:
-            raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
-        except msgspec.MsgspecError as error:
-            raise ApiError(
-                400, f"the body is not valid JSON: {error}", code="invalid_json"
-            ) from error
+        return await decode_json(await self.body(), context_of(self).limits)

@@ -4,13 +4,16 @@
     again:             exit at once
     engine dies:       say so, end open streams with an error event, exit 1
 
-Owns the engine process, the sockets to it and the listening socket. Must never import jax.
+Owns the engine process, the sockets to it, the text workers and the listening socket. Must never
+import jax.
 """
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -28,9 +31,14 @@ from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess
 from sgl_jax.engine.zmq_channel import ChannelError, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
+from sgl_jax.server.api_keys import ApiKeys
 from sgl_jax.server.app import build_app
 from sgl_jax.server.context import ServerContext
+from sgl_jax.server.http_guard import guarded_protocol
+from sgl_jax.server.limits import Limits
+from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.worker_process import TextWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +46,7 @@ _LAST_BYTES_TIMEOUT_S = 5  # for answers still being written when the server sto
 _ENGINE_STOP_TIMEOUT_S = 15.0
 _DRAIN_POLL_S = 0.05
 _START_POLL_S = 0.01
+_FILES_BESIDE_CONNECTIONS = 256  # files and sockets of the process that are not connections
 _KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 
 
@@ -66,7 +75,9 @@ class _Uvicorn(uvicorn.Server):
 class _Server:
     def __init__(self, args: ServerArgs, engine_command: Sequence[str]) -> None:
         self._args = args
+        self._keys = ApiKeys.from_args(args)
         self._engine_command = engine_command
+        self._text_workers = TextWorkers(args.tokenizer_path or args.model_path, args.chat_template)
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
         self._ready: asyncio.Future[EngineReady]
@@ -94,10 +105,15 @@ class _Server:
                     context = await self._start(client)
                     if context is None:  # stopped while starting
                         return 0
-                    return await self._serve_http(context, listener)
+                    context.texts.start()
+                    try:
+                        return await self._serve_http(context, listener)
+                    finally:
+                        await context.texts.close()
                 finally:
                     await self._stop_engine(client)
             finally:
+                self._text_workers.close()
                 client.close()
 
     async def _start(self, client: ZmqEngineClient) -> ServerContext | None:
@@ -112,6 +128,7 @@ class _Server:
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             tokenizer = await loading
+            self._text_workers.start()  # not before it is known that the tokenizer can be read
             await asyncio.wait((self._ready, stopping), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
@@ -128,19 +145,29 @@ class _Server:
             metrics=metrics,
             log_requests=self._args.log_requests,
         )
-        return ServerContext(self._args, self._frontend, info, EngineMetrics(metrics))
+        limits = Limits.of(self._args, self._frontend.max_prompt_chars)
+        texts = TextPool(self._text_workers, limits)
+        return ServerContext(
+            self._args, self._frontend, info, EngineMetrics(metrics), limits, texts
+        )
 
     async def _serve_http(self, context: ServerContext, listener: socket.socket) -> int:
+        _allow_files(context.limits.max_connections + _FILES_BESIDE_CONNECTIONS)
         config = uvicorn.Config(
-            build_app(context),
-            http="httptools",
+            build_app(context, self._keys),
+            http=guarded_protocol(context.limits),
+            ws="none",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # its warnings are what clients do wrong
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
         )
         server = _Uvicorn(config)
+        # What was built lives as long as the process. A full collection that looked through all of
+        # it, modules and vocabulary, would hold up every client.
+        gc.collect()
+        gc.freeze()
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         while not server.started and not serving.done():  # "ready" means that one can connect
             await asyncio.sleep(_START_POLL_S)
@@ -165,7 +192,11 @@ class _Server:
         frontend = context.frontend
         logger.info("shutting down: %d requests to finish", frontend.num_open)
         deadline = time.monotonic() + self._args.drain_timeout
-        while frontend.num_open and time.monotonic() < deadline and self._death is None:
+
+        def is_busy() -> bool:
+            return bool(frontend.num_open or context.texts.num_open)
+
+        while is_busy() and time.monotonic() < deadline and self._death is None:
             await asyncio.sleep(_DRAIN_POLL_S)
         if frontend.num_open:
             logger.warning("%d requests did not finish in time", frontend.num_open)
@@ -207,6 +238,20 @@ class _Server:
         if self._process is not None:
             self._process.kill()
         os._exit(_KILLED_BY_SIGNAL + number)
+
+
+def _allow_files(num_files: int) -> None:
+    """Let this process open so many files; where the system allows fewer, say so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < num_files:
+        logger.warning(
+            "the system allows %d open files, --max-connections needs %d (ulimit -n)",
+            wanted,
+            num_files,
+        )
 
 
 def _listening_socket(args: ServerArgs) -> socket.socket:

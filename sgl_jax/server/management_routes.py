@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import tempfile
 
 from fastapi import APIRouter, Request, Response
@@ -69,8 +68,7 @@ async def get_model_info(request: Request) -> Response:
 async def get_server_info(request: Request) -> Response:
     """Settings, the engine's facts, and the memory and load of every rank."""
     context = context_of(request)
-    settings = dataclasses.asdict(context.args)
-    settings["api_key"] = None if context.args.api_key is None else "***"
+    settings = context.args.public()
     state = (await context.ask(lambda rid: GetState(rid=rid))).data
     return json_response(
         {**settings, "version": request.app.version, "engine": context.engine_info, **state}

@@ -7,8 +7,9 @@ from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from sgl_jax.server.limits import MAX_PROMPTS
 from sgl_jax.server.logprobs import NativeLogprob
-from sgl_jax.server.openai_protocol import MAX_CHOICES, given_sampling
+from sgl_jax.server.openai_protocol import given_sampling
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
 from sgl_jax.server.strict_model import Namespace, Priority, Rid, StrictModel, TokenIds
 
@@ -52,9 +53,9 @@ class NativeSampling(StrictModel):
 class GenerateBody(StrictModel):
     """Body of `/generate`: `text` or `input_ids`, one prompt or a list."""
 
-    text: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None = None
+    text: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)] | None = None
     input_ids: (
-        TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_CHOICES)] | None
+        TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)] | None
     ) = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     return_logprob: bool | None = None

@@ -35,8 +35,10 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     context = context_of(request)
     context.check_open()
     prompts = body.prompts
+    with client_names(_names(body)):
+        encoded = await context.encode_prompts(request, prompts)
     each = zip(
-        prompts,
+        encoded,
         body.sampling_of(len(prompts)),
         body.rids_of(len(prompts)),
         body.namespaces_of(len(prompts)),
@@ -45,8 +47,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     )
     requests = []
     with client_names(_names(body)):
-        for prompt, sampling, rid, namespace, priority in each:
-            ids = await context.encode(prompt) if isinstance(prompt, str) else prompt
+        for ids, sampling, rid, namespace, priority in each:
             requests.append(
                 context.frontend.prepare(
                     ids,

@@ -10,10 +10,10 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
+from sgl_jax.server.limits import MAX_PROMPTS
 from sgl_jax.server.session_protocol import SessionId, SessionParams, refuse_several
 from sgl_jax.server.strict_model import Namespace, Priority, StrictModel, TokenIds
 
-MAX_CHOICES = 1024  # engine requests behind one HTTP request
 _MAX_MESSAGES = 16_384
 _INT64 = 2**63
 
@@ -179,8 +179,8 @@ class CompletionRequest(GenerationFields):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_CHOICES)]
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
     )
     max_tokens: int | None = Field(default=None, ge=0, description="0 only with echo")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)

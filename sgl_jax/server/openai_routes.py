@@ -10,9 +10,9 @@ from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.generation import json_response, respond
 from sgl_jax.server.json_route import JsonRoute
+from sgl_jax.server.limits import MAX_PROMPTS
 from sgl_jax.server.openai_formats import ChatFormat, CompletionFormat
 from sgl_jax.server.openai_protocol import (
-    MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
     GenerationFields,
@@ -50,13 +50,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     turn = None if body.session_id is None else SessionTurn(id=body.session_id, is_whole=True)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with client_names(_names(body, limit, "messages")):
-        prompt = await context.off_loop_if_long(
-            sum(len(message["content"]) for message in messages),
-            lambda: context.frontend.tokenizer.apply_chat_template(
-                messages,
-                continue_final_message=bool(body.continue_final_message),
-                template_args=body.template_args,
-            ),
+        prompt = await context.encode_chat(
+            request,
+            messages,
+            continue_final_message=bool(body.continue_final_message),
+            template_args=body.template_args,
         )
         requests = [
             context.frontend.prepare(
@@ -87,17 +85,17 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     context = context_of(request)
     context.check_open()
     context.check_model(body.model)
-    if not 1 <= len(body.prompts) * body.num_choices <= MAX_CHOICES:
+    if not 1 <= len(body.prompts) * body.num_choices <= MAX_PROMPTS:
         raise InvalidRequestError(
-            f"prompts times n must be 1 to {MAX_CHOICES}, "
+            f"prompts times n must be 1 to {MAX_PROMPTS}, "
             f"got {len(body.prompts)} x {body.num_choices}",
             "prompt",
         )
     echoes: list[str] = []
     requests: list[GenerateRequest] = []
     with client_names(_names(body, "max_tokens", "prompt")):
-        for prompt in body.prompts:
-            ids = await context.encode(prompt) if isinstance(prompt, str) else prompt
+        encoded = await context.encode_prompts(request, body.prompts)
+        for prompt, ids in zip(body.prompts, encoded, strict=True):
             requests += _completion_choices(context, body, ids)
             if body.echo:
                 text = prompt if isinstance(prompt, str) else _decode(context, body, ids)

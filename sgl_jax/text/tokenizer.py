@@ -83,8 +83,10 @@ class Tokenizer:
         return self._longest_token
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. The Rust side lets other threads run meanwhile."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`. Long texts take seconds, during which other threads run."""
+        # Not `encode`, which keeps the GIL, and finds offsets for which there is no use here.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -114,7 +116,20 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+        """Token ids of a conversation, ready for the assistant's turn; as `render_chat`."""
+        prompt = self.render_chat(
+            messages, continue_final_message=continue_final_message, template_args=template_args
+        )
+        return self.encode(prompt, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final_message: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as the text that the model reads, special tokens included.
 
         Args:
             messages: `{"role": ..., "content": ...}` each, content a string.
@@ -131,7 +146,7 @@ class Tokenizer:
                 "messages",
             )
         try:
-            prompt = self._hf.apply_chat_template(
+            prompt: str = self._hf.apply_chat_template(
                 list(messages),
                 # Named here, so that a client's template_args cannot bring a program of its own.
                 chat_template=None,
@@ -148,7 +163,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
             ) from error
-        return self.encode(prompt, add_special_tokens=False)
+        return prompt
 
     def _is_byte_level(self) -> bool:
         decoder = json.loads(self._backend.to_str())["decoder"] or {}

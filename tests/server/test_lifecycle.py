@@ -55,7 +55,15 @@ class Server:
 
     @property
     def engine(self) -> psutil.Process:
-        (child,) = psutil.Process(self.process.pid).children()
+        return self._child("scripted_engine")
+
+    @property
+    def text_workers(self) -> psutil.Process:
+        return self._child("text.worker")
+
+    def _child(self, word: str) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children()
+        (child,) = (child for child in children if word in " ".join(child.cmdline()))
         return child
 
     def num_running(self) -> int:
