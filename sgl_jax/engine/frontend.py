@@ -130,6 +130,15 @@ class Frontend:
                 "text",
             )
 
+    def check_num_tokens(self, num_tokens: int) -> None:
+        """Raise `InvalidRequestError` for a prompt that leaves no room for an output."""
+        if num_tokens >= self.facts.max_request_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens; this server holds "
+                f"{self.facts.max_request_tokens} per request, prompt and output together",
+                "input_ids",
+            )
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt; refuses at once what is too long whatever its tokens are."""
         self.check_text(text)
@@ -413,12 +422,7 @@ class Frontend:
     def _check_prompt(self, prompt_ids: list[int]) -> None:
         if not prompt_ids:
             raise InvalidRequestError("the prompt is empty", "input_ids")
-        if len(prompt_ids) >= self.facts.max_request_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt_ids)} tokens; this server holds "
-                f"{self.facts.max_request_tokens} per request, prompt and output together",
-                "input_ids",
-            )
+        self.check_num_tokens(len(prompt_ids))
         for token in (min(prompt_ids), max(prompt_ids)):
             if not 0 <= token < self.facts.vocab_size:
                 raise InvalidRequestError(

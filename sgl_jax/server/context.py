@@ -17,7 +17,8 @@ from sgl_jax.server.api_keys import ANONYMOUS, caller_of
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.generation import CLIENT_GONE, while_connected
 from sgl_jax.server.limits import Limits
-from sgl_jax.server.text_pool import TextPool
+from sgl_jax.server.loop_share import LoopShare
+from sgl_jax.server.text_pool import Ids, TextPool
 
 T = TypeVar("T")
 _DEFAULT_MODEL = "default"  # what clients send who know of only one model
@@ -74,7 +75,12 @@ class ServerContext:
         if self.texts.is_short(texts):
             ids = [self.frontend.tokenizer.encode(text) for text in texts]
         else:
-            ids = await _unless_gone(request, self.texts.encode(_client_of(request), texts))
+            packed = await _unless_gone(request, self.texts.encode(_client_of(request), texts))
+            share = LoopShare()
+            ids = []
+            for each in packed:
+                ids.append(self._unpack(each))
+                await share.pause()
         encoded = iter(ids)
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
@@ -94,7 +100,11 @@ class ServerContext:
             continue_final_message=continue_final_message,
             template_args=template_args,
         )
-        return await _unless_gone(request, encoding)
+        return self._unpack(await _unless_gone(request, encoding))
+
+    def _unpack(self, ids: Ids) -> list[int]:
+        self.frontend.check_num_tokens(len(ids))
+        return ids.tolist()
 
     async def ask(
         self,

@@ -18,6 +18,7 @@ from sgl_jax.core.messages import FinishReason, GenerateRequest, TokenLogprobs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.errors import abort_error, envelope, to_api_error
+from sgl_jax.server.loop_share import LoopShare
 
 T = TypeVar("T")
 CLIENT_GONE = 499  # nginx's number for a client that closed the connection; nobody reads it
@@ -74,9 +75,11 @@ class StreamGroup:
         self.num_open = len(requests)
 
     async def __aenter__(self) -> Self:
+        share = LoopShare()
         try:
             for index, request in enumerate(self._requests):
                 self.streams.append(self._start(index, request))
+                await share.pause()
         except BaseException:
             self._abandon()
             raise
@@ -127,6 +130,12 @@ class StreamGroup:
     def _abandon(self) -> None:
         for stream in self.streams:
             self._frontend.abandon(stream)
+            # It held this group, which holds it: a circle around all prompts.
+            stream.on_ready = _nothing
+
+
+def _nothing() -> None:
+    """Nobody waits any more."""
 
 
 async def respond(

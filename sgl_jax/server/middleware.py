@@ -5,6 +5,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sgl_jax.server.api_keys import ADMIN_PATHS, ApiKeys, note_caller
 from sgl_jax.server.errors import ApiError, error_response
 from sgl_jax.server.limits import Limits
+from sgl_jax.server.memory_return import MemoryReturn
 
 _OPEN_PATHS = frozenset({"/health"})  # load balancers have no key
 
@@ -35,6 +36,7 @@ class BodyLimitMiddleware:
         self._app = app
         self._limits = limits
         self._held_bytes = 0
+        self._memory = MemoryReturn()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,6 +67,7 @@ class BodyLimitMiddleware:
             await self._app(scope, counting_receive, send)
         finally:
             self._held_bytes -= num_bytes
+            self._memory.after(num_bytes)
 
 
 def _unknown_key(path: str) -> ApiError:

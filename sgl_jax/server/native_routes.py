@@ -14,6 +14,7 @@ from sgl_jax.server.errors import client_names
 from sgl_jax.server.generation import Answer, event, json_response, respond
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.logprobs import native_logprobs, native_top_logprobs
+from sgl_jax.server.loop_share import LoopShare
 from sgl_jax.server.native_protocol import (
     AbortBody,
     GenerateBody,
@@ -46,6 +47,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         strict=True,
     )
     requests = []
+    share = LoopShare()
     with client_names(_names(body)):
         for ids, sampling, rid, namespace, priority in each:
             requests.append(
@@ -63,6 +65,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                     priority=priority,
                 )
             )
+            await share.pause()
     return await respond(
         request,
         context.frontend,

@@ -11,6 +11,7 @@ from sgl_jax.server.errors import client_names
 from sgl_jax.server.generation import json_response, respond
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.limits import MAX_PROMPTS
+from sgl_jax.server.loop_share import LoopShare
 from sgl_jax.server.openai_formats import ChatFormat, CompletionFormat
 from sgl_jax.server.openai_protocol import (
     ChatRequest,
@@ -93,10 +94,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         )
     echoes: list[str] = []
     requests: list[GenerateRequest] = []
+    share = LoopShare()
     with client_names(_names(body, "max_tokens", "prompt")):
         encoded = await context.encode_prompts(request, body.prompts)
         for prompt, ids in zip(body.prompts, encoded, strict=True):
             requests += _completion_choices(context, body, ids)
+            await share.pause()
             if body.echo:
                 text = prompt if isinstance(prompt, str) else _decode(context, body, ids)
                 echoes += [text] * body.num_choices
