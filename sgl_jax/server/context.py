@@ -16,6 +16,7 @@ from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.server.api_keys import ANONYMOUS, caller_of
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.generation import CLIENT_GONE, while_connected
+from sgl_jax.server.json_body import JsonBodies
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.loop_share import LoopShare
 from sgl_jax.server.text_pool import Ids, TextPool
@@ -36,7 +37,11 @@ class ServerContext:
     texts: TextPool
     draining: bool = False
     answer_timeout_s: float = 30.0  # how long the engine may take to answer; it may be in a step
+    json_bodies: JsonBodies = dataclasses.field(init=False)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.json_bodies = JsonBodies(self.limits)
 
     @property
     def model_name(self) -> str:

@@ -1,7 +1,9 @@
 """Bounds what a connection can make the server hold before any route, or key, is looked at.
 
 uvicorn's parser takes heads of any size, queues every pipelined request, and waits for the rest of
-a request for ever. This subclass of its protocol counts, and closes.
+a request for ever. This subclass of its protocol counts, and closes. With too many connections the
+one goes first that has waited longest for a request to be complete up to its body: strangers, who
+get no further, cannot keep others out.
 """
 
 import asyncio
@@ -12,8 +14,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from sgl_jax.server.errors import ApiError, envelope
 from sgl_jax.server.limits import Limits
 
-# Framing of a chunked body may take this many bytes for each of the body: a chunk of one takes 5.
-_MOST_FRAMING_PER_BYTE = 8
+# Bytes of a chunked body for each of its framing, at least, beyond what a head may have: chunks of
+# 40 bytes. Each is a call of this class, so smaller ones cost more than their bytes tell.
+_LEAST_BYTES_PER_FRAMING = 8
 
 
 class _RefusedError(Exception):
@@ -24,6 +27,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     """One connection."""
 
     limits: ClassVar[Limits]
+    # Connections without a request, the oldest first; of one server.
+    waiting: ClassVar[dict["GuardedHttpProtocol", None]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -38,13 +43,17 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._arm()
         if len(self.connections) > self.limits.max_connections:
-            self._refuse(503, "the server has too many connections")
-        else:
-            self._arm()
+            if not self.waiting:
+                self._refuse(503, "the server has too many connections")
+                return
+            next(iter(self.waiting))._close()
+        self.waiting[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self.waiting.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -54,7 +63,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self._arm()
         self._framing_bytes += len(data)
         super().data_received(data)
-        most = self.limits.max_head_bytes + _MOST_FRAMING_PER_BYTE * self._body_bytes
+        most = self.limits.max_head_bytes + self._body_bytes // _LEAST_BYTES_PER_FRAMING
         if self._framing_bytes > most and not self._is_refused:
             self._refuse(431, f"the headers exceed {self.limits.max_head_bytes} bytes")
 
@@ -73,6 +82,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= limits.max_pipelined_requests:
             self._refuse(429, "too many requests were sent before their answers were read")
             raise _RefusedError
+        self.waiting.pop(self, None)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -85,6 +95,11 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._body_bytes = self._framing_bytes = 0
         self._disarm()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and not self.pipeline:
+            self.waiting[self] = None
 
     def send_400_response(self, msg: str) -> None:
         """The parser gave up, by itself or because of a refusal."""
@@ -119,8 +134,6 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Close the connection, with an answer unless another one is due on it first."""
-        self._is_refused = True
-        self._disarm()
         is_answered = self._in_body and self.cycle is not None and self.cycle.response_complete
         if not self._is_answering and not is_answered:
             body = envelope(ApiError(status, message))
@@ -128,9 +141,15 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             retry = b"\r\nretry-after: 1" if status == 503 else b""
             parts = (STATUS_LINE[status], head % len(body), retry, b"\r\n\r\n", body)
             self.transport.write(b"".join(parts))
+        self._close()
+
+    def _close(self) -> None:
+        self._is_refused = True
+        self._disarm()
+        self.waiting.pop(self, None)
         self.transport.close()
 
 
 def guarded_protocol(limits: Limits) -> type[GuardedHttpProtocol]:
     """The protocol of a server with these limits, for uvicorn's `http` setting."""
-    return type("ServerProtocol", (GuardedHttpProtocol,), {"limits": limits})
+    return type("ServerProtocol", (GuardedHttpProtocol,), {"limits": limits, "waiting": {}})

@@ -7,6 +7,7 @@ slices, by numpy, which lets other threads run.
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -23,24 +24,37 @@ _DEPTH_OF_BYTE[[ord("["), ord("{")]] = 1
 _DEPTH_OF_BYTE[[ord("]"), ord("}")]] = -1
 
 
-async def decode_json(body: bytes, limits: Limits) -> Any:
-    """The JSON value that `body` holds, by the letter of RFC 8259.
+class JsonBodies:
+    """Decodes the bodies that one server receives."""
 
-    Raises:
-        ApiError: 400, it is no JSON, or has more values, keys or depth than `limits` allow.
-    """
-    if len(body) > _INLINE_BYTES:
-        await asyncio.to_thread(check_shape, body, limits)
-    elif body.count(b"[") + body.count(b"{") > limits.max_json_depth:
-        check_shape(body, limits)
-    try:
-        return msgspec.json.decode(body)
-    except UnicodeDecodeError as error:
-        raise _invalid(f"the body is not UTF-8: {error.reason}") from error
-    except RecursionError as error:  # it is no JSON, else `check_shape` would have counted
-        raise _invalid("the body is nested too deeply") from error
-    except msgspec.MsgspecError as error:
-        raise _invalid(f"the body is not valid JSON: {error}") from error
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        # One, since each of several would take its turn of the interpreter before the event loop.
+        self._counter = ThreadPoolExecutor(1, thread_name_prefix="json")
+
+    async def decode(self, body: bytes) -> Any:
+        """The JSON value that `body` holds, by the letter of RFC 8259.
+
+        Raises:
+            ApiError: 400, it is no JSON, or has more values, keys or depth than the limits allow.
+        """
+        limits = self._limits
+        if len(body) > _INLINE_BYTES:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._counter, check_shape, body, limits)
+        elif body.count(b"[") + body.count(b"{") > limits.max_json_depth:
+            check_shape(body, limits)
+        try:
+            value = msgspec.json.decode(body)
+        except UnicodeDecodeError as error:
+            raise _invalid(f"the body is not UTF-8: {error.reason}") from error
+        except RecursionError as error:  # it is no JSON, else `check_shape` would have counted
+            raise _invalid("the body is nested too deeply") from error
+        except msgspec.MsgspecError as error:
+            raise _invalid(f"the body is not valid JSON: {error}") from error
+        if len(body) > _INLINE_BYTES:
+            await asyncio.sleep(0)  # before it is validated, which may take as long again
+        return value
 
 
 def check_shape(body: bytes, limits: Limits) -> None:

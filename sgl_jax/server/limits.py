@@ -12,6 +12,7 @@ from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS
 from sgl_jax.core.server_args import ServerArgs
 
 MAX_PROMPTS = 1024  # engine requests behind one HTTP request
+MAX_FIELDS = 256
 _MIB = 2**20
 _MOST_BYTES_PER_CHAR = 6  # a character as \uXXXX
 _GENERATION_PATHS = frozenset({"/generate", "/v1/completions"})
@@ -29,7 +30,10 @@ class Limits:
 
     # Connections and requests, before a key is looked at
     max_connections: int = _limit(
-        4096, "open connections; the next one is answered 503 and closed", "max_connections"
+        4096,
+        "open connections; with more, the one is closed that has waited longest for a request, or "
+        "if all have one, the newest (503)",
+        "max_connections",
     )
     max_pipelined_requests: int = _limit(
         32, "requests sent ahead on a connection; with one more it is closed"
@@ -60,6 +64,7 @@ class Limits:
     max_json_depth: int = _limit(64, "objects and lists within each other (400)")
     max_json_values: int = _limit(2**20, "values in a body, each token id being one (400)")
     max_json_keys: int = _limit(2**17, "keys of all objects, and lists, in a body (400)")
+    max_fields: int = _limit(MAX_FIELDS, "fields of an object with fixed fields (400)")
 
     # Prompts
     max_prompts: int = _limit(MAX_PROMPTS, "prompts, and choices of them, in a request (400)")

@@ -45,7 +45,11 @@ class BodyLimitMiddleware:
         most = self._limits.body_bytes_of(scope["path"])
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > most:
-            await error_response(_too_large(most))(scope, receive, send)
+            # The rest is read and dropped, so that the client gets to read the answer; unless it
+            # would take too long.
+            is_endless = int(announced) > self._limits.max_held_body_bytes
+            refusal = _too_large(most, closes=is_endless)
+            await error_response(refusal)(scope, receive, send)
             return
         num_bytes = 0
 
@@ -56,7 +60,7 @@ class BodyLimitMiddleware:
             num_bytes += gained
             self._held_bytes += gained
             if num_bytes > most:
-                raise _too_large(most)
+                raise _too_large(most, closes=True)
             if gained and self._held_bytes > self._limits.max_held_body_bytes:
                 raise ApiError(
                     503, "the server holds too many long requests", code="too_many_bytes"
@@ -80,7 +84,10 @@ def _unknown_key(path: str) -> ApiError:
     )
 
 
-def _too_large(most: int) -> ApiError:
+def _too_large(most: int, *, closes: bool) -> ApiError:
     return ApiError(
-        413, f"the body exceeds the {most} bytes that this route takes", code="body_too_large"
+        413,
+        f"the body exceeds the {most} bytes that this route takes",
+        code="body_too_large",
+        headers={"connection": "close"} if closes else None,
     )

@@ -6,12 +6,19 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from sgl_jax.server.limits import MAX_PROMPTS
+from sgl_jax.core.sampling_params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.server.logprobs import NativeLogprob
 from sgl_jax.server.openai_protocol import given_sampling
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
-from sgl_jax.server.strict_model import Namespace, Priority, Rid, StrictModel, TokenIds
+from sgl_jax.server.strict_model import (
+    ForEach,
+    LogitBias,
+    Namespace,
+    Priority,
+    Rid,
+    StrictModel,
+    TokenIds,
+)
 
 T = TypeVar("T")
 
@@ -28,12 +35,14 @@ class NativeSampling(StrictModel):
     repetition_penalty: float | None = Field(default=None, gt=0, le=1e4)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     sampling_seed: int | None = Field(
         default=None, ge=-(2**63), lt=2**63, description="same as seed"
     )
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = (
+        None
+    )
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
@@ -53,23 +62,21 @@ class NativeSampling(StrictModel):
 class GenerateBody(StrictModel):
     """Body of `/generate`: `text` or `input_ids`, one prompt or a list."""
 
-    text: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)] | None = None
-    input_ids: (
-        TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)] | None
-    ) = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    text: str | ForEach[str] | None = None
+    input_ids: TokenIds | ForEach[TokenIds] | None = None
+    sampling_params: NativeSampling | ForEach[NativeSampling] | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = Field(default=None, ge=-1)
     top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
-    rid: Rid | list[Rid] | None = None
+    rid: Rid | ForEach[Rid] | None = None
     dp_rank: int | None = Field(default=None, ge=0)
     session_params: SessionParams | None = None
-    extra_key: Namespace | list[Namespace] | None = Field(
+    extra_key: Namespace | ForEach[Namespace] | None = Field(
         default=None, description="cached prefixes are shared only with requests of the same"
     )
-    priority: Priority | list[Priority] | None = Field(
+    priority: Priority | ForEach[Priority] | None = Field(
         default=None, description="without effect but with --enable-priority-scheduling"
     )
 

@@ -10,9 +10,15 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
-from sgl_jax.server.limits import MAX_PROMPTS
 from sgl_jax.server.session_protocol import SessionId, SessionParams, refuse_several
-from sgl_jax.server.strict_model import Namespace, Priority, StrictModel, TokenIds
+from sgl_jax.server.strict_model import (
+    ForEach,
+    LogitBias,
+    Namespace,
+    Priority,
+    StrictModel,
+    TokenIds,
+)
 
 _MAX_MESSAGES = 16_384
 _INT64 = 2**63
@@ -46,11 +52,14 @@ class GenerationFields(StrictModel):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, le=1e4)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
     stop: (
         str
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1)]],
+            Field(fail_fast=True, max_length=MAX_STOP_STRINGS),
+        ]
         | None
     ) = None
     stop_token_ids: TokenIds | None = None
@@ -104,7 +113,7 @@ class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
     reasoning_content: str | None = None
     # Part of what OpenAI's answers hold, so clients send them back. Refused if they say something.
@@ -128,7 +137,9 @@ class ChatMessage(StrictModel):
 class ChatRequest(GenerationFields):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
+        min_length=1, max_length=_MAX_MESSAGES
+    )
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
@@ -176,12 +187,7 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """Body of `/v1/completions`."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-    )
+    prompt: str | TokenIds | ForEach[str] | ForEach[TokenIds]
     max_tokens: int | None = Field(default=None, ge=0, description="0 only with echo")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
