@@ -22,6 +22,7 @@ from sgl_jax.server.limits import Limits
 from sgl_jax.text.jobs import (
     LAST_JOB_BYTES,
     LENGTH,
+    READY,
     EncodeChat,
     EncodeTexts,
     Job,
@@ -37,7 +38,9 @@ _NUM_WORKERS = 2
 _SHORT_CHARS = 2048  # of all prompts of a request: tokenised within a millisecond
 _JOB_CHARS = 65_536  # prompts of a request go to the workers in pieces of this size
 _WORKER_START_S = 60.0  # the tokenizer may still be loading
-_MAX_TRIES = 2
+_GRACE_S = 5.0  # the kernel ends a worker in time; this is for one that is stopped
+_MAX_TRIES = 5
+_RETRY_S = 0.05  # more before each try
 Ids: TypeAlias = "array[int]"  # int32: a list takes nine times the memory, and long to make
 _decoder = msgspec.msgpack.Decoder(JobAnswer)
 
@@ -165,20 +168,25 @@ class _Worker:
 
     def __init__(self, workers: TextWorkers) -> None:
         self._workers = workers
-        self._stream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def do(self, job: Job) -> list[Ids]:
         """The worker's answer. Raises `InvalidRequestError` with its refusal, `ApiError` 503 when
         there is none."""
         data = frame(job)
-        for _ in range(_MAX_TRIES):
-            start = time.monotonic()
+        for num_tries in range(_MAX_TRIES):
+            await asyncio.sleep(num_tries * _RETRY_S)
+            start = None
             try:
-                async with asyncio.timeout(_WORKER_START_S + job.seconds):
-                    answer = await self._ask(data)
+                reader, writer = await self._connected()
+                start = time.monotonic()
+                async with asyncio.timeout(job.seconds + _GRACE_S):
+                    writer.write(data)
+                    await writer.drain()
+                    answer: JobAnswer = _decoder.decode(await _read_frame(reader))
             except (OSError, asyncio.IncompleteReadError):  # TimeoutError is an OSError
                 self.close()
-                if time.monotonic() - start >= job.seconds:
+                if start is not None and time.monotonic() - start >= job.seconds:
                     raise _took_too_long(job) from None
                 logger.warning("a text worker ended; starting another one")
                 continue
@@ -189,21 +197,24 @@ class _Worker:
             return [array("i", ids) for ids in answer.ids]
         raise ApiError(503, "the prompt could not be tokenised; try again", code="text_worker")
 
-    async def _ask(self, data: bytes) -> JobAnswer:
-        if self._stream is None:
-            self._stream = await asyncio.open_connection(sock=self._workers.new_worker())
-        reader, writer = self._stream
-        writer.write(data)
-        await writer.drain()
-        (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        answer: JobAnswer = _decoder.decode(await reader.readexactly(num_bytes))
-        return answer
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The streams of a worker that is there."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(sock=self._workers.new_worker())
+            async with asyncio.timeout(_WORKER_START_S):
+                await self._streams[0].readexactly(len(READY))
+        return self._streams
 
     def close(self) -> None:
         """Let go of the worker, which ends when it has answered."""
-        if self._stream is not None:
-            self._stream[1].close()
-            self._stream = None
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return await reader.readexactly(num_bytes)
 
 
 def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:

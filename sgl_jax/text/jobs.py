@@ -1,6 +1,7 @@
 """What a text worker is asked, and what it answers: frames of msgpack on a socket.
 
-A frame is its length in bytes (4, little-endian) and that many bytes of msgpack.
+A worker says `READY` once; then each side sends frames in turn. A frame is its length in bytes (4,
+little-endian) and that many bytes of msgpack.
 """
 
 import struct
@@ -8,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+READY = b"+"
 LENGTH = struct.Struct("<I")
 # After a job of this many bytes a worker ends, which gives the memory back.
 LAST_JOB_BYTES = 256 * 1024

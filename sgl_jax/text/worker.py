@@ -26,6 +26,7 @@ from sgl_jax.text.jobs import (
     ID_BYTES,
     LAST_JOB_BYTES,
     LENGTH,
+    READY,
     EncodeChat,
     EncodeTexts,
     Job,
@@ -75,6 +76,7 @@ def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
     most = _address_space_bytes() + _MOST_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     decoder = msgspec.msgpack.Decoder(Job)
+    jobs.sendall(READY)
     num_bytes = 0
     while num_bytes < LAST_JOB_BYTES:
         data = _read_frame(jobs)
