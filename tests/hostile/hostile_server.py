@@ -140,7 +140,8 @@ def hostile_server(folder: Path, model: Path, *flags: str) -> Iterator[HostileSe
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
         yield HostileServer(_port(process, log), process, log)
-        process.send_signal(signal.SIGTERM)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()[-2000:]
     finally:
         if process.poll() is None:
