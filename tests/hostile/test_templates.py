@@ -44,6 +44,7 @@ def test_the_server_goes_on_and_stops_when_told(program: str, status: int, tmp_p
         assert not alive
 
 
+@pytest.mark.long
 def test_long_prompts_of_one_client_do_not_delay_anothers(tmp_path: Path) -> None:
     """Clients with keys of their own: one sends long lists, the other asks for short chats."""
     keys = tmp_path / "keys"
