@@ -7,6 +7,7 @@ clients take turns (`fair_queue.py`). The workers are processes (`sgl_jax.text.w
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ from sgl_jax.text.worker_process import TextWorkers
 
 logger = logging.getLogger(__name__)
 
-_NUM_WORKERS = 2
+# One more than a client gets at a time; half of the processors, for they are the engine's as well.
+_NUM_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 _SHORT_CHARS = 2048  # of all prompts of a request: tokenised within a millisecond
 _JOB_CHARS = 65_536  # prompts of a request go to the workers in pieces of this size
 _WORKER_START_S = 60.0  # the tokenizer may still be loading
