@@ -35,20 +35,17 @@ from sgl_jax.engine.request_limits import (
     MIN_PRIORITY,
     check_between,
     check_namespace,
+    check_prompt_chars,
+    check_prompt_tokens,
     check_rid,
     check_session_id,
+    most_prompt_chars,
 )
 from sgl_jax.engine.request_stream import RequestStream
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-# A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
-_MAX_NORMALIZER_SHRINK = 4
-# English has 4 to 5 characters a token, indented code up to 8.
-_MOST_CHARS_PER_TOKEN = 16
-_SHORT_PROMPT_CHARS = 65_536  # never too many by that average
 
 
 class EngineFacts(NamedTuple):
@@ -105,14 +102,8 @@ class Frontend:
 
     @property
     def max_prompt_chars(self) -> int:
-        """Characters beyond which a prompt is too long, whatever its tokens are.
-
-        Long tokens are runs of spaces and dashes, of which no text consists: a prompt of many
-        tokens' worth of characters may have `_MOST_CHARS_PER_TOKEN` for each on average.
-        """
-        most = self.facts.max_request_tokens
-        longest = most * self.tokenizer.longest_token_chars * _MAX_NORMALIZER_SHRINK
-        return min(longest, _SHORT_PROMPT_CHARS + most * _MOST_CHARS_PER_TOKEN)
+        """Characters beyond which a prompt is too long, whatever its tokens are."""
+        return most_prompt_chars(self.facts.max_request_tokens, self.tokenizer.longest_token_chars)
 
     def check_text(self, text: str) -> None:
         """Raise `InvalidRequestError` for a prompt that is empty or surely too long."""
@@ -122,22 +113,11 @@ class Frontend:
 
     def check_length(self, num_chars: int) -> None:
         """Raise `InvalidRequestError` for a prompt that is surely too long."""
-        if num_chars > self.max_prompt_chars:
-            raise InvalidRequestError(
-                f"the prompt has {num_chars} characters; this server holds "
-                f"{self.facts.max_request_tokens} tokens per request, of which "
-                f"{self.max_prompt_chars} characters are surely more",
-                "text",
-            )
+        check_prompt_chars(num_chars, self.max_prompt_chars, self.facts.max_request_tokens)
 
     def check_num_tokens(self, num_tokens: int) -> None:
         """Raise `InvalidRequestError` for a prompt that leaves no room for an output."""
-        if num_tokens >= self.facts.max_request_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens; this server holds "
-                f"{self.facts.max_request_tokens} per request, prompt and output together",
-                "input_ids",
-            )
+        check_prompt_tokens(num_tokens, self.facts.max_request_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt; refuses at once what is too long whatever its tokens are."""

@@ -10,6 +10,42 @@ MAX_SESSION_ID_CHARS = 256
 MAX_NAMESPACE_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
+# A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
+_MAX_NORMALIZER_SHRINK = 4
+# English has 4 to 5 characters a token, indented code up to 8.
+_MOST_CHARS_PER_TOKEN = 16
+_SHORT_PROMPT_CHARS = 65_536  # never too many by that average
+
+
+def most_prompt_chars(max_tokens: int, longest_token_chars: int) -> int:
+    """Characters beyond which a prompt has more than `max_tokens` tokens, whatever they are.
+
+    The longest tokens are runs of spaces and dashes, of which no text consists: a long prompt may
+    have `_MOST_CHARS_PER_TOKEN` characters a token on average.
+    """
+    longest = max_tokens * longest_token_chars * _MAX_NORMALIZER_SHRINK
+    return min(longest, _SHORT_PROMPT_CHARS + max_tokens * _MOST_CHARS_PER_TOKEN)
+
+
+def check_prompt_chars(num_chars: int, most: int, max_tokens: int) -> None:
+    """A prompt of so many characters may fit into `max_tokens` tokens."""
+    if num_chars > most:
+        raise InvalidRequestError(
+            f"the prompt has {num_chars} characters; this server holds {max_tokens} tokens per "
+            f"request, and no prompt of more than {most} characters",
+            "text",
+        )
+
+
+def check_prompt_tokens(num_tokens: int, max_tokens: int) -> None:
+    """A prompt of so many tokens leaves room for an output."""
+    if num_tokens >= max_tokens:
+        raise InvalidRequestError(
+            f"the prompt has {num_tokens} tokens; this server holds {max_tokens} per request, "
+            "prompt and output together",
+            "input_ids",
+        )
+
 
 def check_rid(rid: str, param: str = "rid") -> None:
     """It can name a request."""
