@@ -22,6 +22,7 @@ from sgl_jax.core.messages import (
     EngineMessage,
     FrontMessage,
     GenerateRequest,
+    Heartbeat,
     OutputBatch,
     Shutdown,
 )
@@ -69,6 +70,9 @@ class OneAtATime:
         if any(output.finish is not None for output in message.outputs):
             self._look()
             self._is_waiting = False
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Nobody asks whether the engine lives: it runs in this process."""
 
 
 def kv_absmax(

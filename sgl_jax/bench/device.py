@@ -18,6 +18,7 @@ from sgl_jax.core.messages import (
     EngineMessage,
     FrontMessage,
     GenerateRequest,
+    Heartbeat,
     OutputBatch,
     Shutdown,
 )
@@ -60,6 +61,9 @@ class SteadyLoad:
         if len(message.rids) == self._batch_size:
             self.step_ends.append(time.perf_counter())
         self._num_unfinished -= sum(output.finish is not None for output in message.outputs)
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Nobody asks whether the engine lives: it runs in this process."""
 
     def tokens_per_second(self) -> float:
         """Over the steps that decoded the whole batch, the first few left out."""

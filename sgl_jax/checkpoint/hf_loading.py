@@ -9,6 +9,7 @@ from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.finite import non_finite_parameters, non_finite_tensor
 from sgl_jax.checkpoint.hf_layout import is_ignored, parameter_sources
 from sgl_jax.checkpoint.paths import flatten, unflatten
 from sgl_jax.checkpoint.sources import Source
@@ -23,21 +24,30 @@ def load_safetensors(
     shapes: ParamTree,
     shardings: ParamTree,
     num_kv_heads: int,
+    *,
+    check_all: bool = False,
 ) -> ParamTree:
     """Read the parameters declared by `shapes` into `shardings`, cast to the declared types.
 
+    `check_all`: look for values that are no finite numbers everywhere, see `finite`.
     Host memory holds one parameter's part for one chip, and one tensor's slice, at a time.
 
     Raises:
-        CheckpointError: naming every tensor that is missing, unexpected or of a wrong shape.
+        CheckpointError: naming every tensor that is missing, unexpected or of a wrong shape, or
+            one that holds other values than finite numbers.
     """
     declared, placed = flatten(shapes), flatten(shardings)
     sources = parameter_sources(config, declared, num_kv_heads)
     with TensorFiles(folder) as files:
         _check_tensors(sources.values(), files, config, folder)
-        return unflatten(
+        params = unflatten(
             {path: _load(sources[path], declared[path], placed[path], files) for path in declared}
         )
+        for path in non_finite_parameters(params, check_all=check_all):
+            where = non_finite_tensor(sources[path], files)
+            what = f"{where} holds" if where else f"as {declared[path].dtype}, {path} would hold"
+            raise CheckpointError(f"{what} values that are no finite numbers")
+        return params
 
 
 def _load(

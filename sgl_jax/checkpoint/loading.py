@@ -33,6 +33,7 @@ def load_model(
     seed: int = 0,
     attention_backend: str = "auto",
     kv_cache_scales: str | Path | None = None,
+    check_all_weights: bool = False,
 ) -> tuple[Any, ParamTree]:
     """Build the model for `mesh` and fill it from `model_path`.
 
@@ -45,6 +46,7 @@ def load_model(
         weight_sharding, attention_backend: see `models.placement.place_model`.
         seed: of dummy weights.
         kv_cache_scales: file with the scales of an 8-bit KV cache (see `kv_scales`), if any.
+        check_all_weights: see `checkpoint.finite`.
 
     Returns:
         graphdef: `nnx.merge(graphdef, params)` is the model.
@@ -58,7 +60,7 @@ def load_model(
     """
     graphdef, params = load_stacked(
         *(model_path, config, mesh, dtype, load_format, weight_sharding, seed),
-        *(attention_backend, kv_cache_scales),
+        *(attention_backend, kv_cache_scales, check_all_weights),
     )
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and weight_sharding == "replicated" and attention_backend != "pallas":
@@ -76,6 +78,7 @@ def load_stacked(
     seed: int = 0,
     attention_backend: str = "auto",
     kv_cache_scales: str | Path | None = None,
+    check_all_weights: bool = False,
 ) -> tuple[Any, ParamTree]:
     """As `load_model`, with every layer weight stacked on axis 0 whatever the platform."""
     if load_format not in LOAD_FORMATS:
@@ -97,13 +100,16 @@ def load_stacked(
     elif load_format == "orbax":
         stored = parameter_shapes(build_model(config, BuildOptions(dtype=dtype)))
         params = load_orbax(
-            folder, stored, shapes, shardings, (config.num_kv_heads, config.head_dim)
+            *(folder, stored, shapes, shardings, (config.num_kv_heads, config.head_dim)),
+            check_all=check_all_weights,
         )
     else:
         kv_heads = replicated_kv_heads(
             config.num_heads, config.num_kv_heads, mesh.shape[TENSOR_AXIS]
         )
-        params = load_safetensors(folder, config, shapes, shardings, kv_heads)
+        params = load_safetensors(
+            folder, config, shapes, shardings, kv_heads, check_all=check_all_weights
+        )
     if kv_scales is not None:
         placed = place_kv_scales(kv_scales, kv_scale_shapes)
         params["layers"]["attention"]["kv_scales"] = placed

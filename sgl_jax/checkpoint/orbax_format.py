@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.finite import non_finite_parameters
 from sgl_jax.checkpoint.paths import Path as ParamPath
 from sgl_jax.checkpoint.paths import flatten, unflatten
 from sgl_jax.layers.parameter import ParamTree
@@ -37,6 +38,8 @@ def load_orbax(
     wanted: ParamTree,
     shardings: ParamTree,
     kv_heads: tuple[int, int],
+    *,
+    check_all: bool = False,
 ) -> ParamTree:
     """Read parameters into `shardings`, cast to the types in `wanted`.
 
@@ -46,9 +49,11 @@ def load_orbax(
         wanted: shapes of the model built for the mesh.
         shardings: `NamedSharding`s of the same tree.
         kv_heads: how many KV heads the stored model has, and their size.
+        check_all: look for values that are no finite numbers everywhere, see `finite`.
 
     Raises:
-        CheckpointError: naming every parameter that is missing, unexpected or of a wrong shape.
+        CheckpointError: naming every parameter that is missing, unexpected or of a wrong shape,
+            or one that holds other values than finite numbers.
     """
     path = (folder / PARAMS_FOLDER).absolute()
     if not path.is_dir():
@@ -63,7 +68,12 @@ def load_orbax(
             targets[name] = jax.ShapeDtypeStruct(
                 shape.shape, wanted_flat[name].dtype, sharding=sharding
             )
-        restored = flatten(checkpointer.restore(path, unflatten(targets)))
+        tree = checkpointer.restore(path, unflatten(targets))
+    for name in non_finite_parameters(tree, check_all=check_all):
+        raise CheckpointError(
+            f"parameter {'/'.join(name)} in {str(path)!r} holds values that are no finite numbers"
+        )
+    restored = flatten(tree)
     return unflatten(
         {
             name: _fit(name, array, wanted_flat[name].shape, placed[name], kv_heads)

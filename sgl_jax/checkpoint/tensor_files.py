@@ -32,6 +32,7 @@ class TensorFiles:
         """
         self._stack = ExitStack()
         self._tensors: dict[str, Any] = {}  # name -> lazy slice
+        self._file_of: dict[str, Path] = {}
         try:
             for path in _files(folder):
                 self._open(path)
@@ -55,6 +56,10 @@ class TensorFiles:
         """Shape of each tensor by name."""
         return {name: tuple(lazy.get_shape()) for name, lazy in self._tensors.items()}
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._file_of[name]
+
     def read(self, name: str, index: tuple[slice, ...]) -> NDArray[Any]:
         """Part of a tensor in the type it is stored in; bfloat16 comes as ml_dtypes.bfloat16."""
         return np.asarray(self._tensors[name][index])
@@ -77,15 +82,19 @@ class TensorFiles:
                     f"{', '.join(_FLOAT_DTYPES)}"
                 )
             self._tensors[name] = lazy
+            self._file_of[name] = path
 
 
 def _files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()), key=str)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{str(index)!r} has no valid weight_map") from error
+        strangers = [name for name in names if not isinstance(name, str)]
+        if strangers:
+            raise CheckpointError(f"{str(index)!r} names files that are no names: {strangers}")
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
             raise CheckpointError(f"{str(index)!r} names files that are missing: {absent}")

@@ -22,6 +22,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     # For an abort that is no wish of the client: the HTTP status it should see, 400 or 5xx.
     status_code: int | None = None
     code: str | None = None  # a name of the reason for programs, where the status says too little
+    param: str | None = None  # the field at fault
 
 
 class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +68,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         namespace: requests share cached prefixes only with those of the same; "" is one, too. A
             turn names none, or that of its session.
         priority: in [-2**31, 2**31); without effect unless scheduling by priority is on.
+        is_prompt_only: the client wants no output. The engine generates one token all the same;
+            the front keeps it to itself.
         is_length_default: nobody asked for `max_new_tokens`: a turn gets fewer where the history
             of its session leaves less room.
     """
@@ -80,6 +83,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dp_rank: int | None = None
     session: SessionTurn | None = None
     is_length_default: bool = False
+    is_prompt_only: bool = False
     namespace: str = ""
     priority: int = 0
 
@@ -255,9 +259,22 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine cannot go on; the process ends after this message."""
+    """The engine cannot go on; the process ends after this message.
+
+    `message` is for the operator, not for clients.
+    """
 
     message: str
 
 
-EngineMessage = OutputBatch | Reply | EngineReady | EngineFailed
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine's process runs. Sent once a second, also while it loads, compiles, or computes.
+
+    `turn_s` is how long the engine loop has been in its present turn, in seconds: a long step
+    shows there. None before there is a loop.
+    """
+
+    turn_s: float | None
+
+
+EngineMessage = OutputBatch | Reply | EngineReady | EngineFailed | Heartbeat

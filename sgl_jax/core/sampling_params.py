@@ -1,6 +1,14 @@
-"""How one request wants its tokens chosen and when it wants to stop."""
+"""How one request wants its tokens chosen and when it wants to stop.
+
+Owns the ranges of the sampling parameters (`RANGES`): the bodies of every protocol and
+`SamplingParams.checked` take them from here. The device computes in float32, so `checked` also
+replaces values that float32 arithmetic cannot tell from a limit by that limit.
+"""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,22 +20,65 @@ MAX_LOGIT_BIAS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 
+# Below this, dividing the logits may overflow float32, and all other tokens have no chance: greedy.
+MIN_TEMPERATURE = 1e-6
+# The likeliest of n tokens has a probability of at least 1 / n, so in a vocabulary of up to ten
+# million no smaller top_p keeps another set of tokens; float32 would take 1e-46 for 0.
+MIN_TOP_P = 1e-7
+
+
+class Range(NamedTuple):
+    """The values from `low` to `high`, both included unless `is_low_open`."""
+
+    low: float
+    high: float
+    is_low_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is a number in the range."""
+        above = value > self.low if self.is_low_open else value >= self.low
+        return math.isfinite(value) and above and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'(' if self.is_low_open else '['}{self.low}, {self.high}]"
+
+
+_INT32, _INT64 = 2**31, 2**63
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "max_new_tokens": Range(0, _INT32 - 1),
+        "min_new_tokens": Range(0, _INT32 - 1),
+        "temperature": Range(0.0, 1e4),
+        "top_k": Range(-1, _INT32 - 1),
+        "top_p": Range(0.0, 1.0, is_low_open=True),
+        "min_p": Range(0.0, 1.0),
+        # It divides positive logits and multiplies negative ones, before the temperature does.
+        "repetition_penalty": Range(1e-4, 1e4),
+        "frequency_penalty": Range(-2.0, 2.0),
+        "presence_penalty": Range(-2.0, 2.0),
+        "logit_bias": Range(-100.0, 100.0),
+        "seed": Range(-_INT64, _INT64 - 1),
+    }
+)
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request; defaults leave the model's distribution untouched.
 
     Args:
-        max_new_tokens: tokens to generate at most; None means as many as the context allows.
+        max_new_tokens: tokens to generate at most; None means as many as the context allows, 0
+            computes (and may score) the prompt only.
         min_new_tokens: until this many were generated, stop tokens cannot be sampled.
         temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; -1 keeps all.
-        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
-        min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
+        top_k: keep the k most likely tokens; -1 and 0 keep all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p.
+        min_p: drop tokens less likely than min_p times the most likely one.
         repetition_penalty: above 1 discourages tokens of the prompt and the output (CTRL paper,
             arXiv 1909.05858).
-        frequency_penalty: subtracted once per earlier occurrence in the output, in [-2, 2].
-        presence_penalty: subtracted once if the token occurred in the output, in [-2, 2].
-        logit_bias: token id -> added to its logit, each in [-100, 100].
+        frequency_penalty: subtracted once per earlier occurrence in the output.
+        presence_penalty: subtracted once if the token occurred in the output.
+        logit_bias: token id -> added to its logit.
         seed: same request and seed, same answer, whatever else is in the batch; None draws one.
         stop: strings that end the output.
         stop_token_ids: token ids that end the output, beside the model's own.
@@ -53,74 +104,58 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
 
-    def validate(self, vocab_size: int) -> None:
-        """Raise `InvalidRequestError`, naming the field, if any value is outside its range."""
-        _check_range("temperature", self.temperature, 0.0, 1e4)
-        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 1e4, open_low=True)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        if self.top_k not in (-1, 0) and not 1 <= self.top_k < 2**31:
-            raise InvalidRequestError(
-                f"top_k must be -1 (all) or in [1, 2**31), got {self.top_k}", "top_k"
-            )
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise InvalidRequestError(
-                f"max_new_tokens must be at least 1, got {self.max_new_tokens}", "max_new_tokens"
-            )
-        if self.min_new_tokens < 0:
-            raise InvalidRequestError(
-                f"min_new_tokens must not be negative, got {self.min_new_tokens}", "min_new_tokens"
-            )
+    def checked(self, vocab_size: int) -> "SamplingParams":
+        """As the engine takes them.
+
+        A temperature below `MIN_TEMPERATURE` is greedy, `top_p` is at least `MIN_TOP_P`, and
+        `stop_token_ids` outside the vocabulary, which are never generated, are left out.
+
+        Raises:
+            InvalidRequestError: names the first field that is outside its range.
+        """
+        self._check_logit_bias(vocab_size)
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            for each in value.values() if isinstance(value, dict) else (value,):
+                if each is not None and not allowed.holds(each):
+                    raise InvalidRequestError(f"{name} must be in {allowed}, got {each}", name)
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequestError(
                 f"min_new_tokens ({self.min_new_tokens}) exceeds max_new_tokens "
                 f"({self.max_new_tokens})",
                 "min_new_tokens",
             )
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise InvalidRequestError(f"seed must fit in 64 bits, got {self.seed}", "seed")
-        self._validate_stops(vocab_size)
-        self._validate_logit_bias(vocab_size)
+        return msgspec.structs.replace(
+            self,
+            temperature=self.temperature if self.temperature >= MIN_TEMPERATURE else 0.0,
+            top_p=max(self.top_p, MIN_TOP_P),
+            stop_token_ids=self._checked_stops(vocab_size),
+        )
 
-    def _validate_stops(self, vocab_size: int) -> None:
+    def _checked_stops(self, vocab_size: int) -> tuple[int, ...]:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError(
                 f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", "stop"
             )
         if any(not s for s in self.stop):
             raise InvalidRequestError("a stop string must not be empty", "stop")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS // 2:
+        ids = tuple(dict.fromkeys(t for t in self.stop_token_ids if 0 <= t < vocab_size))
+        if len(ids) > MAX_STOP_TOKEN_IDS // 2:
             raise InvalidRequestError(
-                f"at most {MAX_STOP_TOKEN_IDS // 2} stop_token_ids, got {len(self.stop_token_ids)}",
+                f"at most {MAX_STOP_TOKEN_IDS // 2} stop_token_ids, got {len(ids)}",
                 "stop_token_ids",
             )
-        _check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        return ids
 
-    def _validate_logit_bias(self, vocab_size: int) -> None:
+    def _check_logit_bias(self, vocab_size: int) -> None:
         bias = self.logit_bias or {}
         if len(bias) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 f"at most {MAX_LOGIT_BIAS} entries in logit_bias, got {len(bias)}", "logit_bias"
             )
-        _check_token_ids("logit_bias", tuple(bias), vocab_size)
-        for value in bias.values():
-            _check_range("logit_bias", value, -100.0, 100.0)
-
-
-def _check_range(
-    name: str, value: float, low: float, high: float, *, open_low: bool = False
-) -> None:
-    inside = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
-    if not inside:
-        bracket = "(" if open_low else "["
-        raise InvalidRequestError(f"{name} must be in {bracket}{low}, {high}], got {value}", name)
-
-
-def _check_token_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"{name} holds {token}, outside the vocabulary [0, {vocab_size})", name
-            )
+        for token in bias:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequestError(
+                    f"logit_bias holds {token}, outside the vocabulary [0, {vocab_size})",
+                    "logit_bias",
+                )

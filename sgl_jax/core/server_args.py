@@ -42,6 +42,7 @@ _BOUNDS = {
     "receive_timeout": (0.1, 86400.0),
     "decode_log_interval": (0, 1_000_000_000),
     "watchdog_timeout": (1.0, 86400.0),
+    "engine_heartbeat_timeout": (2.0, 86400.0),
     "drain_timeout": (0.0, 86400.0),
     "waiting_timeout": (0.0, 1e9),
     "request_timeout": (0.0, 1e9),
@@ -61,6 +62,11 @@ class ServerArgs:
     served_model_name: str | None = _arg(None, "name in the OpenAI API; default: the folder's")
     load_format: str = _arg(
         "auto", "where weights come from", ("auto", "safetensors", "orbax", "dummy")
+    )
+    check_weights: str = _arg(
+        "sample",
+        "which weights must be finite numbers for the model to be served",
+        ("sample", "all"),
     )
     dtype: str = _arg(
         "auto",
@@ -205,10 +211,16 @@ class ServerArgs:
     max_connections: int = _arg(4096, "connections open at once; more are answered 503")
     max_body_bytes: int = _arg(33_554_432, "bytes of a request's body")
     receive_timeout: float = _arg(60.0, "seconds in which a request must have arrived")
+    incremental_streaming_output: bool = _arg(
+        False, "events of a streamed /generate have only what is new, instead of all so far"
+    )
     log_level: str = _arg("info", "how much to log", ("debug", "info", "warning", "error"))
     log_requests: bool = _arg(False, "log each request's arrival and end")
     decode_log_interval: int = _arg(100, "steps between two lines of statistics; 0: none")
     watchdog_timeout: float = _arg(300.0, "seconds a step may take before the engine gives up")
+    engine_heartbeat_timeout: float = _arg(
+        20.0, "seconds the engine's process may be silent before /health and new requests get a 503"
+    )
     drain_timeout: float = _arg(60.0, "seconds that running requests get to finish after SIGTERM")
 
     # Start-up
@@ -255,6 +267,11 @@ class ServerArgs:
             for setting in dataclasses.fields(self)
             for value in (getattr(self, setting.name),)
         }
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Where the tokenizer lies."""
+        return self.tokenizer_path or self.model_path
 
     @property
     def num_devices(self) -> int:

@@ -13,8 +13,9 @@ sampled tokens up to the first that differs from its draft. So a row gains 1 to 
 whoever plans the next step before the result is read does not know its length: the executor keeps
 it on the device (`tokens` per row) and the plan says that it must be looked up (`relayed`).
 
-Every array in a plan is a fresh copy. The executor may hand it to the device without copying
-again, and the scheduler never writes to it after the launch.
+Every array in a plan is a fresh copy, or a part of one made for all ranks (so it need not be
+contiguous). The executor may hand it to the device without copying again, and the scheduler never
+writes to it after the launch.
 """
 
 from dataclasses import dataclass

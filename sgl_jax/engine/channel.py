@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from sgl_jax.core.messages import EngineMessage, FrontMessage
+from sgl_jax.core.messages import EngineMessage, FrontMessage, Heartbeat
 
 
 class Channel(Protocol):
@@ -14,6 +14,10 @@ class Channel(Protocol):
 
     def send(self, message: EngineMessage) -> None:
         """Queue a message for the front; never blocks."""
+        ...
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """As `send`, for one thread beside the loop's."""
         ...
 
 

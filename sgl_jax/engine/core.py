@@ -13,17 +13,12 @@ from typing import Any
 
 from sgl_jax.core.messages import (
     AbortRequest,
-    CloseSession,
     FlushCache,
-    ForkSession,
     FrontMessage,
     GenerateRequest,
     GetState,
-    ListSessions,
-    OpenSession,
     Profile,
     Reply,
-    RollbackSession,
     SessionMessage,
     Shutdown,
     StopRequest,
@@ -69,6 +64,7 @@ class EngineCore:
         self.info: dict[str, Any] = {
             **self.executor.info,
             "max_request_tokens": sizes.max_request_tokens,
+            "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
         }
         config = SchedulerConfig.from_args(
             args,
@@ -91,14 +87,16 @@ class EngineCore:
         on_stall: Callable[[], None] = exit_process,
         *,
         close: bool = True,
+        after_turn: Callable[[bool], object] | None = None,
     ) -> None:
         """Serve until a `Shutdown` message. Raises what the engine cannot recover from.
 
         Afterwards the device's memory is let go of, unless `close` is False.
 
-        `on_stall` is called, from another thread, if a step takes longer than the watchdog allows.
+        `on_stall` is called, from another thread, if a step takes longer than the watchdog allows;
+        `after_turn` after each turn of the loop, with whether there was nothing to do in it.
         """
-        with Watchdog(self.args.watchdog_timeout, on_stall) as watchdog:
+        with Watchdog(channel.beat, self.args.watchdog_timeout, on_stall) as watchdog:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_idle and not self._in_flight
                 watchdog.feed()
@@ -118,14 +116,18 @@ class EngineCore:
                 outputs = self.events.take_outputs()
                 if outputs is not None:
                     channel.send(outputs)
+                if after_turn is not None:
+                    after_turn(is_resting and not messages)
         self._abort_all(channel)
         if close:
             self._close()
 
     def _close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-        self.executor.close()
+        try:
+            if self._recorder is not None:
+                self._recorder.close()
+        finally:
+            self.executor.close()
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -203,16 +205,14 @@ class EngineCore:
                 self.events.stop(message)
             case FlushCache():
                 channel.send(self._flush(message))
-            case (
-                OpenSession() | CloseSession() | RollbackSession() | ForkSession() | ListSessions()
-            ):
-                channel.send(self._session(message))
             case GetState():
                 channel.send(Reply(rid=message.rid, ok=True, data=self.state()))
             case Profile():
                 channel.send(self._profile(message))
             case Shutdown():
                 self._is_shutting_down = True
+            case _:
+                channel.send(self._session(message))
 
     def _abort_all(self, channel: Channel) -> None:
         """The end: every lease is released, as at any other time."""
@@ -248,7 +248,7 @@ class EngineCore:
                 self.executor.start_profile(message.output_dir)
             else:
                 self.executor.stop_profile()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             return Reply(rid=message.rid, ok=False, message=str(error))
         return Reply(rid=message.rid, ok=True)
 

@@ -1,4 +1,4 @@
-"""What stands between clients and the engine: limits, tokenising, and the streams of answers.
+"""What stands between clients and the engine: requests in flight, and the streams of answers.
 
 Owns every request in flight as the clients see it. Shared by the HTTP server and the offline
 `Engine`; synchronous and callback-based, so both asyncio and threads can sit on top. Must never
@@ -10,60 +10,35 @@ import itertools
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import msgspec
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from sgl_jax.core.messages import (
     AbortRequest,
-    EngineFailed,
     EngineMessage,
     FrontMessage,
     GenerateRequest,
     OutputBatch,
     Reply,
-    SessionTurn,
     StopRequest,
 )
-from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.engine.channel import EngineClient
-from sgl_jax.engine.request_limits import (
-    MAX_PRIORITY,
-    MIN_PRIORITY,
-    check_between,
-    check_namespace,
-    check_prompt_chars,
-    check_prompt_tokens,
-    check_rid,
-    check_session_id,
-    most_prompt_chars,
-)
+from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.engine.unheard import UnheardRequests
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-
-class EngineFacts(NamedTuple):
-    """What the front must know of the engine to refuse what can never be served."""
-
-    vocab_size: int
-    max_context_len: int  # tokens of one request, prompt and output together
-    max_request_tokens: int  # the same, and it fits a rank's KV memory
-    dp_size: int
-
-    @classmethod
-    def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
-        """Read the `info` of `EngineReady`."""
-        return cls(*(int(info[name]) for name in cls._fields))
+# An engine that does not answer is asked no more than this.
+_MAX_QUESTIONS = 1024
 
 
 class Frontend:
-    """Checks requests, sends them to the engine, and hands out their streams.
+    """Sends requests that passed its `checks` to the engine, and hands out their streams.
 
     Thread-safe: one lock guards the streams, and callbacks run outside it.
     """
@@ -74,18 +49,22 @@ class Frontend:
         facts: EngineFacts,
         client: EngineClient,
         *,
+        max_queued_requests: int,
         metrics: RequestMetrics | None = None,
         log_requests: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.facts = facts
+        self.checks = RequestChecks(tokenizer, facts)
         self.metrics = metrics or RequestMetrics()
         self._client = client
         self._log_requests = log_requests
         self._lock = threading.Lock()
         self._streams: dict[str, RequestStream] = {}
         self._on_reply: dict[str, Callable[[Reply], None]] = {}
+        self._unheard = UnheardRequests(max_queued_requests, facts.max_running_requests)
         self._sequence = itertools.count()
+        self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
         self._death: str | None = None
 
     @property
@@ -94,105 +73,21 @@ class Frontend:
         return len(self._streams)
 
     @property
-    def death(self) -> str | None:
-        """Why the engine ended, or None while it lives."""
-        return self._death
+    def has_ended(self) -> bool:
+        """Whether nothing more can be asked of the engine."""
+        return self._death is not None
+
+    def check_alive(self) -> None:
+        """Raise what everything in flight ended with, if it did: see `fail`."""
+        if self._death is not None:
+            raise self._end_error(self._death)
+
+    def check_room(self, num_requests: int) -> None:
+        """Raise `QueueFullError` if the engine has too much before it to take so many more."""
+        with self._lock:
+            self._unheard.check_room(num_requests)
 
     # Requests
-
-    @property
-    def max_prompt_chars(self) -> int:
-        """Characters beyond which a prompt is too long, whatever its tokens are."""
-        return most_prompt_chars(self.facts.max_request_tokens, self.tokenizer.longest_token_chars)
-
-    def check_text(self, text: str) -> None:
-        """Raise `InvalidRequestError` for a prompt that is empty or surely too long."""
-        if not text:
-            raise InvalidRequestError("the prompt is empty", "text")
-        self.check_length(len(text))
-
-    def check_length(self, num_chars: int) -> None:
-        """Raise `InvalidRequestError` for a prompt that is surely too long."""
-        check_prompt_chars(num_chars, self.max_prompt_chars, self.facts.max_request_tokens)
-
-    def check_num_tokens(self, num_tokens: int) -> None:
-        """Raise `InvalidRequestError` for a prompt that leaves no room for an output."""
-        check_prompt_tokens(num_tokens, self.facts.max_request_tokens)
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; refuses at once what is too long whatever its tokens are."""
-        self.check_text(text)
-        return self.tokenizer.encode(text)
-
-    def prepare(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        rid: str | None = None,
-        default_max_new_tokens: int | None = None,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
-        logprob_start_len: int = -1,
-        dp_rank: int | None = None,
-        session: SessionTurn | None = None,
-        namespace: str = "",
-        priority: int | None = None,
-    ) -> GenerateRequest:
-        """Check everything that can be checked before the engine sees it.
-
-        Args:
-            default_max_new_tokens: if `sampling` sets no limit; None means what the context
-                leaves. A default never makes a request too long: for a session's turn the
-                engine, which knows the history that is put before it, sees to that.
-            session: of which the request is a turn, `prompt_ids` what it adds.
-            namespace: of the cached prefixes that it may find and leave behind.
-            priority: None is 0.
-
-        Raises:
-            InvalidRequestError: names the field and what is allowed.
-        """
-        self._check_prompt(prompt_ids)
-        room = self.facts.max_request_tokens - len(prompt_ids)
-        is_length_default = sampling.max_new_tokens is None
-        if sampling.max_new_tokens is None:
-            wanted = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
-            wanted = max(wanted, min(sampling.min_new_tokens, room))
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=wanted)
-        sampling.validate(self.facts.vocab_size)
-        assert sampling.max_new_tokens is not None
-        if sampling.max_new_tokens > room:
-            raise InvalidRequestError(
-                f"the prompt ({len(prompt_ids)} tokens) and max_new_tokens "
-                f"({sampling.max_new_tokens}) exceed the {self.facts.max_request_tokens} tokens "
-                "that this server holds per request",
-                "max_new_tokens",
-            )
-        check_between("top_logprobs_num", top_logprobs_num, 0, MAX_TOP_LOGPROBS)
-        longest = len(prompt_ids) if session is None else self.facts.max_request_tokens
-        check_between("logprob_start_len", logprob_start_len, -1, longest)
-        if dp_rank is not None:
-            check_between("dp_rank", dp_rank, 0, self.facts.dp_size - 1)
-        check_namespace(namespace)
-        priority = 0 if priority is None else priority
-        check_between("priority", priority, MIN_PRIORITY, MAX_PRIORITY)
-        rid = uuid.uuid4().hex if rid is None else rid
-        check_rid(rid)
-        if session is not None:
-            session = self._check_session(session, rid)
-        return GenerateRequest(
-            rid=rid,
-            input_ids=prompt_ids,
-            sampling=sampling,
-            return_logprob=return_logprob,
-            top_logprobs_num=top_logprobs_num,
-            logprob_start_len=logprob_start_len,
-            dp_rank=dp_rank,
-            session=session,
-            is_length_default=is_length_default,
-            namespace=namespace,
-            priority=priority,
-        )
 
     def start(
         self,
@@ -211,7 +106,8 @@ class Frontend:
             streaming: False calls it only at the end.
 
         Raises:
-            EngineDeadError: the engine has ended.
+            EngineDeadError, ShuttingDownError: as given to `fail`.
+            QueueFullError: as `check_room`.
         """
         unique = msgspec.structs.replace(request, rid=f"{request.rid}#{next(self._sequence)}")
         stream = RequestStream(
@@ -223,18 +119,20 @@ class Frontend:
             streaming=streaming,
         )
         with self._lock:
-            if self._death is not None:
-                raise EngineDeadError(self._death)
+            self.check_alive()
+            self._unheard.check_room(1)
             self._streams[unique.rid] = stream
+            self._unheard.add(unique.rid)
         try:
             self._client.send(unique)
         except BaseException:
             with self._lock:
                 self._streams.pop(unique.rid, None)
+                self._unheard.discard(unique.rid)
             raise
         self.metrics.count_arrival(stream.num_prompt_tokens)
         if self._log_requests:
-            logger.info("request %s: %d prompt tokens", unique.rid, stream.num_prompt_tokens)
+            logger.info("request %r: %d prompt tokens", unique.rid, stream.num_prompt_tokens)
         return stream
 
     def abandon(self, stream: RequestStream, message: str = "the client went away") -> None:
@@ -271,11 +169,17 @@ class Frontend:
     def ask(
         self, make_message: Callable[[str], FrontMessage], on_reply: Callable[[Reply], None]
     ) -> None:
-        """Send a message that the engine answers; `make_message` gets the rid to put in it."""
+        """Send a message that the engine answers; `make_message` gets the rid to put in it.
+
+        Raises:
+            EngineDeadError, ShuttingDownError: as given to `fail`.
+            QueueFullError: too many questions have no answer yet.
+        """
         rid = f"ask#{next(self._sequence)}"
         with self._lock:
-            if self._death is not None:
-                raise EngineDeadError(self._death)
+            self.check_alive()
+            if len(self._on_reply) >= _MAX_QUESTIONS:
+                raise QueueFullError(f"{_MAX_QUESTIONS} questions wait for the engine's answer")
             self._on_reply[rid] = on_reply
         try:
             self._client.send(make_message(rid))
@@ -287,7 +191,7 @@ class Frontend:
     # The engine's side
 
     def handle(self, message: EngineMessage) -> None:
-        """Take in one message of the engine."""
+        """Take in one message of the engine; what it says of itself is not for the front."""
         if isinstance(message, OutputBatch):
             self._deliver(message)
         elif isinstance(message, Reply):
@@ -295,19 +199,24 @@ class Frontend:
                 on_reply = self._on_reply.pop(message.rid, None)
             if on_reply is not None:
                 on_reply(message)
-        elif isinstance(message, EngineFailed):
-            self.fail(message.message)
 
-    def fail(self, reason: str) -> None:
-        """The engine has ended: so does everything that waits for it. The first reason stands."""
+    def fail(
+        self, reason: str, kind: type[EngineDeadError | ShuttingDownError] = EngineDeadError
+    ) -> None:
+        """Everything that waits for the engine ends with an error. The first reason stands.
+
+        Args:
+            reason: for clients to read.
+            kind: whether the engine ended, or the server will not wait for it any longer.
+        """
         with self._lock:
             if self._death is not None:
                 return
-            self._death = reason
+            self._death, self._end_error = reason, kind
             streams, self._streams = list(self._streams.values()), {}
             waiting, self._on_reply = self._on_reply, {}
             for stream in streams:
-                stream.fail(EngineDeadError(reason))
+                stream.fail(kind(reason))
         for stream in streams:
             stream.on_ready()
         for rid, on_reply in waiting.items():
@@ -333,6 +242,7 @@ class Frontend:
                 elif stream.streaming:
                     ready.append(stream)
             for output in batch.outputs:
+                self._unheard.discard(output.rid)  # the first that is said of a request is here
                 stream = streams.get(output.rid)
                 if stream is None:
                     continue
@@ -383,30 +293,9 @@ class Frontend:
     def _log_end(self, stream: RequestStream, how: str) -> None:
         if self._log_requests:
             logger.info(
-                "request %s: %s after %d tokens and %.3f s",
+                "request %r: %s after %d tokens and %.3f s",
                 stream.request.rid,
                 how,
                 stream.num_output_tokens,
                 stream.e2e_latency_s,
             )
-
-    def _check_session(self, turn: SessionTurn, rid: str) -> SessionTurn:
-        """The turn under the name that its client gave it, and without a second BOS."""
-        check_session_id(turn.id, "session_params.id")
-        if turn.rid is not None:
-            check_rid(turn.rid, "session_params.rid")
-        most = self.facts.max_request_tokens
-        check_between("session_params.offset", turn.offset, -most, most)
-        return msgspec.structs.replace(turn, name=rid, bos_token_id=self.tokenizer.bos_token_id)
-
-    def _check_prompt(self, prompt_ids: list[int]) -> None:
-        if not prompt_ids:
-            raise InvalidRequestError("the prompt is empty", "input_ids")
-        self.check_num_tokens(len(prompt_ids))
-        for token in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token < self.facts.vocab_size:
-                raise InvalidRequestError(
-                    f"the prompt holds token id {token}, outside the vocabulary "
-                    f"[0, {self.facts.vocab_size})",
-                    "input_ids",
-                )

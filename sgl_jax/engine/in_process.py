@@ -4,14 +4,15 @@ import queue
 from collections.abc import Callable
 
 from sgl_jax.core.errors import EngineDeadError
-from sgl_jax.core.messages import EngineMessage, FrontMessage
+from sgl_jax.core.messages import EngineMessage, FrontMessage, Heartbeat
 
 
 class InProcessChannel:
     """The engine's end. Implements `Channel`.
 
     Args:
-        deliver: called in the engine's thread with each message for the front.
+        deliver: called with each message for the front, in the engine's thread, but with
+            heartbeats in another.
     """
 
     def __init__(self, deliver: Callable[[EngineMessage], None]) -> None:
@@ -32,6 +33,10 @@ class InProcessChannel:
     def send(self, message: EngineMessage) -> None:
         """Hand a message to the front."""
         self._deliver(message)
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Hand a heartbeat to the front, from a thread beside the engine's."""
+        self._deliver(heartbeat)
 
 
 class InProcessClient:

@@ -16,14 +16,16 @@ from typing import Any, overload
 
 from tqdm import tqdm
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
     CloseSession,
+    EngineMessage,
     FinishReason,
     FlushCache,
     ForkSession,
     FrontMessage,
     GetState,
+    Heartbeat,
     ListSessions,
     OpenSession,
     Reply,
@@ -33,8 +35,10 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.core import EngineCore
-from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.in_process import InProcessChannel, InProcessClient
+from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.offline_inputs import (
     Prompt,
     Sampling,
@@ -44,8 +48,10 @@ from sgl_jax.engine.offline_inputs import (
     as_options,
     as_sampling,
 )
+from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.tokenizer_check import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +95,20 @@ class Engine:
     def __init__(self, model_path: str = "", **settings: Any) -> None:
         settings.setdefault("max_queued_requests", _NO_QUEUE_LIMIT)
         args = ServerArgs(model_path=model_path, **settings)
-        tokenizer = Tokenizer.load(args.tokenizer_path or args.model_path, args.chat_template)
+        tokenizer = open_model_files(args)
         self._core = EngineCore(args)
+        check_vocabulary(tokenizer, args.tokenizer_folder, self._core.info["vocab_size"])
         self._channel = InProcessChannel(self._handle)
         self._client = InProcessClient(self._channel)
         facts = EngineFacts.from_info(self._core.info)
-        self._frontend = Frontend(tokenizer, facts, self._client, log_requests=args.log_requests)
+        self._health = EngineHealth(args.engine_heartbeat_timeout)
+        self._frontend = Frontend(
+            tokenizer,
+            facts,
+            self._client,
+            max_queued_requests=args.max_queued_requests,
+            log_requests=args.log_requests,
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -295,6 +309,17 @@ class Engine:
         sessions: list[dict[str, Any]] = self._demand(lambda rid: ListSessions(rid=rid))["sessions"]
         return sessions
 
+    def check_health(self) -> float:
+        """Seconds that the engine loop has been in its present turn: a long step shows there.
+
+        Raises:
+            EngineDeadError: the engine ended.
+            EngineStuckError: it has been silent for longer than `engine_heartbeat_timeout`.
+        """
+        self._frontend.check_alive()
+        self._health.check()
+        return self._health.turn_s or 0.0
+
     def server_info(self) -> dict[str, Any]:
         """The memory view of each rank, and counters."""
         return self._ask(lambda rid: GetState(rid=rid)).data
@@ -305,7 +330,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """End the engine and free its memory; requests in flight end with an abort."""
-        if self._frontend.death is None:
+        if not self._frontend.has_ended:
             self._client.send(Shutdown())
         self._thread.join()
 
@@ -322,8 +347,11 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _handle(self, message: Any) -> None:
-        self._frontend.handle(message)
+    def _handle(self, message: EngineMessage) -> None:
+        if isinstance(message, Heartbeat):
+            self._health.hear(message)
+        else:
+            self._frontend.handle(message)
 
     def _run(self) -> None:
         """The engine's thread."""
@@ -350,8 +378,8 @@ class Engine:
     ) -> list[RequestStream]:
         """Check everything first, then start everything."""
         requests = [
-            self._frontend.prepare(
-                self._frontend.encode(prompt) if isinstance(prompt, str) else list(prompt),
+            self._frontend.checks.prepare(
+                self._frontend.checks.encode(prompt) if isinstance(prompt, str) else list(prompt),
                 as_sampling(sampling),
                 default_max_new_tokens=128,
                 **own,
@@ -360,10 +388,15 @@ class Engine:
                 prompts, params, as_options(options, len(prompts)), strict=True
             )
         ]
-        return [
-            self._frontend.start(request, on_ready(i), streaming=streaming)
-            for i, request in enumerate(requests)
-        ]
+        streams: list[RequestStream] = []
+        try:
+            self._frontend.check_room(len(requests))
+            for i, request in enumerate(requests):
+                streams.append(self._frontend.start(request, on_ready(i), streaming=streaming))
+        except QueueFullError as error:
+            self._abandon(streams)
+            raise GenerationError(str(error)) from error
+        return streams
 
     def _abandon(self, streams: Sequence[RequestStream]) -> None:
         for stream in streams:
@@ -373,8 +406,7 @@ class Engine:
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._frontend.ask(make_message, answer.put)
         reply = answer.get()
-        if self._frontend.death is not None:
-            raise EngineDeadError(self._frontend.death)
+        self._frontend.check_alive()
         return reply
 
     def _demand(self, make_message: Callable[[str], FrontMessage]) -> dict[str, Any]:

@@ -3,32 +3,34 @@
 The child is `python -m sgl_jax.engine` (`__main__.py`, which alone ties this to jax). It reads one
 line of JSON from its standard input, `{"args": {...}, "folder": "..."}`, and takes the end of that
 pipe as the end of its parent: no orphan keeps the device. What it prints passes through to the
-parent's terminal, and the last of it is kept for the obituary.
+parent's terminal, and the last line of it is kept for the report of its exit.
 """
 
 import contextlib
 import dataclasses
-import gc
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sgl_jax.core.messages import EngineFailed, EngineReady
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channel import Channel
+from sgl_jax.engine.garbage import collect_if_many, take_over_collection
+from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.engine.zmq_channel import ZmqChannel
 
 logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "sgl_jax.engine")
-_LAST_WORDS_BYTES = 4096
+_LAST_LINE_BYTES = 4096
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -37,9 +39,19 @@ class Core(Protocol):
 
     info: dict[str, Any]
 
-    def run(self, channel: Channel) -> None:
-        """Serve until `Shutdown`."""
+    def run(self, channel: Channel, *, after_turn: Callable[[bool], object] | None = None) -> None:
+        """Serve until `Shutdown`; `after_turn` is told whether a turn had nothing to do."""
         ...
+
+
+class ExitReport(NamedTuple):
+    """How the engine process ended."""
+
+    how: str  # a sentence with the exit code or signal, for anybody to read
+    last_line: str  # of what it printed, for the operator alone; "" if nothing
+
+    def __str__(self) -> str:
+        return f"{self.how}; its last words: {self.last_line}" if self.last_line else self.how
 
 
 class EngineProcess:
@@ -49,7 +61,7 @@ class EngineProcess:
         self,
         args: ServerArgs,
         folder: str,
-        on_exit: Callable[[str], None],
+        on_exit: Callable[[ExitReport], None],
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
         """Start it.
@@ -57,7 +69,7 @@ class EngineProcess:
         Args:
             folder: of the sockets, `ZmqEngineClient.folder`.
             on_exit: called once, on a thread of this object, when the process has ended for
-                whatever reason; gets the exit code and last words as a sentence.
+                whatever reason.
             command: what to run; tests put a scripted engine here.
         """
         self._on_exit = on_exit
@@ -69,7 +81,7 @@ class EngineProcess:
             start_new_session=True,  # Ctrl-C is for the parent: it shuts the child down in order
         )
         assert self._process.stdin is not None
-        # If the child is dead already, its obituary tells more than this broken pipe.
+        # If the child is dead already, the report of its exit tells more than this broken pipe.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(_encode_start(args, folder))
             self._process.stdin.flush()
@@ -103,16 +115,15 @@ class EngineProcess:
         assert self._process.stdout is not None
         tail = b""
         while data := os.read(self._process.stdout.fileno(), 65536):
-            tail = (tail + data)[-_LAST_WORDS_BYTES:]
+            tail = (tail + data)[-_LAST_LINE_BYTES:]
             # A terminal that went away is no reason to stop reading: the child would block.
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.buffer.write(data)
                 sys.stderr.buffer.flush()
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        words = tail.decode(errors="replace").strip().splitlines()
-        last_words = f"; its last words: {words[-1].strip()}" if words else ""
-        self._on_exit(f"the engine process {how}{last_words}")
+        lines = tail.decode(errors="replace").strip().splitlines()
+        self._on_exit(ExitReport(f"the engine process {how}", lines[-1].strip() if lines else ""))
 
 
 def run_engine(build: Callable[[ServerArgs], Core]) -> int:
@@ -123,26 +134,28 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     start = json.loads(sys.stdin.buffer.readline())
     args = ServerArgs(**start["args"])
     logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)
-    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+    watch = threading.Thread(
+        target=_die_with_parent, args=(start["folder"],), name="parent-watch", daemon=True
+    )
+    watch.start()
     channel = ZmqChannel(start["folder"])
     core: Core | None = None
     try:
-        core = build(args)
-        # What was built lives as long as the process. A full collection that looked through all
-        # of it, modules and compiled programs, would hold up a step.
-        gc.collect()
-        gc.freeze()
+        with Watchdog(channel.beat):
+            core = build(args)
+        take_over_collection()
         channel.send(EngineReady(info=core.info))
-        core.run(channel)
+        core.run(channel, after_turn=collect_if_many)
     except Exception as error:
-        # A setting that is refused explains itself, unless somebody wants to know more.
-        if core is None and isinstance(error, ValueError):
+        # A setting or a file that is refused explains itself, unless somebody wants to know more.
+        if core is None and isinstance(error, (ValueError, OSError)):
+            message = str(error)
             logger.debug("the engine was refused", exc_info=error)
         else:
+            message = f"{type(error).__name__}: {error}"
             traceback.print_exc()
-        # Last on the terminal, and the first thing clients and the operator read.
-        message = f"{type(error).__name__}: {error}"
-        print(message, file=sys.stderr, flush=True)
+            # Last on the terminal, and the first thing that the operator reads.
+            print(message, file=sys.stderr, flush=True)
         channel.send(EngineFailed(message=message))
         return 1
     finally:
@@ -154,7 +167,9 @@ def _encode_start(args: ServerArgs, folder: str) -> bytes:
     return json.dumps({"args": dataclasses.asdict(args), "folder": folder}).encode() + b"\n"
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(folder: str) -> None:
+    """A parent that was killed has not removed the folder of the sockets."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

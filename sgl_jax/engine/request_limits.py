@@ -3,12 +3,14 @@
 Each check raises `InvalidRequestError` that names the field and what is allowed.
 """
 
-from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
 
 MAX_RID_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
+MAX_OWNER_CHARS = 768  # what a server may put before it to tell the sessions of its callers apart
 MAX_NAMESPACE_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts times answers to each
 
 # A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
 _MAX_NORMALIZER_SHRINK = 4
@@ -30,9 +32,9 @@ def most_prompt_chars(max_tokens: int, longest_token_chars: int) -> int:
 def check_prompt_chars(num_chars: int, most: int, max_tokens: int) -> None:
     """A prompt of so many characters may fit into `max_tokens` tokens."""
     if num_chars > most:
-        raise InvalidRequestError(
-            f"the prompt has {num_chars} characters; this server holds {max_tokens} tokens per "
-            f"request, and no prompt of more than {most} characters",
+        raise ContextLengthError(
+            f"the {num_chars} characters of the prompt (at most {most} are taken)",
+            max_tokens,
             "text",
         )
 
@@ -40,10 +42,8 @@ def check_prompt_chars(num_chars: int, most: int, max_tokens: int) -> None:
 def check_prompt_tokens(num_tokens: int, max_tokens: int) -> None:
     """A prompt of so many tokens leaves room for an output."""
     if num_tokens >= max_tokens:
-        raise InvalidRequestError(
-            f"the prompt has {num_tokens} tokens; this server holds {max_tokens} per request, "
-            "prompt and output together",
-            "input_ids",
+        raise ContextLengthError(
+            f"{num_tokens} prompt tokens and the output", max_tokens, "input_ids"
         )
 
 
@@ -53,8 +53,9 @@ def check_rid(rid: str, param: str = "rid") -> None:
 
 
 def check_session_id(session_id: str, param: str = "session_id") -> None:
-    """It can name a session."""
-    _check_length("a session's id", session_id, MAX_SESSION_ID_CHARS, param)
+    """It can name a session of the engine."""
+    most = MAX_SESSION_ID_CHARS + MAX_OWNER_CHARS
+    _check_length("a session's id", session_id, most, param)
 
 
 def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
@@ -68,6 +69,16 @@ def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
             "extra_key",
         )
     return extra_key or cache_salt or ""
+
+
+def check_num_requests(num_prompts: int, num_choices: int, param: str) -> None:
+    """One HTTP request may ask for so many engine requests."""
+    if not 1 <= num_prompts * num_choices <= MAX_REQUESTS_PER_CALL:
+        raise InvalidRequestError(
+            f"prompts times n must be 1 to {MAX_REQUESTS_PER_CALL}, "
+            f"got {num_prompts} x {num_choices}",
+            param,
+        )
 
 
 def check_namespace(namespace: str) -> None:

@@ -98,6 +98,12 @@ class RequestStream:
         self._logprobs += output.logprobs or ()
         self._prompt_logprobs += output.prompt_logprobs or ()
         ids = output.token_ids
+        if self.request.is_prompt_only:
+            self._logprobs.clear()
+            if output.finish is not None:
+                is_abort = output.finish.type == "abort"
+                self.finish = output.finish if is_abort else FinishReason("length")
+            return
         if self._stop_checker is None:
             self._ids += ids
             self.num_output_tokens += len(ids)
@@ -124,7 +130,8 @@ class RequestStream:
         """Everything gained since the last call; None if nothing.
 
         Raises:
-            EngineDeadError: the engine ended before the request did.
+            EngineDeadError, ShuttingDownError: the engine ended, or the server would not wait any
+                longer, before the request did.
         """
         with self._lock:
             finish = None if self._last_chunk_taken else self.finish

@@ -1,4 +1,8 @@
-"""Notices when the engine loop stands still: a hung device never returns an error."""
+"""Tells the front that the engine's process runs, and notices when its loop stands still.
+
+Both from a thread beside the loop: a long step, or loading and compiling before there is a loop,
+is no reason to be silent, and a hung device never returns an error.
+"""
 
 import faulthandler
 import logging
@@ -8,7 +12,11 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from sgl_jax.core.messages import Heartbeat
+
 logger = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 1.0
 
 
 def exit_process() -> None:
@@ -18,20 +26,27 @@ def exit_process() -> None:
 
 
 class Watchdog:
-    """Calls `on_stall` once, from its own thread, when `feed` was not called for `timeout_s`.
+    """Calls `beat` every second; calls `on_stall` once when `feed` was not called for too long.
 
-    A context manager: watches from enter to exit.
+    Both from its own thread, from enter to exit: it is a context manager.
     """
 
-    def __init__(self, timeout_s: float, on_stall: Callable[[], None]) -> None:
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        beat: Callable[[Heartbeat], None],
+        stall_timeout_s: float | None = None,
+        on_stall: Callable[[], None] = exit_process,
+    ) -> None:
+        """`stall_timeout_s`: None while there is no loop that could feed it."""
+        self._beat = beat
+        self._stall_timeout_s = stall_timeout_s
         self._on_stall = on_stall
         self._fed_at = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def feed(self) -> None:
-        """The loop is alive."""
+        """The loop begins a turn."""
         self._fed_at = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
@@ -49,9 +64,16 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(min(1.0, self._timeout_s / 4)):
-            silent_s = time.monotonic() - self._fed_at
-            if silent_s > self._timeout_s:
-                logger.critical("no step ended for %.0f s; the engine is stuck", silent_s)
+        timeout_s = self._stall_timeout_s
+        interval_s = HEARTBEAT_INTERVAL_S
+        if timeout_s is not None:
+            interval_s = min(interval_s, timeout_s / 4)
+        while True:
+            turn_s = time.monotonic() - self._fed_at
+            self._beat(Heartbeat(turn_s=None if timeout_s is None else turn_s))
+            if timeout_s is not None and turn_s > timeout_s:
+                logger.critical("no step ended for %.0f s; the engine is stuck", turn_s)
                 self._on_stall()
+                return
+            if self._stopped.wait(interval_s):
                 return

@@ -4,7 +4,10 @@
     front  PULL <-- to_front.sock ----- PUSH  engine
 
 The sockets lie in a folder that only this user can enter. Must never unpickle anything, and
-never block on a send: queues are unbounded here because both ends bound what they admit.
+never block on a send. Hence each end binds the socket that it reads and connects the one that it
+writes: a PUSH socket that was bound waits in `send` while nobody is connected to it, one that
+connects queues what it is given, whether or not the other end is there. Queues are unbounded here
+because both ends bound what they admit.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ import msgspec
 import zmq
 
 from sgl_jax.core.errors import EngineDeadError
-from sgl_jax.core.messages import EngineMessage, FrontMessage
+from sgl_jax.core.messages import EngineMessage, FrontMessage, Heartbeat
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 _MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 107, terminator included
@@ -31,15 +34,18 @@ class ChannelError(RuntimeError):
 
 
 class ZmqChannel:
-    """The engine's end. Not thread-safe: the thread of the engine loop owns it."""
+    """The engine's end. The thread of the engine loop owns it; `beat` is for one other."""
 
     def __init__(self, folder: str) -> None:
-        """`folder`: where the front bound its sockets (`ZmqEngineClient.folder`)."""
+        """`folder`: made by the front, for the sockets of both (`ZmqEngineClient.folder`)."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pull = _socket(self._context, zmq.PULL)
         self._push = _socket(self._context, zmq.PUSH)
-        self._pull.connect(f"ipc://{folder}/{_TO_ENGINE}")
+        self._pull.bind(f"ipc://{folder}/{_TO_ENGINE}")
         self._push.connect(f"ipc://{folder}/{_TO_FRONT}")
+        # A socket belongs to one thread at a time.
+        self._heart = _socket(self._context, zmq.PUSH)
+        self._heart.connect(f"ipc://{folder}/{_TO_FRONT}")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FrontMessage)
 
@@ -52,6 +58,10 @@ class ZmqChannel:
     def send(self, message: EngineMessage) -> None:
         """Queue a message for the front; never blocks."""
         self._push.send(_encode(self._encoder, message))
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Queue a heartbeat, from a thread beside the loop's; never blocks."""
+        self._heart.send(msgspec.msgpack.encode(heartbeat))
 
     def close(self) -> None:
         """Close after what was sent has had a second to leave."""
@@ -72,7 +82,7 @@ class ZmqEngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._push = _socket(self._context, zmq.PUSH)
         self._pull = _socket(self._context, zmq.PULL)
-        self._push.bind(f"ipc://{self.folder}/{_TO_ENGINE}")
+        self._push.connect(f"ipc://{self.folder}/{_TO_ENGINE}")  # retried until it is there
         self._pull.bind(f"ipc://{self.folder}/{_TO_FRONT}")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -80,7 +90,10 @@ class ZmqEngineClient:
         self._closed = False
 
     def send(self, message: FrontMessage) -> None:
-        """Queue a message for the engine; never blocks. Raises `EngineDeadError` once closed."""
+        """Queue a message for the engine; never blocks. Raises `EngineDeadError` once closed.
+
+        An engine that has ended reads nothing: `EngineProcess` tells of its end.
+        """
         if self._closed:
             raise EngineDeadError("the connection to the engine is closed")
         self._push.send(_encode(self._encoder, message))
@@ -117,6 +130,10 @@ class ZmqEngineClient:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._pull.fileno())
         self._context.destroy(linger=1000)
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
+        """Remove the sockets' folder; all that is left to do if the process ends at once."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -7,6 +7,7 @@ Knows nothing of requests, pages' owners or sessions: what a plan says is done a
 import logging
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
 from sgl_jax.executor.engine_shape import EngineShape
+from sgl_jax.executor.first_token import check_first_token, first_token_plan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_num_pages
+from sgl_jax.executor.profiler import Profiler
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
 from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
@@ -57,6 +60,7 @@ class ModelExecutor:
             seed=args.random_seed,
             attention_backend=args.attention_backend,
             kv_cache_scales=args.kv_cache_scales,
+            check_all_weights=args.check_weights == "all",
         )
         if args.kv_cache_dtype == "fp8_e4m3" and args.kv_cache_scales is None:
             logger.warning(
@@ -81,6 +85,7 @@ class ModelExecutor:
         )
         self._skip_warmup = args.skip_warmup
         self._watch = CompileWatch()
+        self._profiler = Profiler()
         self._in_flight: deque[LaunchedStep] = deque()
         self.info: dict[str, Any] = {
             "model_path": args.model_path,
@@ -101,7 +106,8 @@ class ModelExecutor:
         return self._watch.num_compiles
 
     def warm_up(self) -> None:
-        """Compile every program and run each once, on nothing but the null row and page."""
+        """Compile every program and run each once, on nothing but the null row and page; then draw
+        a token. Raises ValueError if the model's logits are not finite."""
         if self._skip_warmup:
             logger.warning("warm-up skipped: the first step of each shape will compile")
             return
@@ -110,7 +116,9 @@ class ModelExecutor:
         idle = StepPlan(step_id=0, ranks=(_idle_rank(),) * self.sizes.dp_size)
         for bucket in self._buckets.all:
             self._run(bucket, idle)
-        jax.block_until_ready(self._state)
+        first = self.result(self.launch(first_token_plan(self.sizes)))
+        check_first_token(first, self.sizes.vocab_size, self.info["model_path"])
+        self.reset()
         self._watch.arm()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -177,12 +185,16 @@ class ModelExecutor:
         return np.asarray(kv_absmax(self._state.kv_pool, self._pool_layout, self._mesh))
 
     def start_profile(self, output_dir: str) -> None:
-        """Trace the devices into `output_dir` until `stop_profile`."""
-        jax.profiler.start_trace(output_dir)
+        """Trace the devices into `output_dir` until `stop_profile`.
+
+        Raises RuntimeError if a trace runs already, OSError if nothing can be written there; then
+        no folder was made.
+        """
+        self._profiler.start(Path(output_dir))
 
     def stop_profile(self) -> None:
-        """End the trace and write it."""
-        jax.profiler.stop_trace()
+        """End the trace and write it. Raises RuntimeError if none runs, OSError if it cannot."""
+        self._profiler.stop()
 
     def close(self) -> None:
         """Wait for what is in flight and let go of the devices' memory. Cannot be used again."""

@@ -21,7 +21,7 @@ import numpy as np
 from sgl_jax.mem_cache.eviction_policy import UseRun
 from sgl_jax.mem_cache.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.ghost_pages import GhostPages, Int64Array, PrefixHasher, RecalledPages
-from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode, front
 
 # Chosen on recorded traffic; docs/eviction.md has what their neighbours give.
 NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
@@ -68,19 +68,16 @@ class AdaptivePolicy:
     def next_victim(self, now: int) -> TreeNode | None:
         """Of the oldest leaves of each class, the one with the lowest rate of use."""
         victim, lowest = None, 0.0
-        for num_uses, queue in enumerate(self._queues):
+        for queue, reused, left in zip(self._queues, self._num_reused, self._num_left, strict=True):
             oldest = queue.oldest()
             if oldest is None:
                 continue
-            rate = self._rate(num_uses, now - oldest.last_access + 1)
+            age = now - oldest.last_access + 1
+            # To the power of 1.25, by square roots alone: those are the same on every host.
+            rate = reused / (reused + left) / (age * sqrt(sqrt(age)))
             if victim is None or rate < lowest:
                 victim, lowest = oldest, rate
         return victim
-
-    def _rate(self, num_uses: int, age: int) -> float:
-        reused, left = self._num_reused[num_uses], self._num_left[num_uses]
-        # To the power of 1.25, by square roots alone: those are the same on every host.
-        return reused / (reused + left) / (age * sqrt(sqrt(age)))
 
     def begin(self, node: TreeNode) -> list[UseRun]:
         """Recall which of the pages were here before."""
@@ -128,7 +125,7 @@ class AdaptivePolicy:
         keep = keep_tokens // self._page_size
         gone = leaf.page_hashes[keep:]
         self._ghosts.remember(gone, leaf.num_uses, leaf.last_access, now)
-        leaf.page_hashes = leaf.page_hashes[:keep].copy()
+        leaf.page_hashes = front(leaf.page_hashes, keep)
         self._num_left[leaf.num_uses] += len(gone)
         self._num_left_since_halved += len(gone)
         if self._num_left_since_halved >= HALVED_AFTER * self._num_pages:

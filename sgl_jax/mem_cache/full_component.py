@@ -15,7 +15,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.page_allocator import TREE, PageAllocator
 from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep
-from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode, front
 
 
 class FullComponent:
@@ -133,7 +133,7 @@ class FullComponent:
         pages = node.values[self.index]
         self._dropped.append(pages[keep:])
         self._num_evictable -= len(pages) - keep
-        node.values[self.index] = pages[:keep].copy()
+        node.values[self.index] = front(pages, keep)
         if keep == 0:
             self._policy.discard(node)
 

@@ -1,6 +1,10 @@
 """Pages that left the prefix tree lately: the hash of their prefix, and how they were used.
 
 A ring of fixed size, so what is remembered is bounded; every operation is vectorised over pages.
+Most new edges hold nothing that was here before, and the hash of their first page shows it: what
+is behind that page left before it or with it. So the ring is filled, and searched, only for edges
+whose first page may be remembered.
+
 Prefixes are told apart by a 64-bit hash alone. That may be wrong, so ghosts may decide in which
 order pages leave, never what a prefix matches.
 """
@@ -19,10 +23,15 @@ UInt64Array = NDArray[np.uint64]
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.array([30, 27, 31], np.uint64)
 _GAMMA_INVERSE = np.uint64(pow(int(_GAMMA), -1, 2**64))
 _SALTS = np.array([[0], [_GAMMA]], np.uint64)  # of the two halves of the index
 # Slots of each index for every ghost: the fewer, the more ghosts hide one another.
 _SLOTS_PER_GHOST = 4
+# Of the quick test: the fewer, the more often the ring is searched for nothing.
+_COUNTS_PER_GHOST = 8
+# So many pages may wait for the ring: to write more of them at once would hold up a step.
+_MAX_LEAVING = 1024
 
 
 class RecalledPages(NamedTuple):
@@ -40,6 +49,7 @@ class PrefixHasher:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._coefficients = _mixed(np.arange(1, page_size + 1, dtype=np.uint64))
+        self._sum_of_coefficients = np.add.reduce(self._coefficients)
         self._powers, self._inverse_powers = _powers(64)
 
     def hashes(self, tokens: Int32Array, before: int = 0) -> UInt64Array:
@@ -52,8 +62,8 @@ class PrefixHasher:
         count = len(tokens) // self._page_size
         if count > len(self._powers):
             self._powers, self._inverse_powers = _powers(2 * count)
-        contents = tokens.reshape(count, -1).astype(np.uint64) + np.uint64(1)
-        shares = _mixed(contents @ self._coefficients)
+        contents = tokens.reshape(count, -1).astype(np.uint64) @ self._coefficients
+        shares = _mixed(contents + self._sum_of_coefficients)  # as of tokens counted from 1
         # h[i] = h[i - 1] * g + share[i] for all i at once: h[i] / g^(i + 1) is a cumulative sum.
         sums: UInt64Array = np.add.accumulate(shares * self._inverse_powers[:count])
         hashes: UInt64Array = self._powers[:count] * (np.uint64(before) + sums)
@@ -67,9 +77,12 @@ def _powers(count: int) -> tuple[UInt64Array, UInt64Array]:
 
 
 def _mixed(values: UInt64Array) -> UInt64Array:
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    mixed: UInt64Array = values ^ (values >> np.uint64(31))
+    mixed: UInt64Array = values >> _SHIFT_1
+    mixed ^= values
+    mixed *= _MIX_1
+    mixed ^= mixed >> _SHIFT_2
+    mixed *= _MIX_2
+    mixed ^= mixed >> _SHIFT_3
     return mixed
 
 
@@ -92,7 +105,14 @@ class GhostPages:
         self._next = 0
         self._leaving: list[_Leaving] = []  # not in the ring yet
         self._num_leaving = 0
-        self._is_empty = True
+        # By the last bits of a hash: how many pages had left when one of such a hash did, or some
+        # more. Counted from `num_ghosts`, so that 0 is too long ago to be remembered, and modulo
+        # 2**32: where that is ambiguous, a search finds nothing.
+        self._num_left = num_ghosts
+        num_bits = (_COUNTS_PER_GHOST * num_ghosts).bit_length()
+        self._last_left = np.zeros(1 << num_bits, np.uint32)
+        self._last_bits = np.uint64(len(self._last_left) - 1)
+        self._unnoted: list[UInt64Array] = []  # left, but not in `_last_left` yet
         # A hash is listed in both halves, at places that have nothing to do with each other: to
         # be found, it must have been written over in one of them at most.
         self._num_slots = _SLOTS_PER_GHOST * num_ghosts
@@ -102,8 +122,9 @@ class GhostPages:
         """Pages of these prefixes leave now; those that left longest ago are forgotten."""
         self._leaving.append(_Leaving(hashes, num_uses, last_access, now))
         self._num_leaving += len(hashes)
-        self._is_empty = False
-        if self._num_leaving >= self.num_ghosts:
+        self._num_left += len(hashes)
+        self._unnoted.append(hashes)
+        if self._num_leaving >= min(self.num_ghosts, _MAX_LEAVING):
             self._write()
 
     def _write(self) -> None:
@@ -122,8 +143,8 @@ class GhostPages:
         self._next = (self._next + len(hashes)) % self.num_ghosts
 
     def recall(self, hashes: UInt64Array) -> RecalledPages | None:
-        """What is remembered of the pages of these prefixes; None if nothing of any is."""
-        if self._is_empty:
+        """What is remembered of the pages of an edge, in its order; None if nothing of any is."""
+        if not self._may_recall(hashes[0]):
             return None
         if self._leaving:
             self._write()
@@ -135,12 +156,23 @@ class GhostPages:
         places = np.where(is_first, first, second)
         return RecalledPages(is_ghost, *self._history[places[is_ghost]].T)
 
+    def _may_recall(self, first: np.uint64) -> bool:
+        """Whether a page of this hash, or one behind it, may be among the ghosts."""
+        if self._unnoted:
+            left = np.concatenate(self._unnoted)
+            self._last_left[(left & self._last_bits).astype(np.intp)] = self._num_left % 2**32
+            self._unnoted.clear()
+        last_left = int(self._last_left[int(first & self._last_bits)])
+        return (self._num_left - last_left) % 2**32 < self.num_ghosts
+
     def clear(self) -> None:
         """Forget all."""
         self._leaving.clear()
+        self._unnoted.clear()
         self._num_leaving = 0
         self._hashes[:] = 0
-        self._is_empty = True
+        self._num_left = self.num_ghosts
+        self._last_left[:] = 0
 
     def _slots(self, hashes: UInt64Array) -> Int64Array:
         """Where each hash is listed in either half of the index, int64[2, len(hashes)]."""

@@ -7,7 +7,7 @@ sessions together keep from other use. Each call costs O(pages of the one lease)
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import Int32Array, IntpArray
 
 
 class LockedPages:
@@ -28,19 +28,25 @@ class LockedPages:
         """A running request has locked `pages`."""
         index = pages.astype(np.intp)  # once, instead of at each use
         count = self._running[index]
-        is_first = count == 0
-        self.num_running += int(np.count_nonzero(is_first))
-        self.num_locked += int(np.count_nonzero(is_first & (self._idle[index] == 0)))
         self._running[index] = count + 1
+        first = index[count == 0]
+        self.num_running += len(first)
+        self.num_locked += self._num_not_idle(first)
 
     def unlock(self, pages: Int32Array) -> None:
         """Undo `lock`."""
         index = pages.astype(np.intp)
-        count = self._running[index] - 1
-        is_last = count == 0
-        self.num_running -= int(np.count_nonzero(is_last))
-        self.num_locked -= int(np.count_nonzero(is_last & (self._idle[index] == 0)))
-        self._running[index] = count
+        count = self._running[index]
+        self._running[index] = count - 1
+        last = index[count == 1]
+        self.num_running -= len(last)
+        self.num_locked -= self._num_not_idle(last)
+
+    def _num_not_idle(self, index: IntpArray) -> int:
+        """Those of some pages that no idle session has locked."""
+        if self.num_idle == 0 or len(index) == 0:
+            return len(index)
+        return int(np.count_nonzero(self._idle[index] == 0))
 
     def park(self, pages: Int32Array) -> None:
         """The lock of a running request has become that of an idle session."""

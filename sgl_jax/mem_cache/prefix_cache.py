@@ -90,7 +90,12 @@ class PrefixCache(Protocol):
         ...
 
     def take_moved(self) -> Sequence[PrefixCursor]:
-        """The cursors whose length has changed since the last call."""
+        """The cursors whose length or place has changed since the last call."""
+        ...
+
+    @property
+    def followed_nodes(self) -> Sequence[TreeNode | None]:
+        """The nodes where cursors are, by `PrefixCursor.place`; None where none is."""
         ...
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
@@ -171,6 +176,11 @@ class ChunkCache:
     def take_moved(self) -> Sequence[PrefixCursor]:
         """None ever moves."""
         return ()
+
+    @property
+    def followed_nodes(self) -> Sequence[TreeNode | None]:
+        """No cursor is anywhere."""
+        return (None,)
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         """No cursor ever goes on."""

@@ -10,7 +10,7 @@ A node files its cursors under the key of the child that would continue them; un
 that no new child can continue, since they end within the edge or have no whole page left.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
@@ -22,10 +22,12 @@ class PrefixCursor:
     """A walk along `tokens` of a namespace, made by `PrefixCache.follow` and ended by `unfollow`.
 
     `length` counts the matched tokens, whole pages; `node` is the last node on the walk (the root
-    if none matched, None without a tree). `tag` is the owner's and means nothing to the tree.
+    if none matched, None without a tree). `place` is a small number, the same for all cursors of
+    one tree at that node (0 without a tree): see `PrefixCache.followed_nodes`. `tag` is the
+    owner's and means nothing to the tree.
     """
 
-    __slots__ = ("is_moved", "length", "namespace", "next_key", "node", "tag", "tokens")
+    __slots__ = ("is_moved", "length", "namespace", "next_key", "node", "place", "tag", "tokens")
 
     def __init__(self, tokens: Int32Array, namespace: str, tag: int) -> None:
         self.tokens = tokens
@@ -33,11 +35,23 @@ class PrefixCursor:
         self.tag = tag
         self.length = 0
         self.node: TreeNode | None = None
+        self.place = 0
         self.next_key: bytes | None = None  # of the child of `node` that would continue the walk
-        self.is_moved = False  # since `take_moved` last answered it
+        self.is_moved = False  # to another length or place since `take_moved` last answered it
 
     def __repr__(self) -> str:
         return f"PrefixCursor({self.length} of {len(self.tokens)} tokens, at {self.node!r})"
+
+
+class _Stop:
+    """A node where cursors are, filed by the key of the child that would continue them."""
+
+    __slots__ = ("filed", "node", "place")
+
+    def __init__(self, node: TreeNode, place: int) -> None:
+        self.node = node
+        self.place = place
+        self.filed: dict[bytes | None, dict[int, PrefixCursor]] = {}
 
 
 class CursorIndex:
@@ -62,7 +76,10 @@ class CursorIndex:
         self._root = root
         self._walk = walk
         self._key_of = key_of
-        self._on: dict[int, dict[bytes | None, dict[int, PrefixCursor]]] = {}  # by node id
+        self._stops: dict[int, _Stop] = {}  # by node id
+        # The nodes of all stops, by place; None where none is.
+        self.nodes: list[TreeNode | None] = []
+        self._free_places: list[int] = []
         self._moved: list[PrefixCursor] = []
 
     def follow(
@@ -82,7 +99,7 @@ class CursorIndex:
         cursor.node = None
 
     def take_moved(self) -> list[PrefixCursor]:
-        """The cursors whose length has changed since the last call, each once."""
+        """The cursors whose length or place has changed since the last call, each once."""
         moved = [cursor for cursor in self._moved if cursor.node is not None]
         self._moved.clear()
         for cursor in moved:
@@ -96,39 +113,37 @@ class CursorIndex:
         start = parent.end
         for cursor in self._take_filed(parent, child.child_key):
             matched = common_prefix_len(child.key, cursor.tokens[start:])
-            cursor.length = start + matched // self._page_size * self._page_size
-            self._file(cursor, child)
-            self._note_move(cursor)
+            self._move(cursor, child, start + matched // self._page_size * self._page_size)
 
     def node_split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge lost its beginning to the new `upper`: cursors that ended there move."""
         for cursor in self._take_filed(lower, None):
             is_above = cursor.length <= upper.end
-            self._file(cursor, upper if is_above else lower)
+            self._move(cursor, upper if is_above else lower, cursor.length)
 
     def nodes_merged(self, upper: TreeNode, lower: TreeNode) -> None:
         """`upper` became the beginning of its only child's edge: its cursors end within that."""
         for cursor in self._take_all(upper):
-            self._file(cursor, lower)
+            self._move(cursor, lower, cursor.length)
 
     def leaf_trimmed(self, leaf: TreeNode, end: TreeNode) -> None:
         """The path to `leaf` ends at `end` from now on: `leaf`, shortened, or its parent."""
         for cursor in self._take_all(leaf):
-            if cursor.length > end.end:
-                cursor.length = end.end
-                self._note_move(cursor)
-            self._file(cursor, end)
+            self._move(cursor, end, min(cursor.length, end.end))
 
     def audit(self) -> None:
         """Prove that each cursor is where a fresh walk ends. Raises `LedgerError`."""
-        for node_id, filed in self._on.items():
-            for next_key, cursors in filed.items():
+        for node_id, stop in self._stops.items():
+            if self.nodes[stop.place] is not stop.node:
+                raise LedgerError(f"{stop.node!r} is not listed at its place {stop.place}")
+            for next_key, cursors in stop.filed.items():
                 for cursor in cursors.values():
                     path = self._walk(cursor.tokens, cursor.namespace, self._root)
                     node = path[-1].node if path else self._root
                     length = sum(step.num_matched for step in path)
                     found = (node.node_id, length, self._lacking(node, length, cursor))
-                    if found != (node_id, cursor.length, next_key) or cursor.node is not node:
+                    is_there = cursor.node is node and cursor.place == stop.place
+                    if found != (node_id, cursor.length, next_key) or not is_there:
                         raise LedgerError(f"{cursor!r} should be at {node!r}, length {length}")
 
     # -- inside -------------------------------------------------------------------------------
@@ -144,39 +159,61 @@ class CursorIndex:
             return None
         return self._key_of(node, cursor.tokens[length:], cursor.namespace)
 
+    def _move(self, cursor: PrefixCursor, node: TreeNode, length: int) -> None:
+        """File a cursor that was taken out, at another place or length than before."""
+        before = cursor.length, cursor.place
+        cursor.length = length
+        self._file(cursor, node)
+        if not cursor.is_moved and (length, cursor.place) != before:
+            cursor.is_moved = True
+            self._moved.append(cursor)
+
     def _file(self, cursor: PrefixCursor, node: TreeNode) -> None:
-        cursor.node = node
+        stop = self._stops.get(node.node_id) or self._new_stop(node)
+        cursor.node, cursor.place = node, stop.place
         cursor.next_key = self._lacking(node, cursor.length, cursor)
-        filed = self._on.setdefault(node.node_id, {})
-        filed.setdefault(cursor.next_key, {})[id(cursor)] = cursor
+        stop.filed.setdefault(cursor.next_key, {})[id(cursor)] = cursor
+
+    def _new_stop(self, node: TreeNode) -> _Stop:
+        if not self._free_places:
+            self._free_places.append(len(self.nodes))
+            self.nodes.append(None)
+        stop = _Stop(node, self._free_places.pop())
+        self._stops[node.node_id] = stop
+        self.nodes[stop.place] = node
+        return stop
 
     def _take_out(self, cursor: PrefixCursor) -> None:
         assert cursor.node is not None, "the cursor was taken out before"
-        filed = self._on[cursor.node.node_id]
-        cursors = filed[cursor.next_key]
+        stop = self._stops[cursor.node.node_id]
+        cursors = stop.filed[cursor.next_key]
         del cursors[id(cursor)]
         if not cursors:
-            del filed[cursor.next_key]
-        if not filed:
-            del self._on[cursor.node.node_id]
+            del stop.filed[cursor.next_key]
+        self._close_if_empty(stop)
 
     def _take_filed(self, node: TreeNode, key: bytes | None) -> Iterable[PrefixCursor]:
-        filed = self._on.get(node.node_id)
-        if filed is None or key not in filed:
+        stop = self._stops.get(node.node_id)
+        if stop is None or key not in stop.filed:
             return ()
-        cursors = filed.pop(key)
-        if not filed:
-            del self._on[node.node_id]
+        cursors = stop.filed.pop(key)
+        self._close_if_empty(stop)
         return cursors.values()
 
-    def _take_all(self, node: TreeNode) -> Iterator[PrefixCursor]:
-        for cursors in self._on.pop(node.node_id, {}).values():
-            yield from cursors.values()
+    def _take_all(self, node: TreeNode) -> list[PrefixCursor]:
+        stop = self._stops.get(node.node_id)
+        if stop is None:
+            return []
+        cursors = [cursor for filed in stop.filed.values() for cursor in filed.values()]
+        stop.filed.clear()
+        self._close_if_empty(stop)
+        return cursors
 
-    def _note_move(self, cursor: PrefixCursor) -> None:
-        if not cursor.is_moved:
-            cursor.is_moved = True
-            self._moved.append(cursor)
+    def _close_if_empty(self, stop: _Stop) -> None:
+        if not stop.filed:
+            del self._stops[stop.node.node_id]
+            self.nodes[stop.place] = None
+            self._free_places.append(stop.place)
 
 
 def common_prefix_len(a: Int32Array, b: Int32Array) -> int:

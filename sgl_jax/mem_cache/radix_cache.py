@@ -80,8 +80,13 @@ class RadixCache:
         self.tree.cursors.unfollow(cursor)
 
     def take_moved(self) -> Sequence[PrefixCursor]:
-        """The cursors whose length has changed since the last call."""
+        """The cursors whose length or place has changed since the last call."""
         return self.tree.cursors.take_moved()
+
+    @property
+    def followed_nodes(self) -> Sequence[TreeNode | None]:
+        """The nodes where cursors are, by `PrefixCursor.place`."""
+        return self.tree.cursors.nodes
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         """The `next_key` of a cursor that ends at `node`, where `tokens` come next."""

@@ -23,7 +23,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.prefix_cursor import CursorIndex, common_prefix_len
 from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep, TreeComponent
-from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode, front
 
 
 class RadixTree:
@@ -342,7 +342,7 @@ class RadixTree:
         self._policy.drop(leaf, keep_tokens, self._clock)
         if keep_tokens:
             leaf.end -= len(leaf.key) - keep_tokens
-            leaf.key = leaf.key[:keep_tokens].copy()
+            leaf.key = front(leaf.key, keep_tokens)
             self.cursors.leaf_trimmed(leaf, leaf)
             return
         del parent.children[leaf.child_key]

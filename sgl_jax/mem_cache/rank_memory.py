@@ -1,9 +1,11 @@
 """All KV memory of one data-parallel rank: rows, pages, prefix cache, and the leases on them.
 
 The scheduler holds one `RankMemory` per rank and never says "rank r" to any of its methods.
-Leases begin here (`open_lease`), grow here, and end in `release.py`, nowhere else.
+Leases begin here (`open_lease`), grow here, and end in `release.py`, nowhere else. `grow_rows` and
+`commit_rows` do for the rows of all ranks at once what the methods of that name do for one rank's.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +19,13 @@ from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_cache import RadixCache
-from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool
+from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.session_cache import SessionAwareCache
 from sgl_jax.mem_cache.tree_node import TreeNode
+
+# Of so many pages one is evicted ahead of need, where pages must be evicted, and so many at most.
+_PAGES_PER_EVICTED = 512
+_MAX_EVICTED_AHEAD = 64
 
 
 class MemoryView(NamedTuple):
@@ -42,7 +48,10 @@ class MemoryView(NamedTuple):
 
 
 class RankMemory:
-    """The memory of rank `dp_rank`, of the given sizes; `eviction_policy` is `RadixCache`'s."""
+    """The memory of rank `dp_rank`, of the given sizes; `eviction_policy` is `RadixCache`'s.
+
+    `tables`, if given, hold the rows' columns: views of those of all ranks.
+    """
 
     def __init__(
         self,
@@ -51,16 +60,18 @@ class RankMemory:
         *,
         use_radix_cache: bool = True,
         eviction_policy: str = "adaptive",
+        tables: RowTables | None = None,
     ) -> None:
         self.dp_rank = dp_rank
         self.page_size = sizes.page_size
-        self.rows = ReqToTokenPool(sizes.num_rows, sizes.pages_per_row)
+        self.rows = ReqToTokenPool(sizes.num_rows, sizes.pages_per_row, tables)
         self.allocator = PageAllocator(sizes.num_pages, f"rank {dp_rank}")
         self._use_radix_cache = use_radix_cache
         self._eviction_policy = eviction_policy
         self.cache = self._make_cache(num_evicted=0)
         self.leases: dict[int, KVLease] = {}  # by row
         self.locked = LockedPages(sizes.num_pages)
+        self._num_evicted_ahead = min(sizes.num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
         # Pages of their own that idle sessions hold: those the tree owns are not among them.
         self.num_session_held_pages = 0
 
@@ -160,38 +171,25 @@ class RankMemory:
         return self.pages_for(lease.kv_allocated_len) - lease.cache_protected_len // self.page_size
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free; False, having evicted nothing, if that cannot be."""
+        """Evict until `num_pages` are free; False, having evicted nothing, if that cannot be.
+
+        If it must evict, it evicts a few more: a decode step takes a few pages, and many at once
+        cost the host little more than few.
+        """
         deficit = num_pages - self.allocator.num_free
         if deficit > self.cache.num_evictable:
             return False
         if deficit > 0:
-            self.cache.evict(deficit)
+            self.cache.evict(deficit + self._num_evicted_ahead)
         return True
 
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
         """Pages each row lacks to hold `allocated_lens` tokens; int32[len(rows)]."""
-        return self._pages_beyond(self.rows.kv_allocated_len[rows], allocated_lens)
-
-    def _pages_beyond(self, held_lens: Int32Array, lens: Int32Array) -> Int32Array:
-        """Pages that `lens` tokens take beyond those of `held_lens`, or none."""
-        round_up = self.page_size - 1
-        held = (held_lens + round_up) // self.page_size
-        lacking: Int32Array = (lens + round_up) // self.page_size - held
-        return np.maximum(lacking, 0, out=lacking)
+        return _pages_beyond(self.rows.kv_allocated_len[rows], allocated_lens, self.page_size)
 
     def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
-        """Reserve slots so that row i holds `allocated_lens[i]` tokens, evicting as needed.
-
-        All or nothing: False, changing nothing, if there is not enough even after eviction.
-        Rows must be distinct and leased.
-        """
-        held_lens = self.rows.kv_allocated_len[rows]
-        lacking = self._pages_beyond(held_lens, allocated_lens)
-        total = int(np.add.reduce(lacking))
-        if total and not self._append_pages(rows, held_lens, lacking, total):
-            return False
-        self.rows.kv_allocated_len[rows] = np.maximum(held_lens, allocated_lens)
-        return True
+        """`grow_rows` of this rank's rows alone; whether there was enough memory."""
+        return grow_rows(self.rows, [self], rows, allocated_lens, [0, len(rows)])[0]
 
     def grow_row(self, row: int, allocated_len: int) -> bool:
         """`grow_rows` of one row, without the cost of arrays of one."""
@@ -204,28 +202,9 @@ class RankMemory:
         self.rows.kv_allocated_len[row] = max(held_len, allocated_len)
         return True
 
-    def _append_pages(
-        self, rows: RowIndex, held_lens: Int32Array, lacking: Int32Array, total: int
-    ) -> bool:
-        if not self.make_room(total):
-            return False
-        growing = lacking.nonzero()[0]
-        rows, counts = rows[growing], lacking[growing]
-        columns = (held_lens[growing] + (self.page_size - 1)) // self.page_size
-        if total > len(growing):  # some grow by more than a page: those follow one another
-            within = np.arange(total) - np.repeat(np.add.accumulate(counts) - counts, counts)
-            rows, columns = np.repeat(rows, counts), np.repeat(columns, counts) + within
-        self.rows.pages[rows, columns] = self.allocator.alloc_each(rows.astype(np.int32))
-        return True
-
     def commit_rows(self, rows: RowIndex, committed_lens: Int32Array) -> None:
-        """A step was launched that writes rows' KV up to `committed_lens` tokens."""
-        if np.count_nonzero(committed_lens > self.rows.kv_allocated_len[rows]):
-            raise LeaseError(
-                f"rank {self.dp_rank}: rows {rows.tolist()} would commit "
-                f"{committed_lens.tolist()} tokens of {self.rows.kv_allocated_len[rows].tolist()}"
-            )
-        self.rows.kv_committed_len[rows] = committed_lens
+        """`commit_rows` of this rank's rows alone."""
+        commit_rows(self.rows, [self], rows, committed_lens)
 
     def view(self) -> MemoryView:
         """The memory view of this rank."""
@@ -244,3 +223,83 @@ class RankMemory:
             free_rows=self.rows.num_free,
             session_rows=self.cache.num_idle,
         )
+
+
+def grow_rows(
+    tables: RowTables,
+    memories: Sequence[RankMemory],
+    rows: RowIndex,
+    allocated_lens: Int32Array,
+    bounds: Sequence[int],
+) -> list[bool]:
+    """Reserve slots so that row i holds `allocated_lens[i]` tokens, evicting as needed.
+
+    Args:
+        tables: the columns of all `memories`, one after another.
+        memories: of the ranks, each with as many rows.
+        rows: indices into `tables`, distinct and leased, rank by rank.
+        allocated_lens: int32[len(rows)].
+        bounds: those of rank i are `rows[bounds[i] : bounds[i + 1]]`.
+
+    Returns whether each rank's rows fit. All or nothing: where they do not, even after eviction,
+    the rank is as it was.
+    """
+    page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
+    fits = [True] * len(memories)
+    held_lens = tables.kv_allocated_len[rows]
+    lens = np.maximum(held_lens, allocated_lens)
+    lacking = _pages_beyond(held_lens, allocated_lens, page_size)
+    # Of each page that is lacking: whose it is, and where the row is to list it.
+    growing = lacking.nonzero()[0]
+    columns = _num_pages(held_lens[growing], page_size)
+    total = int(np.add.reduce(lacking))
+    if total > len(growing):  # some grow by more than a page: those follow one another
+        counts = lacking[growing]
+        within = np.arange(total) - np.repeat(np.add.accumulate(counts) - counts, counts)
+        growing, columns = np.repeat(growing, counts), np.repeat(columns, counts) + within
+    growing_rows = rows[growing]
+    owners = (growing_rows % num_rows).astype(np.int32)
+    taken = np.zeros(total, np.int32)  # stays 0, as beyond a row's last page, where they do not fit
+    page_bounds = growing.searchsorted(bounds).tolist()
+    for i, memory in enumerate(memories):
+        first, end = page_bounds[i], page_bounds[i + 1]
+        if first == end:
+            continue
+        if memory.make_room(end - first):
+            taken[first:end] = memory.allocator.alloc_each(owners[first:end])
+        else:
+            fits[i] = False
+            lens[bounds[i] : bounds[i + 1]] = held_lens[bounds[i] : bounds[i + 1]]
+    tables.pages[growing_rows, columns] = taken
+    tables.kv_allocated_len[rows] = lens
+    return fits
+
+
+def commit_rows(
+    tables: RowTables, memories: Sequence[RankMemory], rows: RowIndex, committed_lens: Int32Array
+) -> None:
+    """A step was launched that writes rows' KV up to `committed_lens` tokens.
+
+    `rows` are indices into `tables`, the columns of all `memories`. Raises `LeaseError`, changing
+    nothing, if a row has not so many slots.
+    """
+    allocated_lens = tables.kv_allocated_len[rows]
+    is_beyond = committed_lens > allocated_lens
+    if np.count_nonzero(is_beyond):
+        rank, row = divmod(int(rows[is_beyond][0]), memories[0].rows.num_rows)
+        raise LeaseError(
+            f"rank {memories[rank].dp_rank}: row {row} would commit "
+            f"{committed_lens[is_beyond][0]} tokens of {allocated_lens[is_beyond][0]}"
+        )
+    tables.kv_committed_len[rows] = committed_lens
+
+
+def _num_pages(lens: Int32Array, page_size: int) -> Int32Array:
+    """Pages that hold so many tokens each."""
+    return (lens + (page_size - 1)) // page_size
+
+
+def _pages_beyond(held_lens: Int32Array, lens: Int32Array, page_size: int) -> Int32Array:
+    """Pages that `lens` tokens take beyond those of `held_lens`, or none."""
+    lacking: Int32Array = _num_pages(lens, page_size) - _num_pages(held_lens, page_size)
+    return np.maximum(lacking, 0, out=lacking)

@@ -20,6 +20,8 @@ from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 
+_NO_PAGES = np.zeros(0, np.int32)
+
 
 def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> None:
     """Offer the committed whole pages of `tokens` to the cache; the lease goes on.
@@ -29,18 +31,22 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
     it accepted, or its own where it had them already; the lease's duplicates are freed.
     """
     lease.require_live()
+    memory.locked.lock(_hand_to_tree(memory, lease, tokens))
+
+
+def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int32Array:
+    """`publish_prefix`, but that what it locks is not counted in `memory.locked` yet: its pages."""
     rows, page_size = memory.rows, memory.page_size
     length = min(lease.kv_committed_len, len(tokens)) // page_size * page_size
     protected = lease.cache_protected_len
     if length <= protected:
-        return
+        return _NO_PAGES
     offered = lease.pages(page_size, 0, length)
     offer = LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace)
     kept = memory.cache.accept(tokens[:length], offer)
     if kept is None:
-        return
+        return _NO_PAGES
     lease.node = kept.node
-    memory.locked.lock(kept.pages)
     first = protected // page_size
     rows.pages[lease.row, first : length // page_size] = kept.pages
     rows.cache_protected_len[lease.row] = length
@@ -48,6 +54,7 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
     duplicates = fresh[fresh != kept.pages]
     if len(duplicates):
         memory.allocator.free(duplicates, lease.row)
+    return kept.pages
 
 
 def release_kv_cache(
@@ -66,14 +73,17 @@ def release_kv_cache(
     lease.require_live()
     if memory.leases.get(lease.row) is not lease:
         raise LeaseError(f"{lease!r} is to be released, but its row is not listed as its own")
+    protected = lease.cache_protected_len
     if insert:
-        publish_prefix(memory, lease, tokens)
+        added = _hand_to_tree(memory, lease, tokens)
         if memory.cache.take_over(lease, len(tokens)):
+            memory.locked.lock(added)
             memory.park(lease)
             return
     memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), owner=lease.row)
     if lease.node is not None:
-        memory.locked.unlock(memory.locked_pages_of(lease))
+        # What was handed over just now was not counted.
+        memory.locked.unlock(lease.pages(memory.page_size, 0, protected))
         memory.cache.unlock(lease.node)
         lease.node = None
     del memory.leases[lease.row]

@@ -13,8 +13,8 @@ from sgl_jax.mem_cache.errors import LeaseError
 NULL_ROW = 0
 
 
-class ReqToTokenPool:
-    """`num_rows` rows (null row included) of at most `pages_per_row` pages.
+class RowTables:
+    """The pages and lengths of rows, as columns; those of a rank may be views of all ranks' ones.
 
     Public arrays, indexed by row: `pages` int32[num_rows, pages_per_row] (0 beyond the last page
     held), `kv_committed_len`, `kv_allocated_len`, `cache_protected_len` int32[num_rows] in tokens
@@ -24,17 +24,41 @@ class ReqToTokenPool:
     the launch.
     """
 
-    def __init__(self, num_rows: int, pages_per_row: int) -> None:
+    def __init__(self, pages: Int32Array, lengths: Int32Array, epoch: Int32Array) -> None:
+        self.pages = pages
+        # One array, so that all lengths of all rows are proved in order by one comparison.
+        self.lengths = lengths
+        _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = lengths
+        self.epoch = epoch
+
+    @classmethod
+    def empty(cls, num_rows: int, pages_per_row: int) -> "RowTables":
+        """Columns of `num_rows` rows that hold nothing."""
+        return cls(
+            pages=np.zeros((num_rows, pages_per_row), np.int32),
+            lengths=np.zeros((4, num_rows), np.int32),
+            epoch=np.zeros(num_rows, np.int32),
+        )
+
+    def part(self, rows: slice) -> "RowTables":
+        """Views of some of the rows."""
+        return RowTables(self.pages[rows], self.lengths[:, rows], self.epoch[rows])
+
+
+class ReqToTokenPool(RowTables):
+    """`num_rows` rows (null row included) of at most `pages_per_row` pages, and who holds which.
+
+    `tables`, if given, are the columns to keep them in: of so many rows, all free.
+    """
+
+    def __init__(self, num_rows: int, pages_per_row: int, tables: RowTables | None = None) -> None:
         if num_rows < 2 or pages_per_row < 1:
             raise ValueError(
                 f"a row pool needs at least 2 rows of 1 page, got {num_rows} of {pages_per_row}"
             )
+        tables = tables or RowTables.empty(num_rows, pages_per_row)
+        super().__init__(tables.pages, tables.lengths, tables.epoch)
         self.num_rows = num_rows
-        self.pages = np.zeros((num_rows, pages_per_row), np.int32)
-        # One array, so that all lengths of all rows are proved in order by one comparison.
-        self.lengths = np.zeros((4, num_rows), np.int32)
-        _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = self.lengths
-        self.epoch = np.zeros(num_rows, np.int32)
         self._free = list(range(num_rows - 1, NULL_ROW, -1))
         self._held = np.zeros(num_rows, np.bool_)
 

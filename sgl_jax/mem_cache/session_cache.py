@@ -165,8 +165,13 @@ class SessionAwareCache:
         self.inner.unfollow(cursor)
 
     def take_moved(self) -> Sequence[PrefixCursor]:
-        """The cursors whose length has changed since the last call."""
+        """The cursors whose length or place has changed since the last call."""
         return self.inner.take_moved()
+
+    @property
+    def followed_nodes(self) -> Sequence[TreeNode | None]:
+        """The nodes where cursors are, by `PrefixCursor.place`."""
+        return self.inner.followed_nodes
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         """The `next_key` of a cursor that ends at `node`, where `tokens` come next."""

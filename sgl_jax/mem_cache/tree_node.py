@@ -1,6 +1,6 @@
 """A node of the prefix tree, as the tree core and the components see it."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +8,19 @@ from numpy.typing import NDArray
 from sgl_jax.core.step_plan import Int32Array
 
 _NO_HASHES = np.zeros(0, np.uint64)
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+def front(values: NDArray[_Scalar], count: int) -> NDArray[_Scalar]:
+    """The first `count` of an edge's values, one-dimensional; a view of `values` or a copy.
+
+    Most leaves are shortened page by page. So what is left is copied only when it is less than
+    half of the memory that a view of it would keep.
+    """
+    kept = values[:count]
+    whole = values if values.base is None else values.base
+    return kept if 2 * count >= len(whole) else kept.copy()
 
 
 class TreeNode:

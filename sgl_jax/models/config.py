@@ -5,16 +5,28 @@ never ignored.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 RopeKind = Literal["default", "linear", "llama3"]
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+_MAX_INT = 2**31 - 1
+_NO_PADDING = -1  # what some models of old say for "none"
 
 
 class ModelConfigError(ValueError):
-    """A config.json that is incomplete, inconsistent, or asks for something unsupported."""
+    """A config.json that is incomplete, inconsistent, or asks for something unsupported.
+
+    `file` is where the fault lies.
+    """
+
+    def __init__(self, message: str, file: str = CONFIG_FILE) -> None:
+        super().__init__(message)
+        self.file = file
 
 
 @dataclass(frozen=True)
@@ -65,17 +77,23 @@ class ModelConfig:
         """Read `config.json` (and `generation_config.json`, if there) of a model folder, or a file.
 
         Raises:
-            ModelConfigError: naming the field that is missing, malformed or unsupported.
+            ModelConfigError: naming the file, and the field that is missing, malformed or
+                unsupported.
         """
         folder = Path(model_path)
-        if folder.is_file():
-            return cls.from_dict(_read_json(folder))
-        if not (folder / "config.json").is_file():
+        config_file = folder if folder.is_file() else folder / CONFIG_FILE
+        if not config_file.is_file():
             raise ModelConfigError(f"no config.json in model folder {str(folder)!r}")
+        generation_file = config_file.parent / GENERATION_FILE
         generation: Mapping[str, Any] = {}
-        if (folder / "generation_config.json").is_file():
-            generation = _read_json(folder / "generation_config.json")
-        return cls.from_dict(_read_json(folder / "config.json"), generation)
+        if folder.is_dir() and generation_file.is_file():
+            generation = _read_json(generation_file)
+        raw = _read_json(config_file)
+        try:
+            return cls.from_dict(raw, generation)
+        except ModelConfigError as error:
+            at_fault = generation_file if error.file == GENERATION_FILE else config_file
+            raise ModelConfigError(f"{str(at_fault)!r}: {error}", error.file) from error
 
     @classmethod
     def from_dict(
@@ -96,20 +114,23 @@ class ModelConfig:
             raise ModelConfigError(f"head_dim must be even, got {head_dim}")
         num_layers = _positive_int(raw, "num_hidden_layers")
         max_positions = _positive_int(raw, "max_position_embeddings")
+        vocab_size = _positive_int(raw, "vocab_size")
+        for file, source in ((CONFIG_FILE, raw), (GENERATION_FILE, generation or {})):
+            _check_token_ids(source, file, vocab_size)
         return cls(
             architecture=_architecture(raw),
-            vocab_size=_positive_int(raw, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             intermediate_size=_positive_int(raw, "intermediate_size"),
-            rms_norm_eps=float(_required(raw, "rms_norm_eps")),
+            rms_norm_eps=_positive_float(raw, "rms_norm_eps"),
             rope=_rope(raw, max_positions),
             max_position_embeddings=max_positions,
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            initializer_range=float(raw.get("initializer_range", 0.02)),
+            tie_word_embeddings=_switch(raw, "tie_word_embeddings"),
+            initializer_range=_positive_float(raw, "initializer_range", default=0.02),
             eos_token_ids=_eos_token_ids(raw, generation or {}),
             sliding_window=_sliding_window(raw, num_layers),
             moe=_moe(raw),
@@ -118,8 +139,10 @@ class ModelConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelConfigError(f"{str(path)!r} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelConfigError(f"{str(path)!r} must hold a JSON object")
@@ -134,9 +157,42 @@ def _required(raw: Mapping[str, Any], name: str) -> Any:
 
 def _positive_int(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = default if default is not None and raw.get(name) is None else _required(raw, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelConfigError(f"{name} must be a positive integer, got {value!r}")
-    return value
+    if not _is_int(value) or not 1 <= value <= _MAX_INT:
+        raise ModelConfigError(f"{name} must be a positive integer below 2**31, got {value!r}")
+    return int(value)
+
+
+def _positive_float(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = default if default is not None and raw.get(name) is None else _required(raw, name)
+    is_number = _is_int(value) or isinstance(value, float)
+    if not is_number or not 0 < value < math.inf:  # nor NaN
+        raise ModelConfigError(f"{name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _switch(raw: Mapping[str, Any], name: str) -> bool:
+    """False if absent."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ModelConfigError(f"{name} must be true or false, got {value!r}")
+    return bool(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_token_ids(source: Mapping[str, Any], file: str, vocab_size: int) -> None:
+    """What the file calls by token id is in the vocabulary."""
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        value = source.get(name)
+        for token in value if isinstance(value, list) else [] if value is None else [value]:
+            if name == "pad_token_id" and token == _NO_PADDING:
+                continue
+            if not _is_int(token) or not 0 <= token < vocab_size:
+                raise ModelConfigError(
+                    f"{name} must be a token id in [0, {vocab_size}), got {token!r}", file
+                )
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
@@ -160,26 +216,28 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    if not isinstance(scaling, dict):
+        raise ModelConfigError(f"rope_parameters and rope_scaling must be objects, got {scaling!r}")
+    theta = _positive_float({**raw, **scaling}, "rope_theta", default=10000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta)
     if kind == "linear":
-        return RopeConfig(theta, "linear", float(_required(scaling, "factor")))
+        return RopeConfig(theta, "linear", _positive_float(scaling, "factor"))
     if kind == "llama3":
         return RopeConfig(
             theta,
             "llama3",
-            float(_required(scaling, "factor")),
-            float(_required(scaling, "low_freq_factor")),
-            float(_required(scaling, "high_freq_factor")),
+            _positive_float(scaling, "factor"),
+            _positive_float(scaling, "low_freq_factor"),
+            _positive_float(scaling, "high_freq_factor"),
             _positive_int(scaling, "original_max_position_embeddings", default=max_positions),
         )
     raise ModelConfigError(f"rope type must be one of default, linear, llama3, got {kind!r}")
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """All tokens that end a text: those of both files, each an int, a list, or absent."""
+    """All tokens that end a text: those of both files, each an id, a list, or absent."""
     ids: list[int] = []
     for source in (generation, raw):
         value = source.get("eos_token_id")
@@ -194,8 +252,13 @@ def _sliding_window(raw: Mapping[str, Any], num_layers: int) -> int | None:
     window = _positive_int(raw, "sliding_window")
     kinds = raw.get("layer_types")
     if kinds is None:
-        full = min(int(raw.get("max_window_layers", 0)), num_layers)
+        full = raw.get("max_window_layers") or 0
+        if not _is_int(full) or full < 0:
+            raise ModelConfigError(f"max_window_layers must be 0 or more, got {full!r}")
+        full = min(full, num_layers)
         kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ModelConfigError(f"layer_types must be a list of names, got {kinds!r}")
     if set(kinds) == {"full_attention"}:
         return None
     if set(kinds) == {"sliding_attention"}:
@@ -230,5 +293,5 @@ def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=_positive_int(raw, "moe_intermediate_size"),
-        norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
+        norm_topk_prob=_switch(raw, "norm_topk_prob"),
     )

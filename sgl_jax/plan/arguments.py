@@ -9,6 +9,7 @@ from pathlib import Path
 from sgl_jax.aot.topology import Topology
 from sgl_jax.core.server_args import ServerArgs, add_arguments
 from sgl_jax.models.config import ModelConfig, ModelConfigError
+from sgl_jax.plan.plot_file import PLOT_SUFFIXES, check_plot_file
 
 SERVER_SETTINGS = (
     *("model_path", "dtype", "kv_cache_dtype", "context_length", "tp_size", "dp_size"),
@@ -19,7 +20,6 @@ SERVER_SETTINGS = (
 _MODELS = Path(__file__).parent / "models"
 # A TPU reads pages one by one: few large ones cost it less than many small ones.
 _DEFAULT_PAGE_SIZE = 128
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,7 @@ def _check_plot(plot: Path | None, is_sweep: bool) -> None:
         return
     if not is_sweep:
         raise ValueError("--plot needs --sweep")
-    if plot.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {plot.name!r}")
-    if not plot.parent.is_dir():
-        raise ValueError(f"--plot: there is no folder {str(plot.parent)!r}")
+    check_plot_file(plot)
 
 
 def on_mesh(request: PlanRequest, topology: Topology, dp_size: int, tp_size: int) -> PlanRequest:

@@ -12,8 +12,9 @@ from sgl_jax.plan.advice import advise
 from sgl_jax.plan.arguments import PlanRequest, parse_plan_request
 from sgl_jax.plan.estimate import DoesNotFitError, Plan, StepDoesNotFitError, make_plan
 from sgl_jax.plan.memory import plan_memory, smallest_fit
+from sgl_jax.plan.plot_file import figure_class
 from sgl_jax.plan.report import as_dict, as_text
-from sgl_jax.plan.sweep import plot_sweep, require_plots, sweep, sweep_table
+from sgl_jax.plan.sweep import plot_sweep, sweep, sweep_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +55,7 @@ def _plan(request: PlanRequest) -> int:
 
 def _sweep(request: PlanRequest) -> int:
     if request.plot:
-        require_plots()
+        figure_class()  # missing? Better now than after minutes of compiling
     outcomes = sweep(request)
     if request.json:
         rows = [

@@ -7,6 +7,7 @@ from pathlib import Path
 from sgl_jax.plan.advice import advise
 from sgl_jax.plan.arguments import PlanRequest, on_mesh
 from sgl_jax.plan.estimate import DoesNotFitError, Plan, make_plan
+from sgl_jax.plan.plot_file import figure_class
 
 Outcome = Plan | str  # a plan, or why there is none
 
@@ -48,12 +49,11 @@ def plot_sweep(outcomes: dict[tuple[int, int], Outcome], path: Path) -> None:
 
     Raises RuntimeError without matplotlib, ValueError if no mesh fits.
     """
-    figure_class = _figure_class()
     plans = {mesh: outcome for mesh, outcome in outcomes.items() if isinstance(outcome, Plan)}
     if not plans:
         raise ValueError("nothing to plot: no mesh fits")
     names = [f"{dp_size} x {tp_size}" for dp_size, tp_size in plans]
-    figure = figure_class(figsize=(8, 3.2), layout="constrained")
+    figure = figure_class()(figsize=(8, 3.2), layout="constrained")
     speed, room = figure.subplots(1, 2)
     speed.bar(names, [plan.output_tokens_per_s for plan in plans.values()])
     speed.set_title("output tokens per second (estimate)")
@@ -62,22 +62,6 @@ def plot_sweep(outcomes: dict[tuple[int, int], Outcome], path: Path) -> None:
     for axes in (speed, room):
         axes.set_xlabel("dp x tp")
     figure.savefig(path)
-
-
-def require_plots() -> None:
-    """Raise RuntimeError without matplotlib, before anything slow is begun."""
-    _figure_class()
-
-
-def _figure_class() -> type:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError(
-            "--plot needs matplotlib: pip install 'sgl-jax[bench]' brings it"
-        ) from error
-    figure: type = Figure
-    return figure
 
 
 def _plan(request: PlanRequest) -> Outcome:

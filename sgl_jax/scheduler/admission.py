@@ -11,6 +11,7 @@ over that it is due: then a rank is held for it, and nothing else starts there b
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,6 +32,8 @@ MAX_SKEW_SHARE = 0.25
 AGED_PRIORITY = 2**32
 # Requests that are told in one step what to wait for; the others are told in the next.
 MAX_PUT_OFF = 128
+
+_T = TypeVar("_T", RankScheduler, RankRoom)
 
 
 class Admission:
@@ -62,15 +65,16 @@ class Admission:
         even so. Answers those retracted; the caller queues them again.
         """
         request = self._waiting.first_by_priority()
-        if request is None or self._waiting.leader_of(request) is not None:
+        if request is None:
             return []
-        cursors = self._waiting.cursors(request)
         held = {dp_rank for rid, dp_rank in self._holds.items() if rid != request.rid}
-        allowed = [r for r in ranks if request.message.dp_rank in (None, r.dp_rank)]
-        allowed = [rank for rank in allowed if rank.dp_rank not in held]
+        allowed = [rank for rank in _allowed(ranks, request) if rank.dp_rank not in held]
         below = request.priority - self._config.preemption_threshold
         if not any(rank.running.has_priority_below(below) for rank in allowed):
             return []
+        if self._waiting.leader_of(request) is not None:
+            return []
+        cursors = self._waiting.cursors(request)
         if any(rank.fits(request, cursors[rank.dp_rank]) for rank in allowed):
             return []
         chosen: list[int] | None = None
@@ -122,8 +126,7 @@ class Admission:
         if self._waiting.is_staying(request, step):
             return WaitReason("rank", dp_rank=self._waiting.stays_for(request))
         held_for = {r: rid for rid, r in self._holds.items() if self._waiting.waits_due(rid)}
-        cursors, pinned = self._waiting.cursors(request), request.message.dp_rank
-        allowed = ranks if pinned is None else [ranks[pinned]]
+        cursors, allowed = self._waiting.cursors(request), _allowed(ranks, request)
         holders = [held_for.get(rank.dp_rank, request.rid) for rank in allowed]
         if request.rid not in holders:
             return WaitReason("order", behind=holders[0])
@@ -152,8 +155,8 @@ class Admission:
         due = self._waiting.due()
         self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}
         for request, is_following in zip(due, self._waiting.are_following(due), strict=True):
-            if is_following:
-                continue
+            if is_following or not self._waiting.is_due(request):
+                continue  # not due any more: an older one that was due has just started
             if request.rid in self._holds and not any(room.is_open for room in rooms):
                 continue  # its rank is held, or takes nothing anyway
             if fitting := self._fitting_options(rooms, request):
@@ -168,7 +171,7 @@ class Admission:
     def _least_short(self, rooms: list[RankRoom], request: Request) -> int:
         """The rank where a request lacks the fewest pages; of equals, the least busy."""
         cursors = self._waiting.cursors(request)
-        allowed = self._allowed(rooms, request)
+        allowed = _allowed(rooms, request)
         return min(
             (max(room.num_short(request, cursors[r]), 0), room.num_running, r)
             for room in allowed
@@ -177,33 +180,25 @@ class Admission:
 
     # -- where a request runs -----------------------------------------------------------------
 
-    def _allowed(self, rooms: list[RankRoom], request: Request) -> list[RankRoom]:
-        pinned = request.message.dp_rank
-        return rooms if pinned is None else [rooms[pinned]]
-
     def _options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
         """All ranks that a request may run on; none if it fits none of them now."""
-        if not any(room.is_open for room in rooms):
-            return []
-        cursors, allowed = self._waiting.cursors(request), self._allowed(rooms, request)
-        num_short = [room.num_short(request, cursors[room.rank.dp_rank]) for room in allowed]
-        if not any(
-            room.is_open and short <= 0 for room, short in zip(allowed, num_short, strict=True)
-        ):
+        cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
+        fits = [room.fits(request, cursors[room.rank.dp_rank]) for room in allowed]
+        if not any(fits):
             return []
         bound = _num_unskewed(rooms)
         return [
-            room.option(request, cursors[room.rank.dp_rank], short, bound)
-            for room, short in zip(allowed, num_short, strict=True)
+            room.option(request, cursors[room.rank.dp_rank], bound, fits=fits_here)
+            for room, fits_here in zip(allowed, fits, strict=True)
         ]
 
     def _fitting_options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
         """Those of `_options` that fit, found without a look at the others."""
         cursors, bound = self._waiting.cursors(request), _num_unskewed(rooms)
         return [
-            room.option(request, cursors[room.rank.dp_rank], short, bound)
-            for room in self._allowed(rooms, request)
-            if room.is_open and (short := room.num_short(request, cursors[room.rank.dp_rank])) <= 0
+            room.option(request, cursors[room.rank.dp_rank], bound, fits=True)
+            for room in _allowed(rooms, request)
+            if room.fits(request, cursors[room.rank.dp_rank])
         ]
 
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:
@@ -243,3 +238,9 @@ def _num_unskewed(rooms: list[RankRoom]) -> int:
     """Requests that may run on a rank without it counting as too many."""
     least = min(room.num_running for room in rooms)
     return int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
+
+
+def _allowed(ranks: Sequence[_T], request: Request) -> Sequence[_T]:
+    """Of what there is one of for each rank, those of the ranks that `request` may run on."""
+    pinned = request.message.dp_rank
+    return ranks if pinned is None else [ranks[pinned]]

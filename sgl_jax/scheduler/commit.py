@@ -1,10 +1,11 @@
-"""What a step's result means for the requests of one rank: new tokens, stops, releases.
+"""What a step's results mean for its requests: new tokens, stops, releases.
 
 A result belongs to a row's request only if the row's epoch is still that of the launch. If the
 request finished, was aborted or retracted meanwhile, its result is dropped: whatever was lost is
 computed again, and nothing else needs to know why.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,45 +18,54 @@ from sgl_jax.core.step_plan import (
     RankPlan,
     RankResult,
     RowIndex,
+    StepPlan,
 )
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.running_rows import RunningRows
+from sgl_jax.scheduler.running_rows import RowColumns
 
 
-def commit_rank(
-    rank: RankScheduler, plan: RankPlan, result: RankResult, batch: OutputBatch
+def commit_step(
+    ranks: Ranks, plan: StepPlan, results: Sequence[RankResult], batch: OutputBatch
 ) -> list[Request]:
-    """Apply one rank's result, append what its requests gained to `batch`; returns the finished."""
-    if len(plan.rows) == 0:
-        return []
-    running, memory = rank.running, rank.memory
-    planned = plan.rows.astype(np.intp)
-    current = memory.rows.epoch[planned] == plan.epochs
-    if plan.num_scored is not None:
-        _collect_prompt_logprobs(rank, plan, result, current)
+    """Apply a step's results, append what requests gained to `batch`; returns the finished."""
+    running, tables = ranks.running, ranks.tables
+    planned, bounds = ranks.join([rank_plan.rows for rank_plan in plan.ranks])
+    epochs = np.concatenate([rank_plan.epochs for rank_plan in plan.ranks])
+    samples = np.concatenate([rank_plan.samples for rank_plan in plan.ranks])
+    current = tables.epoch[planned] == epochs
+    for k, rank_plan in enumerate(plan.ranks):
+        if rank_plan.num_scored is not None:
+            own_current = current[bounds[k] : bounds[k + 1]]
+            _collect_prompt_logprobs(ranks.ranks[k], rank_plan, results[k], own_current)
 
-    index = (current & plan.samples).nonzero()[0]
-    rows, tokens = planned[index], result.tokens[index]
+    index = (current & samples).nonzero()[0]
+    rows = planned[index]
+    tokens = np.concatenate([result.tokens for result in results]).take(index, axis=0)
     detailed = running.is_unsent[rows] | running.return_logprob[rows]
+    num_stop_ids = max(rank.running.num_stop_ids for rank in ranks.ranks)
     if tokens.shape[1] == 1:
-        gains = _append_token(running, rows, tokens[:, 0])
+        gains = _append_token(running, rows, tokens[:, 0], num_stop_ids)
     else:
-        gains = _append_tokens(running, rows, tokens)
-        _count_drafts(rank, rows, plan.num_drafts[index], tokens)
+        gains = _append_tokens(running, rows, tokens, num_stop_ids)
+        drafted = np.concatenate([rank_plan.num_drafts for rank_plan in plan.ranks])[index]
+        _count_drafts(ranks, rows, drafted, tokens)
         detailed |= gains.counts > 1
-    rank.num_generated_tokens += int(np.add.reduce(gains.counts))
     detailed |= gains.is_finished
     plain = ~detailed
     batch.rids.extend(running.rids[rows[plain]].tolist())
     batch.tokens.extend(tokens[:, 0][plain].tolist())
+    ranks.num_generated_tokens += int(np.add.reduce(gains.counts))
 
     done = []
     for i in detailed.nonzero()[0].tolist():
-        row, gained = int(rows[i]), tokens[i, : gains.counts[i]].tolist()
+        rank, row = ranks.locate(int(rows[i]))
+        gained = tokens[i, : gains.counts[i]].tolist()
         logprobs = None
-        if running.return_logprob[row]:
-            logprobs = _token_logprobs(rank, row, gained, result, int(index[i]))
+        if rank.running.return_logprob[row]:
+            at = int(index[i]) - bounds[rank.dp_rank]
+            logprobs = _token_logprobs(rank, row, gained, results[rank.dp_rank], at)
         finish = _finish_reason(gains, i, gained[-1])
         batch.outputs.append(_output(rank, row, gained, finish, logprobs))
         if finish is not None:
@@ -77,21 +87,25 @@ def _finish_reason(gains: _Gains, i: int, last_token: int) -> FinishReason | Non
     return FinishReason("stop", last_token) if gains.is_stop[i] else FinishReason("length")
 
 
-def _append_token(running: RunningRows, rows: RowIndex, tokens: Int32Array) -> _Gains:
+def _append_token(
+    running: RowColumns, rows: RowIndex, tokens: Int32Array, num_stop_ids: int
+) -> _Gains:
     """Append one new token int32[n] to each row: what most steps do."""
     known = running.known_len[rows]
     running.tokens[rows, known] = tokens
     known += 1
     running.known_len[rows] = known
     is_stop = np.zeros(len(rows), np.bool_)
-    for stop_ids in running.stop_ids[: running.num_stop_ids]:
-        is_stop |= stop_ids[rows] == tokens
+    for stop_id in running.stop_ids.T[:num_stop_ids]:
+        is_stop |= stop_id[rows] == tokens
     is_stop &= known > running.min_len[rows]
     counts = np.ones(len(rows), np.int32)
     return _Gains(counts, is_stop | (known >= running.max_len[rows]), is_stop)
 
 
-def _append_tokens(running: RunningRows, rows: RowIndex, tokens: Int32Array) -> _Gains:
+def _append_tokens(
+    running: RowColumns, rows: RowIndex, tokens: Int32Array, num_stop_ids: int
+) -> _Gains:
     """Append new tokens int32[n, w] to their rows, up to the one that ends the request.
 
     What a step accepted beyond that token is overshoot and forgotten here; its KV is freed with
@@ -100,8 +114,8 @@ def _append_tokens(running: RunningRows, rows: RowIndex, tokens: Int32Array) -> 
     is_token = tokens >= 0
     lens = running.known_len[rows, None] + np.arange(1, tokens.shape[1] + 1)
     is_stop = np.zeros(tokens.shape, np.bool_)
-    for stop_ids in running.stop_ids[: running.num_stop_ids]:
-        is_stop |= stop_ids[rows, None] == tokens
+    for stop_id in running.stop_ids.T[:num_stop_ids]:
+        is_stop |= stop_id[rows, None] == tokens
     is_stop &= lens > running.min_len[rows, None]
     is_end = is_token & (is_stop | (lens >= running.max_len[rows, None]))
     is_finished: BoolArray = np.logical_or.reduce(is_end, axis=1)
@@ -113,15 +127,17 @@ def _append_tokens(running: RunningRows, rows: RowIndex, tokens: Int32Array) -> 
     return _Gains(counts, is_finished, is_finished & is_stop[np.arange(len(rows)), last])
 
 
-def _count_drafts(
-    rank: RankScheduler, rows: RowIndex, drafted: Int32Array, tokens: Int32Array
-) -> None:
+def _count_drafts(ranks: Ranks, rows: RowIndex, drafted: Int32Array, tokens: Int32Array) -> None:
     """Now it is known how many drafts were accepted: bring the rows' lengths up to date."""
     accepted = (tokens >= 0).sum(axis=1).astype(np.int32) - 1
-    rank.running.unread_drafts[rows] -= drafted
-    rank.running.planned_len[rows] += accepted
-    rank.memory.commit_rows(rows, rank.memory.rows.kv_committed_len[rows] + accepted)
-    rank.drafts.learn(rows, drafted, accepted, rank.running.known_len[rows])
+    running, tables = ranks.running, ranks.tables
+    running.unread_drafts[rows] -= drafted
+    running.planned_len[rows] += accepted
+    ranks.commit_rows(rows, tables.kv_committed_len[rows] + accepted)
+    bounds, known_len = ranks.bounds(rows), running.known_len[rows]
+    for k, own_rows in enumerate(ranks.split(rows, bounds)):
+        part = slice(bounds[k], bounds[k + 1])
+        ranks.ranks[k].drafts.learn(own_rows, drafted[part], accepted[part], known_len[part])
 
 
 def _output(

@@ -52,9 +52,13 @@ class EventWriter:
             self._append(_frame(self._encoder.encode(event)))
 
     def close(self) -> None:
-        """End the recording."""
-        self._has_ended = True
-        self._file.close()
+        """End the recording. What the disk has not taken so far is tried once more, and lost."""
+        has_failed, self._has_ended = self._has_ended, True
+        try:
+            self._file.close()
+        except OSError as error:
+            if not has_failed:
+                logger.error("the recording of events may lack its end: %s", error)
 
     def _append(self, data: bytes) -> None:
         if self._left is not None:

@@ -22,25 +22,39 @@ from sgl_jax.mem_cache.release import (
     resume_lease,
     roll_back_lease,
 )
+from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.draft_policy import DraftPolicy
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.reserve import AdmissionReserve
-from sgl_jax.scheduler.running_rows import RunningRows
+from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 
 class RankScheduler:
-    """Requests of rank `dp_rank`, running."""
+    """Requests of rank `dp_rank`, running.
 
-    def __init__(self, dp_rank: int, sizes: EngineSizes, config: SchedulerConfig) -> None:
+    `tables` and `columns`, if given, are views of those of all ranks.
+    """
+
+    def __init__(
+        self,
+        dp_rank: int,
+        sizes: EngineSizes,
+        config: SchedulerConfig,
+        tables: RowTables | None = None,
+        columns: RowColumns | None = None,
+    ) -> None:
         self.dp_rank = dp_rank
         self.memory = RankMemory(
             dp_rank,
             sizes,
             use_radix_cache=config.use_radix_cache,
             eviction_policy=config.radix_eviction_policy,
+            tables=tables,
         )
-        self.running = RunningRows(sizes)
+        self.running = RunningRows(
+            columns or RowColumns.empty(sizes.num_rows, sizes.max_context_len)
+        )
         self.drafts = DraftPolicy(sizes, config.num_draft_tokens)
         self.reserve = AdmissionReserve(config.schedule_conservativeness)
         self.num_retracted = 0
@@ -49,7 +63,6 @@ class RankScheduler:
         self.num_preempted = 0  # of these, for requests of higher priority
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
         self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
         self._config = config
         self._max_session_pages = int(config.session_memory_fraction * sizes.num_pages)
         # What the device has not been told yet, by row: a step that runs nothing is not launched.

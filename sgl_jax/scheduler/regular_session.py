@@ -19,10 +19,10 @@ MAX_KEPT_TOKENS = 1 << 22  # 16 MiB
 class _Node:
     """A turn: the first `kept_len` tokens of its parent, then `added`, then its output.
 
-    `output` is None while it runs.
+    `output` is None while it runs; `so_far` is then what it is known to have generated.
     """
 
-    __slots__ = ("added", "children", "kept_len", "name", "output", "parent", "rid")
+    __slots__ = ("added", "children", "kept_len", "name", "output", "parent", "rid", "so_far")
 
     def __init__(
         self, rid: str, name: str, parent: "_Node | None", kept_len: int, added: Int32Array
@@ -33,6 +33,7 @@ class _Node:
         self.kept_len = kept_len
         self.added = added
         self.output: Int32Array | None = None
+        self.so_far = NO_TOKENS
         self.children: dict[str, _Node] = {}  # by name
 
     @property
@@ -52,13 +53,18 @@ class _Node:
         """Tokens that it keeps itself."""
         return len(self.added) + self.num_output_tokens
 
+    @property
+    def known_output(self) -> Int32Array:
+        """What it has generated, as far as is known."""
+        return self.so_far if self.output is None else self.output
+
     def tokens(self, length: int) -> Int32Array:
         """The first `length` of its tokens, output included, collected from its ancestors."""
         parts: list[Int32Array] = []
         node: _Node | None = self
         while length and node is not None:
-            if node.output is not None and length > node.prompt_len:
-                parts.append(node.output[: length - node.prompt_len])
+            if length > node.prompt_len:
+                parts.append(node.known_output[: length - node.prompt_len])
             if length > node.kept_len:
                 parts.append(node.added[: length - node.kept_len])
             length, node = min(length, node.kept_len), node.parent
@@ -75,7 +81,7 @@ class RegularSession:
         self.namespace = opened.namespace
         self.num_running = 0  # turns of the tree in flight
         self._nodes: dict[str, _Node] = {}
-        self._in_flight: dict[str, _Node] = {}  # by request id, also those replaced meanwhile
+        self._in_flight: dict[str, _Node] = {}  # by request id
         self.num_kept = 0  # tokens that it keeps on the host, over all nodes
 
     @property
@@ -97,7 +103,7 @@ class RegularSession:
                 "by itself what is new in a conversation",
                 "session_id",
             )
-        parent = None if turn.rid is None else self._finished(turn.rid)
+        parent = None if turn.rid is None else self._finished(turn.rid, may_run=turn.replace)
         dropped = self._below(parent) if turn.replace else {}
         name = turn_name(turn)
         if name in self._nodes and name not in dropped:
@@ -106,8 +112,22 @@ class RegularSession:
         history = NO_TOKENS if parent is None else parent.tokens(_kept_len(parent, turn))
         return append_turn(history, input_ids, turn)
 
+    def replaced_by(self, turn: SessionTurn) -> list[str]:
+        """Request ids of the turns in flight that end if `turn` begins: all that it drops, and the
+        one that it continues."""
+        parent = None if turn.rid is None else self._nodes.get(turn.rid)
+        if not turn.replace or (turn.rid is not None and parent is None):
+            return []
+        nodes = [*self._below(parent).values(), *([] if parent is None else [parent])]
+        return [node.rid for node in nodes if node.output is None]
+
+    def note_so_far(self, rid: str, tokens: Int32Array) -> None:
+        """All tokens of a turn in flight by now, because another is to replace it."""
+        node = self._in_flight[rid]
+        node.so_far = tokens[node.prompt_len :].copy()
+
     def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
-        """A turn starts, with the prompt that `compose` made."""
+        """A turn starts, with the prompt that `compose` made; those it replaces have ended."""
         parent = None if turn.rid is None else self._nodes[turn.rid]
         if turn.replace:
             self._drop(parent)
@@ -122,8 +142,6 @@ class RegularSession:
     def end(self, rid: str, tokens: Int32Array | None) -> None:
         """A turn ended; one that failed leaves the tree as if it had never been."""
         node = self._in_flight.pop(rid)
-        if self._nodes.get(node.name) is not node:
-            return  # replaced while it ran
         if tokens is None:
             self._remove(node)
         else:
@@ -176,13 +194,13 @@ class RegularSession:
         is_continued = any(child.output is not None for child in node.children.values())
         return None if is_continued else node
 
-    def _finished(self, name: str) -> _Node:
+    def _finished(self, name: str, *, may_run: bool) -> _Node:
         node = self._nodes.get(name)
         if node is None:
             raise InvalidRequestError(
                 f"session {self.session_id!r} has no turn {name!r}", "session_params"
             )
-        if node.output is None:
+        if node.output is None and not may_run:
             raise InvalidRequestError(
                 f"turn {name!r} of session {self.session_id!r} has not finished", "session_params"
             )
@@ -213,11 +231,10 @@ class RegularSession:
         return below
 
     def _drop(self, parent: _Node | None) -> None:
-        """Forget the descendants of a turn, or all turns; what still runs goes on unlisted."""
+        """Forget the descendants of a turn, or all turns; none of them runs."""
         dropped = dict(self._below(parent))
         for name, node in dropped.items():
             del self._nodes[name]
-            self.num_running -= node.output is None
             self.num_kept -= node.num_kept
         if parent is not None:
             parent.children.clear()
@@ -233,5 +250,7 @@ class RegularSession:
 
 def _kept_len(parent: _Node, turn: SessionTurn) -> int:
     """Tokens of `parent` that a turn goes on with; an offset below 0 counts from their end."""
-    length = parent.prompt_len if turn.drop_previous_output else parent.num_tokens
+    length = parent.prompt_len
+    if not turn.drop_previous_output:
+        length += len(parent.known_output)
     return len(range(length)[: turn.offset or None])

@@ -1,7 +1,7 @@
 """How long a request may become: what it asks for, held against what one request can hold."""
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest
 
 
@@ -15,7 +15,6 @@ def max_request_len(
     how many tokens that session may hold; 0 for no limit of its own.
     """
     limit = min(sizes.max_request_tokens, capacity or sizes.max_request_tokens)
-    holder = "one request" if limit == sizes.max_request_tokens else "the session"
     if prompt_len == 0:
         raise InvalidRequestError("the prompt is empty", "input_ids")
     if message.dp_rank is not None and not 0 <= message.dp_rank < sizes.dp_size:
@@ -27,9 +26,16 @@ def max_request_len(
         least = max(message.sampling.min_new_tokens, 1)
         wanted = min(wanted or limit, max(limit - prompt_len, least))
     if prompt_len + wanted > limit:
-        raise InvalidRequestError(
-            f"{prompt_len} prompt tokens and {wanted} to generate exceed the {limit} tokens that "
-            f"{holder} can hold",
+        raise ContextLengthError(
+            f"{prompt_len} prompt tokens and {wanted} to generate",
+            limit,
             "max_new_tokens" if prompt_len < limit else "input_ids",
+            is_session=limit < sizes.max_request_tokens,
+        )
+    if message.logprob_start_len > prompt_len:
+        raise InvalidRequestError(
+            f"logprob_start_len must be in [-1, {prompt_len}], the length of the prompt, got "
+            f"{message.logprob_start_len}",
+            "logprob_start_len",
         )
     return prompt_len + wanted

@@ -1,4 +1,4 @@
-"""The running requests of one rank as columns of arrays, indexed by row.
+"""The running requests as columns of arrays, indexed by row: of all ranks, and views for each.
 
 A decode step touches only these arrays, so its cost on the host hardly depends on how many
 requests run. Rows are those of the rank's `ReqToTokenPool`. The arrays are the host's own: a
@@ -12,43 +12,84 @@ result is read, the row's length is known only to lie between `planned_len` and 
 `unread_drafts`.
 """
 
-import numpy as np
+from dataclasses import dataclass, fields
 
-from sgl_jax.core.engine_sizes import EngineSizes
+import numpy as np
+from numpy.typing import NDArray
+
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
-from sgl_jax.core.step_plan import Int32Array, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Int32Array, RowIndex
 from sgl_jax.scheduler.request import Request
 
 NO_TOKEN = -1
 NOT_SCORED = np.iinfo(np.int32).max
 
 
-class RunningRows:
-    """Columns over `sizes.num_rows` rows; `active` lists the rows in use, oldest first."""
+@dataclass(eq=False)
+class RowColumns:
+    """What the scheduler knows of n rows; those of a rank are views of all ranks' columns."""
 
-    def __init__(self, sizes: EngineSizes) -> None:
-        n = sizes.num_rows
+    tokens: Int32Array  # [n, max_context_len]
+    known_len: Int32Array  # [n], as all that follow
+    planned_len: Int32Array
+    unread_drafts: Int32Array
+    prompt_len: Int32Array
+    min_len: Int32Array  # no stop before this many tokens
+    max_len: Int32Array
+    priority: NDArray[np.int64]
+    stop_ids: Int32Array  # [n, MAX_STOP_TOKEN_IDS], NO_TOKEN where there are fewer
+    return_logprob: BoolArray
+    top_logprobs_num: Int32Array
+    # Prompt position from which on the successors' log-probabilities are wanted; NOT_SCORED
+    # where none are, or all have been planned.
+    score_start: Int32Array
+    is_unsent: BoolArray  # nothing sent yet: the first output carries more than a token
+    rids: np.ndarray  # object[n] of str
+
+    @classmethod
+    def empty(cls, num_rows: int, max_context_len: int) -> "RowColumns":
+        """Columns of `num_rows` rows that nothing runs in."""
+        lens = np.zeros((6, num_rows), np.int32)
+        return cls(
+            # Zeroed lazily by the operating system: only rows and positions in use take memory.
+            tokens=np.zeros((num_rows, max_context_len), np.int32),
+            known_len=lens[0],
+            planned_len=lens[1],
+            unread_drafts=lens[2],
+            prompt_len=lens[3],
+            min_len=lens[4],
+            max_len=lens[5],
+            priority=np.zeros(num_rows, np.int64),
+            stop_ids=np.full((num_rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32),
+            return_logprob=np.zeros(num_rows, np.bool_),
+            top_logprobs_num=np.zeros(num_rows, np.int32),
+            score_start=np.full(num_rows, NOT_SCORED, np.int32),
+            is_unsent=np.zeros(num_rows, np.bool_),
+            rids=np.full(num_rows, "", dtype=object),
+        )
+
+    def part(self, rows: slice) -> "RowColumns":
+        """Views of some of the rows."""
+        return RowColumns(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def may_run(self, rows: RowIndex) -> BoolArray:
+        """Which of `rows` still need a step.
+
+        A row whose last permitted token was sampled, or may have been, waits for its result.
+        """
+        most = self.planned_len[rows] + self.unread_drafts[rows]
+        is_open: BoolArray = most < self.max_len[rows]
+        return is_open
+
+
+class RunningRows(RowColumns):
+    """The columns of a rank's rows; `active` lists the rows in use, oldest first."""
+
+    def __init__(self, columns: RowColumns) -> None:
+        super().__init__(*(getattr(columns, field.name) for field in fields(columns)))
         self.active: RowIndex = np.zeros(0, np.intp)
-        # Zeroed lazily by the operating system: only rows and positions in use take memory.
-        self.tokens = np.zeros((n, sizes.max_context_len), np.int32)
-        self.known_len = np.zeros(n, np.int32)
-        self.planned_len = np.zeros(n, np.int32)
-        self.unread_drafts = np.zeros(n, np.int32)
-        self.prompt_len = np.zeros(n, np.int32)
-        self.min_len = np.zeros(n, np.int32)  # no stop before this many tokens
-        self.max_len = np.zeros(n, np.int32)
-        self.priority = np.zeros(n, np.int64)
-        self.stop_ids = np.full((MAX_STOP_TOKEN_IDS, n), NO_TOKEN, np.int32)
-        self.num_stop_ids = 0  # lines of `stop_ids` that were ever used
-        self.return_logprob = np.zeros(n, np.bool_)
-        self.top_logprobs_num = np.zeros(n, np.int32)
-        # Prompt position from which on the successors' log-probabilities are wanted; NOT_SCORED
-        # where none are, or all have been planned.
-        self.score_start = np.full(n, NOT_SCORED, np.int32)
-        # Nothing sent yet: the first output carries more than a token.
-        self.is_unsent = np.zeros(n, np.bool_)
-        self.requests: list[Request | None] = [None] * n
-        self.rids = np.full(n, "", dtype=object)
+        self.num_stop_ids = 0  # columns of `stop_ids` that were ever used
+        self.requests: list[Request | None] = [None] * len(self.known_len)
 
     def __len__(self) -> int:
         return len(self.active)
@@ -70,8 +111,8 @@ class RunningRows:
         self.min_len[row] = request.prompt_len + sampling.min_new_tokens
         self.max_len[row] = request.max_len
         self.priority[row] = request.priority
-        self.stop_ids[:, row] = NO_TOKEN
-        self.stop_ids[: len(stop_ids), row] = stop_ids
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
         self.return_logprob[row] = request.message.return_logprob
         self.top_logprobs_num[row] = request.message.top_logprobs_num
@@ -105,10 +146,5 @@ class RunningRows:
         return rows[self.planned_len[rows] - committed_len[rows] > 1]
 
     def runnable(self) -> RowIndex:
-        """Active rows that still need a step, oldest first.
-
-        A row whose last permitted token was sampled, or may have been, waits for its result.
-        """
-        # Of all rows: that costs less than to pick the active ones of three columns.
-        may_run = self.planned_len + self.unread_drafts < self.max_len
-        return self.active[may_run[self.active]]
+        """Active rows that still need a step, oldest first."""
+        return self.active[self.may_run(self.active)]

@@ -24,15 +24,18 @@ from sgl_jax.core.step_plan import RankResult, StepPlan
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import MemoryView
 from sgl_jax.scheduler.admission import Admission
-from sgl_jax.scheduler.commit import commit_rank
+from sgl_jax.scheduler.commit import commit_step
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.request_len import max_request_len
+from sgl_jax.scheduler.runnable import choose_runnable
 from sgl_jax.scheduler.session_book import SessionsFullError
 from sgl_jax.scheduler.session_desk import SessionDesk
+from sgl_jax.scheduler.step_builder import build_plans
 from sgl_jax.scheduler.step_planner import StepDraft
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
@@ -56,7 +59,8 @@ class Scheduler:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.sizes = sizes
         self.config = config
-        self.ranks = [RankScheduler(r, sizes, config) for r in range(sizes.dp_size)]
+        self._all_ranks = Ranks(sizes, config)
+        self.ranks = self._all_ranks.ranks
         # Retracted requests wait beside those that the queue's limit allows.
         capacity = config.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
         memories = [rank.memory for rank in self.ranks]
@@ -90,7 +94,7 @@ class Scheduler:
         try:
             request = self._make_request(message)
         except InvalidRequestError as error:
-            self.refuse(message, str(error), 400)
+            self.refuse(message, str(error), 400, error.code, error.param)
             return
         except SessionsFullError as error:
             self.refuse(message, str(error), 503, code="too_many_sessions")
@@ -102,10 +106,17 @@ class Scheduler:
         self._waiting.add(request)
 
     def refuse(
-        self, message: GenerateRequest, text: str, status_code: int, code: str | None = None
+        self,
+        message: GenerateRequest,
+        text: str,
+        status_code: int,
+        code: str | None = None,
+        param: str | None = None,
     ) -> None:
         """Answer a request that never entered the queue."""
-        finish = FinishReason("abort", message=text, status_code=status_code, code=code)
+        finish = FinishReason(
+            "abort", message=text, status_code=status_code, code=code, param=param
+        )
         self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:
@@ -245,7 +256,10 @@ class Scheduler:
         may_start = not taken and self._forced_retract.may_start(self.num_running)
         preempted = self._admission.preempt(self.ranks) if may_start else []
         chunk_size = self.config.chunked_prefill_size
-        drafts = [StepDraft(rank, self.sizes, chunk_size) for rank in self.ranks]
+        drafts = [
+            StepDraft(rank, self.sizes, chunk_size, runnable)
+            for rank, runnable in zip(self.ranks, choose_runnable(self._all_ranks), strict=True)
+        ]
         for request in taken + preempted:
             self._waiting.add(request)
         for draft in drafts:
@@ -257,15 +271,14 @@ class Scheduler:
             self._admission.admit_into(drafts, self._steps)
         if all(draft.is_empty for draft in drafts):
             return None
-        plan = StepPlan(self._steps, tuple(draft.build() for draft in drafts))
+        plan = StepPlan(self._steps, build_plans(self._all_ranks, drafts))
         self._steps += 1
         return plan
 
     def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
         """The result of a launched step was read. Steps are committed in launch order."""
-        for rank, rank_plan, result in zip(self.ranks, plan.ranks, results, strict=True):
-            for request in commit_rank(rank, rank_plan, result, self._outputs):
-                self._forget(request, succeeded=True)
+        for request in commit_step(self._all_ranks, plan, results, self._outputs):
+            self._forget(request, succeeded=True)
         if self.config.check_every_step:
             self.check_balance()
 
@@ -306,7 +319,7 @@ class Scheduler:
             "evicted_pages": sum(rank.memory.cache.num_evicted for rank in self.ranks),
             "prompt_tokens": sum(rank.num_prompt_tokens for rank in self.ranks),
             "cached_tokens": sum(rank.num_cached_tokens for rank in self.ranks),
-            "generated_tokens": sum(rank.num_generated_tokens for rank in self.ranks),
+            "generated_tokens": self._all_ranks.num_generated_tokens,
             "drafted_tokens": sum(rank.drafts.num_drafted for rank in self.ranks),
             "accepted_draft_tokens": sum(rank.drafts.num_accepted for rank in self.ranks),
             "steps_planned": self._steps,
@@ -319,8 +332,10 @@ class Scheduler:
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self._arrivals, max_len)
-        session, prompt = self._sessions.book.compose_turn(message)
+        session, prompt, replaced = self._sessions.compose_turn(message)
         max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
+        for request in replaced:
+            self._replace(request)
         self._sessions.begin_turn(session, message, prompt)
         return Request(message, self._arrivals, max_len, prompt=prompt, session=session)
 
@@ -341,6 +356,14 @@ class Scheduler:
         self._outputs.outputs.append(_last_output(request, finish))
         if request.state is RequestState.RUNNING:
             self._rank_of(request).end(_row(request), insert=insert)
+
+    def _replace(self, request: Request) -> None:
+        """End a turn for another that replaces it: it keeps what it has, as after a stop."""
+        finish = FinishReason("abort", message="replaced by another turn of its session")
+        self._outputs.outputs.append(_last_output(request, finish))
+        if request.state is RequestState.RUNNING:
+            self._rank_of(request).finish(_row(request))
+        self._forget(request, succeeded=True)
 
     def _amend(self, message: StopRequest | AbortRequest) -> None:
         """If the request was a turn and has ended well, its session has more than its client saw.

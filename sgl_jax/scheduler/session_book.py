@@ -138,8 +138,6 @@ class SessionBook:
     def end_turn(self, session: Session, rid: str, tokens: Int32Array | None) -> None:
         """A turn ended, with its tokens if it succeeded. Closes a session that waited for that."""
         session.end(rid, tokens)
-        if self._sessions.get(session.session_id) is not session:
-            return  # closed, while a turn ran that had been replaced
         self._recount(session)
         self._used_since_tick.add(session.session_id)
         if session.session_id in self._closing and not session.num_running:

@@ -5,8 +5,8 @@ Owns the order of things when a session is opened, closed, forked or rolled back
 themselves are requests like any other.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, assert_never
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
@@ -23,10 +23,12 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.regular_session import RegularSession
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.session_book import SessionBook, SessionsFullError
 from sgl_jax.scheduler.sessions import Session
 from sgl_jax.scheduler.streaming_session import StreamingSession
+from sgl_jax.scheduler.turn_prompt import named_turn
 
 
 class SessionDesk:
@@ -42,11 +44,18 @@ class SessionDesk:
         self.book = SessionBook(max_sessions, max_session_tokens)
         self._ranks = ranks
         self._requests = requests
+        self._handlers: dict[type[SessionMessage], Callable[[Any], dict[str, Any]]] = {
+            OpenSession: self._open,
+            CloseSession: self._close,
+            RollbackSession: self._roll_back,
+            ForkSession: self._fork,
+            ListSessions: self._list,
+        }
 
     def answer(self, message: SessionMessage) -> Reply:
         """Do what is asked, or say why it cannot be done; nothing has changed then."""
         try:
-            data = self._do(message)
+            data = self._handlers[type(message)](message)
         except InvalidRequestError as error:
             return Reply(rid=message.rid, ok=False, message=str(error), data={"param": error.param})
         except SessionsFullError as error:
@@ -86,6 +95,21 @@ class SessionDesk:
         if home is not None:
             home.roll_back_session(session.session_id, fitting)
 
+    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, list[Request]]:
+        """The session that a request is a turn of, its whole prompt, and the turns in flight that
+        it replaces: they must end, with what they have, before it begins. Changes nothing.
+
+        Raises `InvalidRequestError` if the session cannot take it, `SessionsFullError`.
+        """
+        turn = named_turn(message)
+        found = self.book.find(turn.id)
+        replaced = [] if found is None else [self._requests[r] for r in found.replaced_by(turn)]
+        for request in replaced:
+            assert isinstance(found, RegularSession)
+            found.note_so_far(request.rid, self._tokens_of(request))
+        session, prompt = self.book.compose_turn(message)
+        return session, prompt, replaced
+
     def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
         """The request that was composed is accepted."""
         self.book.begin_turn(session, message, prompt)
@@ -116,24 +140,21 @@ class SessionDesk:
             while (session_id := rank.memory.cache.oldest_idle()) is not None:
                 rank.release_session(session_id)
 
-    def _do(self, message: SessionMessage) -> dict[str, Any]:
-        match message:
-            case OpenSession():
-                self.book.open(message)
-                return {"session_id": message.session_id}
-            case CloseSession():
-                self.close(message.session_id)
-                return {}
-            case RollbackSession():
-                return self._roll_back(message)
-            case ForkSession():
-                session = self.book.idle_streaming(message.session_id)
-                self.book.fork(session, message.new_session_id)
-                return {"session_id": message.new_session_id, "num_tokens": session.num_tokens}
-            case ListSessions():
-                return {"sessions": [self._describe(*entry) for entry in self.book.all()]}
-            case _:
-                assert_never(message)
+    def _open(self, message: OpenSession) -> dict[str, Any]:
+        self.book.open(message)
+        return {"session_id": message.session_id}
+
+    def _close(self, message: CloseSession) -> dict[str, Any]:
+        self.close(message.session_id)
+        return {}
+
+    def _fork(self, message: ForkSession) -> dict[str, Any]:
+        session = self.book.idle_streaming(message.session_id)
+        self.book.fork(session, message.new_session_id)
+        return {"session_id": message.new_session_id, "num_tokens": session.num_tokens}
+
+    def _list(self, message: ListSessions) -> dict[str, Any]:
+        return {"sessions": [self._describe(*entry) for entry in self.book.all()]}
 
     def _roll_back(self, message: RollbackSession) -> dict[str, Any]:
         session = self.book.idle_streaming(message.session_id)
@@ -157,6 +178,12 @@ class SessionDesk:
             "dp_rank": None if home is None else home.dp_rank,
             "cached_tokens": 0 if home is None else _num_cached(home, session.session_id),
         }
+
+    def _tokens_of(self, request: Request) -> Int32Array:
+        """All that are known of a request in flight."""
+        if request.lease is None or request.dp_rank is None:
+            return request.tokens
+        return self._ranks[request.dp_rank].running.known_tokens(request.lease.row)
 
     def _turn_of(self, session: Session) -> Request | None:
         """The turn in flight of a streaming session; those of a regular one have no slot."""

@@ -12,12 +12,12 @@ Short of pages is ordinary: evict, then retract on this rank, fewest output toke
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import Int32Array, RankPlan, RowIndex
+from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
-from sgl_jax.mem_cache.release import free_tail, publish_prefix
+from sgl_jax.mem_cache.release import free_tail
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.running_rows import NOT_SCORED
+from sgl_jax.scheduler.runnable import Runnable, decode_ends
 
 
 class StepDraft:
@@ -27,34 +27,32 @@ class StepDraft:
         rank: whose memory the draft takes pages from.
         sizes: of the engine.
         chunk_size: prefill tokens at most.
+        runnable: the rank's share of `choose_runnable`.
     """
 
-    def __init__(self, rank: RankScheduler, sizes: EngineSizes, chunk_size: int) -> None:
+    def __init__(
+        self, rank: RankScheduler, sizes: EngineSizes, chunk_size: int, runnable: Runnable
+    ) -> None:
         self.rank = rank
         self.retracted: list[Request] = []
         self.unservable: list[int] = []  # rows that do not fit the rank even alone
         self._shapes = sizes.step_token_shapes
-        self._chunk_rows: list[int] = []
-        self._chunk_lens: list[int] = []
-
-        rows = rank.running.runnable()
-        wanted = self._wanted(rows)
-        decodes = (wanted == 1) & (rank.running.score_start[rows] == NOT_SCORED)
-        self._decode_rows = self._grow_or_retract(rows[decodes])
-        self._drafts = self._grow_for_drafts()
+        self.chunk_rows: list[int] = []
+        self.chunk_lens: list[int] = []
+        self.decode_rows = runnable.decoding
+        if not runnable.has_slots:
+            self.decode_rows = self._grow_or_retract(runnable.decoding)
+        self.num_drafts = self._grow_for_drafts()  # of each decode row
         self._budget = min(chunk_size, sizes.max_chunk_tokens)
         self._score_budget = sizes.max_prompt_logprob_tokens
-        self.num_prefill_tokens = 0  # wanted, in this step or later
-        prefills: list[int] = []
-        if np.count_nonzero(decodes) < len(rows):
-            self.num_prefill_tokens = int(wanted[~decodes].sum())
-            prefills = rows[~decodes].tolist()
-        self._continue_prefills(prefills)
+        # Wanted, in this step or later.
+        self.num_prefill_tokens = runnable.num_prefill_tokens
+        self._continue_prefills(runnable.prefilling)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing would run."""
-        return len(self._decode_rows) == 0 and not self._chunk_rows
+        return len(self.decode_rows) == 0 and not self.chunk_rows
 
     @property
     def can_admit(self) -> bool:
@@ -74,100 +72,37 @@ class StepDraft:
         self._add_chunk(row)
         return row
 
-    def build(self) -> RankPlan:
-        """The finished plan. From here on the step counts as launched: lengths are committed."""
-        self._trim_to_shape()
-        rank, running, memory = self.rank, self.rank.running, self.rank.memory
-        rows, num_decode = self._decode_rows, len(self._decode_rows)
-        if self._chunk_rows:
-            rows = np.concatenate([rows, np.array(self._chunk_rows, np.intp)])
-        q_lens = np.ones(len(rows), np.int32)
-        q_lens[num_decode:] = self._chunk_lens
-        kv_starts = memory.rows.kv_committed_len[rows]
-        ends = kv_starts + q_lens  # drafts left out: of these it is not known what becomes of them
-        samples = ends == running.planned_len[rows]
-        unread = running.unread_drafts[rows]
-        last_end = int(np.maximum.reduce(ends + unread, initial=0))
-        if np.count_nonzero(self._drafts):
-            q_lens[:num_decode] += self._drafts
-            running.unread_drafts[rows[:num_decode]] += self._drafts
-            last_end = max(last_end, int((ends + unread + q_lens - 1)[:num_decode].max()))
-        num_pages = memory.pages_for(last_end)
-        logprob_rows = rows[samples & running.return_logprob[rows]]
-        plan = RankPlan(
-            rows=rows.astype(np.int32),
-            epochs=memory.rows.epoch[rows],
-            kv_starts=kv_starts,
-            q_lens=q_lens,
-            samples=samples,
-            page_table=memory.rows.pages[rows, :num_pages],
-            num_decode=num_decode,
-            relayed=unread > 0,
-            admissions=rank.take_admissions(),
-            num_scored=self._num_scored(rows, kv_starts, ends),
-            return_logprob=len(logprob_rows) > 0,
-            top_logprobs_num=(
-                int(running.top_logprobs_num[logprob_rows].max()) if len(logprob_rows) else 0
-            ),
-        )
-        memory.commit_rows(rows, ends)
-        self._publish_chunks()
-        sampled = rows[samples]
-        running.planned_len[sampled] = ends[samples] + 1
-        running.score_start[sampled] = NOT_SCORED
-        if not self.retracted:
-            rank.reserve.after_step()
-        return plan
+    def rows(self) -> RowIndex:
+        """The rows of the step: those that decode, then those with a prefill chunk."""
+        if not self.chunk_rows:
+            return self.decode_rows
+        return np.concatenate([self.decode_rows, np.array(self.chunk_rows, np.intp)])
 
-    def _publish_chunks(self) -> None:
-        """Let other requests read what this step prefills: the next step runs after it."""
-        memory, running = self.rank.memory, self.rank.running
-        for row in self._chunk_rows:
-            # A later turn of a session is published when it has succeeded: until then the session
-            # may have to go back to where it began.
-            if not running.request(row).kept_len:
-                publish_prefix(memory, memory.leases[row], running.known_tokens(row))
-
-    def _trim_to_shape(self) -> None:
+    def trim_to_shape(self) -> None:
         """Leave a few prefill tokens to the next step if that fills this one's shape exactly.
 
         A step is padded to the next larger shape. With shapes of 128 and 512, a step of 135
         tokens would compute 377 for nothing; instead it takes 128, and the next step the rest.
         Not if it would put off more than it takes, or more than the padding it saves.
         """
-        if not self._chunk_lens:
+        if not self.chunk_lens:
             return
-        num_prefill = sum(self._chunk_lens)
-        total = len(self._decode_rows) + int(self._drafts.sum()) + num_prefill
+        num_prefill = sum(self.chunk_lens)
+        total = len(self.decode_rows) + int(self.num_drafts.sum()) + num_prefill
         larger = next((shape for shape in self._shapes if shape >= total), total)
         smaller = max((shape for shape in self._shapes if shape <= total), default=0)
         excess = total - smaller
         if 2 * excess > num_prefill or excess >= larger - total:
             return
         while excess:
-            cut = min(excess, self._chunk_lens[-1])
-            self._chunk_lens[-1] -= cut
+            cut = min(excess, self.chunk_lens[-1])
+            self.chunk_lens[-1] -= cut
             excess -= cut
-            if self._chunk_lens[-1] == 0:
-                self._chunk_lens.pop()
-                self._chunk_rows.pop()
-
-    def _num_scored(
-        self, rows: RowIndex, kv_starts: Int32Array, ends: Int32Array
-    ) -> Int32Array | None:
-        """How many of each row's last queries are scored; None if no row's are."""
-        first = self.rank.running.score_start[rows]
-        if not np.count_nonzero(first < ends):
-            return None
-        return np.maximum(ends - np.maximum(kv_starts, first), 0)
+            if self.chunk_lens[-1] == 0:
+                self.chunk_lens.pop()
+                self.chunk_rows.pop()
 
     # -- choosing rows ----------------------------------------------------------------------
-
-    def _wanted(self, rows: RowIndex) -> Int32Array:
-        """Tokens each row still has to compute."""
-        committed = self.rank.memory.rows.kv_committed_len[rows]
-        wanted: Int32Array = self.rank.running.planned_len[rows] - committed
-        return wanted
 
     def _grow_or_retract(self, rows: RowIndex) -> RowIndex:
         """Reserve one more slot for each of `rows`, retracting until they fit; those that do."""
@@ -198,14 +133,11 @@ class StepDraft:
         return freed > 0
 
     def _decode_ends(self, rows: RowIndex) -> Int32Array:
-        """Slots each row needs to decode one token, if all its unread drafts were accepted."""
-        committed = self.rank.memory.rows.kv_committed_len[rows]
-        ends: Int32Array = committed + self.rank.running.unread_drafts[rows] + 1
-        return ends
+        return decode_ends(self.rank.memory.rows, self.rank.running, rows)
 
     def _grow_for_drafts(self) -> Int32Array:
         """Choose each decode row's drafts and reserve their slots; none if memory is short."""
-        rows, running = self._decode_rows, self.rank.running
+        rows, running = self.decode_rows, self.rank.running
         drafts = self.rank.drafts.choose(rows, running.known_len[rows])
         if not np.count_nonzero(drafts):
             return drafts
@@ -260,8 +192,8 @@ class StepDraft:
         count = min(count, room)
         if count <= 0 or not memory.grow_row(row, committed + count):
             return False
-        self._chunk_rows.append(row)
-        self._chunk_lens.append(count)
+        self.chunk_rows.append(row)
+        self.chunk_lens.append(count)
         self._budget -= count
         self._score_budget -= max(committed + count - score_start, 0)
         return True

@@ -66,15 +66,20 @@ class RankRoom:
         """Pages that `request` lacks here; not above 0 if it has enough."""
         return self.rank.num_pages_needed(request, cursor) - self.num_pages
 
+    def fits(self, request: Request, cursor: PrefixCursor) -> bool:
+        """Whether `request` can start here in this step."""
+        return self.is_open and self.num_short(request, cursor) <= 0
+
     def option(
-        self, request: Request, cursor: PrefixCursor, num_short: int, num_unskewed: int
+        self, request: Request, cursor: PrefixCursor, num_unskewed: int, *, fits: bool
     ) -> Option:
         """What it costs to run `request` here, where more than `num_unskewed` are too many.
 
-        `num_short` is what the method of that name says.
+        `fits` is what the method of that name says.
         """
-        rank, fits = self.rank, num_short <= 0
-        has_room = fits and self._has_row and not self._is_held
+        rank = self.rank
+        may_fit_next = not self.is_open and self._has_row and not self._is_held
+        has_room = fits or (may_fit_next and self.num_short(request, cursor) <= 0)
         num_read, leader = rank.reusable_len(request, cursor), self.leader(request, cursor)
         if leader is not None and leader.length > num_read:
             num_read = leader.length
@@ -85,7 +90,7 @@ class RankRoom:
         if not has_room:
             num_ahead += self._chunk_size * self._steps_to_room()
         cost = len(request.tokens) - num_read + num_ahead
-        return Option(cost, self.num_running, rank.dp_rank, fits and self.is_open, leader)
+        return Option(cost, self.num_running, rank.dp_rank, fits, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor) -> Leader | None:
         """Who computes more of the request's tokens here than the tree has."""

@@ -77,6 +77,10 @@ class StreamingSession:
         _require_plain_append(self, turn)
         return append_turn(NO_TOKENS if turn.is_whole else self.tokens, input_ids, turn)
 
+    def replaced_by(self, turn: SessionTurn) -> list[str]:
+        """None: a streaming session takes no turn while one runs."""
+        return []
+
     def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
         """A turn starts, with the prompt that `compose` made."""
         self.running, self._name, self._pending = rid, turn_name(turn), prompt

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.wait_reason import WaitKind
@@ -25,7 +24,8 @@ from sgl_jax.scheduler.wait_reason import WaitKind
 Int64Array: TypeAlias = NDArray[np.int64]
 
 _NO_RANK = -1
-_SORTED_AT_ONCE = 64
+_LOOKED_AT_ONCE = 256
+_NEVER = np.iinfo(np.int32).max  # pages that no rank has
 # Parts of an order key, in bits. What does not fit is cut: it changes the order of extremes only.
 _ARRIVAL_BITS, _CACHED_BITS, _PRIORITY_BITS = 26, 21, 14
 
@@ -57,12 +57,14 @@ class WaitingQueue:
         self._free_lines: list[int] = []
         self._end = 0  # lines in use lie below
         self._has_priorities = False
-        # Columns, indexed by line; the operating system zeroes what is used, when it is used.
+        # Columns, indexed by line, and one for each rank where ranks differ; the operating system
+        # zeroes what is used, when it is used.
         ranks = len(memories)
         self._is_waiting = np.zeros(capacity, np.bool_)
         self._num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
-        self._cached_pages = np.zeros((capacity, ranks), np.int32)  # of these, on each rank's tree
-        self._may_run = np.zeros((capacity, ranks), np.bool_)
+        self._cached_pages = np.zeros((ranks, capacity), np.int32)  # of these, on each rank's tree
+        self._place = np.zeros((ranks, capacity), np.int32)  # of the cursor on each rank's tree
+        self._may_run = np.zeros((ranks, capacity), np.bool_)
         self._arrival = np.zeros(capacity, np.int64)
         self._priority = np.zeros(capacity, np.int64)
         self._is_retracted = np.zeros(capacity, np.bool_)
@@ -98,11 +100,12 @@ class WaitingQueue:
         self._cursors[line] = cursors
         self._is_waiting[line] = True
         self._num_pages[line] = self._memories[0].pages_for(len(request.tokens) + 1)
-        self._cached_pages[line] = [cursor.length // page_size for cursor in cursors]
+        self._cached_pages[:, line] = [cursor.length // page_size for cursor in cursors]
+        self._place[:, line] = [cursor.place for cursor in cursors]
         pinned = request.message.dp_rank
-        self._may_run[line] = pinned is None
+        self._may_run[:, line] = pinned is None
         if pinned is not None:
-            self._may_run[line, pinned] = True
+            self._may_run[pinned, line] = True
         self._arrival[line] = request.arrival
         self._priority[line] = request.priority
         self._has_priorities |= request.priority != 0
@@ -129,7 +132,7 @@ class WaitingQueue:
         was_due = self.is_due(request)
         self.remove(request)
         end = self._end
-        arrival, may_run = self._arrival[:end], self._may_run[:end, dp_rank]
+        arrival, may_run = self._arrival[:end], self._may_run[dp_rank, :end]
         self._passed_over[:end] += self._is_waiting[:end] & may_run & (arrival < request.arrival)
         if was_due:
             self._passed_over[:end][may_run & (arrival > request.arrival)] = 0
@@ -204,13 +207,26 @@ class WaitingQueue:
             step: being planned.
         """
         self._take_moves()
-        end = self._end
-        least = self._num_pages[:end, None] - self._cached_pages[:end]
-        may_start = self._may_run[:end] & (least <= np.where(is_open, room, -1))
-        lines = np.flatnonzero(np.logical_or.reduce(may_start, axis=1) & self._is_waiting[:end])
-        if len(lines):
-            lines = lines[~self._is_following(lines) & ~self._is_staying(lines, is_open, step)]
-        return self._in_order(lines, room, is_open)
+        lines = np.flatnonzero(self._is_waiting[: self._end])
+        lines = lines[~self._is_following(lines) & ~self._is_staying(lines, is_open, step)]
+        lines, needed = self._fitting(lines, room, is_open)
+        if not len(lines):
+            return
+        order = np.argsort(self._order_keys(lines), kind="stable")
+        lines, needed, start = lines[order], needed[:, order], 0
+        while start < len(lines) and np.count_nonzero(is_open):
+            # What started since takes more room than it lets others share, so none is left out
+            # that would fit after that.
+            fits = (
+                needed[:, start : start + _LOOKED_AT_ONCE] <= np.where(is_open, room, -1)[:, None]
+            )
+            fits = np.logical_or.reduce(fits)
+            index = fits.argmax()
+            if fits[index]:
+                yield self._by_line[int(lines[start + index])]
+                start += int(index) + 1
+            else:
+                start += _LOOKED_AT_ONCE
 
     def due(self) -> list[Request]:
         """Requests that are due, oldest first, whether or not they may start."""
@@ -238,10 +254,10 @@ class WaitingQueue:
         lines = np.flatnonzero(self._is_waiting[: self._end])
         is_following = self._is_following(lines)
         is_staying = (self._stay_until[lines] > step) & ~is_following
-        least = self._num_pages[lines, None] - self._cached_pages[lines]
-        may_run = self._may_run[lines]
-        may_fit = (may_run & has_row & (least <= room)).any(axis=1)
-        has_any_row = (may_run & has_row).any(axis=1)
+        least = self._num_pages[lines] - self._cached_pages[:, lines]
+        may_run = self._may_run[:, lines] & has_row[:, None]
+        may_fit = (may_run & (least <= room[:, None])).any(axis=0)
+        has_any_row = may_run.any(axis=0)
         rest = ~is_following & ~is_staying
         return {
             "prefix": int(is_following.sum()),
@@ -257,7 +273,8 @@ class WaitingQueue:
         """Take over what has changed on the ranks' trees."""
         for dp_rank, memory in enumerate(self._memories):
             for cursor in memory.cache.take_moved():
-                self._cached_pages[cursor.tag, dp_rank] = cursor.length // memory.page_size
+                self._cached_pages[dp_rank, cursor.tag] = cursor.length // memory.page_size
+                self._place[dp_rank, cursor.tag] = cursor.place
 
     def _is_following(self, lines: Int64Array) -> BoolArray:
         """Which of `lines` wait for a prefix that is being computed; bool[len(lines)]."""
@@ -278,45 +295,42 @@ class WaitingQueue:
         is_staying: BoolArray = (ranks != _NO_RANK) & (self._stay_until[lines] > step)
         return is_staying & ~is_open[ranks]
 
-    def _in_order(
+    def _fitting(
         self, lines: Int64Array, room: Int32Array, is_open: BoolArray
-    ) -> Iterator[Request]:
-        """The requests of `lines` that fit a rank, first to last.
+    ) -> tuple[Int64Array, Int32Array]:
+        """Those of `lines` that fit an open rank, and how many pages each takes there at least.
 
-        A step takes few: only the first are sorted, and looked at. `room` and `is_open` change
-        as requests start, and leave out more of those that follow.
+        The pages are int32[ranks, len(lines)]; `_NEVER` where the rank is not open, or not allowed.
         """
-        while len(lines):
-            keys = self._order_keys(lines)
-            order = np.arange(len(lines))
-            if len(lines) > _SORTED_AT_ONCE:
-                order = np.argpartition(keys, _SORTED_AT_ONCE)
-            first, rest = order[:_SORTED_AT_ONCE], order[_SORTED_AT_ONCE:]
-            first = first[np.argsort(keys[first], kind="stable")]
-            chosen = lines[first]
-            for line in chosen[self._fit(chosen, np.where(is_open, room, -1))].tolist():
-                yield self._by_line[line]
-            lines = lines[rest]
+        may_run, num_pages = self._may_run[:, lines] & is_open[:, None], self._num_pages[lines]
+        needed = np.where(may_run, num_pages - self._cached_pages[:, lines], _NEVER)
+        may_fit = np.logical_or.reduce(needed <= room[:, None])
+        lines, needed, may_run = lines[may_fit], needed[:, may_fit], may_run[:, may_fit]
+        # Only what depends on how much of the prefix is in use is looked at more closely.
+        fits_alone = np.logical_or.reduce(may_run & (num_pages[may_fit] <= room[:, None]))
+        doubtful = np.flatnonzero(~fits_alone)
+        if not len(doubtful):
+            return lines, needed
+        needed[:, doubtful] = self._pages_needed(lines[doubtful], is_open)
+        fits = np.logical_or.reduce(needed <= room[:, None])
+        return lines[fits], needed[:, fits]
 
-    def _fit(self, lines: Int64Array, room: Int64Array) -> BoolArray:
-        """Which of `lines` fit a rank, bool[len(lines)], by what of their prefixes is in use.
+    def _pages_needed(self, lines: Int64Array, is_open: BoolArray) -> Int32Array:
+        """Pages that each of `lines` takes beside what is in use of its prefix.
 
-        What starts meanwhile takes more room than it lets others share, so none is left out that
-        would fit after that.
+        int32[ranks, len(lines)]; `_NEVER` where the rank is not open, or not allowed.
         """
-        fits = np.zeros(len(lines), np.bool_)
-        cursors = [self._cursors[line] for line in lines.tolist()]
-        for dp_rank in np.flatnonzero(room > 0).tolist():
-            memory, in_use_len = self._memories[dp_rank], dict[TreeNode | None, int]()
-            nodes = [each[dp_rank].node for each in cursors]
-            for node in nodes:
-                if node not in in_use_len:
-                    in_use_len[node] = memory.in_use_len(node)
-            in_use = np.array([in_use_len[node] for node in nodes]) // memory.page_size
-            in_use = np.minimum(in_use, self._cached_pages[lines, dp_rank])
-            needed = self._num_pages[lines] - in_use
-            fits |= self._may_run[lines, dp_rank] & (needed <= room[dp_rank])
-        return fits
+        needed = np.full((len(self._memories), len(lines)), _NEVER, np.int32)
+        for dp_rank in np.flatnonzero(is_open).tolist():
+            memory, places = self._memories[dp_rank], self._place[dp_rank, lines]
+            nodes = memory.cache.followed_nodes
+            in_use = np.zeros(len(nodes), np.int32)
+            for place in np.flatnonzero(np.bincount(places)).tolist():
+                in_use[place] = memory.in_use_len(nodes[place]) // memory.page_size
+            cached = self._cached_pages[dp_rank, lines]
+            needed[dp_rank] = self._num_pages[lines] - np.minimum(in_use[places], cached)
+        needed[~self._may_run[:, lines]] = _NEVER
+        return needed
 
     def _order_keys(self, lines: Int64Array) -> Int64Array:
         """One number for each of `lines` that sorts as the order says."""
@@ -324,14 +338,22 @@ class WaitingQueue:
         arrival = np.minimum(arrival - arrival.min(), (1 << _ARRIVAL_BITS) - 1)
         keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
         if self._has_priorities:
-            _, level = np.unique(-self._priority[lines], return_inverse=True)
-            keys += np.minimum(level, (1 << _PRIORITY_BITS) - 1) << 1
+            keys += _levels(self._priority[lines]) << 1
         keys <<= _CACHED_BITS
         if self._uses_cached_len:
             most = (1 << _CACHED_BITS) - 1
-            cached = (self._cached_pages[lines] * self._may_run[lines]).max(axis=1)
+            cached = (self._cached_pages[:, lines] * self._may_run[:, lines]).max(axis=0)
             keys += most - np.minimum(cached, most)
         keys[self._passed_over[lines] >= self._max_passed_over] = -1
         keys <<= _ARRIVAL_BITS
         keys += arrival
         return keys
+
+
+def _levels(priority: Int64Array) -> Int64Array:
+    """0 for the highest priority, and more for lower ones, in `_PRIORITY_BITS`."""
+    most = (1 << _PRIORITY_BITS) - 1
+    levels: Int64Array = priority.max() - priority
+    if levels.max() > most:  # number those that occur
+        _, levels = np.unique(-priority, return_inverse=True)
+    return np.minimum(levels, most)

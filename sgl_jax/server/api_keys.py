@@ -18,6 +18,7 @@ from sgl_jax.core.server_args import ServerArgs
 ADMIN_PATHS = frozenset(
     {"/abort_request", "/flush_cache", "/get_server_info", "/start_profile", "/stop_profile"}
 )
+MAX_NAME_CHARS = 64  # as part of the engine's ids of its sessions, each may take 12 characters
 _STATE = "caller"
 
 
@@ -54,7 +55,7 @@ class ApiKeys:
             admins: name -> key of those who may do everything.
 
         Raises:
-            ValueError: a key is empty, or a key or name is the same as another one.
+            ValueError: a key is empty, a name too long, or either is the same as another one.
         """
         shared = sorted(set(clients) & set(admins))
         if shared:
@@ -65,6 +66,11 @@ class ApiKeys:
         for caller, key in callers:
             if not key.strip():
                 raise ValueError(f"the API key {caller.name!r} is empty")
+            if len(caller.name) > MAX_NAME_CHARS:
+                raise ValueError(
+                    f"the name of an API key must have at most {MAX_NAME_CHARS} characters, "
+                    f"one has {len(caller.name)}"
+                )
             digest = _digest(key.encode())
             if any(digest == other for other, _ in self._digests):
                 raise ValueError(f"the API key {caller.name!r} is the same as another one")

@@ -3,26 +3,27 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request
 
 from sgl_jax.core.messages import FrontMessage, Reply
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.health import EngineHealth
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.server.api_keys import ANONYMOUS, caller_of
+from sgl_jax.server.connection import unless_gone
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.generation import CLIENT_GONE, while_connected
 from sgl_jax.server.json_body import JsonBodies
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.loop_share import LoopShare
 from sgl_jax.server.text_pool import Ids, TextPool
 
-T = TypeVar("T")
-_DEFAULT_MODEL = "default"  # what clients send who know of only one model
+# What clients and sglang-router send where only one model is known.
+_DEFAULT_MODELS = ("default", "unknown")
 
 
 @dataclasses.dataclass
@@ -35,8 +36,10 @@ class ServerContext:
     engine_metrics: EngineMetrics
     limits: Limits
     texts: TextPool
+    health: EngineHealth
     draining: bool = False
     answer_timeout_s: float = 30.0  # how long the engine may take to answer; it may be in a step
+    reader_timeout_s: float = 60.0  # how long a client may take to read a piece of its stream
     json_bodies: JsonBodies = dataclasses.field(init=False)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -50,7 +53,7 @@ class ServerContext:
 
     def check_model(self, name: str) -> None:
         """Raise 404 unless `name` is the model served here."""
-        if name not in (self.model_name, self.args.model_path, _DEFAULT_MODEL):
+        if name not in (self.model_name, self.args.model_path, *_DEFAULT_MODELS):
             raise ApiError(
                 404,
                 f"no model {name!r} here; this server has {self.model_name!r}",
@@ -59,11 +62,11 @@ class ServerContext:
             )
 
     def check_open(self) -> None:
-        """Raise 503 if new work is not taken any more."""
+        """Raise what ends in a 503 if new work is not taken now."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
-        if self.frontend.death is not None:
-            raise ApiError(503, self.frontend.death, code="engine_dead")
+        self.frontend.check_alive()
+        self.health.check()
 
     async def encode_prompts(
         self, request: Request, prompts: Sequence[str | list[int]]
@@ -76,11 +79,12 @@ class ServerContext:
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
-            self.frontend.check_text(text)
+            self.frontend.checks.check_text(text)
         if self.texts.is_short(texts):
             ids = [self.frontend.tokenizer.encode(text) for text in texts]
         else:
-            packed = await _unless_gone(request, self.texts.encode(_client_of(request), texts))
+            encoding = self.texts.encode(_client_of(request), texts)
+            packed = await unless_gone(request.receive, encoding)
             share = LoopShare()
             ids = []
             for each in packed:
@@ -98,17 +102,18 @@ class ServerContext:
         template_args: Mapping[str, Any],
     ) -> list[int]:
         """Token ids of the conversation of `request`. Raises as `encode_prompts`."""
-        self.frontend.check_length(sum(len(message["content"]) for message in messages))
+        self.frontend.checks.check_length(sum(len(message["content"]) for message in messages))
         encoding = self.texts.encode_chat(
             _client_of(request),
             messages,
             continue_final_message=continue_final_message,
             template_args=template_args,
+            max_tokens=self.frontend.facts.max_request_tokens,
         )
-        return self._unpack(await _unless_gone(request, encoding))
+        return self._unpack(await unless_gone(request.receive, encoding))
 
     def _unpack(self, ids: Ids) -> list[int]:
-        self.frontend.check_num_tokens(len(ids))
+        self.frontend.checks.check_num_tokens(len(ids))
         return ids.tolist()
 
     async def ask(
@@ -127,7 +132,9 @@ class ServerContext:
 
         Raises:
             ApiError: 503, no answer in time.
+            EngineStuckError: there would be none.
         """
+        self.health.check()
         timeout_s = self.answer_timeout_s if timeout_s is None else timeout_s
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
@@ -161,11 +168,3 @@ def _client_of(request: Request) -> str:
     if caller.name != ANONYMOUS.name:
         return caller.name
     return "" if request.client is None else request.client.host
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and end it if the client goes away."""
-    done = await while_connected(request.receive, work)
-    if done is None:
-        raise ApiError(CLIENT_GONE, "the client went away")
-    return done

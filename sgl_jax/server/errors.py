@@ -15,12 +15,25 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import (
+    EngineDeadError,
+    EngineStuckError,
+    InvalidRequestError,
+    QueueFullError,
+    ShuttingDownError,
+)
 from sgl_jax.core.messages import FinishReason
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+# What ends in a 503, and the `code` that programs can test.
+_UNAVAILABLE: Mapping[type[Exception], str] = {
+    EngineDeadError: "engine_dead",
+    EngineStuckError: "engine_stuck",
+    QueueFullError: "queue_full",
+    ShuttingDownError: "shutting_down",
+}
 # Pydantic puts the branch of a union into the path of an error; clients know no branches.
 _UNION_BRANCH = re.compile(r"^(str|int|float|bool|constrained-.*|list\[.*|dict\[.*|[A-Z]\w*)$")
 
@@ -69,26 +82,35 @@ def to_api_error(error: Exception) -> ApiError:
         case RequestValidationError():
             return _from_validation(error.errors())
         case InvalidRequestError():
-            return ApiError(400, str(error), param=error.param, code="invalid_value")
-        case EngineDeadError():
-            return ApiError(503, str(error), code="engine_dead")
+            return ApiError(400, str(error), param=error.param, code=error.code)
+    for kind, code in _UNAVAILABLE.items():
+        if isinstance(error, kind):
+            return ApiError(503, str(error), code=code)
     return ApiError(500, "the server failed on this request; its log says why")
 
 
-def abort_error(finish: FinishReason) -> ApiError | None:
-    """The error behind an abort that carries an HTTP status, else None: then it is an ending."""
+def abort_error(finish: FinishReason, names: Mapping[str, str]) -> ApiError | None:
+    """The error behind an abort that carries an HTTP status, else None: then it is an ending.
+
+    `names`: as for `client_names`.
+    """
     if finish.type != "abort" or finish.status_code is None:
         return None
     code = {400: "invalid_value", 503: "queue_full", 504: "timeout"}.get(finish.status_code)
-    message = finish.message or "the request was aborted"
-    return ApiError(finish.status_code, message, code=finish.code or code)
+    error = InvalidRequestError(finish.message or "the request was aborted", finish.param)
+    _rename(error, names)
+    return ApiError(finish.status_code, str(error), param=error.param, code=finish.code or code)
+
+
+def error_body(error: ApiError) -> ErrorBody:
+    """What the envelope of an error holds."""
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return ErrorBody(str(error.detail), kind, error.param, error.code)
 
 
 def envelope(error: ApiError) -> bytes:
     """The JSON of an error."""
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    body = ErrorBody(str(error.detail), kind, error.param, error.code)
-    return msgspec.json.encode(ErrorResponse(body))
+    return msgspec.json.encode(ErrorResponse(error_body(error)))
 
 
 def error_response(error: ApiError) -> Response:
@@ -103,11 +125,11 @@ def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         answer = to_api_error(error)
         if answer.status_code == 500:
-            logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+            logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
         return error_response(answer)
 
     kinds = (HTTPException, RequestValidationError, InvalidRequestError)
-    for kind in (*kinds, EngineDeadError, Exception):
+    for kind in (*kinds, *_UNAVAILABLE, Exception):
         app.add_exception_handler(kind, handle)
 
 
@@ -117,22 +139,26 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        ours = error.param
-        if ours is None or ours not in names:
-            raise
-        theirs = names[ours]
-        raise InvalidRequestError(
-            str(error).replace(ours, theirs.rpartition(".")[2]), theirs
-        ) from error
+        _rename(error, names)
+        raise
+
+
+def _rename(error: InvalidRequestError, names: Mapping[str, str]) -> None:
+    ours = error.param
+    if ours is not None and ours in names:
+        error.param = names[ours]
+        error.args = (str(error).replace(ours, error.param.rpartition(".")[2]),)
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
     """One clear sentence from pydantic's list: the error that got deepest into the body."""
     worst = max(errors, key=lambda error: len(error["loc"]))
-    cause = worst.get("ctx", {}).get("error")
-    if isinstance(cause, InvalidRequestError):  # raised by a check across fields
-        return to_api_error(cause)
     path = field_path(worst["loc"])
+    cause = worst.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidRequestError):  # by a check of the whole object at `path`
+        names = (path, cause.param)
+        cause.param = ".".join(filter(None, names)) or None
+        return to_api_error(cause)
     reason = str(worst["msg"]).removeprefix("Value error, ")
     if worst["type"] == "extra_forbidden":
         reason = "this field is unknown or not supported"

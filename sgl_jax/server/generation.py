@@ -5,10 +5,12 @@ together: when the client goes away or one of them fails, the others are aborted
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from types import MappingProxyType, TracebackType
+from typing import Any, Protocol, Self
 
 import msgspec
 from fastapi import Request, Response
@@ -17,11 +19,15 @@ from starlette.types import Receive, Scope, Send
 from sgl_jax.core.messages import FinishReason, GenerateRequest, TokenLogprobs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.connection import CLIENT_GONE, while_connected
+from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import abort_error, envelope, to_api_error
 from sgl_jax.server.loop_share import LoopShare
 
-T = TypeVar("T")
-CLIENT_GONE = 499  # nginx's number for a client that closed the connection; nobody reads it
+logger = logging.getLogger(__name__)
+
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+_PIECE_BYTES = 64 * 1024  # what is sent at a time
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -64,17 +70,25 @@ class StreamGroup:
     """The engine requests behind one HTTP request. Leaving the block aborts what still runs."""
 
     def __init__(
-        self, frontend: Frontend, requests: Sequence[GenerateRequest], *, streaming: bool
+        self,
+        frontend: Frontend,
+        requests: Sequence[GenerateRequest],
+        *,
+        streaming: bool,
+        names: Mapping[str, str] = NO_NAMES,
     ) -> None:
+        """`names`: our names of fields, and the client's."""
         self._frontend = frontend
         self._requests = requests
         self._streaming = streaming
+        self._names = names
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
         self._wake = asyncio.Event()
         self.streams: list[RequestStream] = []
         self.num_open = len(requests)
 
     async def __aenter__(self) -> Self:
+        self._frontend.check_room(len(self._requests))  # all or none
         share = LoopShare()
         try:
             for index, request in enumerate(self._requests):
@@ -98,7 +112,7 @@ class StreamGroup:
 
         Raises:
             ApiError: a request was aborted with an HTTP status, such as 503 for a full queue.
-            EngineDeadError: the engine has ended.
+            EngineDeadError, ShuttingDownError: the engine has ended, or the server ends now.
         """
         while self.num_open:
             await self._wake.wait()
@@ -110,7 +124,7 @@ class StreamGroup:
                 if chunk is None:
                     continue
                 if chunk.finish is not None:
-                    failure = abort_error(chunk.finish)
+                    failure = abort_error(chunk.finish, self._names)
                     if failure is not None:
                         raise failure
                     self.num_open -= 1
@@ -140,16 +154,20 @@ def _nothing() -> None:
 
 async def respond(
     request: Request,
-    frontend: Frontend,
+    context: ServerContext,
     requests: Sequence[GenerateRequest],
     answer_format: AnswerFormat,
     *,
     streaming: bool,
+    names: Mapping[str, str],
 ) -> Response:
-    """Run `requests` and answer in `answer_format`; stops as soon as the client goes away."""
-    group = StreamGroup(frontend, requests, streaming=streaming)
+    """Run `requests` and answer in `answer_format`; stops as soon as the client goes away.
+
+    Errors of the engine name fields by `names`, as for `client_names`.
+    """
+    group = StreamGroup(context.frontend, requests, streaming=streaming, names=names)
     if streaming:
-        return EventStream(group, answer_format)
+        return EventStream(group, answer_format, context.reader_timeout_s)
     answers = await while_connected(request.receive, _gather(group))
     if answers is None:
         return Response(status_code=CLIENT_GONE)
@@ -166,14 +184,24 @@ def event(value: Any) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 
+class ReaderStalledError(Exception):
+    """A client takes nothing more of its stream."""
+
+
 class EventStream(Response):
     """A streamed answer. Headers wait for the first chunk, so that a refusal is a plain error.
 
     Talks ASGI itself: chunks are bytes already, and a layer less per event is most of its cost.
+    What a client that does not read makes the server hold is bounded: it gets the stream in pieces
+    of `_PIECE_BYTES`, what comes meanwhile waits unwritten in the `RequestStream`, and after
+    `reader_timeout_s` without room for the next piece its requests are aborted.
     """
 
-    def __init__(self, group: StreamGroup, answer_format: AnswerFormat) -> None:
+    def __init__(
+        self, group: StreamGroup, answer_format: AnswerFormat, reader_timeout_s: float
+    ) -> None:
         super().__init__()
+        self._reader_timeout_s = reader_timeout_s
         self._group = group
         self._format = answer_format
 
@@ -185,42 +213,46 @@ class EventStream(Response):
         async with self._group as group:
             try:
                 async for batch in group.batches():
-                    body = b"".join(
-                        self._format.event(index, chunk, group.streams[index])
-                        for index, chunk in batch
-                    )
-                    if not group.num_open:
-                        body += self._format.closing(group.streams) + b"data: [DONE]\n\n"
                     if not started:
                         await send(
                             {"type": "http.response.start", "status": 200, "headers": _HEADERS}
                         )
                         started = True
-                    await send(_body(body, more=bool(group.num_open)))
+                    await self._send_events(send, batch)
+            except ReaderStalledError as error:
+                logger.info("a stream ends: %s", error)
             except Exception as error:
                 if not started:
                     raise
-                await send(_body(b"data: %b\n\n" % envelope(to_api_error(error)), more=False))
-                if to_api_error(error).status_code == 500:
+                failure = to_api_error(error)
+                with contextlib.suppress(ReaderStalledError):
+                    await self._send(send, b"data: %b\n\n" % envelope(failure), more=False)
+                if failure.status_code == 500:
                     raise
 
+    async def _send_events(self, send: Send, batch: Sequence[tuple[int, Chunk]]) -> None:
+        """The events of a batch, and the end of the stream if it is the last."""
+        group, events = self._group, bytearray()
+        for index, chunk in batch:
+            events += self._format.event(index, chunk, group.streams[index])
+            if len(events) >= _PIECE_BYTES:
+                await self._send(send, events, more=True)
+                events = bytearray()
+        if not group.num_open:
+            events += self._format.closing(group.streams) + b"data: [DONE]\n\n"
+        if events:
+            await self._send(send, events, more=bool(group.num_open))
 
-async def while_connected(receive: Receive, work: Awaitable[T]) -> T | None:
-    """Await `work`, or cancel it and return None when the client goes away first."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    async def _send(self, send: Send, data: bytes | bytearray, *, more: bool) -> None:
+        """Raises `ReaderStalledError` if there is no room for a piece of `data` in time."""
+        for start in range(0, len(data), _PIECE_BYTES):
+            end = start + _PIECE_BYTES
+            try:
+                async with asyncio.timeout(self._reader_timeout_s):
+                    await send(_body(bytes(data[start:end]), more=more or end < len(data)))
+            except TimeoutError as error:
+                text = f"its client read less than {_PIECE_BYTES} bytes in "
+                raise ReaderStalledError(f"{text}{self._reader_timeout_s:g} s") from error
 
 
 async def _gather(group: StreamGroup) -> list[Answer]:

@@ -1,5 +1,6 @@
-"""The life of a server: engine process up, HTTP up, signals, drain, and an honest exit code.
+"""The life of a server: HTTP up, engine process up, signals, drain, and an honest exit code.
 
+    at first:          HTTP answers 503 "starting" until the engine has said that it is ready
     SIGTERM or SIGINT: refuse new requests (503), finish the running ones, exit 0
     again:             exit at once
     engine dies:       say so, end open streams with an error event, exit 1
@@ -17,29 +18,36 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TypeVar, cast
 
 import uvicorn
 import uvloop
 
-from sgl_jax.core.errors import EngineDeadError
-from sgl_jax.core.messages import EngineMessage, EngineReady, Shutdown
+from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
+from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.frontend import EngineFacts, Frontend
-from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess
+from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.health import EngineHealth
+from sgl_jax.engine.model_files import open_model_files
+from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
+from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.zmq_channel import ChannelError, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.api_keys import ApiKeys
 from sgl_jax.server.app import build_app
 from sgl_jax.server.context import ServerContext
+from sgl_jax.server.health import Gate
 from sgl_jax.server.http_guard import guarded_protocol
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.text_pool import TextPool
-from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.tokenizer_check import check_vocabulary
 from sgl_jax.text.worker_process import TextWorkers
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _LAST_BYTES_TIMEOUT_S = 5  # for answers still being written when the server stops
@@ -47,6 +55,8 @@ _ENGINE_STOP_TIMEOUT_S = 15.0
 _DRAIN_POLL_S = 0.05
 _START_POLL_S = 0.01
 _FILES_BESIDE_CONNECTIONS = 256  # files and sockets of the process that are not connections
+_TOKENIZER_TIMEOUT_S = 60.0
+_BACKLOG = 2048  # connections that the kernel holds until they are accepted
 _KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 
 
@@ -56,11 +66,16 @@ def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> i
     Args:
         engine_command: what to run as the engine process; tests put a scripted one here.
     """
+    exit_code: int
     try:
-        exit_code: int = uvloop.run(_Server(args, engine_command).run())
-    except (ValueError, OSError, ChannelError, EngineDeadError) as error:
-        print(f"sgl_jax cannot serve: {error}", file=sys.stderr, flush=True)
-        return 1
+        exit_code = uvloop.run(_Server(args, engine_command).run())
+    except (ValueError, OSError, ChannelError, EngineDeadError, MemoryError) as error:
+        reason = str(error) or "out of memory"
+        print(f"sgl_jax cannot serve: {reason}", file=sys.stderr, flush=True)
+        exit_code = 1
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter ends, with this code
+            signal.signal(number, signal.SIG_IGN)
     return exit_code
 
 
@@ -77,40 +92,55 @@ class _Server:
         self._args = args
         self._keys = ApiKeys.from_args(args)
         self._engine_command = engine_command
-        self._text_workers = TextWorkers(args.tokenizer_path or args.model_path, args.chat_template)
+        self._text_workers = TextWorkers(args.tokenizer_folder, args.chat_template)
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
+        self._health = EngineHealth(args.engine_heartbeat_timeout)
         self._ready: asyncio.Future[EngineReady]
+        self._signalled = False
+        self._client: ZmqEngineClient | None = None
         self._process: EngineProcess | None = None
         self._engine_may_end = False
         self._frontend: Frontend | None = None
+        self._texts: TextPool | None = None
 
     async def run(self) -> int:
+        """Serve; the exit code."""
+        code = 1
+        try:
+            code = await self._run()
+        finally:
+            _end_with(code)
+        return code
+
+    async def _run(self) -> int:
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
 
-        def on_exit(reason: str) -> None:
-            loop.call_soon_threadsafe(self._on_death, reason)
+        def on_exit(report: ExitReport) -> None:
+            loop.call_soon_threadsafe(self._on_death, str(report), report.how)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         with _listening_socket(self._args) as listener:
-            client = ZmqEngineClient()
+            client = self._client = ZmqEngineClient()
             try:
-                client.listen(self._on_message, lambda error: self._on_death(str(error)))
+                client.listen(self._on_message, self._on_garbage)
                 self._process = EngineProcess(
                     self._args, client.folder, on_exit, self._engine_command
                 )
+                gate = Gate(self._health)
                 try:
-                    context = await self._start(client)
-                    if context is None:  # stopped while starting
-                        return 0
-                    context.texts.start()
-                    try:
-                        return await self._serve_http(context, listener)
-                    finally:
-                        await context.texts.close()
+                    async with _http(gate, Limits.of(self._args), listener) as serving:
+                        logger.info("listening at %s; the engine starts", _url(listener))
+                        context = await self._start(client)
+                        if context is None:  # stopped while starting
+                            return 0
+                        self._open(gate, context)
+                        return await self._serve(context, listener, serving)
                 finally:
+                    if self._texts is not None:
+                        await self._texts.close()
                     await self._stop_engine(client)
             finally:
                 self._text_workers.close()
@@ -118,72 +148,67 @@ class _Server:
 
     async def _start(self, client: ZmqEngineClient) -> ServerContext | None:
         """Wait for the engine; the tokenizer loads meanwhile. None if a signal came first."""
-        loading = asyncio.ensure_future(
-            asyncio.to_thread(
-                Tokenizer.load,
-                self._args.tokenizer_path or self._args.model_path,
-                self._args.chat_template,
-            )
-        )
+        loading = _in_thread(lambda: open_model_files(self._args))
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
-            tokenizer = await loading
-            self._text_workers.start()  # not before it is known that the tokenizer can be read
-            await asyncio.wait((self._ready, stopping), return_when=asyncio.FIRST_COMPLETED)
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait((loading, stopping), return_when=first, timeout=_TOKENIZER_TIMEOUT_S)
+            if not loading.done() and not stopping.done():
+                raise ValueError(
+                    f"the tokenizer in {self._args.tokenizer_folder!r} did not load and write a "
+                    f"conversation by its chat template within {_TOKENIZER_TIMEOUT_S:g} s"
+                )
+            if loading.done():
+                # The workers load it too, but not before it is known that it can be read.
+                if loading.result().knows_text:
+                    self._text_workers.start()
+                await asyncio.wait((self._ready, stopping), return_when=first)
         finally:
             stopping.cancel()
+            loading.cancel()
         if self._death is not None:
             raise EngineDeadError(f"the engine did not start: {self._death}")
         if self._stop.is_set():
             return None
+        tokenizer = loading.result()
         info = self._ready.result().info
+        check_vocabulary(tokenizer, self._args.tokenizer_folder, int(info["vocab_size"]))
         metrics = RequestMetrics()
         self._frontend = Frontend(
             tokenizer,
             EngineFacts.from_info(info),
             client,
+            max_queued_requests=self._args.max_queued_requests,
             metrics=metrics,
             log_requests=self._args.log_requests,
         )
-        limits = Limits.of(self._args, self._frontend.max_prompt_chars)
-        texts = TextPool(self._text_workers, limits)
+        limits = Limits.of(self._args, self._frontend.checks.max_prompt_chars)
+        self._texts = TextPool(self._text_workers, limits)
+        engine_metrics = EngineMetrics(metrics)
         return ServerContext(
-            self._args, self._frontend, info, EngineMetrics(metrics), limits, texts
+            self._args, self._frontend, info, engine_metrics, limits, self._texts, self._health
         )
 
-    async def _serve_http(self, context: ServerContext, listener: socket.socket) -> int:
-        _allow_files(context.limits.max_connections + _FILES_BESIDE_CONNECTIONS)
-        config = uvicorn.Config(
-            build_app(context, self._keys),
-            http=guarded_protocol(context.limits),
-            ws="none",
-            log_config=None,
-            log_level="error",  # its warnings are what clients do wrong
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
-        )
-        server = _Uvicorn(config)
+    def _open(self, gate: Gate, context: ServerContext) -> None:
+        """From now on requests are served."""
+        app = build_app(context, self._keys)
+        context.texts.start()
         # What was built lives as long as the process. A full collection that looked through all of
         # it, modules and vocabulary, would hold up every client.
         gc.collect()
         gc.freeze()
-        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-        while not server.started and not serving.done():  # "ready" means that one can connect
-            await asyncio.sleep(_START_POLL_S)
-        if serving.done():
-            await serving
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
+        gate.open(app)
+
+    async def _serve(
+        self, context: ServerContext, listener: socket.socket, serving: "asyncio.Future[None]"
+    ) -> int:
         logger.info("serving %s as %r", self._args.model_path, context.model_name)
-        print(f"sgl_jax is ready at http://{shown}:{port}", flush=True)
+        print(f"sgl_jax is ready at {_url(listener)}", flush=True)
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if self._death is None:
             await self._drain(context)
-        server.should_exit = True
-        await serving
         return 1 if self._death is not None or not self._stop.is_set() else 0
 
     async def _drain(self, context: ServerContext) -> None:
@@ -197,17 +222,27 @@ class _Server:
             return bool(frontend.num_open or context.texts.num_open)
 
         while is_busy() and time.monotonic() < deadline and self._death is None:
+            if self._health.is_stuck:  # nothing will finish
+                logger.error("the engine is stuck; %d requests end unfinished", frontend.num_open)
+                shown = "the server is shutting down, and its engine is stuck"
+                frontend.fail(shown, ShuttingDownError)
+                return
             await asyncio.sleep(_DRAIN_POLL_S)
-        if frontend.num_open:
-            logger.warning("%d requests did not finish in time", frontend.num_open)
-            frontend.fail("the server is shutting down")
+        if is_busy():
+            num_open = frontend.num_open + context.texts.num_open
+            logger.warning("%d requests did not finish in time", num_open)
+            frontend.fail(
+                "the server is shutting down, and the request did not finish within the "
+                f"{self._args.drain_timeout:g} s that it had left",
+                ShuttingDownError,
+            )
 
     async def _stop_engine(self, client: ZmqEngineClient) -> None:
         self._engine_may_end = True
         if self._process is None or not self._process.is_alive:
             return
-        if self._frontend is None:  # it is compiling and listens to nobody
-            self._process.kill()
+        if (self._frontend is None and self._death is None) or self._health.is_stuck:
+            self._process.kill()  # it is compiling, or stopped, and listens to nobody
             return
         client.send(Shutdown())
         await asyncio.to_thread(self._process.stop, _ENGINE_STOP_TIMEOUT_S)
@@ -216,27 +251,37 @@ class _Server:
         if isinstance(message, EngineReady):
             if not self._ready.done():
                 self._ready.set_result(message)
+        elif isinstance(message, Heartbeat):
+            self._health.hear(message)
+        elif isinstance(message, EngineFailed):
+            self._on_death(message.message, "the engine failed; the server's log says why")
         elif self._frontend is not None:
             self._frontend.handle(message)
 
-    def _on_death(self, reason: str) -> None:
-        if self._engine_may_end:
+    def _on_garbage(self, error: ChannelError) -> None:
+        self._on_death(str(error), "the engine sent what cannot be read")
+
+    def _on_death(self, reason: str, shown: str) -> None:
+        """The engine cannot go on; the first reason stands. `shown` is what clients are told."""
+        if self._engine_may_end or self._death is not None:
             return
-        if self._frontend is not None and self._frontend.death is not None:
-            reason = f"{self._frontend.death} ({reason})"
         self._death = reason
-        logger.error("%s", reason)
+        if self._ready.done():  # before, it is what the start fails with
+            logger.error("%s", reason)
         if self._frontend is not None:
-            self._frontend.fail(reason)
+            self._frontend.fail(shown)
         self._stop.set()
 
     def _on_signal(self, number: int) -> None:
-        if not self._stop.is_set():
+        if not self._signalled:
             logger.info("got %s; again to exit at once", signal.Signals(number).name)
+            self._signalled = True
             self._stop.set()
             return
         if self._process is not None:
             self._process.kill()
+        if self._client is not None:
+            self._client.remove_folder()
         os._exit(_KILLED_BY_SIGNAL + number)
 
 
@@ -254,14 +299,83 @@ def _allow_files(num_files: int) -> None:
         )
 
 
+@contextlib.asynccontextmanager
+async def _http(
+    gate: Gate, limits: Limits, listener: socket.socket
+) -> "AsyncIterator[asyncio.Future[None]]":
+    """HTTP on `listener`, once one can connect; the future ends when uvicorn does.
+
+    Of `limits` those of connections hold from now on, also while the engine starts.
+    """
+    _allow_files(limits.max_connections + _FILES_BESIDE_CONNECTIONS)
+    config = uvicorn.Config(
+        gate,
+        http=guarded_protocol(limits),
+        ws="none",
+        log_config=None,
+        log_level="error",  # its warnings are what clients do wrong
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
+    )
+    server = _Uvicorn(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(_START_POLL_S)
+        yield serving
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def _end_with(code: int) -> None:
+    """Nothing is left to do but to end: a signal from now on must not change the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, lambda number, frame: os._exit(code))
+
+
+def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
+    """Run `call` in a thread that a process which ends does not wait for, unlike an executor's."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast(T, result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _listening_socket(args: ServerArgs) -> socket.socket:
     """Take the port before the engine starts: minutes of warm-up are a bad time to learn that
-    it is taken."""
+    it is taken. Two sockets may be bound to one port, but only one can listen."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((args.host, args.port))
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise OSError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from error

@@ -10,8 +10,8 @@ from typing import Any
 
 from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.request_limits import MAX_REQUESTS_PER_CALL
 
-MAX_PROMPTS = 1024  # engine requests behind one HTTP request
 MAX_FIELDS = 256
 _MIB = 2**20
 _MOST_BYTES_PER_CHAR = 6  # a character as \uXXXX
@@ -67,7 +67,9 @@ class Limits:
     max_fields: int = _limit(MAX_FIELDS, "fields of an object with fixed fields (400)")
 
     # Prompts
-    max_prompts: int = _limit(MAX_PROMPTS, "prompts, and choices of them, in a request (400)")
+    max_prompts: int = _limit(
+        MAX_REQUESTS_PER_CALL, "prompts, and choices of them, in a request (400)"
+    )
     max_prompt_chars: int = _limit(
         _MIB,
         "characters of a prompt, before and after the chat template (400): 65,536 and 16 for each "
@@ -81,8 +83,11 @@ class Limits:
     )
 
     @classmethod
-    def of(cls, args: ServerArgs, max_prompt_chars: int) -> "Limits":
-        """Those of a server with these settings, for a model that takes such prompts."""
+    def of(cls, args: ServerArgs, max_prompt_chars: int = _MIB) -> "Limits":
+        """Those of a server with these settings, for a model that takes such prompts.
+
+        What bounds connections is the same for every model.
+        """
         return cls(
             max_connections=args.max_connections,
             receive_timeout_s=args.receive_timeout,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from sgl_jax.core.messages import TokenLogprobs
+from sgl_jax.server.meta_info import NativeLogprob
 from sgl_jax.server.openai_responses import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -59,9 +60,6 @@ class CompletionLogprobsWriter:
 
     def _text(self, token_id: int) -> str:
         return _text(self._tokenizer.token_bytes(token_id))
-
-
-NativeLogprob = tuple[float | None, int, str | None]
 
 
 def native_logprobs(

@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+import shutil
 import tempfile
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from sgl_jax.core.errors import EngineStuckError, QueueFullError
 from sgl_jax.core.messages import FlushCache, GetState, Profile
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.generation import StreamGroup, json_response
+from sgl_jax.server.health import health_answer
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.native_protocol import ProfileBody
 from sgl_jax.server.openapi import answers, text_answer
@@ -24,9 +27,10 @@ router = APIRouter(tags=["management"], route_class=JsonRoute)
 
 @router.get("/health", responses=answers())
 async def health(request: Request) -> Response:
-    """200 while the server takes requests. Asks nothing of the engine, needs no key."""
-    context_of(request).check_open()
-    return json_response({"status": "ok"})
+    """200 while the server takes requests; else 503 and why. Asks nothing of the engine, needs no
+    key."""
+    context = context_of(request)
+    return health_answer(context.check_open, context.health)
 
 
 @router.get("/health_generate", responses=answers())
@@ -35,7 +39,7 @@ async def health_generate(request: Request) -> Response:
     context = context_of(request)
     context.check_open()
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-    probe = context.frontend.prepare([0], sampling)
+    probe = context.frontend.checks.prepare([0], sampling)
     try:
         async with (
             asyncio.timeout(_HEALTH_TIMEOUT_S),
@@ -45,7 +49,7 @@ async def health_generate(request: Request) -> Response:
                 pass
     except TimeoutError as error:
         raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s") from error
-    return json_response({"status": "ok"})
+    return json_response({"status": "ready"})
 
 
 @router.get("/get_model_info", responses=answers())
@@ -56,7 +60,7 @@ async def get_model_info(request: Request) -> Response:
     return json_response(
         {
             "model_path": context.args.model_path,
-            "tokenizer_path": context.args.tokenizer_path or context.args.model_path,
+            "tokenizer_path": context.args.tokenizer_folder,
             "served_model_name": context.model_name,
             "is_generation": True,
             **facts._asdict(),
@@ -71,7 +75,13 @@ async def get_server_info(request: Request) -> Response:
     settings = context.args.public()
     state = (await context.ask(lambda rid: GetState(rid=rid))).data
     return json_response(
-        {**settings, "version": request.app.version, "engine": context.engine_info, **state}
+        {
+            **settings,
+            "served_model_name": context.model_name,
+            "version": request.app.version,
+            "engine": context.engine_info,
+            **state,
+        }
     )
 
 
@@ -80,13 +90,13 @@ async def metrics(request: Request) -> Response:
     """Requests and latencies; memory and load of every rank, as of the engine's last word."""
     context = context_of(request)
     # A busy or dead engine is no reason to hide the other figures.
-    with contextlib.suppress(ApiError):
+    with contextlib.suppress(ApiError, EngineStuckError, QueueFullError):
         await _refresh(context)
     text = context.frontend.metrics.exposition()
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-@router.get("/flush_cache", include_in_schema=False)  # as older clients of SGLang ask
+@router.get("/flush_cache", responses=answers())  # as older clients of SGLang ask
 @router.post("/flush_cache", responses=answers())
 async def flush_cache(request: Request) -> Response:
     """Empty the prefix caches; refused while requests run or wait."""
@@ -103,7 +113,12 @@ async def start_profile(request: Request, body: ProfileBody | None = None) -> Re
     if chosen is not None and "\0" in chosen:
         raise ApiError(400, "output_dir must not hold a null character", param="output_dir")
     folder = chosen or tempfile.mkdtemp(prefix="sgl_jax-profile-")
-    return await _profile(request, folder)
+    try:
+        return await _profile(request, folder)
+    except BaseException:
+        if not chosen:  # nobody learns its name
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @router.post("/stop_profile", responses=answers())
@@ -122,7 +137,7 @@ async def _profile(request: Request, folder: str | None) -> Response:
 
 
 async def _refresh(context: ServerContext) -> None:
-    if context.frontend.death is None:
+    if not context.frontend.has_ended:
         reply = await context.ask(lambda rid: GetState(rid=rid), _SCRAPE_TIMEOUT_S)
         if reply.ok:
             context.engine_metrics.update(reply.data)

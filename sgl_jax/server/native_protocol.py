@@ -1,90 +1,76 @@
 """Body and answers of `/generate` and of the routes that manage the server, as in SGLang."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.sampling_params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
-from sgl_jax.server.logprobs import NativeLogprob
-from sgl_jax.server.openai_protocol import given_sampling
+from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
+from sgl_jax.engine.request_limits import check_num_requests
+from sgl_jax.server import unserved_fields
+from sgl_jax.server.meta_info import MetaInfo
+from sgl_jax.server.request_fields import RequestFields, for_each
+from sgl_jax.server.sampling_fields import SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
-from sgl_jax.server.strict_model import (
-    ForEach,
-    LogitBias,
-    Namespace,
-    Priority,
-    Rid,
-    StrictModel,
-    TokenIds,
-)
+from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
 
-T = TypeVar("T")
+_StartLen = Annotated[int, Field(ge=-1)]
+_TopNum = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
-class NativeSampling(StrictModel):
+class NativeSampling(SamplingFields):
     """`sampling_params`: SGLang's names; ranges as in `SamplingParams`."""
 
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    min_new_tokens: int | None = Field(default=None, ge=0)
-    temperature: float | None = Field(default=None, ge=0, le=1e4)
-    top_k: int | None = Field(default=None, ge=-1)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=1e4)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: LogitBias | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    sampling_seed: int | None = Field(
-        default=None, ge=-(2**63), lt=2**63, description="same as seed"
-    )
-    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = (
-        None
-    )
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
-    n: int | None = Field(
-        default=None, ge=1, le=1, description="send the prompt several times instead"
+    unserved = unserved_fields.NATIVE_SAMPLING
+
+    max_new_tokens: int | None = in_range(
+        "max_new_tokens", "0: the prompt is computed, scored if asked for, and nothing generated"
     )
 
-    def to_sampling(self) -> SamplingParams:
-        """As the engine takes it."""
-        given = given_sampling(self, NativeSampling)
-        if self.seed is None and self.sampling_seed is not None:
-            given["seed"] = self.sampling_seed
-        return SamplingParams(**given)
+
+class WantedLogprobs(NamedTuple):
+    """Of one prompt, as `Frontend.prepare` takes them."""
+
+    return_logprob: bool
+    logprob_start_len: int  # -1: none of the prompt
+    top_logprobs_num: int
 
 
-class GenerateBody(StrictModel):
+class GenerateBody(RequestFields):
     """Body of `/generate`: `text` or `input_ids`, one prompt or a list."""
+
+    unserved = unserved_fields.GENERATE
 
     text: str | ForEach[str] | None = None
     input_ids: TokenIds | ForEach[TokenIds] | None = None
     sampling_params: NativeSampling | ForEach[NativeSampling] | None = None
-    return_logprob: bool | None = None
-    logprob_start_len: int | None = Field(default=None, ge=-1)
-    top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_logprob: bool | ForEach[bool] | None = None
+    logprob_start_len: _StartLen | ForEach[_StartLen] | None = Field(
+        default=None, description="first position of the prompt that is scored; -1: none"
+    )
+    top_logprobs_num: _TopNum | ForEach[_TopNum] | None = None
+    return_output_logprob_only: bool | None = Field(
+        default=None, description="true: as logprob_start_len -1"
+    )
     return_text_in_logprobs: bool | None = None
-    stream: bool | None = None
-    rid: Rid | ForEach[Rid] | None = None
-    dp_rank: int | None = Field(default=None, ge=0)
+    stream_output: bool | None = Field(
+        default=None,
+        description="true: each event of a stream has only what is new; default: what "
+        "--incremental-streaming-output says",
+    )
+    return_prompt_token_ids: bool | None = None
     session_params: SessionParams | None = None
-    extra_key: Namespace | ForEach[Namespace] | None = Field(
-        default=None, description="cached prefixes are shared only with requests of the same"
-    )
-    priority: Priority | ForEach[Priority] | None = Field(
-        default=None, description="without effect but with --enable-priority-scheduling"
-    )
 
     @property
     def is_list(self) -> bool:
-        """Whether several prompts were sent, so that the answer is a list."""
-        ids = self.input_ids
-        return isinstance(self.text, list) or (isinstance(ids, list) and _is_nested(ids))
+        """Whether the answer is a list: a list of prompts was sent, or several answers wanted."""
+        return self._is_batch or self.num_choices > 1
+
+    @property
+    def _is_batch(self) -> bool:
+        ids = self.input_ids or [0]
+        return isinstance(self.text, list) or isinstance(ids[0], list)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -92,40 +78,59 @@ class GenerateBody(StrictModel):
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequestError("send either text or input_ids", "text")
         given: Any = self.input_ids if self.text is None else self.text
-        prompts: list[str | list[int]] = given if self.is_list else [given]
+        prompts: list[str | list[int]] = given if self._is_batch else [given]
         if not prompts:
             raise InvalidRequestError("the list of prompts is empty", self.prompt_field)
+        check_num_requests(len(prompts), self.num_choices, self.prompt_field)
         if self.session_params is not None:
             refuse_several(len(prompts), self.prompt_field)
+            refuse_several(self.num_choices, "sampling_params.n")
         return prompts
 
     @property
     def prompt_field(self) -> str:
         return "input_ids" if self.text is None else "text"
 
-    def sampling_of(self, num_prompts: int) -> list[SamplingParams]:
-        """One for each prompt."""
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt: the same for all of them."""
         given = self.sampling_params
-        if isinstance(given, list):
-            _check_length("sampling_params", len(given), num_prompts)
-            return [sampling.to_sampling() for sampling in given]
-        return [(given or NativeSampling()).to_sampling()] * num_prompts
+        if not isinstance(given, list):
+            return 1 if given is None else given.num_choices
+        counts = {sampling.num_choices for sampling in given}
+        if len(counts) > 1:
+            raise InvalidRequestError("n must be the same for all prompts", "sampling_params")
+        return counts.pop() if counts else 1
 
-    def rids_of(self, num_prompts: int) -> list[str | None]:
-        """One for each prompt; a single name is shared."""
-        return _each("rid", self.rid, num_prompts)
+    def sampling_of(self, num_prompts: int) -> list[NativeSampling]:
+        """One for each prompt."""
+        given = for_each("sampling_params", self.sampling_params, num_prompts)
+        return [sampling or NativeSampling() for sampling in given]
 
-    def namespaces_of(self, num_prompts: int) -> list[str]:
-        """One for each prompt; a single `extra_key` is shared."""
-        return [key or "" for key in _each("extra_key", self.extra_key, num_prompts)]
-
-    def priorities_of(self, num_prompts: int) -> list[int | None]:
-        """One for each prompt; a single priority is shared."""
-        return _each("priority", self.priority, num_prompts)
+    def logprobs_of(self, num_prompts: int) -> list[WantedLogprobs]:
+        """One for each prompt."""
+        each = zip(
+            for_each("return_logprob", self.return_logprob, num_prompts),
+            for_each("logprob_start_len", self.logprob_start_len, num_prompts),
+            for_each("top_logprobs_num", self.top_logprobs_num, num_prompts),
+            strict=True,
+        )
+        return [
+            WantedLogprobs(
+                True,
+                -1 if start is None or self.return_output_logprob_only else start,
+                top or 0,
+            )
+            if wanted
+            else WantedLogprobs(False, -1, 0)
+            for wanted, start, top in each
+        ]
 
 
 class AbortBody(StrictModel):
     """Body of `/abort_request`: one request by its `rid`, or all."""
+
+    unserved = unserved_fields.ABORT
 
     rid: str = ""
     abort_all: bool = False
@@ -137,43 +142,14 @@ class ProfileBody(StrictModel):
     output_dir: str | None = Field(default=None, min_length=1, max_length=1024)
 
 
-class MetaInfo(Struct, frozen=True):
-    """What is to be known of an answer beside its text. `e2e_latency` in seconds, at the end."""
-
-    id: str
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    finish_reason: dict[str, int | str | None] | None
-    dp_rank: int
-    e2e_latency: float | UnsetType = UNSET
-    output_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
-    output_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
-    input_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
-    input_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
-
-
 class Generated(Struct, frozen=True):
-    """One answer; in a stream `text` and `output_ids` are all so far, `index` the prompt's."""
+    """One answer; in a stream `text` and `output_ids` are all so far, or only what is new.
+
+    `index` is that of the answer among those of a list.
+    """
 
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
     index: int | UnsetType = UNSET
-
-
-def _is_nested(ids: list[Any]) -> bool:
-    return bool(ids) and isinstance(ids[0], list)
-
-
-def _each(name: str, given: T | list[T] | None, num_prompts: int) -> list[T | None]:
-    """What field `name` gives for each prompt: an entry of its list, or its one value."""
-    if isinstance(given, list):
-        _check_length(name, len(given), num_prompts)
-        return list(given)
-    return [given] * num_prompts
-
-
-def _check_length(name: str, length: int, num_prompts: int) -> None:
-    if length != num_prompts:
-        raise InvalidRequestError(f"{name} has {length} entries for {num_prompts} prompts", name)
+    prompt_token_ids: list[int] | UnsetType = UNSET

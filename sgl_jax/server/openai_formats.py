@@ -10,7 +10,8 @@ from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.generation import Answer, event
-from sgl_jax.server.logprobs import CompletionLogprobsWriter, chat_logprobs
+from sgl_jax.server.logprobs import CompletionLogprobsWriter, chat_logprobs, native_logprobs
+from sgl_jax.server.meta_info import MetaInfo, describe
 from sgl_jax.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
 from sgl_jax.server.openai_responses import (
     AssistantMessage,
@@ -42,12 +43,12 @@ class UsageFormat:
             return _usage(stream.num_prompt_tokens, chunk.num_output_tokens, stream.cached_tokens)
         return None if self.at_end else UNSET
 
-    def total(self, streams: Sequence[RequestStream], *, without_output: bool = False) -> Usage:
+    def total(self, streams: Sequence[RequestStream]) -> Usage:
         """Prompts count once, however many choices each of them has."""
         prompts = streams[:: self._num_choices]
         return _usage(
             sum(stream.num_prompt_tokens for stream in prompts),
-            0 if without_output else sum(stream.num_output_tokens for stream in streams),
+            sum(stream.num_output_tokens for stream in streams),
             sum(stream.cached_tokens for stream in prompts),
         )
 
@@ -56,11 +57,14 @@ class ChatFormat:
     """Answers of `/v1/chat/completions`."""
 
     def __init__(self, context: ServerContext, body: ChatRequest) -> None:
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._id = _answer_id("chatcmpl", body)
         self._created = int(time.time())
         self._model = context.model_name
         self._tokenizer = context.frontend.tokenizer
         self._logprobs = bool(body.logprobs)
+        self._shows_prompt_ids = bool(body.return_prompt_token_ids or body.return_token_ids)
+        self._shows_ids = bool(body.return_token_ids)
+        self._shows_meta_info = bool(body.return_meta_info)
         self._usage = UsageFormat(body)
         self._begun: set[int] = set()
 
@@ -89,30 +93,38 @@ class ChatFormat:
                 AssistantMessage(answer.text),
                 chat_logprobs(self._tokenizer, answer.logprobs) if self._logprobs else None,
                 *_ending(answer.finish),
+                answer.stream.request.input_ids if self._shows_prompt_ids else UNSET,
+                answer.token_ids if self._shows_ids else UNSET,
+                self._meta_info(answer) if self._shows_meta_info else UNSET,
             )
             for index, answer in enumerate(answers)
         ]
         usage = self._usage.total([answer.stream for answer in answers])
         return ChatCompletion(self._id, self._created, self._model, choices, usage)
 
+    def _meta_info(self, answer: Answer) -> MetaInfo:
+        logprobs = {}
+        if self._logprobs:
+            logprobs["output_token_logprobs"] = native_logprobs(self._tokenizer, answer.logprobs)
+        return describe(answer.stream, len(answer.token_ids), answer.finish, **logprobs)
+
 
 class CompletionFormat:
     """Answers of `/v1/completions`.
 
-    With `echo` the text begins with the prompt. `max_tokens` 0 asks for the prompt only: the
-    engine always generates one token, which is left out here.
+    With `echo` the text begins with the prompt.
     """
 
     def __init__(
         self, context: ServerContext, body: CompletionRequest, prompt_texts: Sequence[str]
     ) -> None:
         """`prompt_texts`: what to echo for each choice; empty without `echo`."""
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._id = _answer_id("cmpl", body)
         self._created = int(time.time())
         self._model = context.model_name
         self._tokenizer = context.frontend.tokenizer
         self._with_logprobs = body.logprobs is not None
-        self._prompt_only = body.max_tokens == 0
+        self._shows_ids = bool(body.return_token_ids)
         self._usage = UsageFormat(body)
         self._echoes = dict(enumerate(prompt_texts))
         self._writers: dict[int, CompletionLogprobsWriter] = {}
@@ -125,29 +137,34 @@ class CompletionFormat:
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         if not self._usage.at_end:
             return b""
-        usage = self._usage.total(streams, without_output=self._prompt_only)
+        usage = self._usage.total(streams)
         return event(Completion(self._id, self._created, self._model, [], usage))
 
     def whole(self, answers: Sequence[Answer]) -> Completion:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         streams = [answer.stream for answer in answers]
-        usage = self._usage.total(streams, without_output=self._prompt_only)
+        usage = self._usage.total(streams)
         return Completion(self._id, self._created, self._model, choices, usage)
 
     def _choice(self, index: int, part: Chunk | Answer) -> CompletionChoice:
-        text = self._echoes.pop(index, "") + ("" if self._prompt_only else part.text)
-        if self._prompt_only and part.finish is not None and part.finish.type == "stop":
-            ending: tuple[str | None, int | str | None] = ("length", None)
-        else:
-            ending = _ending(part.finish)
-        return CompletionChoice(index, text, self._logprobs(index, part), *ending)
+        text = self._echoes.pop(index, "") + part.text
+        logprobs = self._logprobs(index, part)
+        shown: tuple[list[int] | UnsetType, list[int] | UnsetType] = (UNSET, UNSET)
+        if self._shows_ids and isinstance(part, Answer):
+            shown = (part.stream.request.input_ids, part.token_ids)
+        return CompletionChoice(index, text, logprobs, *_ending(part.finish), *shown)
 
     def _logprobs(self, index: int, part: Chunk | Answer) -> CompletionLogprobs | None:
         if not self._with_logprobs:
             return None
         writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._tokenizer))
-        output = [] if self._prompt_only else part.logprobs
-        return writer.write([*part.prompt_logprobs, *output])
+        return writer.write([*part.prompt_logprobs, *part.logprobs])
+
+
+def _answer_id(kind: str, body: GenerationFields) -> str:
+    """The name that the client gave its request, or a new one."""
+    rid = body.rid[0] if isinstance(body.rid, list) else body.rid
+    return rid or f"{kind}-{uuid.uuid4().hex}"
 
 
 def _ending(finish: FinishReason | None) -> tuple[str | None, int | str | None]:

@@ -2,6 +2,8 @@
 
 from msgspec import UNSET, Struct, UnsetType
 
+from sgl_jax.server.meta_info import MetaInfo
+
 
 class PromptTokensDetails(Struct, frozen=True):
     """`cached_tokens`: prompt tokens whose KV came from the prefix cache."""
@@ -56,6 +58,9 @@ class ChatChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     matched_stop: int | str | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    response_token_ids: list[int] | UnsetType = UNSET
+    meta_info: MetaInfo | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, frozen=True):
@@ -95,6 +100,8 @@ class CompletionChoice(Struct, frozen=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     matched_stop: int | str | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Struct, frozen=True):

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.generation import json_response, respond
 from sgl_jax.server.json_route import JsonRoute
-from sgl_jax.server.limits import MAX_PROMPTS
 from sgl_jax.server.loop_share import LoopShare
 from sgl_jax.server.openai_formats import ChatFormat, CompletionFormat
 from sgl_jax.server.openai_protocol import (
@@ -20,6 +18,8 @@ from sgl_jax.server.openai_protocol import (
 )
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.request_fields import RequestOptions
+from sgl_jax.server.session_owner import owner_of
 from sgl_jax.server.session_protocol import session_turn
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's legacy API
@@ -49,8 +49,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     context.check_model(body.model)
     messages = [message.for_template() for message in body.messages]
     turn = None if body.session_id is None else SessionTurn(id=body.session_id, is_whole=True)
+    turn = owner_of(request).own(turn)
+    (options,) = body.options_of(1)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    with client_names(_names(body, limit, "messages")):
+    names = _names(body, limit, "messages")
+    with client_names(names):
         prompt = await context.encode_chat(
             request,
             messages,
@@ -58,25 +61,23 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
             template_args=body.template_args,
         )
         requests = [
-            context.frontend.prepare(
+            context.frontend.checks.prepare(
                 prompt,
-                body.sampling(body.max_completion_tokens or body.max_tokens, choice),
-                rid=body.rid,
+                body.to_sampling(body.max_completion_tokens or body.max_tokens, choice),
                 return_logprob=bool(body.logprobs),
                 top_logprobs_num=body.top_logprobs or 0,
-                dp_rank=body.dp_rank,
                 session=turn,
-                namespace=body.cache_salt or "",
-                priority=body.priority,
+                **options._asdict(),
             )
             for choice in range(body.num_choices)
         ]
     return await respond(
         request,
-        context.frontend,
+        context,
         requests,
         ChatFormat(context, body),
         streaming=bool(body.stream),
+        names=names,
     )
 
 
@@ -86,51 +87,49 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     context = context_of(request)
     context.check_open()
     context.check_model(body.model)
-    if not 1 <= len(body.prompts) * body.num_choices <= MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"prompts times n must be 1 to {MAX_PROMPTS}, "
-            f"got {len(body.prompts)} x {body.num_choices}",
-            "prompt",
-        )
+    prompts = body.prompts
+    turn = owner_of(request).own(session_turn(body.session_params))
+    options_of_each = body.options_of(len(prompts))
     echoes: list[str] = []
     requests: list[GenerateRequest] = []
-    share = LoopShare()
-    with client_names(_names(body, "max_tokens", "prompt")):
-        encoded = await context.encode_prompts(request, body.prompts)
-        for prompt, ids in zip(body.prompts, encoded, strict=True):
-            requests += _completion_choices(context, body, ids)
-            await share.pause()
+    names = _names(body, "max_tokens", "prompt")
+    with client_names(names):
+        encoded = await context.encode_prompts(request, prompts)
+        share = LoopShare()
+        for prompt, ids, options in zip(prompts, encoded, options_of_each, strict=True):
+            requests += _completion_choices(context, body, ids, options, turn)
             if body.echo:
                 text = prompt if isinstance(prompt, str) else _decode(context, body, ids)
                 echoes += [text] * body.num_choices
+            await share.pause()
     return await respond(
         request,
-        context.frontend,
+        context,
         requests,
         CompletionFormat(context, body, echoes),
         streaming=bool(body.stream),
+        names=names,
     )
 
 
 def _completion_choices(
-    context: ServerContext, body: CompletionRequest, ids: list[int]
+    context: ServerContext,
+    body: CompletionRequest,
+    ids: list[int],
+    options: RequestOptions,
+    turn: SessionTurn | None,
 ) -> Sequence[GenerateRequest]:
-    # A request has at least one token to generate; the format leaves it out for max_tokens 0.
-    max_new_tokens = 1 if body.max_tokens == 0 else body.max_tokens
     wants_prompt_logprobs = bool(body.echo) and body.logprobs is not None
     return [
-        context.frontend.prepare(
+        context.frontend.checks.prepare(
             ids,
-            body.sampling(max_new_tokens, choice),
-            rid=body.rid,
+            body.to_sampling(body.max_tokens, choice),
             default_max_new_tokens=_DEFAULT_COMPLETION_TOKENS,
             return_logprob=body.logprobs is not None,
             top_logprobs_num=body.logprobs or 0,
             logprob_start_len=0 if wants_prompt_logprobs else -1,
-            dp_rank=body.dp_rank,
-            session=session_turn(body.session_params),
-            namespace=body.cache_salt or "",
-            priority=body.priority,
+            session=turn,
+            **options._asdict(),
         )
         for choice in range(body.num_choices)
     ]

@@ -16,7 +16,7 @@ _ERRORS = {
     "405": "the route does not know this method",
     "413": "the body is too large",
     "500": "a defect of the server",
-    "503": "too busy, shutting down, or the engine has ended; see Retry-After",
+    "503": "too busy, starting or shutting down, or the engine is stuck or dead; see Retry-After",
 }
 Responses = dict[int | str, dict[str, Any]]
 
@@ -29,6 +29,12 @@ def answers(kind: type[msgspec.Struct] | type[str] | None = None) -> Responses:
     for status, text in _ERRORS.items():
         content = {"application/json": _of(ErrorResponse)}
         responses[status] = {"description": text, "content": content}
+    responses["405"]["headers"] = {
+        "Allow": {"description": "the methods that the route knows", "schema": {"type": "string"}}
+    }
+    responses["503"]["headers"] = {
+        "Retry-After": {"description": "seconds", "schema": {"type": "integer"}}
+    }
     # FastAPI would promise a 422 of its own; whatever else is the client's fault looks like a 400.
     responses["4XX"] = {
         "description": "any other fault of the request",

@@ -1,13 +1,24 @@
 """What clients say of sessions, and what they are answered: SGLang's words, and a few more."""
 
+import uuid
+from abc import ABC, abstractmethod
 from typing import Annotated
 
 from msgspec import Struct
 from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import SessionTurn
-from sgl_jax.engine.request_limits import MAX_SESSION_ID_CHARS
+from sgl_jax.core.messages import (
+    CloseSession,
+    ForkSession,
+    ListSessions,
+    OpenSession,
+    RollbackSession,
+    SessionMessage,
+    SessionTurn,
+)
+from sgl_jax.engine.request_limits import MAX_SESSION_ID_CHARS, one_namespace
+from sgl_jax.server.session_owner import SessionOwner
 from sgl_jax.server.strict_model import Namespace, Rid, StrictModel
 
 _INT32 = 2**31
@@ -30,7 +41,23 @@ class SessionParams(StrictModel):
     )
 
 
-class OpenSessionBody(StrictModel):
+class SessionBody(StrictModel, ABC):
+    """Body of a call about sessions."""
+
+    @abstractmethod
+    def to_message(self, owner: SessionOwner) -> SessionMessage:
+        """As the engine takes it; its `rid` is filled in when it is sent."""
+        ...
+
+
+class ListSessionsBody(SessionBody):
+    """`/list_sessions` has none."""
+
+    def to_message(self, owner: SessionOwner) -> SessionMessage:
+        return ListSessions(rid="")
+
+
+class OpenSessionBody(SessionBody):
     """Body of `/open_session`."""
 
     capacity_of_str_len: int = Field(
@@ -48,25 +75,50 @@ class OpenSessionBody(StrictModel):
     )
     cache_salt: Namespace | None = Field(default=None, description="the same as extra_key")
 
+    def to_message(self, owner: SessionOwner) -> SessionMessage:
+        return OpenSession(
+            rid="",
+            session_id=owner.engine_id(self.session_id or uuid.uuid4().hex),
+            streaming=bool(self.streaming),
+            capacity_of_str_len=self.capacity_of_str_len,
+            timeout_s=self.timeout,
+            namespace=one_namespace(self.extra_key, self.cache_salt),
+        )
 
-class CloseSessionBody(StrictModel):
+
+class CloseSessionBody(SessionBody):
     """Body of `/close_session`."""
 
     session_id: SessionId
 
+    def to_message(self, owner: SessionOwner) -> SessionMessage:
+        return CloseSession(rid="", session_id=owner.engine_id(self.session_id))
 
-class RollbackSessionBody(StrictModel):
+
+class RollbackSessionBody(SessionBody):
     """Body of `/rollback_session`: keep the first `num_turns` turns of a streaming session."""
 
     session_id: SessionId
     num_turns: int = Field(ge=0, lt=_INT32)
 
+    def to_message(self, owner: SessionOwner) -> SessionMessage:
+        session_id = owner.engine_id(self.session_id)
+        return RollbackSession(rid="", session_id=session_id, num_turns=self.num_turns)
 
-class ForkSessionBody(StrictModel):
+
+class ForkSessionBody(SessionBody):
     """Body of `/fork_session`: a new streaming session with the same history."""
 
     session_id: SessionId
     new_session_id: SessionId | None = Field(default=None, description="default: a new one")
+
+    def to_message(self, owner: SessionOwner) -> SessionMessage:
+        new_id = self.new_session_id or uuid.uuid4().hex
+        return ForkSession(
+            rid="",
+            session_id=owner.engine_id(self.session_id),
+            new_session_id=owner.engine_id(new_id),
+        )
 
 
 class RolledBack(Struct, frozen=True):

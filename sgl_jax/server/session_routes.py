@@ -1,14 +1,14 @@
 """Sessions: opened, closed, listed, rolled back and forked. Their turns come as requests."""
 
 import contextlib
-import uuid
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from sgl_jax.core.errors import EngineDeadError
+from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import (
     CloseSession,
     ForkSession,
@@ -18,86 +18,137 @@ from sgl_jax.core.messages import (
     RollbackSession,
     SessionMessage,
 )
-from sgl_jax.engine.request_limits import one_namespace
+from sgl_jax.server.connection import unless_gone
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.generation import CLIENT_GONE, json_response, while_connected
+from sgl_jax.server.generation import json_response
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.openapi import answers
+from sgl_jax.server.session_owner import SessionOwner, owner_of
 from sgl_jax.server.session_protocol import (
     CloseSessionBody,
     Forked,
     ForkSessionBody,
+    ListSessionsBody,
     OpenSessionBody,
     RollbackSessionBody,
     RolledBack,
+    SessionBody,
     SessionList,
 )
 
 router = APIRouter(tags=["sessions"], route_class=JsonRoute)
 
 
-@router.post("/open_session", responses=answers(str))
-async def open_session(body: OpenSessionBody, request: Request) -> Response:
-    """Open a session; answers its id, or a 503 while too many are open."""
-    context_of(request).check_open()
-    session_id = body.session_id or uuid.uuid4().hex
-    namespace = one_namespace(body.extra_key, body.cache_salt)
-    await _ask(
-        request,
-        lambda rid: OpenSession(
-            rid=rid,
-            session_id=session_id,
-            streaming=bool(body.streaming),
-            capacity_of_str_len=body.capacity_of_str_len,
-            timeout_s=body.timeout,
-            namespace=namespace,
-        ),
-        opens=None if body.session_id else session_id,
-    )
-    return json_response(session_id)
+class SessionCall(NamedTuple):
+    """A call about sessions from route to engine; `SessionDesk` has its handler by `message`."""
+
+    route: str
+    body: type[SessionBody]
+    message: type[SessionMessage]
+    answer: Callable[[dict[str, Any], SessionOwner], Any]  # of the engine's data
+    answers: type | None  # what `answer` makes, for the description
+    summary: str
+    # The field of body and message that names the session which the call opens.
+    opens: str | None = None
+    methods: tuple[str, ...] = ("POST",)
 
 
-@router.post("/close_session", responses=answers())
-async def close_session(body: CloseSessionBody, request: Request) -> Response:
-    """Close a session and free its memory; a turn in flight is finished first."""
-    await _ask(request, lambda rid: CloseSession(rid=rid, session_id=body.session_id))
-    return json_response({})
+def _forked(data: dict[str, Any], owner: SessionOwner) -> Forked:
+    return msgspec.convert(data | {"session_id": owner.client_id(data["session_id"])}, Forked)
 
 
-@router.post("/rollback_session", responses=answers(RolledBack))
-async def rollback_session(body: RollbackSessionBody, request: Request) -> Response:
-    """Take a streaming session back to the end of an earlier turn."""
-    data = await _ask(
-        request,
-        lambda rid: RollbackSession(rid=rid, session_id=body.session_id, num_turns=body.num_turns),
-    )
-    return json_response(msgspec.convert(data, RolledBack))
+def _listed(data: dict[str, Any], owner: SessionOwner) -> SessionList:
+    """With API keys, the sessions that the caller's key has opened."""
+    told = [
+        entry | {"session_id": owner.client_id(entry["session_id"])} for entry in data["sessions"]
+    ]
+    own = [entry for entry in told if entry["session_id"] is not None]
+    return msgspec.convert({"sessions": own}, SessionList)
 
 
-@router.post("/fork_session", responses=answers(Forked))
-async def fork_session(body: ForkSessionBody, request: Request) -> Response:
-    """Open a streaming session with the history of another; what is cached of it is shared.
+CALLS = (
+    SessionCall(
+        "/open_session",
+        OpenSessionBody,
+        OpenSession,
+        lambda data, owner: owner.client_id(data["session_id"]),
+        str,
+        "Open a session; answers its id, or a 503 while too many are open.",
+        opens="session_id",
+    ),
+    SessionCall(
+        "/close_session",
+        CloseSessionBody,
+        CloseSession,
+        lambda data, owner: {},
+        None,
+        "Close a session and free its memory; a turn in flight is finished first.",
+    ),
+    SessionCall(
+        "/rollback_session",
+        RollbackSessionBody,
+        RollbackSession,
+        lambda data, owner: msgspec.convert(data, RolledBack),
+        RolledBack,
+        "Take a streaming session back to the end of an earlier turn.",
+    ),
+    SessionCall(
+        "/fork_session",
+        ForkSessionBody,
+        ForkSession,
+        _forked,
+        Forked,
+        "Open a streaming session with the history of another; what is cached of it is shared. "
+        "A 503 while too many are open, or sessions hold too many tokens.",
+        opens="new_session_id",
+    ),
+    SessionCall(
+        "/list_sessions",
+        ListSessionsBody,
+        ListSessions,
+        _listed,
+        SessionList,
+        "All open sessions of the caller.",
+        methods=("GET", "POST"),
+    ),
+)
 
-    A 503 while too many are open, or sessions hold too many tokens.
-    """
-    context_of(request).check_open()
-    new_id = body.new_session_id or uuid.uuid4().hex
-    data = await _ask(
-        request,
-        lambda rid: ForkSession(rid=rid, session_id=body.session_id, new_session_id=new_id),
-        opens=None if body.new_session_id else new_id,
-    )
-    return json_response(msgspec.convert(data, Forked))
+
+def _add_route(call: SessionCall) -> None:
+    async def answer(body: SessionBody, request: Request) -> Response:
+        context = context_of(request)
+        if call.opens is not None:
+            context.check_open()
+        owner = owner_of(request)
+        message = body.to_message(owner)
+        is_named = call.opens is None or getattr(body, call.opens) is not None
+        opens = None if is_named else getattr(message, call.opens or "")
+        make_message = functools.partial(_with_rid, message)
+        return json_response(call.answer(await _ask(request, make_message, opens=opens), owner))
+
+    async def answer_without_body(request: Request) -> Response:
+        return await answer(call.body(), request)
+
+    answer.__annotations__["body"] = call.body
+    has_body = bool(call.body.model_fields)
+    for method in call.methods:
+        router.add_api_route(
+            call.route,
+            answer if has_body else answer_without_body,
+            methods=[method],
+            responses=answers(call.answers),
+            name=call.route.strip("/"),
+            description=call.summary,
+        )
 
 
-@router.get("/list_sessions", responses=answers(SessionList))
-@router.post("/list_sessions", responses=answers(SessionList))
-async def list_sessions(request: Request) -> Response:
-    """All open sessions."""
-    return json_response(
-        msgspec.convert(await _ask(request, lambda rid: ListSessions(rid=rid)), SessionList)
-    )
+for _call in CALLS:
+    _add_route(_call)
+
+
+def _with_rid(message: SessionMessage, rid: str) -> SessionMessage:
+    return msgspec.structs.replace(message, rid=rid)
 
 
 async def _ask(
@@ -114,24 +165,22 @@ async def _ask(
         reply = await context.ask(make_message)
     else:
         asking = context.ask(make_message, on_unheard=lambda r: _close_unheard(context, opens, r))
-        heard = await while_connected(request.receive, asking)
-        if heard is None:
-            raise ApiError(CLIENT_GONE, "the client went away")
-        reply = heard
+        reply = await unless_gone(request.receive, asking)
     if reply.ok:
         return reply.data
-    if context.frontend.death is not None:
-        raise ApiError(503, context.frontend.death, code="engine_dead")
+    context.frontend.check_alive()
     status_code = int(reply.data.get("status_code", 400))
     code = {400: "invalid_value", 503: "too_many_sessions"}.get(status_code)
-    raise ApiError(status_code, reply.message, param=reply.data.get("param"), code=code)
+    text = owner_of(request).as_told(reply.message)
+    raise ApiError(status_code, text, param=reply.data.get("param"), code=code)
 
 
 def _close_unheard(context: ServerContext, session_id: str, reply: Reply) -> None:
     """Close a session whose id nobody has learnt, if it was opened."""
     if not reply.ok:
         return
-    with contextlib.suppress(EngineDeadError):  # then it has gone with the engine
+    # Otherwise it goes with the engine.
+    with contextlib.suppress(EngineDeadError, ShuttingDownError):
         context.frontend.ask(
             lambda rid: CloseSession(rid=rid, session_id=session_id), lambda reply: None
         )

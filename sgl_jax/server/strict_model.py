@@ -1,49 +1,60 @@
 """The base of every body that clients send: nothing is coerced, nothing unknown is ignored."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS
 from sgl_jax.engine.request_limits import (
     MAX_NAMESPACE_CHARS,
     MAX_PRIORITY,
+    MAX_REQUESTS_PER_CALL,
     MAX_RID_CHARS,
     MIN_PRIORITY,
 )
-from sgl_jax.server.limits import MAX_FIELDS, MAX_PROMPTS
+from sgl_jax.server.limits import MAX_FIELDS
+from sgl_jax.server.unserved_fields import Fields
 
 T = TypeVar("T")
-
-
-def _check_biases(given: Any) -> Any:
-    """Before each of them is looked at."""
-    if isinstance(given, dict) and len(given) > MAX_LOGIT_BIAS:
-        raise ValueError(f"at most {MAX_LOGIT_BIAS} entries in logit_bias, got {len(given)}")
-    return given
-
 
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
 Namespace = Annotated[str, Field(max_length=MAX_NAMESPACE_CHARS)]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
-LogitBias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_check_biases)
-]
 # One for each prompt.
-ForEach = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+ForEach = Annotated[list[T], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
-class StrictModel(BaseModel):
-    """No coercion, no unknown fields, no NaN."""
+def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> None:
+    properties = schema.setdefault("properties", {})
+    properties.update({name: field.schema for name, field in model.unserved.items()})
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+class StrictModel(BaseModel):
+    """No coercion, no unknown fields, no NaN; a null counts as not given.
+
+    `unserved` are the fields that are known, and taken only where they ask for nothing.
+    """
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        frozen=True,
+        json_schema_extra=_describe_unserved,
+    )
+    unserved: ClassVar[Fields] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unknown_nulls(cls, body: Any) -> Any:
+    def _drop_unserved(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
         if len(body) > MAX_FIELDS:  # or each unknown one would become an error of its own
             raise ValueError(f"at most {MAX_FIELDS} fields, got {len(body)}")
-        return {k: v for k, v in body.items() if v is not None or k in cls.model_fields}
+        for name in body.keys() & cls.unserved.keys():
+            cls.unserved[name].check(body[name])
+        return {
+            name: value
+            for name, value in body.items()
+            if value is not None and name not in cls.unserved
+        }

@@ -102,8 +102,12 @@ class TextPool:
         *,
         continue_final_message: bool,
         template_args: Mapping[str, Any],
+        max_tokens: int,
     ) -> Ids:
         """Token ids of a conversation, as `Tokenizer.apply_chat_template`.
+
+        Args:
+            max_tokens: of a request, to be told to a client whose prompt is too long.
 
         Raises:
             InvalidRequestError: too long, or refused by the template.
@@ -115,6 +119,7 @@ class TextPool:
             continue_final_message,
             msgspec.json.encode(template_args),
             self._limits.max_prompt_chars,
+            max_tokens,
             self._limits.text_seconds(num_chars),
         )
         (ids,) = await self._run(client, [job])
@@ -195,7 +200,7 @@ class _Worker:
             if len(data) >= LAST_JOB_BYTES:
                 self.close()
             if isinstance(answer, Refused):
-                raise InvalidRequestError(answer.message, answer.param)
+                raise InvalidRequestError(answer.message, answer.param, answer.code)
             return [array("i", ids) for ids in answer.ids]
         raise ApiError(503, "the prompt could not be tokenised; try again", code="text_worker")
 

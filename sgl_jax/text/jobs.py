@@ -33,6 +33,7 @@ class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):
     continue_final_message: bool
     template_args: bytes
     max_chars: int  # that the template may write
+    max_tokens: int  # of a request, to be named if it writes more
     seconds: float
 
 
@@ -47,6 +48,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
     message: str
     param: str | None
+    code: str
 
 
 Job = EncodeTexts | EncodeChat

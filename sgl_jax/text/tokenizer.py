@@ -10,8 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from sgl_jax.core.errors import InvalidRequestError
 
+# By any of these a folder is known to hold a tokenizer.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model"),
+)
 REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are no UTF-8
 
 
@@ -29,6 +36,7 @@ class Tokenizer:
         self._byte_of_char = _byte_level_alphabet() if self._is_byte_level() else None
         self._token_bytes: dict[int, bytes] = {}
         self._longest_token: int | None = None
+        self._knows_text = self.knows_text
 
     @classmethod
     def load(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
@@ -37,28 +45,50 @@ class Tokenizer:
         Args:
             chat_template: file with a Jinja template to use instead of the tokenizer's own.
 
+        Without any file of a tokenizer in the folder, it is one that knows no text.
+
         Raises:
-            ValueError: no such folder, no fast tokenizer in it, or no such template file.
+            ValueError: no such folder, what is in it is no fast tokenizer, or no such template
+                file.
         """
         if not Path(path).is_dir():
             raise ValueError(f"no tokenizer folder at {path!r}")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        from transformers import AutoTokenizer  # takes a second: only when a tokenizer is wanted
+        # Takes a second: only when a tokenizer is wanted.
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"cannot read a tokenizer from {path!r}: {error}") from error
-        if not hf_tokenizer.is_fast:
-            raise ValueError(f"the tokenizer in {path!r} has no tokenizer.json")
-        if chat_template is not None:
-            hf_tokenizer.chat_template = _read_template(Path(chat_template))
-        return cls(hf_tokenizer)
+            if any((Path(path) / name).exists() for name in _TOKENIZER_FILES):
+                hf_tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            else:
+                empty = tokenizers.Tokenizer(tokenizers.models.BPE())
+                hf_tokenizer = PreTrainedTokenizerFast(tokenizer_object=empty)
+            if not hf_tokenizer.is_fast:
+                raise ValueError("it has no tokenizer.json")
+            if chat_template is not None:
+                hf_tokenizer.chat_template = _read_template(Path(chat_template))
+            return cls(hf_tokenizer)
+        # The libraries raise whatever comes of a file that is not as they expect.
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"cannot read a tokenizer from {path!r}: {type(error).__name__}: {reason}"
+            ) from error
 
     @property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows; the model's vocabulary may be padded beyond it."""
         return int(self._backend.get_vocab_size())
+
+    @property
+    def knows_text(self) -> bool:
+        """Whether it has any token that is text: without, it was loaded from no files."""
+        return any(i not in self._special_ids for i in self._backend.get_vocab().values())
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be written as prompts."""
+        return bool(self._hf.chat_template)
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -82,8 +112,19 @@ class Tokenizer:
             self._longest_token = max(map(len, self._backend.get_vocab()), default=1)
         return self._longest_token
 
+    def check_knows_text(self) -> None:
+        """Raise `InvalidRequestError` if there is no tokenizer that could encode a text."""
+        if not self._knows_text:
+            raise InvalidRequestError(
+                "this model has no tokenizer: send token ids (input_ids) instead of text", "text"
+            )
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Long texts take seconds, during which other threads run."""
+        """Token ids of `text`. Long texts take seconds, during which other threads run.
+
+        Raises as `check_knows_text`.
+        """
+        self.check_knows_text()
         # Not `encode`, which keeps the GIL, and finds offsets for which there is no use here.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
@@ -185,7 +226,7 @@ class Tokenizer:
 def _read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the chat template {path}: {error}") from error
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
 from sgl_jax.text.jobs import (
     ID_BYTES,
     LAST_JOB_BYTES,
@@ -101,7 +101,7 @@ def _answer(job: Job, tokenizer: Tokenizer) -> JobAnswer:
             return TokenIds([_packed(tokenizer.encode(text)) for text in job.texts])
         return TokenIds([_packed(_encode_chat(job, tokenizer))])
     except InvalidRequestError as error:
-        return Refused(str(error), error.param)
+        return Refused(str(error), error.param, error.code)
 
 
 def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
@@ -111,9 +111,10 @@ def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
         template_args=msgspec.json.decode(job.template_args, type=dict),
     )
     if len(prompt) > job.max_chars:
-        raise InvalidRequestError(
-            f"the chat template wrote a prompt of {len(prompt)} characters; this server takes "
-            f"{job.max_chars}",
+        raise ContextLengthError(
+            f"the {len(prompt)} characters that the chat template wrote (at most {job.max_chars} "
+            "are taken)",
+            job.max_tokens,
             "messages",
         )
     return tokenizer.encode(prompt, add_special_tokens=False)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.finite import non_finite_parameters
 from sgl_jax.checkpoint.loading import load_model, load_stacked
 from sgl_jax.checkpoint.paths import flatten
 from sgl_jax.models.config import ModelConfig
@@ -60,6 +61,40 @@ def test_on_a_cpu_each_layers_matrices_are_arrays_of_their_own(qwen3):
     _, params = load_model(folder, ModelConfig.from_path(folder), mesh, jnp.float32)
     for layer, down in enumerate(params["layers"]["mlp"]["down"]):
         np.testing.assert_array_equal(np.asarray(down), np.asarray(stacked)[layer])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_weight_that_is_no_number_is_named_with_its_file(qwen3, value, tp):
+    folder, tensors = qwen3
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensors[name][3, 5] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"'{name}' in '.*model\.safetensors' holds values"):
+        load(folder, tp=tp)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_of_a_large_parameter_a_sample_is_looked_at_in_every_layer(layer):
+    large = np.zeros((2, 4096, 256), np.float32)
+    large[layer, 32] = np.nan
+    assert non_finite_parameters({"a": {"b": large}}, check_all=False) == [("a", "b")]
+    large[layer, 32], large[layer, 33, 5] = 0, np.inf
+    assert non_finite_parameters({"a": {"b": large}}, check_all=False) == []
+    assert non_finite_parameters({"a": {"b": large}}, check_all=True) == [("a", "b")]
+
+
+def test_a_weight_of_an_orbax_checkpoint_that_is_no_number_is_named(qwen3, tmp_path, monkeypatch):
+    folder, tensors = qwen3
+    tensors["model.norm.weight"][0] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(
+            "sgl_jax.checkpoint.hf_loading.non_finite_parameters", lambda params, check_all: []
+        )
+        convert(folder, tmp_path / "orbax", "float32")
+    with pytest.raises(CheckpointError, match=r"norm/weight in '.*orbax_params' holds values"):
+        load(tmp_path / "orbax")
 
 
 def test_each_chip_holds_its_part_only(qwen3):

@@ -3,6 +3,7 @@
 import math
 
 import msgspec
+import numpy as np
 import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
@@ -23,6 +24,7 @@ ALLOWED = [
     {"repetition_penalty": 0.5},
     {"frequency_penalty": -2.0},
     {"presence_penalty": 2.0},
+    {"max_new_tokens": 0},
     {"max_new_tokens": 1},
     {"max_new_tokens": 5, "min_new_tokens": 5},
     {"seed": 2**63 - 1},
@@ -41,18 +43,17 @@ REFUSED = [
     ({"min_p": -0.01}, "min_p", "got -0.01"),
     ({"min_p": 1.01}, "min_p", "got 1.01"),
     ({"repetition_penalty": 0.0}, "repetition_penalty", "got 0.0"),
+    ({"repetition_penalty": 1e-44}, "repetition_penalty", "got 1e-44"),
     ({"frequency_penalty": 2.1}, "frequency_penalty", "got 2.1"),
     ({"presence_penalty": -2.1}, "presence_penalty", "got -2.1"),
     ({"top_k": -2}, "top_k", "got -2"),
-    ({"max_new_tokens": 0}, "max_new_tokens", "at least 1, got 0"),
+    ({"max_new_tokens": -1}, "max_new_tokens", "got -1"),
     ({"min_new_tokens": -1}, "min_new_tokens", "got -1"),
     ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens", r"\(5\) exceeds .* \(4\)"),
-    ({"seed": 2**63}, "seed", "64 bits"),
+    ({"seed": 2**63}, "seed", "got 9223372036854775808"),
     ({"stop": ("a",) * (MAX_STOP_STRINGS + 1)}, "stop", "at most 16 stop strings, got 17"),
     ({"stop": ("a", "")}, "stop", "must not be empty"),
     ({"stop_token_ids": tuple(range(9))}, "stop_token_ids", "at most 8 stop_token_ids, got 9"),
-    ({"stop_token_ids": (100,)}, "stop_token_ids", r"holds 100, outside .*\[0, 100\)"),
-    ({"stop_token_ids": (-1,)}, "stop_token_ids", "holds -1"),
     (
         {"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.0)},
         "logit_bias",
@@ -66,7 +67,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("values", ALLOWED, ids=str)
 def test_values_at_the_edge_are_allowed(values: dict[str, object]) -> None:
-    SamplingParams(**values).validate(VOCAB_SIZE)
+    SamplingParams(**values).checked(VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(("values", "param", "words"), REFUSED, ids=lambda part: str(part)[:40])
@@ -74,8 +75,25 @@ def test_values_outside_are_refused_by_name(
     values: dict[str, object], param: str, words: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:
-        SamplingParams(**values).validate(VOCAB_SIZE)
+        SamplingParams(**values).checked(VOCAB_SIZE)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-44, 2e-38, 9e-7])
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy(temperature: float) -> None:
+    assert SamplingParams(temperature=temperature).checked(VOCAB_SIZE).temperature == 0.0
+    assert SamplingParams(temperature=1e-6).checked(VOCAB_SIZE).temperature == 1e-6
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-44, 1e-38])
+def test_a_tiny_top_p_is_never_rounded_to_none(top_p: float) -> None:
+    checked = SamplingParams(top_p=top_p).checked(VOCAB_SIZE)
+    assert np.float32(checked.top_p) >= np.finfo(np.float32).tiny
+
+
+def test_stop_tokens_outside_the_vocabulary_are_left_out() -> None:
+    given = SamplingParams(stop_token_ids=(5, -1, 100, 99, 5, 2**40))
+    assert given.checked(VOCAB_SIZE).stop_token_ids == (5, 99)
 
 
 def test_an_unknown_field_is_not_ignored() -> None:

@@ -6,6 +6,7 @@ from sgl_jax.core.messages import (
     EngineMessage,
     FinishReason,
     FrontMessage,
+    Heartbeat,
     OutputBatch,
     Shutdown,
 )
@@ -23,6 +24,9 @@ class ScriptedChannel:
 
     def send(self, message: EngineMessage) -> None:
         self.sent.append(message)
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        pass
 
     def tokens(self) -> dict[str, list[int]]:
         """What each request gained."""

@@ -6,6 +6,7 @@ it takes the place of `python -m sgl_jax.engine`.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,14 +39,20 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channel import Channel
 from sgl_jax.engine.process import run_engine
+from sgl_jax.engine.watchdog import Watchdog
 
 CRASH_SEED = 666  # a request with this seed is a defect of the engine
+SLOW_CRASH_SEED = 667  # likewise, and the process takes `SLOW_EXIT_S` to end
+SLOW_EXIT_S = 4.0
+SLOW_START_SEED = 668  # the server's own seed: it takes `SLOW_START_S` to start
+SLOW_START_S = 4.0
 MAX_SESSIONS = 8
 FULL_SEED = 503  # and with this one, the queue is full, or if it is a turn's, all sessions are
 LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
 LATE_TOKENS = 3
 HISTORY = 100  # tokens of every session
 DP_SIZE = 2
+MAX_RUNNING = 4  # what the front is told; the script runs whatever comes
 LOGPROB = -0.5
 EOS = 1
 
@@ -67,6 +74,7 @@ class ScriptedEngine:
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
+    refuses_profiles: bool = False
     is_stuck: bool = False  # likewise: it hears nothing, as in a long step
 
     @property
@@ -76,10 +84,15 @@ class ScriptedEngine:
             "max_context_len": 1024,
             "max_request_tokens": self.max_request_tokens,
             "dp_size": DP_SIZE,
+            "max_running_requests": MAX_RUNNING,
             "eos_token_ids": [EOS],
         }
 
-    def run(self, channel: Channel) -> None:
+    def run(self, channel: Channel, *, after_turn: object = None) -> None:
+        with Watchdog(channel.beat):
+            self.loop(channel)
+
+    def loop(self, channel: Channel) -> None:
         while not self.stopped:
             if self.is_stuck:
                 time.sleep(0.01)
@@ -118,6 +131,8 @@ class ScriptedEngine:
                 OpenSession() | CloseSession() | RollbackSession() | ForkSession() | ListSessions()
             ):
                 return self.ask_session(message)
+            case Profile() if self.refuses_profiles:
+                return Reply(rid=message.rid, ok=False, message="the script refuses")
             case Profile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": message.output_dir})
         return None
@@ -133,6 +148,7 @@ class ScriptedEngine:
                 return Reply(rid=message.rid, ok=False, message="too many", data=full)
             case OpenSession(session_id=name) if name not in self.sessions:
                 self.sessions.add(name)
+                data = {"session_id": name}
             case CloseSession(session_id=name) if name in self.sessions:
                 self.sessions.remove(name)
             case RollbackSession(session_id=name, num_turns=num_turns) if name in self.sessions:
@@ -149,6 +165,10 @@ class ScriptedEngine:
         seed = request.sampling.seed
         if seed == CRASH_SEED:
             raise RuntimeError("the script says to crash")
+        if seed == SLOW_CRASH_SEED:
+            # The interpreter waits for threads that are no daemons, after the sockets are closed.
+            threading.Thread(target=time.sleep, args=(SLOW_EXIT_S,)).start()
+            raise RuntimeError("the script says to crash and to linger")
         if seed == FULL_SEED:
             finish = FinishReason(type="abort", message="the queue is full", status_code=503)
             if request.session is not None:
@@ -249,6 +269,9 @@ def build(args: ServerArgs) -> ScriptedEngine:
     if args.random_seed == CRASH_SEED:
         raise RuntimeError("the script says not to start")
     print("scripted engine: warming up", file=sys.stderr, flush=True)
+    if args.random_seed == SLOW_START_SEED:
+        time.sleep(SLOW_START_S)
+        return ScriptedEngine()
     tokens = args.context_length or ScriptedEngine.max_request_tokens
     return ScriptedEngine(step_s=args.random_seed / 1000, max_request_tokens=tokens)
 

@@ -271,6 +271,18 @@ def test_an_engine_at_rest_records_nothing_until_a_session_has_idled_for_too_lon
     assert replay([str(path), "--check-memory", "busy"]) == 0
 
 
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(tmp_path, record_events="/dev/full")
+    channel = rig.run(rig.until_idle(requests("a")))
+    assert {channel.ends()[f"a{i}"].type for i in range(6)} == {"length"}
+    rig.core._close()
+    assert caplog.text.count("events are recorded no longer") == 1
+    with pytest.raises(AttributeError):  # it let go of the device's memory
+        rig.core.executor._state.kv_pool.nbytes  # noqa: B018
+
+
 def test_a_recording_that_cannot_be_made_is_known_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,13 @@
 """The offline Engine on the demonstration model: results, streams, and what it survives."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sgl_jax.core.errors import EngineDeadError, InvalidRequestError
+from sgl_jax.core.errors import EngineDeadError, EngineStuckError, InvalidRequestError
 from sgl_jax.core.messages import Shutdown
 from sgl_jax.engine.offline import Engine, GenerationError
 
@@ -94,6 +95,24 @@ def test_log_probabilities_come_for_output_and_prompt(engine: Engine) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "edge",
+    [
+        {"top_p": 1e-46, "temperature": 1e4},
+        {"top_p": 1e-44, "temperature": 1e4},
+        {"temperature": 2e-38, "top_p": 0.9},
+        {"temperature": 5e-324, "top_k": 5},
+    ],
+    ids=str,
+)
+def test_values_that_float32_cannot_hold_leave_the_likeliest_token(
+    engine: Engine, edge: dict[str, float]
+) -> None:
+    random = {"temperature": 1.0, "seed": 5, "max_new_tokens": 12, "ignore_eos": True}
+    greedy = engine.generate("Hello", {**random, "temperature": 0.0}).output_ids
+    assert engine.generate("Hello", {**random, **edge}).output_ids == greedy
+
+
 def test_same_seed_same_answer_whatever_else_runs(engine: Engine) -> None:
     sampling = {"temperature": 1.0, "seed": 5, "max_new_tokens": 12, "ignore_eos": True}
     alone = engine.generate("Hello", sampling).output_ids
@@ -166,9 +185,25 @@ def test_flush_empties_the_prefix_cache(engine: Engine) -> None:
     assert engine.server_info()["ranks"][0]["cached_pages"] == 0
 
 
+def test_an_engine_in_this_process_has_a_heartbeat_too(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.generate("Hello", GREEDY)
+    deadline = time.monotonic() + 10
+    while engine._health.turn_s is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine._health.turn_s is not None
+    assert engine.check_health() < 10
+    monkeypatch.setattr(engine._health, "_timeout_s", -1.0)
+    with pytest.raises(EngineStuckError):
+        engine.check_health()
+
+
 def test_after_the_engine_ended_requests_fail_at_once() -> None:
     engine = Engine(DEMO, device="cpu", context_length=64, skip_warmup=True)
     engine._client.send(Shutdown())
     engine._thread.join(timeout=60)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        engine.check_health()
     with pytest.raises(EngineDeadError, match="shut down"):
         engine.generate("Hello", GREEDY)

@@ -14,65 +14,72 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Shutdown
+from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.process import EngineProcess
+from sgl_jax.engine.process import EngineProcess, ExitReport
 from sgl_jax.engine.zmq_channel import ZmqEngineClient
 from tests.engine.scripted_engine import CRASH_SEED
 
+Reports = queue.Queue[ExitReport]
 SCRIPTED = (sys.executable, "-m", "tests.engine.scripted_engine")
 
 
 @contextmanager
-def running(seed: int = 0) -> Iterator[tuple[EngineProcess, ZmqEngineClient, "queue.Queue[str]"]]:
+def running(seed: int = 0) -> Iterator[tuple[EngineProcess, ZmqEngineClient, Reports]]:
     client = ZmqEngineClient()
-    obituary: queue.Queue[str] = queue.Queue()
+    reports: Reports = queue.Queue()
     process = EngineProcess(
-        ServerArgs(model_path="none", random_seed=seed), client.folder, obituary.put, SCRIPTED
+        ServerArgs(model_path="none", random_seed=seed), client.folder, reports.put, SCRIPTED
     )
     try:
-        yield process, client, obituary
+        yield process, client, reports
     finally:
         process.kill()
         client.close()
 
 
 async def first_message(client: ZmqEngineClient) -> EngineMessage:
+    """The first that is no heartbeat: those come by a socket of their own, in no order with it."""
     arrived: asyncio.Queue[EngineMessage] = asyncio.Queue()
     client.listen(arrived.put_nowait, lambda error: pytest.fail(str(error)))
-    return await asyncio.wait_for(arrived.get(), 30)
+    message = await asyncio.wait_for(arrived.get(), 30)
+    while isinstance(message, Heartbeat):
+        message = await asyncio.wait_for(arrived.get(), 30)
+    return message
 
 
 def test_it_says_it_is_ready_and_ends_when_told() -> None:
-    with running() as (process, client, obituary):
+    with running() as (process, client, reports):
         ready = asyncio.run(first_message(client))
         assert isinstance(ready, EngineReady)
         assert ready.info["vocab_size"] == 512
         client.send(Shutdown())
         process.stop(timeout_s=20)
-        assert "exit code 0" in obituary.get(timeout=5)
+        assert "exit code 0" in reports.get(timeout=5).how
         assert not process.is_alive
 
 
 def test_a_failure_to_start_names_its_reason() -> None:
-    with running(CRASH_SEED) as (_, client, obituary):
+    with running(CRASH_SEED) as (_, client, reports):
         failed = asyncio.run(first_message(client))
         assert failed == EngineFailed(message="RuntimeError: the script says not to start")
-        assert "exit code 1; its last words: RuntimeError" in obituary.get(timeout=20)
+        report = reports.get(timeout=20)
+        assert report.how == "the engine process ended with exit code 1"
+        assert report.last_line == "RuntimeError: the script says not to start"
 
 
 def test_a_kill_is_noticed_at_once() -> None:
-    with running() as (process, client, obituary):
+    with running() as (process, client, reports):
         asyncio.run(first_message(client))
         os.kill(process.pid, signal.SIGKILL)
-        assert "killed by signal 9" in obituary.get(timeout=5)
+        assert "killed by signal 9" in reports.get(timeout=5).how
 
 
 def test_one_that_does_not_end_is_killed() -> None:
-    with running() as (process, client, obituary):
+    with running() as (process, client, reports):
         asyncio.run(first_message(client))
         process.stop(timeout_s=0.1)
-        assert "killed" in obituary.get(timeout=5)
+        assert "killed" in reports.get(timeout=5).how
 
 
 def test_it_does_not_outlive_its_parent() -> None:

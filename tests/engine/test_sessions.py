@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.offline import Engine, Generation, GenerationError
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
@@ -256,6 +257,36 @@ def test_a_regular_session_is_a_tree_of_turns(engine: Engine) -> None:
         turn(engine, session_id, [318], rid=first.rid)
     engine.close_session(session_id)
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_turn_without_output_adds_its_prompt_alone(engine: Engine, streaming: bool) -> None:
+    session_id = engine.open_session(streaming=streaming)
+    prefill = {"temperature": 0.0, "max_new_tokens": 0}
+    first = turn(engine, session_id, [301, 302, 303], prefill)
+    assert (first.text, first.output_ids, first.num_prompt_tokens) == ("", [], 3)
+    assert first.finish_reason == FinishReason("length")
+    assert entry(engine, session_id)["num_tokens"] == 3
+    then = {} if streaming else {"rid": first.rid}
+    second = turn(engine, session_id, [304], **then)
+    assert second.num_prompt_tokens == 4
+    assert second.output_ids == whole(engine, [301, 302, 303, 304])
+    engine.close_session(session_id)
+    assert_nothing_held(engine)
+
+
+def test_prompt_log_probabilities_from_beyond_the_history_are_refused(engine: Engine) -> None:
+    session_id = engine.open_session(streaming=True)
+    turn(engine, session_id, [301])
+    scored = {"return_logprob": True, "logprob_start_len": 11}
+    with pytest.raises(GenerationError, match=r"logprob_start_len must be in \[-1, 10\]"):
+        engine.generate(
+            input_ids=[[302]],
+            sampling_params=GREEDY,
+            session_params={"id": session_id},
+            **scored,
+        )
+    engine.close_session(session_id)
 
 
 def test_what_a_session_cannot_take_is_refused_and_changes_nothing(engine: Engine) -> None:

@@ -91,6 +91,18 @@ def test_outputs_arrive_even_if_sent_before_listening(
     assert asyncio.run(gather_messages(client, channel)) == [OUTPUT] * 101
 
 
+@pytest.mark.timeout(20)  # on failure it would wait for ever, in C
+def test_a_send_to_an_engine_that_is_gone_does_not_wait(client: ZmqEngineClient) -> None:
+    client.send(REQUEST)  # before there is one
+    channel = ZmqChannel(client.folder)
+    assert channel.poll(5.0) == [REQUEST]
+    channel.close()
+    start = time.perf_counter()
+    for _ in range(1000):
+        client.send(REQUEST)
+    assert time.perf_counter() - start < 1.0
+
+
 def test_the_sockets_lie_in_a_private_folder_that_goes_away(client: ZmqEngineClient) -> None:
     assert stat.S_IMODE(os.stat(client.folder).st_mode) == 0o700
     client.close()

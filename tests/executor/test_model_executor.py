@@ -282,6 +282,13 @@ def test_pool_and_token_table_are_updated_in_place(make_executor, settings):
         assert not copies, (bucket, copies)
 
 
+def test_a_model_whose_logits_are_no_numbers_is_refused_in_warm_up(make_args, monkeypatch):
+    executor = ModelExecutor(make_args(skip_warmup=False, page_size=1, dp_size=2))
+    executor._weights = tuple(leaf * np.inf for leaf in executor._weights)
+    with pytest.raises(ValueError, match="computes logits that are no finite numbers"):
+        executor.warm_up()
+
+
 def test_warm_up_compiles_everything_that_is_ever_launched(make_args):
     limits = {"max_running_requests": 1, "chunked_prefill_size": 4}
     executor = ModelExecutor(make_args(skip_warmup=False, **limits))

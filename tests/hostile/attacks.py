@@ -61,6 +61,11 @@ def chat(content: Any, count: int = 1, **fields: Any) -> bytes:
     return body(model="default", messages=messages, max_tokens=1, **fields)
 
 
+def tool_calls(messages: int, calls: int) -> bytes:
+    message = {"role": "user", "content": "a", "tool_calls": [{}] * calls}
+    return body(model="default", messages=[message] * messages)
+
+
 def prompts(prompt: Any, count: int, field: str = "text") -> bytes:
     return body(**{field: [prompt] * count}, sampling_params={"max_new_tokens": 1})
 
@@ -190,6 +195,9 @@ LONG = [
     sends("a million names", GENERATE, body(text="a", rid=["a"] * 1_000_000), 400),
     sends("a million priorities", GENERATE, body(text="a", priority=[1] * 1_000_000), 400),
     sends("100,000 sampling_params", GENERATE, body(text="a", sampling_params=[{}] * 10**5), 400),
+    sends("a million times nothing", GENERATE, body(text="a", image_data=[""] * 1_000_000), 400),
+    sends("a message of nothings", CHAT, tool_calls(messages=16_000, calls=60), 200, 400),
+    sends("a million flags", GENERATE, body(text="a", return_logprob=[True] * 10**6), 400),
     sends("metadata of strings", COMPLETIONS, metadata(b'""', 3 * MIB), 200, 400),
     sends("metadata of objects", COMPLETIONS, metadata(b'{"a":1}', 30 * MIB), 400),
     sends("template arguments", CHAT, chat("a", chat_template_kwargs={"a": [1] * 10**6}), 200, 400),

@@ -1,6 +1,7 @@
 """What is remembered of pages that left."""
 
 import numpy as np
+import pytest
 
 from sgl_jax.mem_cache.ghost_pages import GhostPages, PrefixHasher
 
@@ -78,6 +79,48 @@ def test_a_page_that_leaves_again_is_remembered_as_it_left_last() -> None:
     pages = ghosts.recall(hashes_of(0, 5))
     assert pages is not None
     assert pages.num_uses.tolist() == [2] * 5
+
+
+def test_pages_are_recalled_though_the_first_that_left_with_them_is_forgotten() -> None:
+    ghosts = GhostPages(10)
+    hashes = hashes_of(0, 25)
+    ghosts.remember(hashes, num_uses=0, last_access=0, now=1)
+    pages = ghosts.recall(hashes)
+    assert pages is not None
+    assert not pages.is_ghost[:15].any()
+    assert pages.is_ghost[15:].sum() >= 8
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_leaves_from_the_ends_of_edges_is_found_from_their_beginnings(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ghosts = GhostPages(200)
+    edges = [hashes_of(1000 * i, 20) for i in range(40)]
+    left = np.zeros(len(edges), int)  # pages of each edge
+    last_left: list[int] = []  # hashes, in the order in which they left
+    while left.min() < 15:
+        i = rng.choice(np.flatnonzero(left < 20))
+        count = rng.integers(1, 21 - left[i])
+        gone = edges[i][20 - left[i] - count : 20 - left[i]]
+        ghosts.remember(gone, num_uses=0, last_access=0, now=1)
+        last_left += gone.tolist()
+        left[i] += count
+        if left[i] == 20:  # the edge returns
+            remembered = np.isin(edges[i], np.array(last_left[-200:], np.uint64))
+            pages = ghosts.recall(edges[i])
+            is_ghost = np.zeros(20, bool) if pages is None else pages.is_ghost
+            assert not (is_ghost & ~remembered).any()
+            # One may hide another, but no edge hides altogether.
+            assert (remembered & ~is_ghost).sum() <= 5
+
+
+def test_the_count_of_pages_that_left_may_overflow() -> None:
+    ghosts = GhostPages(100)
+    ghosts._num_left = 2**32 - 15
+    for i in range(3):
+        ghosts.remember(hashes_of(1000 * i, 10), num_uses=0, last_access=0, now=1)
+        assert num_recalled(ghosts, hashes_of(0, 10)) == 10
+    assert num_recalled(ghosts, hashes_of(5000, 10)) == 0
 
 
 def test_nothing_is_recalled_after_a_clear() -> None:

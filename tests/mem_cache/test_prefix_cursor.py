@@ -63,7 +63,8 @@ class CursorMachine(RuleBasedStateMachine):
         self.memory = make_memory(policy, page_size=page_size, num_pages=num_pages)
         self.leases: list[tuple[KVLease, np.ndarray]] = []
         self.cursors: list[PrefixCursor] = []
-        self.told: list[int] = []  # lengths that the cursors had when they were last asked
+        # Lengths and places that the cursors had when they were last asked.
+        self.told: list[tuple[int, int]] = []
 
     def draw_tokens(self, data: st.DataObject) -> np.ndarray:
         return array_of(data.draw(token_lists(self.memory.page_size, ragged=True)))
@@ -129,7 +130,7 @@ class CursorMachine(RuleBasedStateMachine):
 
     def add(self, cursor: PrefixCursor) -> None:
         self.cursors.append(cursor)
-        self.told.append(cursor.length)
+        self.told.append((cursor.length, cursor.place))
 
     @precondition(lambda self: self.cursors)
     @rule(which=st.integers(0, 20))
@@ -145,11 +146,11 @@ class CursorMachine(RuleBasedStateMachine):
         assert set(moved) <= {id(cursor) for cursor in self.cursors}
         changed = {
             id(cursor)
-            for cursor, length in zip(self.cursors, self.told, strict=True)
-            if cursor.length != length
+            for cursor, told in zip(self.cursors, self.told, strict=True)
+            if (cursor.length, cursor.place) != told
         }
         assert changed <= set(moved)
-        self.told = [cursor.length for cursor in self.cursors]
+        self.told = [(cursor.length, cursor.place) for cursor in self.cursors]
 
     @invariant()
     def cursors_are_where_walks_end(self) -> None:
@@ -158,6 +159,7 @@ class CursorMachine(RuleBasedStateMachine):
         for cursor in self.cursors:
             found = self.memory.cache.peek(cursor.tokens, cursor.namespace).length
             assert cursor.length == found, cursor
+            assert self.memory.cache.followed_nodes[cursor.place] is cursor.node
         index_of(self.memory).audit()
 
     def teardown(self) -> None:
@@ -167,7 +169,7 @@ class CursorMachine(RuleBasedStateMachine):
         self.ask_which_have_moved()
         for cursor in self.cursors:
             self.memory.cache.unfollow(cursor)
-        assert not index_of(self.memory)._on
+        assert not any(self.memory.cache.followed_nodes)
         for lease, tokens in self.leases:
             release_kv_cache(self.memory, lease, tokens, insert=True)
         audit(self.memory)

@@ -406,3 +406,22 @@ def test_opening_a_lease_without_a_free_row_changes_nothing() -> None:
     with pytest.raises(LeaseError, match="all 1 rows are held"):
         memory.open_lease(array(3))
     assert memory.view() == view
+
+
+def test_a_large_pool_evicts_a_few_pages_ahead_and_no_more_than_it_can() -> None:
+    num_pages, num_ahead = 1040, 2  # one of 512
+    memory = make_memory(1, num_pages=num_pages + 1)
+    for first in range(0, num_pages, MAX_LEN):
+        tokens = np.arange(first, min(first + MAX_LEN, num_pages), dtype=np.int32)
+        lease = memory.open_lease(tokens[:0])
+        assert memory.grow_row(lease.row, len(tokens))
+        memory.commit_rows(array(lease.row), array(len(tokens)))
+        release_kv_cache(memory, lease, tokens, insert=True)
+    assert memory.allocator.num_free == 0
+    for _ in range(2):
+        assert memory.make_room(10)
+        assert memory.allocator.num_free == 10 + num_ahead
+    assert memory.make_room(num_pages)
+    assert memory.allocator.num_free == num_pages
+    assert not memory.make_room(num_pages + 1)
+    audit(memory)

@@ -1,6 +1,7 @@
 """Model configs are read in both spellings, and what cannot be honoured is refused by name."""
 
 import json
+import re
 
 import pytest
 
@@ -91,11 +92,41 @@ def test_a_window_on_every_layer_is_honoured():
         ({"num_experts": 4, "mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"num_experts": 4, "decoder_sparse_step": 2}, "decoder_sparse_step"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "must not exceed"),
+        ({"vocab_size": 10**12}, "vocab_size must be a positive integer"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        ({"initializer_range": [0.02]}, "initializer_range must be a positive number"),
+        ({"rope_theta": None, "rope_scaling": [1]}, "rope_scaling must be objects"),
+        ({"rope_theta": "1e4"}, "rope_theta must be a positive number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
+        ({"use_sliding_window": True, "sliding_window": 9, "layer_types": 4}, "layer_types"),
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": "x"}, "max_window"),
+        ({"eos_token_id": 10**12}, r"eos_token_id must be a token id in \[0, 64\), got 10{12}"),
+        ({"eos_token_id": [3, 64]}, "got 64"),
+        ({"eos_token_id": "</s>"}, "got '</s>'"),
+        ({"bos_token_id": -1}, "bos_token_id must be a token id"),
+        ({"pad_token_id": 1.5}, "pad_token_id must be a token id"),
     ],
 )
 def test_what_is_wrong_is_named(changes, message):
     with pytest.raises(ModelConfigError, match=message):
         read(**changes)
+
+
+def test_the_file_at_fault_is_named(tmp_path):
+    config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
+    config.write_text(json.dumps(PLAIN | {"eos_token_id": 3, "pad_token_id": -1}))
+    generation.write_text(json.dumps({"eos_token_id": [3, 64]}))
+    with pytest.raises(ModelConfigError, match=re.escape(f"{str(generation)!r}: eos_token_id")):
+        ModelConfig.from_path(tmp_path)
+    generation.unlink()
+    ModelConfig.from_path(tmp_path)
+    config.write_text(json.dumps(PLAIN | {"hidden_size": "big"}))
+    with pytest.raises(ModelConfigError, match=re.escape(f"{str(config)!r}: hidden_size")):
+        ModelConfig.from_path(tmp_path)
+    config.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ModelConfigError, match="is not valid JSON"):
+        ModelConfig.from_path(tmp_path)
 
 
 def test_a_folder_without_config_is_named(tmp_path):

@@ -29,6 +29,8 @@ _CACHE = "sgl_jax/mem_cache/radix_cache.py"
 _LOCKED = "sgl_jax/mem_cache/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_planner.py"
+_BUILDER = "sgl_jax/scheduler/step_builder.py"
+_RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _COMMIT = "sgl_jax/scheduler/commit.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
@@ -107,8 +109,8 @@ MUTATIONS = (
     Mutation(
         "evict by age alone, though uses are counted",
         _ADAPTIVE,
-        "        return reused / (reused + left) / (age",
-        "        return 1.0 / (age",
+        "            rate = reused / (reused + left) / (age",
+        "            rate = 1.0 / (age",
     ),
     Mutation(
         "change the class of a leaf that is still listed in the old one",
@@ -151,6 +153,24 @@ MUTATIONS = (
         _GHOSTS,
         "hashes, history = hashes[-self.num_ghosts :], history[-self.num_ghosts :]",
         "hashes, history = hashes[:1], history[:1]",
+    ),
+    Mutation(
+        "recall only what left lately",
+        _GHOSTS,
+        "- last_left) % 2**32 < self.num_ghosts",
+        "- last_left) % 2**32 < self.num_ghosts // 8",
+    ),
+    Mutation(
+        "note only the last pages that left together",
+        _GHOSTS,
+        "left = np.concatenate(self._unnoted)",
+        "left = self._unnoted[-1]",
+    ),
+    Mutation(
+        "leave what a release hands over counted as locked",
+        _RELEASE,
+        "        memory.locked.unlock(lease.pages(memory.page_size, 0, protected))\n",
+        "        memory.locked.unlock(lease.pages(memory.page_size, 0, protected)[1:])\n",
     ),
     Mutation(
         "hash an edge as if it began the prompt",
@@ -421,11 +441,14 @@ MUTATIONS = (
     Mutation(
         "off by one in the pages that a row lacks",
         _MEMORY,
-        "lacking: Int32Array = (lens + round_up) // self.page_size - held",
-        "lacking: Int32Array = lens // self.page_size + 1 - held",
+        "lacking: Int32Array = _num_pages(lens, page_size) - _num_pages(held_lens, page_size)",
+        "lacking: Int32Array = lens // page_size + 1 - _num_pages(held_lens, page_size)",
     ),
     Mutation(
-        "evict without a need", _MEMORY, "self.cache.evict(deficit)", "self.cache.evict(num_pages)"
+        "evict without a need",
+        _MEMORY,
+        "self.cache.evict(deficit + self._num_evicted_ahead)",
+        "self.cache.evict(num_pages)",
     ),
     Mutation(
         "give a row back with its old epoch",
@@ -510,8 +533,8 @@ MUTATIONS = (
     Mutation(
         "commit a result to whoever holds the row now",
         _COMMIT,
-        "current = memory.rows.epoch[planned] == plan.epochs",
-        "current = np.isin(planned, running.active)",
+        "current = tables.epoch[planned] == epochs",
+        "current = running.rids[planned] != ''",
     ),
     Mutation(
         "keep the overshoot past a stop",
@@ -528,14 +551,14 @@ MUTATIONS = (
     Mutation(
         "count a read draft as unread",
         _COMMIT,
-        "    rank.running.unread_drafts[rows] -= drafted\n",
+        "    running.unread_drafts[rows] -= drafted\n",
         "",
     ),
     Mutation(
         "hold slots for one step ahead only",
-        _PLANNER,
-        "committed + self.rank.running.unread_drafts[rows] + 1",
-        "committed + 1",
+        _RUNNABLE,
+        "tables.kv_committed_len[rows] + running.unread_drafts[rows] + np.int32(1)",
+        "tables.kv_committed_len[rows] + np.int32(1)",
     ),
     Mutation(
         "plan chunks that a step cannot hold beside its decode rows",
@@ -563,9 +586,9 @@ MUTATIONS = (
     ),
     Mutation(
         "commit drafts at launch",
-        _PLANNER,
-        "memory.commit_rows(rows, ends)",
-        "memory.commit_rows(rows, kv_starts + q_lens)",
+        _BUILDER,
+        "ranks.commit_rows(step.rows, step.ends)",
+        "ranks.commit_rows(step.rows, step.ends + step.num_drafts)",
     ),
     Mutation(
         "draft past the tokens asked for",
@@ -725,10 +748,16 @@ MUTATIONS = (
         "        if True:\n            return False\n        self.release_session",
     ),
     Mutation(
+        "evict ahead though nothing must be evicted",
+        _MEMORY,
+        "        if deficit > 0:\n            self.cache.evict(",
+        "        if True:\n            self.cache.evict(",
+    ),
+    Mutation(
         "evict sessions for a request that does not fit even so",
         _ROOM,
-        "rank, fits = self.rank, num_short <= 0",
-        "rank, fits = self.rank, True",
+        "return self.is_open and self.num_short(request, cursor) <= 0",
+        "return self.is_open",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -750,9 +779,9 @@ MUTATIONS = (
     ),
     Mutation(
         "publish a turn before it has succeeded",
-        _PLANNER,
-        "            if not running.request(row).kept_len:\n",
-        "            if True:\n",
+        _BUILDER,
+        "        if not running.request(row).kept_len:\n",
+        "        if True:\n",
     ),
     Mutation(
         "leave the slot of a closed session full",
@@ -871,10 +900,10 @@ MUTATIONS = (
         "        return node\n",
     ),
     Mutation(
-        "a replaced turn ends as if it had not been",
-        _REGULAR,
-        "        if self._nodes.get(node.name) is not node:\n            return  # replaced",
-        "        if node.name not in self._nodes:\n            return  # replaced",
+        "a turn that is replaced runs on",
+        _SCHEDULER,
+        "        for request in replaced:\n            self._replace(request)\n",
+        "",
     ),
     Mutation(
         "count a shared page for every session that reads it",
@@ -910,20 +939,26 @@ MUTATIONS = (
     Mutation(
         "count a page as locked though sessions have locked it before",
         _LOCKED,
-        "int(np.count_nonzero(is_first & (self._idle[index] == 0)))",
-        "int(np.count_nonzero(is_first))",
+        "self.num_locked += self._num_not_idle(first)",
+        "self.num_locked += len(first)",
     ),
     Mutation(
         "count a page as let go though sessions have locked it still",
         _LOCKED,
-        "int(np.count_nonzero(is_last & (self._idle[index] == 0)))",
-        "int(np.count_nonzero(is_last))",
+        "self.num_locked -= self._num_not_idle(last)",
+        "self.num_locked -= len(last)",
     ),
     Mutation(
         "publish a prefix without a count of its locks",
         _RELEASE,
-        "    lease.node = kept.node\n    memory.locked.lock(kept.pages)\n",
-        "    lease.node = kept.node\n",
+        "    memory.locked.lock(_hand_to_tree(memory, lease, tokens))\n",
+        "    _hand_to_tree(memory, lease, tokens)\n",
+    ),
+    Mutation(
+        "keep a session's lease without a count of what it published at its end",
+        _RELEASE,
+        "            memory.locked.lock(added)\n",
+        "",
     ),
     Mutation(
         "evict a session that goes on to be counted as idle",
@@ -1042,14 +1077,20 @@ MUTATIONS = (
     Mutation(
         "start a due request before what it waits for is there",
         _ADMISSION,
-        "            if is_following:\n                continue\n",
-        "",
+        "if is_following or not self._waiting.is_due(request):",
+        "if not self._waiting.is_due(request):",
+    ),
+    Mutation(
+        "start a request that is due no more before its turn",
+        _ADMISSION,
+        "if is_following or not self._waiting.is_due(request):",
+        "if is_following:",
     ),
     Mutation(
         "start a request on another rank than it is pinned to",
         _ADMISSION,
-        "return rooms if pinned is None else [rooms[pinned]]",
-        "return rooms",
+        "return ranks if pinned is None else [ranks[pinned]]",
+        "return ranks",
     ),
     Mutation(
         "wait for a better rank without an end",
@@ -1193,14 +1234,14 @@ MUTATIONS = (
     Mutation(
         "preempt for a request that waits for a prefix in flight",
         _ADMISSION,
-        "if request is None or self._waiting.leader_of(request) is not None:",
-        "if request is None:",
+        "        if self._waiting.leader_of(request) is not None:\n            return []\n",
+        "",
     ),
     Mutation(
         "preempt where a request may not run",
         _ADMISSION,
-        "allowed = [r for r in ranks if request.message.dp_rank in (None, r.dp_rank)]",
-        "allowed = list(ranks)",
+        "[rank for rank in _allowed(ranks, request) if rank.dp_rank not in held]",
+        "[rank for rank in ranks if rank.dp_rank not in held]",
     ),
     Mutation(
         "preempt where the most have to go",
@@ -1328,7 +1369,7 @@ MUTATIONS = (
     Mutation(
         "never try a request that is pinned",
         _QUEUE,
-        "            self._may_run[line, pinned] = True\n",
+        "            self._may_run[pinned, line] = True\n",
         "            pass\n",
     ),
     Mutation(
@@ -1340,40 +1381,68 @@ MUTATIONS = (
     Mutation(
         "leave out a request that needs all that is there",
         _QUEUE,
-        "(least <= np.where(is_open, room, -1))",
-        "(least < np.where(is_open, room, -1))",
+        "may_fit = np.logical_or.reduce(needed <= room[:, None])",
+        "may_fit = np.logical_or.reduce(needed < room[:, None])",
+    ),
+    Mutation(
+        "leave out a request that needs all that is there, with what is in use",
+        _QUEUE,
+        "        fits = np.logical_or.reduce(needed <= room[:, None])\n        return lines[fits]",
+        "        fits = np.logical_or.reduce(needed < room[:, None])\n        return lines[fits]",
+    ),
+    Mutation(
+        "count nothing of a prefix as in use",
+        _QUEUE,
+        "np.minimum(in_use[places], cached)",
+        "0 * np.minimum(in_use[places], cached)",
+    ),
+    Mutation(
+        "forget where a cursor went",
+        _QUEUE,
+        "                self._place[dp_rank, cursor.tag] = cursor.place\n",
+        "",
+    ),
+    Mutation(
+        "look no further than the first requests",
+        _QUEUE,
+        "                start += _LOOKED_AT_ONCE\n",
+        "                return\n",
     ),
     Mutation(
         "learn of no prefix that is cached later",
         _QUEUE,
-        "self._cached_pages[cursor.tag, dp_rank] = cursor.length // memory.page_size",
+        "self._cached_pages[dp_rank, cursor.tag] = cursor.length // memory.page_size",
         "pass",
     ),
     Mutation(
         "take what one rank has cached for what all have",
         _QUEUE,
-        "                self._cached_pages[cursor.tag, dp_rank] =",
-        "                self._cached_pages[cursor.tag] =",
+        "                self._cached_pages[dp_rank, cursor.tag] =",
+        "                self._cached_pages[:, cursor.tag] =",
     ),
     Mutation(
         "try the least important first",
         _QUEUE,
-        "np.unique(-self._priority[lines], return_inverse=True)",
-        "np.unique(self._priority[lines], return_inverse=True)",
+        "levels: Int64Array = priority.max() - priority",
+        "levels: Int64Array = priority - priority.min()",
+    ),
+    Mutation(
+        "take far priorities for the same",
+        _QUEUE,
+        "    if levels.max() > most:  # number those that occur\n",
+        "    if False:\n",
     ),
     Mutation(
         "try the retracted before the more important",
         _QUEUE,
         """        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
         if self._has_priorities:
-            _, level = np.unique(-self._priority[lines], return_inverse=True)
-            keys += np.minimum(level, (1 << _PRIORITY_BITS) - 1) << 1
+            keys += _levels(self._priority[lines]) << 1
 """,
         """        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
         keys <<= _PRIORITY_BITS
         if self._has_priorities:
-            _, level = np.unique(-self._priority[lines], return_inverse=True)
-            keys += np.minimum(level, (1 << _PRIORITY_BITS) - 1)
+            keys += _levels(self._priority[lines])
 """,
     ),
     Mutation(
@@ -1434,8 +1503,9 @@ MUTATIONS = (
     Mutation(
         "shorten a cursor without a report",
         _CURSOR,
-        "                cursor.length = end.end\n                self._note_move(cursor)\n",
-        "                cursor.length = end.end\n",
+        "            self._move(cursor, end, min(cursor.length, end.end))\n",
+        "            cursor.length = min(cursor.length, end.end)\n"
+        "            self._file(cursor, end)\n",
     ),
     Mutation(
         "leave a cursor though a new child continues it",
@@ -1446,14 +1516,26 @@ MUTATIONS = (
     Mutation(
         "extend a cursor without a report",
         _CURSOR,
-        "            self._file(cursor, child)\n            self._note_move(cursor)\n",
-        "            self._file(cursor, child)\n",
+        "        if not cursor.is_moved and (length, cursor.place) != before:\n",
+        "        if not cursor.is_moved and length < before[0]:\n",
+    ),
+    Mutation(
+        "move a cursor to another place without a report",
+        _CURSOR,
+        "        if not cursor.is_moved and (length, cursor.place) != before:\n",
+        "        if not cursor.is_moved and length != before[0]:\n",
+    ),
+    Mutation(
+        "give the place of a node where cursors are away",
+        _CURSOR,
+        "        if not stop.filed:\n",
+        "        if True:\n",
     ),
     Mutation(
         "extend a cursor by a part of a page",
         _CURSOR,
-        "cursor.length = start + matched // self._page_size * self._page_size",
-        "cursor.length = start + matched",
+        "self._move(cursor, child, start + matched // self._page_size * self._page_size)",
+        "self._move(cursor, child, start + matched)",
     ),
     Mutation(
         "tell of a cursor's first move alone",

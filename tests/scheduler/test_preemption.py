@@ -185,6 +185,21 @@ def test_a_request_that_waits_for_a_prefix_in_flight_preempts_nothing_meanwhile(
     finish(driver)
 
 
+def test_of_two_that_are_due_the_second_waits_for_its_turn_again() -> None:
+    driver = make_driver(num_running=2)
+    for rid, priority in [("first", 0), ("second", 0), ("high 1", 5), ("high 2", 5)]:
+        ask(driver, rid, 1, priority)
+    driver.step()
+    assert running(driver) == {"high 1", "high 2"}
+    for rid in ("high 3", "high 4"):
+        ask(driver, rid, 1, 5)
+    while "high 1" in running(driver):
+        driver.step()
+    driver.step()
+    assert running(driver) == {"first", "high 3"}
+    finish(driver)
+
+
 def test_what_was_passed_over_too_often_is_neither_forestalled_nor_preempted() -> None:
     driver = make_driver()
     start(driver, "low", 10, priority=0)

@@ -118,7 +118,7 @@ def test_a_turn_may_take_the_name_of_one_that_it_replaces() -> None:
     tree.refused("5", "has a turn 'a'", [7], rid="a", name="a", replace=True)
     tree.refused("6", "has a turn 'c'", [7], rid="a", name="c")
     tree.begin("7", [8], first, rid="a", name="b", replace=True)
-    tree.begin("8", [9], first, rid="a", name="b", replace=True)  # the other runs on, unlisted
+    tree.begin("8", [9], first, rid="a", name="b", replace=True)  # the other is aborted
     tree.driver.run()
     assert tree.described()["num_turns"] == 2
     tree.say("9", [1], [*first, 9, *tree.driver.tokens["8"]], rid="b")
@@ -176,7 +176,7 @@ def test_a_turn_cannot_continue_what_has_not_finished() -> None:
 
 
 @pytest.mark.parametrize("parent", [None, "a"])
-def test_a_turn_replaced_while_it_runs_goes_on_but_is_no_part_of_the_session(
+def test_a_turn_replaced_while_it_runs_is_aborted_and_no_part_of_the_session(
     parent: str | None,
 ) -> None:
     tree = Tree()
@@ -184,12 +184,37 @@ def test_a_turn_replaced_while_it_runs_goes_on_but_is_no_part_of_the_session(
     tree.begin("b", [4], first, rid="a")
     tree.driver.step()
     tree.begin("c", [5], first if parent else [], rid=parent, replace=True)
+    tree.driver.collect()
+    assert tree.driver.finish["b"].type == "abort"
+    assert "replaced" in (tree.driver.finish["b"].message or "")
     tree.driver.run()
-    for rid in ("b", "c"):
-        assert tree.driver.finish[rid].type == "length"
-        tree.driver.check_tokens(rid)
+    assert tree.driver.finish["c"].type == "length"
+    tree.driver.check_tokens("c")
     assert tree.described()["num_turns"] == (2 if parent else 1)
     tree.refused("d", "has no turn 'b'", [6], rid="b")
+    tree.driver.check_idle()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_running_turn_that_another_replaces_and_continues_keeps_what_it_has(
+    steps: int, drop: bool
+) -> None:
+    tree = Tree()
+    tree.begin("a", [1, 2, 3], [])
+    for _ in range(steps):
+        tree.driver.step()
+    assert "a" not in tree.driver.finish
+    history = [1, 2, 3] + ([] if drop else tree.driver.tokens.get("a", []))
+    tree.begin("b", [4], history, rid="a", replace=True, drop_previous_output=drop)
+    tree.driver.collect()
+    assert tree.driver.finish["a"].type == "abort"
+    tree.driver.run()
+    assert tree.driver.prompt_tokens["b"] == len(history) + 1
+    tree.driver.check_tokens("b")
+    assert tree.described()["num_turns"] == 2
+    assert tree.session().num_kept == sum(n.num_kept for n in tree.session()._nodes.values())
+    tree.driver.check_idle()
 
 
 def test_a_stop_string_found_after_the_turn_had_ended_cuts_its_output() -> None:
@@ -307,6 +332,6 @@ def test_a_session_opened_anew_knows_nothing_of_a_turn_of_the_one_before() -> No
     assert tree.driver.session(CloseSession(rid="q", session_id="t")).ok
     assert tree.driver.session(OpenSession(rid="q", session_id="t")).ok
     tree.driver.run()
-    assert tree.driver.finish["a"].type == "length"
+    assert tree.driver.finish["a"].type == "abort"
     assert tree.described()["num_turns"] == 0
     tree.say("c", [5], [])

@@ -223,7 +223,7 @@ class SessionMachine(SchedulerMachine):
             new,
             max_new_tokens,
             turn=SessionTurn(id=session_id, is_whole=is_whole),
-            logprob_start_len=rng.randrange(len(prompt) + 2) if has_logprobs else -1,
+            logprob_start_len=rng.randrange(len(prompt) + 1) if has_logprobs else -1,
             stop_token_ids=tuple(range(num_stop_ids)),
             dp_rank=dp_rank,
             is_length_default=is_length_default,

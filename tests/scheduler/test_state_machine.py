@@ -161,7 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt,
                 max_new_tokens,
                 dp_rank=rng.randrange(sizes.dp_size) if rng.random() < 0.2 else None,
-                logprob_start_len=rng.randrange(45) if rng.random() < 0.25 else -1,
+                logprob_start_len=rng.randrange(len(prompt) + 1) if rng.random() < 0.25 else -1,
                 stop_token_ids=tuple(range(num_stop_ids)),
                 return_logprob=num_top >= 0,
                 top_logprobs_num=max(num_top, 0),

@@ -152,6 +152,18 @@ def test_room_that_is_taken_meanwhile_leaves_out_what_follows() -> None:
     assert len(list(candidates)) < 100
 
 
+def test_what_fits_the_room_that_is_left_is_found_behind_hundreds_that_do_not() -> None:
+    queue = Queue("fcfs", cached_len=0)
+    for arrival in range(600):
+        queue.add(arrival, 32)
+    queue.add(600)
+    room = np.array([60], np.int32)
+    tried = queue.waiting.candidates(room, np.array([True]), step=0)
+    assert next(tried).arrival == 0
+    room[0] = 3
+    assert [request.arrival for request in tried] == [600]
+
+
 def test_lines_are_used_again() -> None:
     queue = Queue()
     for arrival in range(5000):

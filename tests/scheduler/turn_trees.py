@@ -37,7 +37,7 @@ Tree = dict[str, TreeTurn]  # by name
 
 
 class TurnTrees:
-    """Trees by session. What was replaced while it ran is in none."""
+    """Trees by session. What was dropped while it ran is in none, and was aborted."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -53,14 +53,16 @@ class TurnTrees:
 
     def draw(self, rng: random.Random, session_id: str) -> SessionTurn:
         """A turn that may be refused for its name, and for nothing else."""
-        finished = [n for n, turn in self.of[session_id].items() if turn.output is not None]
-        parent = rng.choice([None, *finished, *finished])
+        tree = self.of[session_id]
+        finished = [n for n, turn in tree.items() if turn.output is not None]
+        running = [n for n, turn in tree.items() if turn.output is None]
+        parent = rng.choice([None, *finished, *finished, *running])
         return SessionTurn(
             id=session_id,
             rid=parent,
             name=rng.choice(NAMES),
             offset=0 if parent is None else rng.choice([0, 0, 0, 2, 9, -1, -6]),
-            replace=rng.random() < 0.25,
+            replace=parent in running or rng.random() < 0.25,
             drop_previous_output=parent is not None and rng.random() < 0.2,
         )
 
@@ -68,7 +70,10 @@ class TurnTrees:
         if turn.rid is None:
             return []
         parent = self.of[turn.id][turn.rid]
-        tokens = parent.prompt if turn.drop_previous_output else parent.tokens
+        tokens = parent.prompt
+        if not turn.drop_previous_output:
+            output = self._output_so_far(parent) if parent.output is None else parent.output
+            tokens = tokens + output
         return tokens[: turn.offset] if turn.offset else tokens
 
     def dropped(self, turn: SessionTurn) -> set[str]:
@@ -100,9 +105,18 @@ class TurnTrees:
         if rid not in self.driver.finish:
             tree = self.of[turn.id]
             for name in dropped:
-                del tree[name]
+                ended = tree.pop(name)
+                if ended.output is None:
+                    assert self.driver.finish[ended.rid].type == "abort"
+            parent = None if turn.rid is None else tree[turn.rid]
+            if turn.replace and parent is not None and parent.output is None:
+                assert self.driver.finish[parent.rid].type == "abort"
+                parent.output = self._output_so_far(parent)
             tree[turn.name or rid] = TreeTurn(rid, turn.rid, len(history), history + new)
         return rid
+
+    def _output_so_far(self, turn: TreeTurn) -> list[int]:
+        return list(self.driver.tokens.get(turn.rid, []))
 
     def stop_late(self, session_id: str, name: str, num_tokens: int) -> list[str]:
         """The front finds a stop string in a turn that has ended. Answers the requests in flight

@@ -13,9 +13,11 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from sgl_jax.core.messages import EngineFailed
+from sgl_jax.core.messages import EngineFailed, EngineMessage, Heartbeat
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.health import EngineHealth
+from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.zmq_channel import ZmqChannel, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
@@ -28,6 +30,9 @@ from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.worker_process import TextWorkers
 from tests.engine.scripted_engine import ScriptedEngine
 from tests.tokenizers import byte_level, save
+
+MAX_QUEUED = 100
+HEARTBEAT_TIMEOUT_S = 30.0
 
 
 @functools.cache
@@ -86,14 +91,26 @@ async def serving(
     channel = ZmqChannel(client.folder)
     thread = threading.Thread(target=run_quietly, args=(engine, channel), daemon=True)
     metrics = RequestMetrics()
-    front = Frontend(tokenizer, EngineFacts.from_info(engine.info), client, metrics=metrics)
+    facts = EngineFacts.from_info(engine.info)
+    front = Frontend(tokenizer, facts, client, max_queued_requests=MAX_QUEUED, metrics=metrics)
+    health = EngineHealth(HEARTBEAT_TIMEOUT_S)
     args = ServerArgs(model_path=str(model_folder), **settings)
-    bounds = replace(Limits.of(args, front.max_prompt_chars), **(limits or {}))
+    bounds = replace(Limits.of(args, front.checks.max_prompt_chars), **(limits or {}))
     texts = TextPool(text_workers(model_folder), bounds)
-    context = ServerContext(args, front, engine.info, EngineMetrics(metrics), bounds, texts)
+    engine_metrics = EngineMetrics(metrics)
+    context = ServerContext(args, front, engine.info, engine_metrics, bounds, texts, health)
     app = build_app(context, ApiKeys.from_args(args))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    client.listen(front.handle, lambda error: front.fail(str(error)))
+
+    def on_message(message: EngineMessage) -> None:
+        if isinstance(message, EngineFailed):
+            front.fail(message.message)
+        elif isinstance(message, Heartbeat):
+            health.hear(message)
+        else:
+            front.handle(message)
+
+    client.listen(on_message, lambda error: front.fail(str(error)))
     thread.start()
     texts.start()
     try:

@@ -35,16 +35,20 @@ def complete(name: str, param: str | None, status: int = 400, **fields: Any) -> 
     return Malformed(f"completions: {name}", COMPLETIONS, json.dumps(body).encode(), param, status)
 
 
-def generate(name: str, param: str | None, **fields: Any) -> Malformed:
-    return Malformed(f"generate: {name}", GENERATE, json.dumps(fields).encode(), param)
+def generate(name: str, param: str | None, status: int = 400, **fields: Any) -> Malformed:
+    return Malformed(f"generate: {name}", GENERATE, json.dumps(fields).encode(), param, status)
 
 
 def sample(name: str, param: str, **sampling: Any) -> Malformed:
     return generate(name, f"sampling_params.{param}", text="hi", sampling_params=sampling)
 
 
-def in_session(name: str, param: str, **session: Any) -> Malformed:
-    return generate(f"session, {name}", param, text="hi", session_params=session)
+def in_session(
+    name: str, param: str, sampling: dict[str, Any] | None = None, **session: Any
+) -> Malformed:
+    return generate(
+        f"session, {name}", param, text="hi", session_params=session, sampling_params=sampling
+    )
 
 
 def ask(path: str, name: str, param: str | None, **fields: Any) -> Malformed:
@@ -120,7 +124,7 @@ MALFORMED = [
     chat("a forced tool", "tool_choice", tool_choice="required"),
     chat("functions", "functions", functions=[{"name": "f"}]),
     chat("a JSON schema", "response_format.type", response_format={"type": "json_object"}),
-    chat("audio output", "modalities[0]", modalities=["audio"]),
+    chat("audio output", "modalities", modalities=["audio"]),
     chat("max_tokens 0", "max_tokens", max_tokens=0),
     chat("max_tokens as a string", "max_tokens", max_tokens="5"),
     chat("max_tokens as a fraction", "max_tokens", max_tokens=1.5),
@@ -140,8 +144,9 @@ MALFORMED = [
     chat("top_logprobs without logprobs", "top_logprobs", top_logprobs=2),
     chat("a salt of 257 characters", "cache_salt", cache_salt="s" * 257),
     chat("a salt as a number", "cache_salt", cache_salt=5),
-    chat("a salt for each of one", "cache_salt", cache_salt=["s"]),
-    chat("SGLang's name of the salt", "extra_key", extra_key="s"),
+    chat("salts for two prompts", "cache_salt", cache_salt=["s", "t"]),
+    chat("another salt under SGLang's name", "extra_key", extra_key="s", cache_salt="t"),
+    chat("two ranks", "routed_dp_rank", dp_rank=0, routed_dp_rank=1),
     chat("a priority of 32 bits", "priority", priority=2**31),
     chat("a priority as a string", "priority", priority="1"),
     chat("a priority true", "priority", priority=True),
@@ -152,7 +157,9 @@ MALFORMED = [
     generate("a key too many", "extra_key", text=["hi", "ho"], extra_key=["a", "b", "c"]),
     generate("a list of keys, one a number", "extra_key[1]", text=["a", "b"], extra_key=["a", 5]),
     generate("a key too long in a list", "extra_key[0]", text=["a"], extra_key=["s" * 257]),
-    generate("OpenAI's name of the key", "cache_salt", text="hi", cache_salt="s"),
+    generate(
+        "another key under OpenAI's name", "extra_key", text="hi", extra_key="a", cache_salt="s"
+    ),
     generate("a priority of 40 bits", "priority", text="hi", priority=2**40),
     generate("a priority too few", "priority", text=["hi", "ho"], priority=[1]),
     generate("a list of priorities, one a string", "priority[0]", text=["hi"], priority=["1"]),
@@ -182,8 +189,6 @@ MALFORMED = [
     chat("an empty stop string in a list", "stop[0]", stop=[""]),
     chat("17 stop strings", "stop", stop=["x"] * 17),
     chat("stop as a number", "stop", stop=3),
-    chat("stop_token_ids below 0", "stop_token_ids[0]", stop_token_ids=[-1]),
-    chat("stop_token_ids beyond the vocabulary", "stop_token_ids", stop_token_ids=[10**9]),
     chat("logit_bias for a word", "logit_bias", logit_bias={"hello": 1}),
     chat("logit_bias beyond the vocabulary", "logit_bias", logit_bias={"999999999": 1}),
     chat("logit_bias of 101", "logit_bias.5", logit_bias={"5": 101}),
@@ -248,12 +253,25 @@ MALFORMED = [
     generate("two samplings for one prompt", "sampling_params", text="a", sampling_params=[{}, {}]),
     sample("an unknown sampling parameter", "temprature", temprature=1),
     sample("a grammar", "json_schema", json_schema="{}"),
-    sample("max_new_tokens 0", "max_new_tokens", max_new_tokens=0),
+    sample("max_new_tokens below 0", "max_new_tokens", max_new_tokens=-1),
     sample("more tokens than fit", "max_new_tokens", max_new_tokens=10**6),
     sample("an integer of 80 bits", "max_new_tokens", max_new_tokens=2**80),
     sample("temperature below 0", "temperature", temperature=-1),
     sample("top_p as a string", "top_p", top_p="0.5"),
-    sample("several answers", "n", n=2),
+    sample("no answers", "n", n=0),
+    sample("129 answers", "n", n=129),
+    sample("65 biases", "logit_bias", logit_bias={str(i): 0 for i in range(65)}),
+    generate(
+        "prompts times n beyond the limit", "text", text=["a"] * 9, sampling_params={"n": 128}
+    ),
+    generate(
+        "other numbers of answers",
+        "sampling_params",
+        text=["a", "b"],
+        sampling_params=[{"n": 1}, {"n": 2}],
+    ),
+    generate("another model", "model", 404, text="hi", model="gpt-17"),
+    in_session("two answers", "sampling_params.n", {"n": 2}, id="s"),
     # Sessions
     chat("two answers in a session", "n", session_id="s", n=2),
     chat("an empty session_id", "session_id", session_id=""),

@@ -9,9 +9,12 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.server_args import ServerArgs, parse_server_args
-from sgl_jax.server.api_keys import ADMIN_PATHS, ApiKeys, Caller
+from sgl_jax.engine.request_limits import MAX_SESSION_ID_CHARS, check_session_id
+from sgl_jax.server import management_routes, native_routes, session_routes
+from sgl_jax.server.api_keys import ADMIN_PATHS, MAX_NAME_CHARS, ApiKeys, Caller
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from sgl_jax.server.session_owner import SessionOwner
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
 
@@ -124,6 +127,15 @@ def test_names_are_not_shared_by_clients_and_admins() -> None:
         ApiKeys({"ann": "a"}, {"ann": "b"})
 
 
+def test_a_name_fits_into_the_ids_of_its_sessions() -> None:
+    longest = "\U0001f511" * MAX_NAME_CHARS
+    assert ApiKeys({longest: "a"}, {}).admit("/generate", [b"Bearer a"]) is not None
+    engine_id = SessionOwner(Caller(longest, is_admin=False)).engine_id("s" * MAX_SESSION_ID_CHARS)
+    check_session_id(engine_id)
+    with pytest.raises(ValueError, match="at most 64 characters, one has 65"):
+        ApiKeys({"x" * 65: "a"}, {})
+
+
 def test_no_key_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         from_flags("--help", SGL_JAX_API_KEY="hush-hush")
@@ -171,5 +183,15 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
         ):
             assert (await rig.http.request(method, path, headers=client)).status_code == 401
             assert (await rig.http.request(method, path, headers=admin)).status_code == 200
+        # All routes of the operator are there, and sessions and figures are not among them.
+        routes = {route.path for route in management_routes.router.routes}
+        routes |= {route.path for route in session_routes.router.routes}
+        routes |= {route.path for route in native_routes.router.routes}
+        assert routes - ADMIN_PATHS == {
+            *("/health", "/health_generate", "/get_model_info", "/metrics", "/generate"),
+            *("/open_session", "/close_session", "/list_sessions"),
+            *("/fork_session", "/rollback_session"),
+        }
+        assert routes >= ADMIN_PATHS
         for headers in (client, admin):
             assert (await rig.http.get("/v1/models", headers=headers)).status_code == 200

@@ -3,102 +3,27 @@
 import contextlib
 import json
 import os
-import queue
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
-from tests.engine.scripted_engine import CRASH_SEED
+from tests.engine.scripted_engine import CRASH_SEED, MAX_RUNNING, SLOW_CRASH_SEED, SLOW_START_SEED
+from tests.server.server_process import SCRIPTED, Server, running_server, until
 
 STEP_MS = 20
 
 
-class Server:
-    """A server process and what it printed."""
-
-    def __init__(self, model: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "tests.server.scripted_server"]
-        command += ["--model-path", str(model), "--port", "0", *flags]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.printed: list[str] = []
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.url = ""
-
-    def wait_ready(self) -> "Server":
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            line = self._lines.get(timeout=60)
-            found = re.search(r"ready at (http://\S+)", line)
-            if found:
-                self.url = found[1]
-                return self
-        raise AssertionError(self.printed)
-
-    def wait_exit(self, timeout_s: float = 30) -> int:
-        code = self.process.wait(timeout_s)
-        self._reader.join(5)
-        return code
-
-    @property
-    def engine(self) -> psutil.Process:
-        return self._child("scripted_engine")
-
-    @property
-    def text_workers(self) -> psutil.Process:
-        return self._child("text.worker")
-
-    def _child(self, word: str) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        (child,) = (child for child in children if word in " ".join(child.cmdline()))
-        return child
-
-    def num_running(self) -> int:
-        state = httpx.get(f"{self.url}/get_server_info").json()
-        return int(state["ranks"][0]["num_running"])
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.printed.append(line)
-            self._lines.put(line)
-
-
 @pytest.fixture
 def start(model_folder: Path) -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def make(*flags: str) -> Server:
-        servers.append(Server(model_folder, *flags))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(server.process.pid).children():
-                child.kill()
-        server.process.kill()
-        server.process.wait()
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+    with contextlib.ExitStack() as stack:
+        yield lambda *flags: stack.enter_context(running_server(SCRIPTED, model_folder, *flags))
 
 
 @contextlib.contextmanager
@@ -143,7 +68,9 @@ def test_what_does_not_finish_in_time_ends_with_an_error(start: Callable[..., Se
     with streaming(server) as lines:
         server.process.send_signal(signal.SIGINT)
         *_, last = lines
-    assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert "shutting down" in error["message"]
+    assert error["code"] == "shutting_down"
     assert server.wait_exit() == 0
 
 
@@ -156,6 +83,17 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Server]) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit(10) == 128 + signal.SIGTERM
     until(lambda: not engine.is_running(), "the engine lives on")
+    assert not server.left_behind()
+
+
+def test_signals_while_it_ends_do_not_change_the_exit_code(start: Callable[..., Server]) -> None:
+    """Often enough that some of them meet the last milliseconds."""
+    server = start("--random-seed", str(CRASH_SEED))
+    server.wait_line("(cannot serve)")
+    while server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    assert server.wait_exit() == 1
 
 
 def test_when_the_engine_dies_so_does_the_server_and_says_why(
@@ -168,6 +106,37 @@ def test_when_the_engine_dies_so_does_the_server_and_says_why(
     assert "killed by signal 9" in json.loads(last.removeprefix("data: "))["error"]["message"]
     assert server.wait_exit() == 1
     assert any("killed by signal 9" in line for line in server.printed)
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_an_engine_that_fails_and_lingers_holds_up_nothing(
+    start: Callable[..., Server], signalled: bool
+) -> None:
+    """It has closed its sockets, but its process has not ended yet."""
+    server = start().wait_ready()
+    body = {"text": "hello", "sampling_params": {"seed": SLOW_CRASH_SEED}}
+    answer = httpx.post(f"{server.url}/generate", json=body, timeout=10)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "engine_dead"
+    assert "the script says" not in answer.text  # what the engine printed is for the operator
+    if signalled:
+        server.process.send_signal(signal.SIGTERM)
+    assert server.wait_exit(15) == 1, server.printed
+    assert any("the script says to crash and to linger" in line for line in server.printed)
+
+
+def test_what_a_client_names_a_request_cannot_forge_lines_of_the_log(
+    start: Callable[..., Server],
+) -> None:
+    server = start("--log-requests").wait_ready()
+    rid = "a\nERROR forged\x1b[31m\u2028b"
+    body = {"text": "hello", "rid": rid, "sampling_params": {"max_new_tokens": 2}}
+    assert httpx.post(f"{server.url}/generate", json=body, timeout=10).status_code == 200
+    until(lambda: sum("forged" in line for line in server.printed) == 2, "start and end are logged")
+    for line in server.printed:
+        assert not line.startswith("ERROR forged")
+        assert "\x1b" not in line
+        assert "\u2028" not in line
 
 
 def test_an_engine_that_does_not_start_is_explained(start: Callable[..., Server]) -> None:
@@ -186,6 +155,68 @@ def test_a_port_that_is_taken_is_said_at_once(start: Callable[..., Server]) -> N
         server = start("--port", str(port))
         assert server.wait_exit() == 1
     assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in server.printed)
+
+
+def test_a_server_that_starts_says_so_and_a_second_on_its_port_learns_it_at_once(
+    start: Callable[..., Server],
+) -> None:
+    server = start("--random-seed", str(SLOW_START_SEED), "--api-key", "hush")
+    url = server.wait_line(r"listening at (http://\S+);")
+    second = start("--port", url.rpartition(":")[2])
+    for path, told in (("/health", {"status": "starting"}), ("/v1/models", {})):
+        answer = httpx.get(url + path, timeout=2)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "starting"
+        assert answer.json().items() >= told.items()
+        assert "retry-after" in answer.headers
+    assert httpx.get(url + "/" + "a" * 9000, timeout=2).status_code == 414
+    assert second.wait_exit() == 1
+    assert not any("warming up" in line for line in second.printed)
+    assert sum("cannot listen on" in line for line in second.printed) == 1, second.printed
+    server.wait_ready()
+    assert httpx.get(url + "/health", timeout=2).json() == {"status": "ready"}
+    assert httpx.get(url + "/v1/models", timeout=2).status_code == 401
+
+
+def test_a_stopped_engine_is_stuck_and_goes_on_when_it_may(start: Callable[..., Server]) -> None:
+    server = start("--engine-heartbeat-timeout", "3", "--max-queued-requests", "3").wait_ready()
+    engine = server.engine
+    engine.suspend()
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 2}}
+
+    def told() -> dict[str, str]:
+        answer: dict[str, str] = httpx.get(f"{server.url}/health", timeout=2).json()
+        return answer
+
+    with futures.ThreadPoolExecutor(12) as pool, httpx.Client(timeout=30) as client:
+        asked = [pool.submit(client.post, f"{server.url}/generate", json=body) for _ in range(12)]
+        until(lambda: told()["status"] == "stuck", "a stopped engine is noticed")
+        assert datetime.fromisoformat(told()["since"]) < datetime.now(UTC)
+        refused = httpx.post(f"{server.url}/generate", json=body, timeout=2)
+        assert refused.json()["error"]["code"] == "engine_stuck"
+        engine.resume()
+        answers = [answer.result() for answer in asked]
+    until(lambda: told() == {"status": "ready"}, "it goes on")
+    codes = [answer.status_code for answer in answers]
+    assert codes.count(200) == 3 + MAX_RUNNING, codes
+    assert {a.json()["error"]["code"] for a in answers if a.status_code == 503} == {"queue_full"}
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_stopped_engine_does_not_hold_up_the_end(
+    start: Callable[..., Server], busy: bool
+) -> None:
+    server = start("--random-seed", "100", "--engine-heartbeat-timeout", "2").wait_ready()
+    engine = server.engine
+    with streaming(server) if busy else contextlib.nullcontext() as lines:
+        engine.suspend()
+        server.process.send_signal(signal.SIGTERM)
+        if lines is not None:
+            *_, last = lines
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert server.wait_exit(25) == 0
+    until(lambda: not engine.is_running(), "the engine lives on")
+    assert not server.left_behind()
 
 
 def test_a_signal_while_starting_ends_it(start: Callable[..., Server]) -> None:

@@ -107,9 +107,28 @@ async def test_many_fields_and_biases_are_refused_by_their_number(
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        *(("rid", "a"), ("extra_key", "a"), ("priority", 1), ("return_logprob", True)),
+        *(("top_logprobs_num", 1), ("logprob_start_len", 0), ("sampling_params", {})),
+        *(("image_data", ""), ("return_hidden_states", False)),
+    ],
+)
+async def test_a_list_has_no_more_entries_than_there_may_be_prompts(
+    name: str, entry: Any, model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    async with serving(model_folder, tokenizer) as rig:
+        answer = await rig.http.post("/generate", json={"text": "a", name: [entry] * 1025})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, name)
+        assert "at most 1024" in error["message"]
+
+
+@pytest.mark.anyio
 async def test_a_prompt_beyond_its_characters(model_folder: Path, tokenizer: Tokenizer) -> None:
     async with serving(model_folder, tokenizer) as rig:
-        text = "a" * (rig.front.max_prompt_chars + 1)
+        text = "a" * (rig.front.checks.max_prompt_chars + 1)
         message = [{"role": "user", "content": text}]
         for path, body in (
             ("/generate", {"text": text}),
@@ -119,5 +138,7 @@ async def test_a_prompt_beyond_its_characters(model_folder: Path, tokenizer: Tok
         ):
             answer = await rig.http.post(path, json=body)
             assert answer.status_code == 400
-            assert "characters" in answer.json()["error"]["message"]
+            error = answer.json()["error"]
+            assert "characters" in error["message"]
+            assert error["code"] == "context_length_exceeded"
         assert rig.engine.seen == []

@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_jax.core.messages import Profile
+from sgl_jax.core.messages import Heartbeat, Profile
+from sgl_jax.engine.health import EngineHealth
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.server.conftest import Rig, serving
+from tests.engine.scripted_engine import MAX_RUNNING
+from tests.server.conftest import MAX_QUEUED, Rig, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -37,6 +40,41 @@ async def test_a_draining_server_refuses_new_work(rig: Rig) -> None:
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
         assert answer.json()["error"]["code"] == "shutting_down"
+
+
+async def test_a_silent_engine_is_stuck_until_it_is_heard_again(rig: Rig) -> None:
+    now_s = [0.0]
+    rig.context.health = health = EngineHealth(20.0, lambda: now_s[0])
+    now_s[0] = 21.0
+    answer = await rig.http.get("/health")
+    told = answer.json()
+    assert (answer.status_code, told["status"]) == (503, "stuck")
+    silent_since = datetime.fromisoformat(told["since"])
+    assert 20 < (datetime.now(UTC) - silent_since).total_seconds() < 23
+    for refused in (
+        await rig.http.post("/generate", json={"text": "hi"}),
+        await rig.http.get("/get_server_info"),
+    ):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_stuck")
+        assert "retry-after" in refused.headers
+    assert (await rig.http.get("/metrics")).status_code == 200
+    health.hear(Heartbeat(turn_s=7.0))
+    assert (await rig.http.get("/health")).json() == {"status": "ready"}
+
+
+async def test_each_prompt_of_a_list_counts_for_the_queue(rig: Rig) -> None:
+    rig.engine.is_stuck = True
+    waiting = asyncio.create_task(
+        rig.http.post("/generate", json={"text": ["hi"] * (MAX_QUEUED + MAX_RUNNING - 1)})
+    )
+    while not rig.front.num_open:
+        await asyncio.sleep(0.01)
+    both = await rig.http.post("/v1/completions", json={"prompt": ["a", "b"]})
+    assert (both.status_code, both.json()["error"]["code"]) == (503, "queue_full")
+    assert "retry-after" in both.headers
+    assert rig.front.num_open == MAX_QUEUED + MAX_RUNNING - 1  # none of the two was taken
+    rig.engine.is_stuck = False
+    assert (await waiting).status_code == 200
 
 
 async def test_facts_are_told_but_not_the_key(model_folder: Path, tokenizer: Tokenizer) -> None:
@@ -125,6 +163,16 @@ async def test_traces_go_where_the_operator_says(rig: Rig, tmp_path: Path) -> No
     assert bad.json()["error"]["param"] == "output_dir"
 
 
+async def test_a_refused_trace_leaves_no_folder(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rig.engine.refuses_profiles = True
+    refused = await rig.http.post("/start_profile")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "profile_refused")
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_the_description_holds_every_body_answer_and_error(rig: Rig) -> None:
     described = (await rig.http.get("/openapi.json")).json()
     schemas = described["components"]["schemas"]
@@ -133,3 +181,13 @@ async def test_the_description_holds_every_body_answer_and_error(rig: Rig) -> No
         for operation in methods.values():
             assert {"200", "400", "401", "404", "413", "500", "503"} <= set(operation["responses"])
             assert "422" not in operation["responses"], path
+            assert "Allow" in operation["responses"]["405"]["headers"]
+    assert set(described["paths"]["/flush_cache"]) == {"get", "post"}
+    unserved = schemas["ChatRequest"]["properties"]["return_hidden_states"]
+    assert unserved["anyOf"][0] == {"enum": [None, False]}
+
+
+async def test_the_server_tells_under_which_name_it_serves_its_model(rig: Rig) -> None:
+    assert rig.context.args.served_model_name is None
+    info = (await rig.http.get("/get_server_info")).json()
+    assert info["served_model_name"] == "scripted"

@@ -23,7 +23,7 @@ from tests.tokenizers import TEMPLATE
 pytestmark = pytest.mark.anyio
 
 TIMEOUT_S = 1.0
-MAX_CHARS = 1000
+MAX_CHARS, MAX_TOKENS = 1000, 256
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TRICKY = (
     "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}"
@@ -70,6 +70,7 @@ async def chat(pool: TextPool, content: str, client: str = "one", **arguments: A
         [{"role": "user", "content": content}],
         continue_final_message=False,
         template_args=arguments,
+        max_tokens=MAX_TOKENS,
     )
     return ids.tolist()
 
@@ -107,9 +108,11 @@ async def test_a_template_that_fills_memory_is_refused(pool: Pools) -> None:
 
 async def test_what_a_template_writes_is_bounded(pool: Pools) -> None:
     async with pool() as texts:
-        with pytest.raises(InvalidRequestError, match=f"takes {MAX_CHARS}") as caught:
+        with pytest.raises(InvalidRequestError, match=f"at most {MAX_CHARS} are taken") as caught:
             await chat(texts, "grow")
         assert caught.value.param == "messages"
+        assert caught.value.code == "context_length_exceeded"
+        assert f"maximum context length is {MAX_TOKENS} tokens" in str(caught.value)
 
 
 async def test_workers_that_are_killed_are_replaced(pool: Pools, workers: TextWorkers) -> None:

@@ -1,5 +1,6 @@
 """Loading, encoding, and chat prompts."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,32 @@ def test_a_missing_folder_is_named() -> None:
         Tokenizer.load("/no/such/folder")
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=tmp_path.name):
-        Tokenizer.load(str(tmp_path))
+def test_without_a_tokenizer_a_text_is_refused_for_what_is_missing(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(str(tmp_path))
+    assert not tokenizer.knows_text
+    assert tokenizer.decode([1, 2, 3]) == ""
+    with pytest.raises(InvalidRequestError, match=r"no tokenizer: send token ids \(input_ids\)"):
+        tokenizer.encode("hello")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "[1]"),
+        ("tokenizer.json", '{"model": 5}'),
+        ("tokenizer_config.json", "[1, 2]"),
+        ("tokenizer_config.json", '{"bos_token": 7}'),
+        ("tokenizer_config.json", '{"model_max_length": {}, "tokenizer_class": 5}'),
+    ],
+)
+def test_a_damaged_tokenizer_is_named_in_one_line(
+    byte_level_folder: Path, tmp_path: Path, file: str, content: str
+) -> None:
+    folder = shutil.copytree(byte_level_folder, tmp_path / "damaged")
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=r"cannot read a tokenizer from '.*damaged'") as caught:
+        Tokenizer.load(str(folder))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_template_file_is_named(byte_level_folder: Path) -> None:

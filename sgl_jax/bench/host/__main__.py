@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import sgl_jax.bench.host as host
 from sgl_jax.bench.host.memory import bench_allocator, bench_balance, bench_eviction, bench_tree
-from sgl_jax.bench.host.serving import LIMITS, serving_lines
+from sgl_jax.bench.host.serving import LOADS, serving_lines
 from sgl_jax.bench.host.sessions import bench_sessions
 from sgl_jax.bench.host.steps import DP_SIZE, bench_full_queue, bench_steps, busy_check_line
 from sgl_jax.bench.host.timing import HEADER, Timing
@@ -35,7 +35,7 @@ def main() -> None:
         print(timing.line(), flush=True)
     for dp_size in (1, DP_SIZE):
         print(busy_check_line(dp_size, 16, repeats), flush=True)
-    for name in LIMITS:
+    for name in LOADS:
         for line in serving_lines(name, 2 * repeats):
             print(line, flush=True)
 

@@ -2,11 +2,13 @@
 
 On each of 8 ranks about 256 requests run; 2,048 wait, of 40 shared beginnings in 4 namespaces, of
 4 priorities; 4,000 streaming sessions have had a turn, and take further ones among the others.
-About 1 % of the running requests end in each step, and as many start. Submitting is timed apart.
+Submitting is timed apart.
 
-What limits the number of requests that run is one of `LIMITS`: the prompt tokens of a step (then
+What limits the number of requests that run is one of `LOADS`: the prompt tokens of a step (then
 memory suffices, and 500 sessions stay idle on each rank), rows, or pages. Where memory is the
-limit, waiting requests take that of idle sessions, so few sessions keep theirs.
+limit, waiting requests take that of idle sessions, so few sessions keep theirs. Answers are as
+long, in the mean, as those of recorded conversations, so that five or six requests end in each
+step and as many start; or 2,000 tokens, so that one does.
 """
 
 import time
@@ -21,6 +23,7 @@ from sgl_jax.bench.host.steps import DP_SIZE, ROWS_PER_RANK, VOCAB_SIZE, StepLoo
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest, OpenSession, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.engine.garbage import collect_if_many, take_over_collection
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.scheduler import Scheduler
 
@@ -32,44 +35,49 @@ NUM_NAMESPACES = 4
 _STEM_LENS = (1200, 1800)
 _TAIL_LENS = (100, 400)
 _TURN_LENS = (30, 90)
-_OUTPUT_LENS = (60, 140)
+_RECORDED_LENS = (100, 586)
+_LONG_LENS = (1500, 2500)
+_FIRST_TURN_LENS = (60, 140)
 _TURN_SHARE = 0.1
 
 
-class Limit(NamedTuple):
-    """Sizes of a rank where one of them limits how many requests run."""
+class Load(NamedTuple):
+    """Sizes of a rank, one of which limits how many requests run, and how long answers are."""
 
     num_rows: int
     num_pages: int
     chunk_size: int  # prompt tokens of a step
+    answer_lens: tuple[int, int] = _RECORDED_LENS
 
 
-LIMITS = {
-    "prompt tokens": Limit(num_rows=1 + 400 + 500, num_pages=25_000, chunk_size=690),
-    "rows": Limit(num_rows=1 + ROWS_PER_RANK, num_pages=25_000, chunk_size=2048),
-    "pages": Limit(num_rows=1 + 2 * ROWS_PER_RANK, num_pages=7_000, chunk_size=2048),
+LOADS = {
+    "limited by prompt tokens": Load(1 + 400 + 500, num_pages=25_000, chunk_size=450),
+    "limited by rows": Load(1 + ROWS_PER_RANK, num_pages=25_000, chunk_size=2048),
+    "limited by pages": Load(1 + 2 * ROWS_PER_RANK, num_pages=7_000, chunk_size=2048),
+    "limited by rows, long answers": Load(1 + ROWS_PER_RANK, 60_000, 2048, _LONG_LENS),
 }
 
 
 class ServingLoad:
-    """Clients that keep `NUM_WAITING` requests waiting, before ranks of the given limit."""
+    """Clients that keep `NUM_WAITING` requests waiting, before ranks of the given sizes."""
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, load: Load) -> None:
         sizes = EngineSizes(
             dp_size=DP_SIZE,
             page_size=PAGE_SIZE,
-            num_pages=limit.num_pages,
-            num_rows=limit.num_rows,
-            max_context_len=4000,
-            max_step_tokens=limit.chunk_size + limit.num_rows - 1,
+            num_pages=load.num_pages,
+            num_rows=load.num_rows,
+            max_context_len=5000,
+            max_step_tokens=load.chunk_size + load.num_rows - 1,
             max_prompt_logprob_tokens=1024,
             vocab_size=VOCAB_SIZE,
         )
         config = SchedulerConfig(
-            chunked_prefill_size=limit.chunk_size,
+            chunked_prefill_size=load.chunk_size,
             max_queued_requests=2 * NUM_WAITING + NUM_SESSIONS,
             enable_priority_scheduling=True,
         )
+        self._answer_lens = _FIRST_TURN_LENS
         self.scheduler = Scheduler(sizes, config)
         self.loop = StepLoop(self.scheduler)
         self._rng = np.random.default_rng(0)
@@ -82,6 +90,13 @@ class ServingLoad:
         self._idle: deque[str] = deque()  # sessions without a turn in flight
         self.num_finished = 0
         self._open_sessions()
+        # Those that run first end as those will that come after them: some soon, some late.
+        self._answer_lens = (1, load.answer_lens[1])
+        for _ in range(100):
+            while self.scheduler.num_waiting < 64:
+                self.scheduler.submit(self._request())
+            self.step()
+        self._answer_lens = load.answer_lens
 
     def _open_sessions(self) -> None:
         for number in range(NUM_SESSIONS):
@@ -139,13 +154,14 @@ class ServingLoad:
         return tokens
 
     def _sampling(self) -> SamplingParams:
-        return SamplingParams(max_new_tokens=int(self._rng.integers(*_OUTPUT_LENS)))
+        return SamplingParams(max_new_tokens=int(self._rng.integers(*self._answer_lens)))
 
 
 def serving_lines(name: str, num_steps: int) -> Iterator[str]:
-    """What a step and a submission cost where `LIMITS[name]` limits what runs, as lines."""
-    load = ServingLoad(LIMITS[name])
-    num_warm = 200
+    """What a step and a submission cost under `LOADS[name]`, as lines."""
+    load = ServingLoad(LOADS[name])
+    take_over_collection()  # as the engine does when it is ready
+    num_warm = 300
     steps: list[float] = []
     submits: list[float] = []
     running, idle = [], []
@@ -156,11 +172,12 @@ def serving_lines(name: str, num_steps: int) -> Iterator[str]:
             load.num_finished = 0
         submits += load.fill_queue()
         steps.append(load.step())
+        collect_if_many(False)
         running.append(load.scheduler.num_running)
         idle.append(sum(rank.memory.cache.num_idle for rank in load.scheduler.ranks))
     load.scheduler.audit()
     yield (
-        f"serving, limited by {name}: {np.mean(running[num_warm:]):,.0f} run, "
+        f"serving, {name}: {np.mean(running[num_warm:]):,.0f} run, "
         f"{load.num_finished / num_steps:.1f} end a step, {NUM_WAITING:,} wait, "
         f"{np.mean(idle[num_warm:]):,.0f} sessions idle"
     )

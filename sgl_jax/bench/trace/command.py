@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sgl_jax.bench.trace.cache_only import tree_hit_rate
 from sgl_jax.bench.trace.oracles import Trace, num_distinct_blocks, oracle_hit_rates
-from sgl_jax.bench.trace.plot import PLOT_SUFFIXES, figure_class, plot_run
+from sgl_jax.bench.trace.plot import plot_run
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, VOCAB_SIZE, read_trace
 from sgl_jax.bench.trace.report import CacheRow, cache_table, served_text, served_values
 from sgl_jax.bench.trace.served import serve_trace
@@ -22,6 +22,7 @@ from sgl_jax.core.server_args import ServerArgs, add_arguments
 from sgl_jax.executor.buckets import step_limits
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
+from sgl_jax.plan.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
 from sgl_jax.scheduler.config import SchedulerConfig
 
 ENGINE_SETTINGS = (
@@ -131,10 +132,7 @@ def _check(words: argparse.Namespace) -> None:
         return
     if words.cache_only:
         raise ValueError("--plot shows a served run, not --cache-only")
-    if words.plot.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}")
-    if not words.plot.parent.is_dir():
-        raise ValueError(f"--plot: there is no folder {str(words.plot.parent)!r}")
+    check_plot_file(words.plot)
     figure_class()
 
 

@@ -8,22 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.bench.trace.served import RequestLog, Sample, ServedRun
+from sgl_jax.plan.plot_file import figure_class
 
-PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 _NUM_INTERVALS = 60  # of the run, for rates and percentiles
 _MAX_POINTS = 240  # of a line
-
-
-def figure_class() -> type:
-    """Matplotlib's `Figure`. Raises RuntimeError where there is none."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError(
-            "--plot needs matplotlib: pip install 'sgl-jax[bench]' brings it"
-        ) from error
-    figure: type = Figure
-    return figure
 
 
 def plot_run(run: ServedRun, title: str, path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Weights that are no numbers are refused where they are loaded: such a model answers nonsense.
+
+They are looked at on the devices where they lie, in one program. A sample is enough for a tensor
+that was never filled or overflowed, and what it misses in a dense layer makes every logit of the
+token that ends the warm-up a NaN. All of them take some 2 s per GiB on a CPU with other work.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sgl_jax.checkpoint.paths import Path, flatten
+from sgl_jax.checkpoint.sources import Source
+from sgl_jax.checkpoint.tensor_files import TensorFiles
+from sgl_jax.layers.parameter import ParamTree
+
+_WHOLE_SIZE = 2**20  # elements up to which a parameter is looked at whole
+_ROW_STRIDE = 16
+
+
+def non_finite_parameters(params: ParamTree, *, check_all: bool) -> list[Path]:
+    """Paths of the parameters with a NaN or an infinity.
+
+    Without `check_all`, of a large one every sixteenth row of each matrix is looked at.
+    """
+    flat = flatten(params)
+
+    def is_finite(array: jax.Array) -> jax.Array:
+        if not check_all and array.size > _WHOLE_SIZE:
+            array = array[..., ::_ROW_STRIDE, :]
+        return jnp.isfinite(array).all()
+
+    are_finite = jax.jit(lambda arrays: [is_finite(array) for array in arrays])
+    return [
+        path
+        for path, is_good in zip(flat, are_finite(list(flat.values())), strict=True)
+        if not bool(is_good)
+    ]
+
+
+def non_finite_tensor(source: Source, files: TensorFiles) -> str | None:
+    """Name and file of the first tensor of `source` that is not finite as it is stored."""
+    for name, shape in source.tensors().items():
+        tensor = files.read(name, tuple(slice(0, size) for size in shape))
+        if not np.isfinite(tensor.astype(np.float32)).all():
+            return f"tensor {name!r} in {str(files.file_of(name))!r}"
+    return None

@@ -1,0 +1,58 @@
+"""The step that a warm-up ends with: one greedy token on each rank, as a request would draw it.
+
+What compiles may still compute nonsense: weights that overflow, a kernel that reads beyond its
+pages. Log-probabilities that are no numbers give that away before a client sees it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.step_plan import RankPlan, RankResult, RowAdmission, StepPlan
+
+_MAX_PROMPT_TOKENS = 4
+
+
+def first_token_plan(sizes: EngineSizes) -> StepPlan:
+    """On each rank a short prompt in row 1 and page 1, which later requests overwrite."""
+    length = min(
+        *(_MAX_PROMPT_TOKENS, sizes.page_size, sizes.max_chunk_tokens),
+        *(sizes.max_context_len - 1, sizes.vocab_size),
+    )
+    admission = RowAdmission(
+        row=1,
+        tokens=np.arange(length, dtype=np.int32),
+        prompt_len=length,
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        seed=0,
+        stop_token_ids=(),
+    )
+    rank = RankPlan(
+        rows=np.array([1], np.int32),
+        epochs=np.zeros(1, np.int32),
+        kv_starts=np.zeros(1, np.int32),
+        q_lens=np.array([length], np.int32),
+        samples=np.array([True]),
+        page_table=np.array([[1]], np.int32),
+        num_decode=0,
+        relayed=np.array([False]),
+        admissions=(admission,),
+        return_logprob=True,
+    )
+    return StepPlan(step_id=0, ranks=(rank,) * sizes.dp_size)
+
+
+def check_first_token(results: Sequence[RankResult], vocab_size: int, model_path: str) -> None:
+    """Raise ValueError if a rank drew no token, or its logits were not finite."""
+    for rank, result in enumerate(results):
+        token = int(result.tokens[0, 0])
+        assert result.logprobs is not None, "the plan asks for them"
+        logprob = float(result.logprobs[0, 0])
+        if not 0 <= token < vocab_size or not np.isfinite(logprob):
+            raise ValueError(
+                f"the model in {model_path!r} computes logits that are no finite numbers (rank "
+                f"{rank}, token {token}, log-probability {logprob}): its weights are damaged, or "
+                "too large for --dtype"
+            )

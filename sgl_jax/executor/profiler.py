@@ -1,0 +1,53 @@
+"""Device traces, into folders that clients name.
+
+JAX looks at the folder only when a trace is written, and a trace that could not be written stays
+open for good: so it is tried first.
+"""
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+import jax
+
+
+class Profiler:
+    """At most one trace at a time."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+
+    def start(self, folder: Path) -> None:
+        """Trace into `folder`, which is made, until `stop`.
+
+        Raises RuntimeError if a trace runs already, OSError if nothing can be written there; then
+        the folder is not made.
+        """
+        if self._folder is not None:
+            raise RuntimeError(f"a trace into {str(self._folder)!r} runs already")
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            _try_to_write(folder)
+            jax.profiler.start_trace(str(folder))
+        except BaseException:
+            for path in made:
+                with contextlib.suppress(OSError):  # others have put something there meanwhile
+                    path.rmdir()
+            raise
+        self._folder = folder
+
+    def stop(self) -> None:
+        """Write the trace. Raises RuntimeError if none runs; OSError if it cannot be written now,
+        and then it runs on."""
+        if self._folder is None:
+            raise RuntimeError("no trace runs")
+        _try_to_write(self._folder)
+        jax.profiler.stop_trace()
+        self._folder = None
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raises OSError if it cannot be made, or written to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x")

@@ -1,0 +1,91 @@
+"""All ranks of the scheduler, with the rows of all of them as one range.
+
+What a step does to many rows of every rank alike is done once on columns over the rows of all
+ranks; the columns of a rank are views of these. Row r of rank k is row k * num_rows + r there,
+its *joint* row. Owns the columns; what is in them is decided elsewhere.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
+from sgl_jax.mem_cache.rank_memory import commit_rows, grow_rows
+from sgl_jax.mem_cache.req_to_token_pool import RowTables
+from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.running_rows import RowColumns
+
+
+class Ranks:
+    """The ranks of an engine of the given sizes; `tables` and `running` are of joint rows."""
+
+    def __init__(self, sizes: EngineSizes, config: SchedulerConfig) -> None:
+        num_rows = sizes.dp_size * sizes.num_rows
+        self.tables = RowTables.empty(num_rows, sizes.pages_per_row)
+        self.running = RowColumns.empty(num_rows, sizes.max_context_len)
+        self._first_rows = np.arange(0, num_rows + 1, sizes.num_rows)
+        self.ranks = []
+        for dp_rank, first in enumerate(self._first_rows[:-1].tolist()):
+            part = slice(first, first + sizes.num_rows)
+            tables, columns = self.tables.part(part), self.running.part(part)
+            self.ranks.append(RankScheduler(dp_rank, sizes, config, tables, columns))
+        self.page_size = sizes.page_size
+        self._num_rows = sizes.num_rows
+        self.num_generated_tokens = 0  # by requests of all ranks
+        self._memories = [rank.memory for rank in self.ranks]
+
+    def join(self, rows: Sequence[Int32Array | IntpArray]) -> tuple[RowIndex, list[int]]:
+        """The joint rows of each rank's `rows`, rank by rank, and where each rank's begin.
+
+        Those of rank k lie in [bounds[k], bounds[k + 1]).
+        """
+        counts = [len(part) for part in rows]
+        joint = np.concatenate(rows, dtype=np.intp)
+        joint += self._first_rows[:-1].repeat(counts)
+        return joint, [0, *accumulate(counts)]
+
+    def bounds(self, joint: RowIndex) -> list[int]:
+        """Where each rank's rows begin among `joint` rows that are listed rank by rank."""
+        starts: list[int] = (
+            (joint // self._num_rows).searchsorted(np.arange(len(self.ranks) + 1)).tolist()
+        )
+        return starts
+
+    def split(self, joint: RowIndex, bounds: Sequence[int]) -> list[RowIndex]:
+        """Each rank's own rows, of joint ones: undoes `join`."""
+        return [
+            joint[bounds[k] : bounds[k + 1]] - first
+            for k, first in enumerate(self._first_rows[:-1].tolist())
+        ]
+
+    def locate(self, joint_row: int) -> tuple[RankScheduler, int]:
+        """The rank of a joint row, and the row there."""
+        dp_rank, row = divmod(joint_row, self._num_rows)
+        return self.ranks[dp_rank], row
+
+    def grow_rows(
+        self, joint: RowIndex, allocated_lens: Int32Array, bounds: Sequence[int]
+    ) -> list[bool]:
+        """Reserve slots; whether there was memory for the rows of each rank. See `grow_rows`."""
+        return grow_rows(self.tables, self._memories, joint, allocated_lens, bounds)
+
+    def commit_rows(self, joint: RowIndex, committed_lens: Int32Array) -> None:
+        """What a launched step writes is committed. See `commit_rows`."""
+        commit_rows(self.tables, self._memories, joint, committed_lens)
+
+
+def largest_of_each(values: Int32Array, bounds: Sequence[int]) -> list[int]:
+    """The largest value of each rank, of values not below 0; 0 where it has none.
+
+    Those of rank k are `values[bounds[k] : bounds[k + 1]]`.
+    """
+    # Of an empty part `reduceat` takes the value that follows: one more, so that there is any.
+    followed = np.concatenate((values, (0,)))
+    largest = np.maximum.reduceat(followed, bounds[:-1]).tolist()
+    return [
+        value if first < end else 0
+        for value, (first, end) in zip(largest, pairwise(bounds), strict=True)
+    ]

@@ -1,0 +1,77 @@
+"""What requests of every protocol say beside prompt and sampling, with one entry a prompt."""
+
+from typing import Any, NamedTuple
+
+from pydantic import Field, model_validator
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.engine.request_limits import one_namespace
+from sgl_jax.server.strict_model import ForEach, Namespace, Priority, Rid, StrictModel
+
+_RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")
+
+
+class RequestOptions(NamedTuple):
+    """Of one prompt, as `Frontend.prepare` takes them."""
+
+    rid: str | None
+    dp_rank: int | None
+    namespace: str
+    priority: int | None
+
+
+class RequestFields(StrictModel):
+    """The fields that all protocols share. A list has one entry for each prompt."""
+
+    model: str = "default"
+    stream: bool | None = None
+    rid: Rid | ForEach[Rid] | None = Field(default=None, description="name of the request")
+    dp_rank: int | None = Field(default=None, ge=0, description="data-parallel rank to run on")
+    routed_dp_rank: int | None = Field(default=None, ge=0, description="same as dp_rank")
+    data_parallel_rank: int | None = Field(default=None, ge=0, description="same as dp_rank")
+    cache_salt: Namespace | ForEach[Namespace] | None = Field(
+        default=None, description="cached prefixes are shared only with requests of the same"
+    )
+    extra_key: Namespace | ForEach[Namespace] | None = Field(
+        default=None, description="same as cache_salt"
+    )
+    priority: Priority | ForEach[Priority] | None = Field(
+        default=None, description="without effect but with --enable-priority-scheduling"
+    )
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> "RequestFields":
+        given = {name: getattr(self, name) for name in _RANK_FIELDS}
+        if len({rank for rank in given.values() if rank is not None}) > 1:
+            name = next(name for name in reversed(_RANK_FIELDS) if given[name] is not None)
+            raise InvalidRequestError(
+                f"{', '.join(_RANK_FIELDS)} are names of one field: send one of them", name
+            )
+        return self
+
+    def options_of(self, num_prompts: int) -> list[RequestOptions]:
+        """One for each prompt. Raises `InvalidRequestError` for a list of another length."""
+        ranks = (getattr(self, name) for name in _RANK_FIELDS)
+        dp_rank = next((rank for rank in ranks if rank is not None), None)
+        each = zip(
+            for_each("rid", self.rid, num_prompts),
+            for_each("extra_key", self.extra_key, num_prompts),
+            for_each("cache_salt", self.cache_salt, num_prompts),
+            for_each("priority", self.priority, num_prompts),
+            strict=True,
+        )
+        return [
+            RequestOptions(rid, dp_rank, one_namespace(key, salt), priority)
+            for rid, key, salt, priority in each
+        ]
+
+
+def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
+    """What field `name` gives for each prompt: an entry of its list, or its one value."""
+    if not isinstance(given, list):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequestError(
+            f"{name} has {len(given)} entries for {num_prompts} prompts", name
+        )
+    return given

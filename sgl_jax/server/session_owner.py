@@ -1,0 +1,42 @@
+"""Whose session it is: each caller has session ids of its own, and knows of no others.
+
+The engine knows a session by one id. That of a caller's session begins with the caller's name, so
+that nobody can list, continue, close or collide with the sessions of others. An admin, and
+everybody where there are no API keys, uses the engine's ids as they are.
+"""
+
+from urllib.parse import quote
+
+from fastapi import Request
+from msgspec.structs import replace
+
+from sgl_jax.core.messages import SessionTurn
+from sgl_jax.server.api_keys import Caller, caller_of
+
+
+class SessionOwner:
+    """The sessions of one caller; an admin's: all of them."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._prefix = "" if caller.is_admin else f"{quote(caller.name, safe='')}:"
+
+    def engine_id(self, session_id: str) -> str:
+        """How the engine calls the caller's session `session_id`."""
+        return self._prefix + session_id
+
+    def client_id(self, engine_id: str) -> str | None:
+        """How the caller calls a session; None if it belongs to another."""
+        return engine_id[len(self._prefix) :] if engine_id.startswith(self._prefix) else None
+
+    def own(self, turn: SessionTurn | None) -> SessionTurn | None:
+        """A turn of the caller's session."""
+        return turn if turn is None else replace(turn, id=self.engine_id(turn.id))
+
+    def as_told(self, message: str) -> str:
+        """A sentence of the engine, with the session's id as the caller knows it."""
+        return message.replace(f"'{self._prefix}", "'") if self._prefix else message
+
+
+def owner_of(request: Request) -> SessionOwner:
+    """The sessions that `request` may ask for."""
+    return SessionOwner(caller_of(request))

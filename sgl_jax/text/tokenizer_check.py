@@ -1,0 +1,91 @@
+"""What a tokenizer must do before a client may use it: tried once, when the server starts.
+
+A fault that only the first request would meet is found by whoever can mend it.
+"""
+
+import logging
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE = "Hello, world: 12 + 30 = 42."
+_CONVERSATION = ({"role": "user", "content": _SAMPLE},)
+
+
+def load_tokenizer(args: ServerArgs) -> Tokenizer:
+    """The tokenizer that `args` name, tried. Raises ValueError if it cannot be used.
+
+    A model without one is served, by token ids alone; one that was asked for must be there.
+    """
+    tokenizer = Tokenizer.load(args.tokenizer_folder, args.chat_template)
+    if not tokenizer.knows_text:
+        if args.tokenizer_path is not None or args.chat_template is not None:
+            raise ValueError(f"there is no tokenizer in {args.tokenizer_folder!r}")
+        logger.warning("no tokenizer in %r: prompts must be token ids", args.tokenizer_folder)
+    check_tokenizer(tokenizer, args.tokenizer_folder, args.chat_template)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Tokenizer, path: str, chat_template: str | None = None) -> None:
+    """Encode a text and decode it again, and write a conversation by the chat template.
+
+    Nothing is asked of a tokenizer that knows no text, nor of a template that is not there.
+
+    Args:
+        path, chat_template: where it was loaded from, to be named in errors.
+
+    Raises:
+        ValueError: it cannot, in one line.
+    """
+    if not tokenizer.knows_text:
+        return
+    _check_round_trip(tokenizer, path)
+    if not tokenizer.has_chat_template:
+        return
+    try:
+        rendered = tokenizer.apply_chat_template(_CONVERSATION)
+    except InvalidRequestError as error:
+        raise ValueError(f"{_template_of(path, chat_template)} does not work: {error}") from error
+    if not rendered:
+        raise ValueError(f"{_template_of(path, chat_template)} writes an empty prompt")
+
+
+def check_vocabulary(tokenizer: Tokenizer, path: str, vocab_size: int) -> None:
+    """Raise ValueError if the tokenizer has ids for text that the model does not know.
+
+    Tokens that were added behind the vocabulary may stay unused: only what ends and begins a text
+    and what the sample is made of must be there.
+    """
+    used = {"its eos token": tokenizer.eos_token_id, "its bos token": tokenizer.bos_token_id}
+    if tokenizer.knows_text:
+        used["a plain text"] = max(tokenizer.encode(_SAMPLE))
+    for what, token in used.items():
+        if token is not None and token >= vocab_size:
+            raise ValueError(
+                f"the tokenizer in {path!r} is not this model's: {what} has id {token}, outside "
+                f"the vocabulary [0, {vocab_size}) of config.json"
+            )
+
+
+def _check_round_trip(tokenizer: Tokenizer, path: str) -> None:
+    try:
+        ids = tokenizer.encode(_SAMPLE)
+        text = tokenizer.decode(ids)
+        again = tokenizer.decode(tokenizer.encode(text)) if text else ""
+    # Native code of a library on files from elsewhere.
+    except Exception as error:
+        raise ValueError(f"the tokenizer in {path!r} does not work: {error}") from error
+    # Some tokenizers fold case or spaces: then what comes back must at least be stable.
+    if not ids or not text or (text != _SAMPLE and text != again):
+        raise ValueError(
+            f"the tokenizer in {path!r} does not give back what it encodes: {_SAMPLE!r} became "
+            f"{len(ids)} tokens and {text!r}"
+        )
+
+
+def _template_of(path: str, chat_template: str | None) -> str:
+    where = f"in {path!r}" if chat_template is None else repr(chat_template)
+    return f"the chat template {where}"

@@ -1,0 +1,141 @@
+"""The rows of all ranks as one range: joined and split, planned alike, and never mixed up."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
+from sgl_jax.mem_cache.errors import LeaseError
+from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.ranks import Ranks, largest_of_each
+from tests.scheduler.driver import Driver, generate, make_sizes
+
+NUM_ROWS = 6
+PAGE_SIZE = 4
+
+
+def make_ranks(dp_size: int) -> Ranks:
+    sizes = make_sizes(dp_size=dp_size, num_rows=NUM_ROWS, page_size=PAGE_SIZE, num_pages=20)
+    return Ranks(sizes, SchedulerConfig(chunked_prefill_size=8))
+
+
+def rows_of(lists: list[list[int]]) -> list[RowIndex]:
+    return [np.array(rows, np.intp) for rows in lists]
+
+
+rows_by_rank = st.lists(
+    st.lists(st.integers(1, NUM_ROWS - 1), unique=True, max_size=NUM_ROWS - 1),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(rows_by_rank)
+def test_split_undoes_join(lists: list[list[int]]) -> None:
+    ranks = make_ranks(len(lists))
+    joint, bounds = ranks.join(rows_of(lists))
+    assert len(set(joint.tolist())) == len(joint)
+    assert ranks.bounds(joint) == bounds
+    assert [rows.tolist() for rows in ranks.split(joint, bounds)] == lists
+    found = [(rank.dp_rank, row) for rank, row in map(ranks.locate, joint.tolist())]
+    assert found == [(k, row) for k, rows in enumerate(lists) for row in rows]
+
+
+@given(st.lists(st.lists(st.integers(0, 100)), min_size=1, max_size=4))
+def test_the_largest_of_each_rank(lists: list[list[int]]) -> None:
+    values = np.array([value for part in lists for value in part], np.int32)
+    bounds = np.cumsum([0, *map(len, lists)]).tolist()
+    assert largest_of_each(values, bounds) == [max(part, default=0) for part in lists]
+
+
+def test_what_a_rank_writes_stands_in_its_part_of_the_joint_columns() -> None:
+    ranks = make_ranks(2)
+    rank = ranks.ranks[1]
+    lease = rank.memory.open_lease(np.zeros(0, np.int32))
+    assert rank.memory.grow_row(lease.row, 5)
+    rank.running.max_len[lease.row] = 9
+    joint = NUM_ROWS + lease.row
+    assert ranks.tables.kv_allocated_len.nonzero()[0].tolist() == [joint]
+    assert ranks.tables.pages[joint, :2].tolist() == lease.pages(PAGE_SIZE).tolist()
+    assert ranks.running.max_len.nonzero()[0].tolist() == [joint]
+
+
+def test_ranks_grow_alone_where_another_is_short() -> None:
+    """Rank 1 has too few pages for its two rows, and keeps what it has; 0 and 2 grow."""
+    ranks = make_ranks(3)
+    own_rows = []
+    for rank in ranks.ranks:
+        leases = [rank.memory.open_lease(np.zeros(0, np.int32)) for _ in range(2)]
+        own_rows.append([lease.row for lease in leases])
+        assert all(rank.memory.grow_row(row, 3) for row in own_rows[-1])
+    ranks.ranks[1].memory.allocator.alloc(16, owner=NUM_ROWS - 1)  # leaves one of 19
+    joint, bounds = ranks.join(rows_of(own_rows))
+    before = ranks.tables.pages.copy()
+    lens = np.array([9, 2, 5, 5, 4, 13], np.int32)
+    assert ranks.grow_rows(joint, lens, bounds) == [True, False, True]
+    assert ranks.tables.kv_allocated_len[joint].tolist() == [9, 3, 3, 3, 4, 13]
+    assert (ranks.tables.pages != before).sum(axis=1)[joint].tolist() == [2, 0, 0, 0, 0, 3]
+    assert [rank.memory.allocator.num_free for rank in ranks.ranks] == [15, 1, 14]
+    for rank, rows in zip(ranks.ranks, own_rows, strict=True):
+        for row in rows:
+            listed = rank.memory.leases[row].pages(PAGE_SIZE)
+            assert (rank.memory.allocator.owners()[listed] == row).all()
+
+
+def test_committing_beyond_the_slots_names_rank_and_row() -> None:
+    ranks = make_ranks(2)
+    rows = [rank.memory.open_lease(np.zeros(0, np.int32)).row for rank in ranks.ranks]
+    joint, bounds = ranks.join(rows_of([[row] for row in rows]))
+    lens = np.array([4, 4], np.int32)
+    assert ranks.grow_rows(joint, lens, bounds) == [True, True]
+    with pytest.raises(LeaseError, match=rf"rank 1: row {rows[1]} would commit 5 tokens of 4"):
+        ranks.commit_rows(joint, lens + np.array([0, 1], np.int32))
+    assert ranks.tables.kv_committed_len.max() == 0
+
+
+def planned(prompt_lens: list[int]) -> tuple[Driver, StepPlan]:
+    """A step in which a prompt of each length, on a rank of its own, is computed whole."""
+    sizes = make_sizes(
+        dp_size=len(prompt_lens),
+        page_size=PAGE_SIZE,
+        num_pages=200,
+        max_context_len=600,
+        max_chunk_tokens=600,
+    )
+    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=500))
+    for dp_rank, length in enumerate(prompt_lens):
+        if length:
+            driver.submit(generate(f"r{dp_rank}", [7] * length, 4, dp_rank=dp_rank))
+    plan = driver.scheduler.plan()
+    assert plan is not None
+    return driver, plan
+
+
+@pytest.mark.parametrize("prompt_lens", [[30, 33], [5, 400], [0, 9, 60, 61]])
+def test_a_page_table_is_as_wide_as_its_ranks_longest_row(prompt_lens: list[int]) -> None:
+    driver, plan = planned(prompt_lens)
+    for rank, rank_plan, length in zip(
+        driver.scheduler.ranks, plan.ranks, prompt_lens, strict=True
+    ):
+        num_pages = -(-length // PAGE_SIZE)
+        assert rank_plan.page_table.shape == (int(length > 0), num_pages)
+        for lease, listed in zip(
+            rank.memory.leases.values(), rank_plan.page_table.tolist(), strict=True
+        ):
+            assert listed == lease.pages(PAGE_SIZE, 0, length).tolist()
+
+
+@pytest.mark.parametrize("prompt_lens", [[30, 33], [5, 400]])
+def test_a_plan_keeps_no_array_that_the_scheduler_writes_to(prompt_lens: list[int]) -> None:
+    driver, plan = planned(prompt_lens)
+    ranks = driver.scheduler._all_ranks
+    columns = [*vars(ranks.tables).values(), *vars(ranks.running).values()]
+    for rank_plan in plan.ranks:
+        for name, array in arrays_of(rank_plan).items():
+            shared = [column for column in columns if np.shares_memory(array, column)]
+            assert not shared, name
+
+
+def arrays_of(plan: RankPlan) -> dict[str, np.ndarray]:
+    return {name: value for name, value in plan._asdict().items() if isinstance(value, np.ndarray)}
