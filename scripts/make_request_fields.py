@@ -115,6 +115,9 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return " or ".join(_type(part, metadata) for part in parts)
     if typing.get_origin(annotation) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
+    if typing.get_origin(annotation) is list:
+        (item,) = typing.get_args(annotation)
+        return f"list{_bounds(metadata)} of {_type(item, [])}"
     return _plain(annotation) + _bounds(metadata)
 
 
@@ -124,8 +127,6 @@ def _is_field(item: Any) -> bool:
 
 def _plain(annotation: Any) -> str:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is list:
-        return f"list of {_type(args[0], [])}"
     if origin is dict:
         return "object" if args[1] is Any else f"object of {_type(args[1], [])}"
     names = {str: "text", int: "integer", float: "number", bool: "boolean", Any: "anything"}

@@ -11,9 +11,11 @@ class InvalidRequestError(ValueError):
 
     code = "invalid_value"
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        if code is not None:
+            self.code = code
 
 
 class ContextLengthError(InvalidRequestError):

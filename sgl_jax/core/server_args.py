@@ -9,10 +9,17 @@ from typing import Any
 
 
 def _arg(
-    default: Any, help: str, choices: Sequence[str] | None = None, *, env: str | None = None
+    default: Any,
+    help: str,
+    choices: Sequence[str] | None = None,
+    *,
+    env: str | None = None,
+    secret: bool = False,
 ) -> Any:
-    """`env` names the environment variable that gives the flag's default, where there is one."""
-    return field(default=default, metadata={"help": help, "choices": choices, "env": env})
+    """`env` names the environment variable that gives the flag's default, where there is one; a
+    secret is never shown."""
+    metadata = {"help": help, "choices": choices, "env": env, "secret": secret}
+    return field(default=default, metadata=metadata)
 
 
 # Inclusive. The upper ones are far beyond what works well: they catch slips of the keyboard.
@@ -30,6 +37,9 @@ _BOUNDS = {
     "schedule_conservativeness": (0.0, 10.0),
     "priority_scheduling_preemption_threshold": (0, 2**31 - 1),
     "port": (0, 65535),  # 0 takes any free one
+    "max_connections": (1, 1_000_000),
+    "max_body_bytes": (1024, 2**31 - 1),
+    "receive_timeout": (0.1, 86400.0),
     "decode_log_interval": (0, 1_000_000_000),
     "watchdog_timeout": (1.0, 86400.0),
     "engine_heartbeat_timeout": (2.0, 86400.0),
@@ -181,7 +191,26 @@ class ServerArgs:
     # HTTP
     host: str = _arg("127.0.0.1", "address to listen on")
     port: int = _arg(30000, "port to listen on")
-    api_key: str | None = _arg(None, "key that clients must send as a bearer token")
+    api_key: str | None = _arg(
+        None,
+        "key that clients must send as a bearer token; other users of the machine can read it",
+        env="SGL_JAX_API_KEY",
+        secret=True,
+    )
+    api_key_file: str | None = _arg(None, "file of such keys, a line each: KEY or NAME KEY")
+    admin_api_key: str | None = _arg(
+        None,
+        "key that the routes of the operator ask for, instead of those above",
+        env="SGL_JAX_ADMIN_API_KEY",
+        secret=True,
+    )
+    admin_api_key_file: str | None = _arg(None, "file of such keys, as --api-key-file")
+    cors_allow_origins: str | None = _arg(
+        None, "web origins whose pages may call this server, with commas between them, or *"
+    )
+    max_connections: int = _arg(4096, "connections open at once; more are answered 503")
+    max_body_bytes: int = _arg(33_554_432, "bytes of a request's body")
+    receive_timeout: float = _arg(60.0, "seconds in which a request must have arrived")
     incremental_streaming_output: bool = _arg(
         False, "events of a streamed /generate have only what is new, instead of all so far"
     )
@@ -219,6 +248,10 @@ class ServerArgs:
             raise ValueError(
                 "--schedule-low-priority-values-first needs --enable-priority-scheduling"
             )
+        for name in ("api_key", "admin_api_key"):
+            key = getattr(self, name)
+            if key is not None and not key.strip():
+                raise ValueError(f"{_flag(name)} is empty: give a key, or leave the flag out")
         for setting in dataclasses.fields(self):
             choices = setting.metadata["choices"]
             if choices and getattr(self, setting.name) not in choices:
@@ -226,6 +259,14 @@ class ServerArgs:
                     f"{_flag(setting.name)} must be one of {', '.join(choices)}, "
                     f"got {getattr(self, setting.name)!r}"
                 )
+
+    def public(self) -> dict[str, Any]:
+        """All settings by name, with `***` in place of secrets."""
+        return {
+            setting.name: "***" if setting.metadata["secret"] and value is not None else value
+            for setting in dataclasses.fields(self)
+            for value in (getattr(self, setting.name),)
+        }
 
     @property
     def tokenizer_folder(self) -> str:
@@ -266,7 +307,7 @@ def add_arguments(
         if only is not None and setting.name not in only:
             continue
         default = _default(setting, environment or {})
-        help_text = setting.metadata["help"]
+        help_text, secret = setting.metadata["help"], setting.metadata["secret"]
         if setting.metadata["env"]:
             help_text += f" [{setting.metadata['env']}]"
         if setting.type is bool:
@@ -281,7 +322,7 @@ def add_arguments(
             choices=setting.metadata["choices"],
             required=setting.name == "model_path",
             metavar=None if setting.metadata["choices"] else "VALUE",
-            help=help_text if default in (None, "") else f"{help_text} (%(default)s)",
+            help=help_text if default in (None, "") or secret else f"{help_text} (%(default)s)",
         )
 
 
@@ -289,6 +330,8 @@ def _default(setting: "dataclasses.Field[Any]", environment: Mapping[str, str]) 
     name = setting.metadata["env"]
     text = environment.get(name, "") if name else ""
     if not text:
+        if setting.metadata["secret"] and name in environment:
+            raise ValueError(f"the environment's {name} is empty: set a key, or unset it")
         return setting.default
     if setting.type is bool:
         return _read_switch(name, text)

@@ -1,4 +1,4 @@
-"""What stands between clients and the engine: limits, tokenising, and the streams of answers.
+"""What stands between clients and the engine: requests in flight, and the streams of answers.
 
 Owns every request in flight as the clients see it. Shared by the HTTP server and the offline
 `Engine`; synchronous and callback-based, so both asyncio and threads can sit on top. Must never
@@ -10,19 +10,11 @@ import itertools
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import msgspec
 
-from sgl_jax.core.errors import (
-    ContextLengthError,
-    EngineDeadError,
-    InvalidRequestError,
-    QueueFullError,
-    ShuttingDownError,
-)
+from sgl_jax.core.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from sgl_jax.core.messages import (
     AbortRequest,
     EngineMessage,
@@ -30,19 +22,10 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     OutputBatch,
     Reply,
-    SessionTurn,
     StopRequest,
 )
-from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.engine.channel import EngineClient
-from sgl_jax.engine.request_limits import (
-    MAX_PRIORITY,
-    MIN_PRIORITY,
-    check_between,
-    check_namespace,
-    check_rid,
-    check_session_id,
-)
+from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.request_stream import RequestStream
 from sgl_jax.engine.unheard import UnheardRequests
 from sgl_jax.metrics.request_metrics import RequestMetrics
@@ -50,29 +33,12 @@ from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
-_MAX_NORMALIZER_SHRINK = 4
 # An engine that does not answer is asked no more than this.
 _MAX_QUESTIONS = 1024
 
 
-class EngineFacts(NamedTuple):
-    """What the front must know of the engine to refuse what can never be served."""
-
-    vocab_size: int
-    max_context_len: int  # tokens of one request, prompt and output together
-    max_request_tokens: int  # the same, and it fits a rank's KV memory
-    dp_size: int
-    max_running_requests: int  # over all ranks
-
-    @classmethod
-    def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
-        """Read the `info` of `EngineReady`."""
-        return cls(*(int(info[name]) for name in cls._fields))
-
-
 class Frontend:
-    """Checks requests, sends them to the engine, and hands out their streams.
+    """Sends requests that passed its `checks` to the engine, and hands out their streams.
 
     Thread-safe: one lock guards the streams, and callbacks run outside it.
     """
@@ -89,6 +55,7 @@ class Frontend:
     ) -> None:
         self.tokenizer = tokenizer
         self.facts = facts
+        self.checks = RequestChecks(tokenizer, facts)
         self.metrics = metrics or RequestMetrics()
         self._client = client
         self._log_requests = log_requests
@@ -121,95 +88,6 @@ class Frontend:
             self._unheard.check_room(num_requests)
 
     # Requests
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; refuses at once what is too long whatever its tokens are."""
-        if not text:
-            raise InvalidRequestError("the prompt is empty", "text")
-        most = (
-            self.facts.max_request_tokens
-            * self.tokenizer.longest_token_chars
-            * _MAX_NORMALIZER_SHRINK
-        )
-        if len(text) > most:
-            raise ContextLengthError(
-                f"the {len(text)} characters of the prompt", self.facts.max_request_tokens, "text"
-            )
-        return self.tokenizer.encode(text)
-
-    def prepare(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        rid: str | None = None,
-        default_max_new_tokens: int | None = None,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
-        logprob_start_len: int = -1,
-        dp_rank: int | None = None,
-        session: SessionTurn | None = None,
-        namespace: str = "",
-        priority: int | None = None,
-    ) -> GenerateRequest:
-        """Check everything that can be checked before the engine sees it.
-
-        Args:
-            default_max_new_tokens: if `sampling` sets no limit; None means what the context
-                leaves. A default never makes a request too long: for a session's turn the
-                engine, which knows the history that is put before it, sees to that.
-            session: of which the request is a turn, `prompt_ids` what it adds.
-            namespace: of the cached prefixes that it may find and leave behind.
-            priority: None is 0.
-
-        Raises:
-            InvalidRequestError: names the field and what is allowed.
-        """
-        self._check_prompt(prompt_ids)
-        room = self.facts.max_request_tokens - len(prompt_ids)
-        is_length_default = sampling.max_new_tokens is None
-        if sampling.max_new_tokens is None:
-            wanted = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
-            wanted = max(wanted, min(sampling.min_new_tokens, room))
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=wanted)
-        sampling = sampling.checked(self.facts.vocab_size)
-        assert sampling.max_new_tokens is not None
-        if sampling.max_new_tokens > room:
-            raise ContextLengthError(
-                f"the prompt ({len(prompt_ids)} tokens) and max_new_tokens "
-                f"({sampling.max_new_tokens})",
-                self.facts.max_request_tokens,
-                "max_new_tokens",
-            )
-        is_prompt_only = sampling.max_new_tokens == 0
-        if is_prompt_only:
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=1)
-        check_between("top_logprobs_num", top_logprobs_num, 0, MAX_TOP_LOGPROBS)
-        longest = len(prompt_ids) if session is None else self.facts.max_request_tokens
-        check_between("logprob_start_len", logprob_start_len, -1, longest)
-        if dp_rank is not None:
-            check_between("dp_rank", dp_rank, 0, self.facts.dp_size - 1)
-        check_namespace(namespace)
-        priority = 0 if priority is None else priority
-        check_between("priority", priority, MIN_PRIORITY, MAX_PRIORITY)
-        rid = uuid.uuid4().hex if rid is None else rid
-        check_rid(rid)
-        if session is not None:
-            session = self._check_session(session, rid)
-        return GenerateRequest(
-            rid=rid,
-            input_ids=prompt_ids,
-            sampling=sampling,
-            return_logprob=return_logprob,
-            top_logprobs_num=top_logprobs_num,
-            logprob_start_len=logprob_start_len,
-            dp_rank=dp_rank,
-            session=session,
-            is_length_default=is_length_default,
-            is_prompt_only=is_prompt_only,
-            namespace=namespace,
-            priority=priority,
-        )
 
     def start(
         self,
@@ -421,29 +299,3 @@ class Frontend:
                 stream.num_output_tokens,
                 stream.e2e_latency_s,
             )
-
-    def _check_session(self, turn: SessionTurn, rid: str) -> SessionTurn:
-        """The turn under the name that its client gave it, and without a second BOS."""
-        check_session_id(turn.id, "session_params.id")
-        if turn.rid is not None:
-            check_rid(turn.rid, "session_params.rid")
-        most = self.facts.max_request_tokens
-        check_between("session_params.offset", turn.offset, -most, most)
-        return msgspec.structs.replace(turn, name=rid, bos_token_id=self.tokenizer.bos_token_id)
-
-    def _check_prompt(self, prompt_ids: list[int]) -> None:
-        if not prompt_ids:
-            raise InvalidRequestError("the prompt is empty", "input_ids")
-        if len(prompt_ids) >= self.facts.max_request_tokens:
-            raise ContextLengthError(
-                f"{len(prompt_ids)} prompt tokens and the output",
-                self.facts.max_request_tokens,
-                "input_ids",
-            )
-        for token in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token < self.facts.vocab_size:
-                raise InvalidRequestError(
-                    f"the prompt holds token id {token}, outside the vocabulary "
-                    f"[0, {self.facts.vocab_size})",
-                    "input_ids",
-                )

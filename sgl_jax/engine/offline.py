@@ -35,7 +35,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.core import EngineCore
-from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.in_process import InProcessChannel, InProcessClient
 from sgl_jax.engine.model_files import open_model_files
@@ -48,6 +48,7 @@ from sgl_jax.engine.offline_inputs import (
     as_options,
     as_sampling,
 )
+from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.tokenizer_check import check_vocabulary
@@ -377,8 +378,8 @@ class Engine:
     ) -> list[RequestStream]:
         """Check everything first, then start everything."""
         requests = [
-            self._frontend.prepare(
-                self._frontend.encode(prompt) if isinstance(prompt, str) else list(prompt),
+            self._frontend.checks.prepare(
+                self._frontend.checks.encode(prompt) if isinstance(prompt, str) else list(prompt),
                 as_sampling(sampling),
                 default_max_new_tokens=128,
                 **own,

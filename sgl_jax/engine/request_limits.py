@@ -3,14 +3,48 @@
 Each check raises `InvalidRequestError` that names the field and what is allowed.
 """
 
-from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
 
 MAX_RID_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
-MAX_OWNER_CHARS = 768  # what a server may put before it to tell the sessions of its callers apart
+MAX_OWNER_CHARS = 1024  # what a server may put before it to tell the sessions of its callers apart
 MAX_NAMESPACE_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts times answers to each
+
+# A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
+_MAX_NORMALIZER_SHRINK = 4
+# English has 4 to 5 characters a token, indented code up to 8.
+_MOST_CHARS_PER_TOKEN = 16
+_SHORT_PROMPT_CHARS = 65_536  # never too many by that average
+
+
+def most_prompt_chars(max_tokens: int, longest_token_chars: int) -> int:
+    """Characters beyond which a prompt has more than `max_tokens` tokens, whatever they are.
+
+    The longest tokens are runs of spaces and dashes, of which no text consists: a long prompt may
+    have `_MOST_CHARS_PER_TOKEN` characters a token on average.
+    """
+    longest = max_tokens * longest_token_chars * _MAX_NORMALIZER_SHRINK
+    return min(longest, _SHORT_PROMPT_CHARS + max_tokens * _MOST_CHARS_PER_TOKEN)
+
+
+def check_prompt_chars(num_chars: int, most: int, max_tokens: int) -> None:
+    """A prompt of so many characters may fit into `max_tokens` tokens."""
+    if num_chars > most:
+        raise ContextLengthError(
+            f"the {num_chars} characters of the prompt (at most {most} are taken)",
+            max_tokens,
+            "text",
+        )
+
+
+def check_prompt_tokens(num_tokens: int, max_tokens: int) -> None:
+    """A prompt of so many tokens leaves room for an output."""
+    if num_tokens >= max_tokens:
+        raise ContextLengthError(
+            f"{num_tokens} prompt tokens and the output", max_tokens, "input_ids"
+        )
 
 
 def check_rid(rid: str, param: str = "rid") -> None:

@@ -3,8 +3,10 @@
 from importlib import metadata
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from sgl_jax.server import management_routes, native_routes, openai_routes, session_routes
+from sgl_jax.server.api_keys import ApiKeys
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import install_error_handlers
 from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -13,9 +15,12 @@ from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCar
 from sgl_jax.server.openapi import install_openapi
 from sgl_jax.server.session_protocol import Forked, RolledBack, SessionList
 
+# A page may read these of an answer, beside what browsers always show.
+_SHOWN_HEADERS = ("retry-after",)
 
-def build_app(context: ServerContext) -> FastAPI:
-    """The application over `context`; nothing is started."""
+
+def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
+    """The application over `context`, for those who have one of `keys`; nothing is started."""
     app = FastAPI(
         title="sgl_jax",
         version=metadata.version("sgl-jax"),
@@ -26,12 +31,21 @@ def build_app(context: ServerContext) -> FastAPI:
     for routes in (openai_routes, native_routes, session_routes, management_routes):
         app.include_router(routes.router)
     install_error_handlers(app)
-    app.add_middleware(BodyLimitMiddleware)
-    if context.args.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=context.args.api_key)
+    # The last one is the first that a request passes.
+    app.add_middleware(BodyLimitMiddleware, limits=context.limits)
+    if not keys.is_open:
+        app.add_middleware(ApiKeyMiddleware, keys=keys)
+    if context.args.cors_allow_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[o.strip() for o in context.args.cors_allow_origins.split(",")],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_SHOWN_HEADERS,
+        )
     structs: list[type] = [
         *(ChatCompletion, Completion, ModelCard, ModelList, Generated),
         *(Forked, RolledBack, SessionList),
     ]
-    install_openapi(app, structs, needs_key=context.args.api_key is not None)
+    install_openapi(app, structs, needs_key=not keys.is_open)
     return app

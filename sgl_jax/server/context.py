@@ -1,9 +1,9 @@
-"""What the routes share: the front, the model's name, and whether the server still takes work."""
+"""What the routes share: the front, the limits, the model's name, and whether work is taken."""
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,14 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.metrics.engine_metrics import EngineMetrics
+from sgl_jax.server.api_keys import ANONYMOUS, caller_of
+from sgl_jax.server.connection import unless_gone
 from sgl_jax.server.errors import ApiError
+from sgl_jax.server.json_body import JsonBodies
+from sgl_jax.server.limits import Limits
+from sgl_jax.server.loop_share import LoopShare
+from sgl_jax.server.text_pool import Ids, TextPool
 
-# Longer texts are tokenised on another thread, so that streams go on meanwhile.
-_LONG_TEXT_CHARS = 16_384
 # What clients and sglang-router send where only one model is known.
 _DEFAULT_MODELS = ("default", "unknown")
 
@@ -30,11 +34,17 @@ class ServerContext:
     frontend: Frontend
     engine_info: dict[str, Any]
     engine_metrics: EngineMetrics
+    limits: Limits
+    texts: TextPool
     health: EngineHealth
     draining: bool = False
     answer_timeout_s: float = 30.0  # how long the engine may take to answer; it may be in a step
     reader_timeout_s: float = 60.0  # how long a client may take to read a piece of its stream
+    json_bodies: JsonBodies = dataclasses.field(init=False)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.json_bodies = JsonBodies(self.limits)
 
     @property
     def model_name(self) -> str:
@@ -58,13 +68,53 @@ class ServerContext:
         self.frontend.check_alive()
         self.health.check()
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without holding up the event loop for long."""
-        return await self.off_loop_if_long(len(text), lambda: self.frontend.encode(text))
+    async def encode_prompts(
+        self, request: Request, prompts: Sequence[str | list[int]]
+    ) -> list[list[int]]:
+        """Token ids of each prompt of `request`.
 
-    async def off_loop_if_long(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
-        """Run `encode` here for a short text, on a thread for a long one."""
-        return encode() if num_chars < _LONG_TEXT_CHARS else await asyncio.to_thread(encode)
+        Raises:
+            InvalidRequestError: a prompt is empty or too long.
+            ApiError: it took too long, or the client went away.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self.frontend.checks.check_text(text)
+        if self.texts.is_short(texts):
+            ids = [self.frontend.tokenizer.encode(text) for text in texts]
+        else:
+            encoding = self.texts.encode(_client_of(request), texts)
+            packed = await unless_gone(request.receive, encoding)
+            share = LoopShare()
+            ids = []
+            for each in packed:
+                ids.append(self._unpack(each))
+                await share.pause()
+        encoded = iter(ids)
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    async def encode_chat(
+        self,
+        request: Request,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final_message: bool,
+        template_args: Mapping[str, Any],
+    ) -> list[int]:
+        """Token ids of the conversation of `request`. Raises as `encode_prompts`."""
+        self.frontend.checks.check_length(sum(len(message["content"]) for message in messages))
+        encoding = self.texts.encode_chat(
+            _client_of(request),
+            messages,
+            continue_final_message=continue_final_message,
+            template_args=template_args,
+            max_tokens=self.frontend.facts.max_request_tokens,
+        )
+        return self._unpack(await unless_gone(request.receive, encoding))
+
+    def _unpack(self, ids: Ids) -> list[int]:
+        self.frontend.checks.check_num_tokens(len(ids))
+        return ids.tolist()
 
     async def ask(
         self,
@@ -110,3 +160,11 @@ def context_of(request: Request) -> ServerContext:
     context = request.app.state.context
     assert isinstance(context, ServerContext)
     return context
+
+
+def _client_of(request: Request) -> str:
+    """With whom others share the tokenizer: a key, or without keys an address."""
+    caller = caller_of(request)
+    if caller.name != ANONYMOUS.name:
+        return caller.name
+    return "" if request.client is None else request.client.host

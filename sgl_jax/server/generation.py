@@ -7,10 +7,10 @@ together: when the client goes away or one of them fails, the others are aborted
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import msgspec
 from fastapi import Request, Response
@@ -19,15 +19,15 @@ from starlette.types import Receive, Scope, Send
 from sgl_jax.core.messages import FinishReason, GenerateRequest, TokenLogprobs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.connection import CLIENT_GONE, while_connected
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import abort_error, envelope, to_api_error
+from sgl_jax.server.loop_share import LoopShare
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _PIECE_BYTES = 64 * 1024  # what is sent at a time
-CLIENT_GONE = 499  # nginx's number for a client that closed the connection; nobody reads it
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -89,9 +89,11 @@ class StreamGroup:
 
     async def __aenter__(self) -> Self:
         self._frontend.check_room(len(self._requests))  # all or none
+        share = LoopShare()
         try:
             for index, request in enumerate(self._requests):
                 self.streams.append(self._start(index, request))
+                await share.pause()
         except BaseException:
             self._abandon()
             raise
@@ -142,6 +144,12 @@ class StreamGroup:
     def _abandon(self) -> None:
         for stream in self.streams:
             self._frontend.abandon(stream)
+            # It held this group, which holds it: a circle around all prompts.
+            stream.on_ready = _nothing
+
+
+def _nothing() -> None:
+    """Nobody waits any more."""
 
 
 async def respond(
@@ -245,24 +253,6 @@ class EventStream(Response):
             except TimeoutError as error:
                 text = f"its client read less than {_PIECE_BYTES} bytes in "
                 raise ReaderStalledError(f"{text}{self._reader_timeout_s:g} s") from error
-
-
-async def while_connected(receive: Receive, work: Awaitable[T]) -> T | None:
-    """Await `work`, or cancel it and return None when the client goes away first."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _gather(group: StreamGroup) -> list[Answer]:

@@ -5,13 +5,16 @@
     again:             exit at once
     engine dies:       say so, end open streams with an error event, exit 1
 
-Owns the engine process, the sockets to it and the listening socket. Must never import jax.
+Owns the engine process, the sockets to it, the text workers and the listening socket. Must never
+import jax.
 """
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -26,17 +29,23 @@ import uvloop
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
+from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.zmq_channel import ChannelError, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
+from sgl_jax.server.api_keys import ApiKeys
 from sgl_jax.server.app import build_app
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.health import Gate
+from sgl_jax.server.http_guard import guarded_protocol
+from sgl_jax.server.limits import Limits
+from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer_check import check_vocabulary
+from sgl_jax.text.worker_process import TextWorkers
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -45,6 +54,7 @@ _LAST_BYTES_TIMEOUT_S = 5  # for answers still being written when the server sto
 _ENGINE_STOP_TIMEOUT_S = 15.0
 _DRAIN_POLL_S = 0.05
 _START_POLL_S = 0.01
+_FILES_BESIDE_CONNECTIONS = 256  # files and sockets of the process that are not connections
 _TOKENIZER_TIMEOUT_S = 60.0
 _BACKLOG = 2048  # connections that the kernel holds until they are accepted
 _KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
@@ -80,7 +90,9 @@ class _Uvicorn(uvicorn.Server):
 class _Server:
     def __init__(self, args: ServerArgs, engine_command: Sequence[str]) -> None:
         self._args = args
+        self._keys = ApiKeys.from_args(args)
         self._engine_command = engine_command
+        self._text_workers = TextWorkers(args.tokenizer_folder, args.chat_template)
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
         self._health = EngineHealth(args.engine_heartbeat_timeout)
@@ -90,6 +102,7 @@ class _Server:
         self._process: EngineProcess | None = None
         self._engine_may_end = False
         self._frontend: Frontend | None = None
+        self._texts: TextPool | None = None
 
     async def run(self) -> int:
         """Serve; the exit code."""
@@ -118,16 +131,19 @@ class _Server:
                 )
                 gate = Gate(self._health)
                 try:
-                    async with _http(gate, listener) as serving:
+                    async with _http(gate, Limits.of(self._args), listener) as serving:
                         logger.info("listening at %s; the engine starts", _url(listener))
                         context = await self._start(client)
                         if context is None:  # stopped while starting
                             return 0
-                        gate.open(build_app(context))
+                        self._open(gate, context)
                         return await self._serve(context, listener, serving)
                 finally:
+                    if self._texts is not None:
+                        await self._texts.close()
                     await self._stop_engine(client)
             finally:
+                self._text_workers.close()
                 client.close()
 
     async def _start(self, client: ZmqEngineClient) -> ServerContext | None:
@@ -143,7 +159,9 @@ class _Server:
                     f"conversation by its chat template within {_TOKENIZER_TIMEOUT_S:g} s"
                 )
             if loading.done():
-                loading.result()
+                # The workers load it too, but not before it is known that it can be read.
+                if loading.result().knows_text:
+                    self._text_workers.start()
                 await asyncio.wait((self._ready, stopping), return_when=first)
         finally:
             stopping.cancel()
@@ -164,8 +182,22 @@ class _Server:
             metrics=metrics,
             log_requests=self._args.log_requests,
         )
+        limits = Limits.of(self._args, self._frontend.checks.max_prompt_chars)
+        self._texts = TextPool(self._text_workers, limits)
         engine_metrics = EngineMetrics(metrics)
-        return ServerContext(self._args, self._frontend, info, engine_metrics, self._health)
+        return ServerContext(
+            self._args, self._frontend, info, engine_metrics, limits, self._texts, self._health
+        )
+
+    def _open(self, gate: Gate, context: ServerContext) -> None:
+        """From now on requests are served."""
+        app = build_app(context, self._keys)
+        context.texts.start()
+        # What was built lives as long as the process. A full collection that looked through all of
+        # it, modules and vocabulary, would hold up every client.
+        gc.collect()
+        gc.freeze()
+        gate.open(app)
 
     async def _serve(
         self, context: ServerContext, listener: socket.socket, serving: "asyncio.Future[None]"
@@ -185,15 +217,20 @@ class _Server:
         frontend = context.frontend
         logger.info("shutting down: %d requests to finish", frontend.num_open)
         deadline = time.monotonic() + self._args.drain_timeout
-        while frontend.num_open and time.monotonic() < deadline and self._death is None:
+
+        def is_busy() -> bool:
+            return bool(frontend.num_open or context.texts.num_open)
+
+        while is_busy() and time.monotonic() < deadline and self._death is None:
             if self._health.is_stuck:  # nothing will finish
                 logger.error("the engine is stuck; %d requests end unfinished", frontend.num_open)
                 shown = "the server is shutting down, and its engine is stuck"
                 frontend.fail(shown, ShuttingDownError)
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
-        if frontend.num_open:
-            logger.warning("%d requests did not finish in time", frontend.num_open)
+        if is_busy():
+            num_open = frontend.num_open + context.texts.num_open
+            logger.warning("%d requests did not finish in time", num_open)
             frontend.fail(
                 "the server is shutting down, and the request did not finish within the "
                 f"{self._args.drain_timeout:g} s that it had left",
@@ -248,14 +285,35 @@ class _Server:
         os._exit(_KILLED_BY_SIGNAL + number)
 
 
+def _allow_files(num_files: int) -> None:
+    """Let this process open so many files; where the system allows fewer, say so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < num_files:
+        logger.warning(
+            "the system allows %d open files, --max-connections needs %d (ulimit -n)",
+            wanted,
+            num_files,
+        )
+
+
 @contextlib.asynccontextmanager
-async def _http(gate: Gate, listener: socket.socket) -> "AsyncIterator[asyncio.Future[None]]":
-    """HTTP on `listener`, once one can connect; the future ends when uvicorn does."""
+async def _http(
+    gate: Gate, limits: Limits, listener: socket.socket
+) -> "AsyncIterator[asyncio.Future[None]]":
+    """HTTP on `listener`, once one can connect; the future ends when uvicorn does.
+
+    Of `limits` those of connections hold from now on, also while the engine starts.
+    """
+    _allow_files(limits.max_connections + _FILES_BESIDE_CONNECTIONS)
     config = uvicorn.Config(
         gate,
-        http="httptools",
+        http=guarded_protocol(limits),
+        ws="none",
         log_config=None,
-        log_level="warning",
+        log_level="error",  # its warnings are what clients do wrong
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import shutil
 import tempfile
 
@@ -40,7 +39,7 @@ async def health_generate(request: Request) -> Response:
     context = context_of(request)
     context.check_open()
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-    probe = context.frontend.prepare([0], sampling)
+    probe = context.frontend.checks.prepare([0], sampling)
     try:
         async with (
             asyncio.timeout(_HEALTH_TIMEOUT_S),
@@ -73,8 +72,7 @@ async def get_model_info(request: Request) -> Response:
 async def get_server_info(request: Request) -> Response:
     """Settings, the engine's facts, and the memory and load of every rank."""
     context = context_of(request)
-    settings = dataclasses.asdict(context.args)
-    settings["api_key"] = None if context.args.api_key is None else "***"
+    settings = context.args.public()
     state = (await context.ask(lambda rid: GetState(rid=rid))).data
     return json_response(
         {

@@ -1,68 +1,93 @@
 """What every HTTP request passes before a route sees it. Plain ASGI: streams stay cheap."""
 
-import hmac
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sgl_jax.server.api_keys import ADMIN_PATHS, ApiKeys, note_caller
 from sgl_jax.server.errors import ApiError, error_response
+from sgl_jax.server.limits import Limits
+from sgl_jax.server.memory_return import MemoryReturn
 
-MAX_BODY_BYTES = 32 * 2**20
 _OPEN_PATHS = frozenset({"/health"})  # load balancers have no key
 
 
 class ApiKeyMiddleware:
-    """Lets only bearers of the key pass."""
+    """Lets only those pass whom `keys` admits, before anything of the body is read."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                refusal = ApiError(
-                    401,
-                    "the Authorization header must be 'Bearer ' and this server's API key",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
-                await error_response(refusal)(scope, receive, send)
+            given = [value for name, value in scope["headers"] if name == b"authorization"]
+            caller = self._keys.admit(scope["path"], given)
+            if caller is None:
+                await error_response(_unknown_key(scope["path"]))(scope, receive, send)
                 return
+            note_caller(scope, caller)
         await self._app(scope, receive, send)
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies above `MAX_BODY_BYTES`, by their announced length or while they arrive."""
+    """Refuses bodies above what their route may have, by their announced length or while they
+    arrive, and what would make the bodies held at a time too many bytes."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app
+        self._limits = limits
+        self._held_bytes = 0
+        self._memory = MemoryReturn()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._limits.body_bytes_of(scope["path"])
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-            await error_response(_too_large())(scope, receive, send)
+        if announced.isdigit() and int(announced) > most:
+            # The rest is read and dropped, so that the client gets to read the answer; unless it
+            # would take too long.
+            is_endless = int(announced) > self._limits.max_held_body_bytes
+            refusal = _too_large(most, closes=is_endless)
+            await error_response(refusal)(scope, receive, send)
             return
         num_bytes = 0
 
         async def counting_receive() -> Message:
             nonlocal num_bytes
             message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
-                raise _too_large()
+            gained = len(message.get("body", b""))
+            num_bytes += gained
+            self._held_bytes += gained
+            if num_bytes > most:
+                raise _too_large(most, closes=True)
+            if gained and self._held_bytes > self._limits.max_held_body_bytes:
+                raise ApiError(
+                    503, "the server holds too many long requests", code="too_many_bytes"
+                )
             return message
 
-        await self._app(scope, counting_receive, send)
+        try:
+            await self._app(scope, counting_receive, send)
+        finally:
+            self._held_bytes -= num_bytes
+            self._memory.after(num_bytes)
 
 
-def _too_large() -> ApiError:
+def _unknown_key(path: str) -> ApiError:
+    whose = "an admin API key" if path in ADMIN_PATHS else "an API key"
+    return ApiError(
+        401,
+        f"the Authorization header must be 'Bearer ' and {whose} of this server",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
+def _too_large(most: int, *, closes: bool) -> ApiError:
     return ApiError(
         413,
-        f"the body exceeds the {MAX_BODY_BYTES} bytes that one request may have",
+        f"the body exceeds the {most} bytes that this route takes",
         code="body_too_large",
-        headers={"connection": "close"},
+        headers={"connection": "close"} if closes else None,
     )

@@ -7,13 +7,13 @@ from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
-from sgl_jax.engine.request_limits import MAX_REQUESTS_PER_CALL, check_num_requests
+from sgl_jax.engine.request_limits import check_num_requests
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.meta_info import MetaInfo
 from sgl_jax.server.request_fields import RequestFields, for_each
 from sgl_jax.server.sampling_fields import SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
-from sgl_jax.server.strict_model import StrictModel, TokenIds
+from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
 
 _StartLen = Annotated[int, Field(ge=-1)]
 _TopNum = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -42,20 +42,14 @@ class GenerateBody(RequestFields):
 
     unserved = unserved_fields.GENERATE
 
-    text: (
-        str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)] | None
-    ) = None
-    input_ids: (
-        TokenIds
-        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)]
-        | None
-    ) = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: _StartLen | list[_StartLen] | None = Field(
+    text: str | ForEach[str] | None = None
+    input_ids: TokenIds | ForEach[TokenIds] | None = None
+    sampling_params: NativeSampling | ForEach[NativeSampling] | None = None
+    return_logprob: bool | ForEach[bool] | None = None
+    logprob_start_len: _StartLen | ForEach[_StartLen] | None = Field(
         default=None, description="first position of the prompt that is scored; -1: none"
     )
-    top_logprobs_num: _TopNum | list[_TopNum] | None = None
+    top_logprobs_num: _TopNum | ForEach[_TopNum] | None = None
     return_output_logprob_only: bool | None = Field(
         default=None, description="true: as logprob_start_len -1"
     )

@@ -7,12 +7,14 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.generation import Answer, json_response, respond
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.logprobs import native_logprobs, native_top_logprobs
+from sgl_jax.server.loop_share import LoopShare
 from sgl_jax.server.meta_info import describe
 from sgl_jax.server.native_protocol import (
     AbortBody,
@@ -39,19 +41,20 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     prompts = body.prompts
     turn = owner_of(request).own(session_turn(body.session_params))
     each = zip(
-        prompts,
         body.sampling_of(len(prompts)),
         body.logprobs_of(len(prompts)),
         body.options_of(len(prompts)),
         strict=True,
     )
-    requests = []
+    num_choices = body.num_choices
+    requests: list[GenerateRequest] = []
     names = _names(body)
     with client_names(names):
-        for prompt, sampling, logprobs, options in each:
-            ids = await context.encode(prompt) if isinstance(prompt, str) else prompt
-            requests += [
-                context.frontend.prepare(
+        encoded = await context.encode_prompts(request, prompts)
+        share = LoopShare()
+        for ids, (sampling, logprobs, options) in zip(encoded, each, strict=True):
+            for choice in range(num_choices):
+                prepared = context.frontend.checks.prepare(
                     ids,
                     sampling.to_sampling(sampling.max_new_tokens, choice),
                     default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
@@ -59,8 +62,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                     **logprobs._asdict(),
                     **options._asdict(),
                 )
-                for choice in range(body.num_choices)
-            ]
+                requests.append(prepared)
+                await share.pause()
     return await respond(
         request,
         context,

@@ -12,12 +12,12 @@ from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from sgl_jax.engine.request_limits import MAX_REQUESTS_PER_CALL, check_num_requests
+from sgl_jax.engine.request_limits import check_num_requests
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import MAX_CHOICES, SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionId, SessionParams, refuse_several
-from sgl_jax.server.strict_model import StrictModel, TokenIds
+from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
 
 _MAX_MESSAGES = 16_384
 
@@ -75,7 +75,7 @@ class ChatMessage(StrictModel):
     unserved = unserved_fields.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
     reasoning_content: str | None = None
 
@@ -97,7 +97,9 @@ class ChatRequest(GenerationFields):
 
     unserved = unserved_fields.CHAT
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
+        min_length=1, max_length=_MAX_MESSAGES
+    )
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
@@ -139,12 +141,7 @@ class CompletionRequest(GenerationFields):
 
     unserved = unserved_fields.COMPLETION
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)]
-    )
+    prompt: str | TokenIds | ForEach[str] | ForEach[TokenIds]
     max_tokens: int | None = Field(default=None, ge=0, description="0 only with echo")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.request_limits import one_namespace
-from sgl_jax.server.strict_model import Namespace, Priority, Rid, StrictModel
+from sgl_jax.server.strict_model import ForEach, Namespace, Priority, Rid, StrictModel
 
 _RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")
 
@@ -25,17 +25,17 @@ class RequestFields(StrictModel):
 
     model: str = "default"
     stream: bool | None = None
-    rid: Rid | list[Rid] | None = Field(default=None, description="name of the request")
+    rid: Rid | ForEach[Rid] | None = Field(default=None, description="name of the request")
     dp_rank: int | None = Field(default=None, ge=0, description="data-parallel rank to run on")
     routed_dp_rank: int | None = Field(default=None, ge=0, description="same as dp_rank")
     data_parallel_rank: int | None = Field(default=None, ge=0, description="same as dp_rank")
-    cache_salt: Namespace | list[Namespace] | None = Field(
+    cache_salt: Namespace | ForEach[Namespace] | None = Field(
         default=None, description="cached prefixes are shared only with requests of the same"
     )
-    extra_key: Namespace | list[Namespace] | None = Field(
+    extra_key: Namespace | ForEach[Namespace] | None = Field(
         default=None, description="same as cache_salt"
     )
-    priority: Priority | list[Priority] | None = Field(
+    priority: Priority | ForEach[Priority] | None = Field(
         default=None, description="without effect but with --enable-priority-scheduling"
     )
 

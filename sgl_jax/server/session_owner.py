@@ -5,32 +5,20 @@ that nobody can list, continue, close or collide with the sessions of others. An
 everybody where there are no API keys, uses the engine's ids as they are.
 """
 
-from typing import Protocol
 from urllib.parse import quote
 
 from fastapi import Request
 from msgspec.structs import replace
 
 from sgl_jax.core.messages import SessionTurn
-
-
-class Caller(Protocol):
-    """Who sent a request, as the check of its API key found out."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_admin(self) -> bool: ...
+from sgl_jax.server.api_keys import Caller, caller_of
 
 
 class SessionOwner:
-    """The sessions of one caller; None: all of them."""
+    """The sessions of one caller; an admin's: all of them."""
 
-    def __init__(self, caller: Caller | None) -> None:
-        self._prefix = ""
-        if caller is not None and not caller.is_admin:
-            self._prefix = f"{quote(caller.name, safe='')}:"
+    def __init__(self, caller: Caller) -> None:
+        self._prefix = "" if caller.is_admin else f"{quote(caller.name, safe='')}:"
 
     def engine_id(self, session_id: str) -> str:
         """How the engine calls the caller's session `session_id`."""
@@ -50,5 +38,5 @@ class SessionOwner:
 
 
 def owner_of(request: Request) -> SessionOwner:
-    """Who may see what `request` asks for: its scope's `state` has the `caller`, if known."""
-    return SessionOwner(request.scope.get("state", {}).get("caller"))
+    """The sessions that `request` may ask for."""
+    return SessionOwner(caller_of(request))

@@ -18,9 +18,10 @@ from sgl_jax.core.messages import (
     RollbackSession,
     SessionMessage,
 )
+from sgl_jax.server.connection import unless_gone
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.generation import CLIENT_GONE, json_response, while_connected
+from sgl_jax.server.generation import json_response
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.session_owner import SessionOwner, owner_of
@@ -164,10 +165,7 @@ async def _ask(
         reply = await context.ask(make_message)
     else:
         asking = context.ask(make_message, on_unheard=lambda r: _close_unheard(context, opens, r))
-        heard = await while_connected(request.receive, asking)
-        if heard is None:
-            raise ApiError(CLIENT_GONE, "the client went away")
-        reply = heard
+        reply = await unless_gone(request.receive, asking)
     if reply.ok:
         return reply.data
     context.frontend.check_alive()

@@ -1,20 +1,26 @@
 """The base of every body that clients send: nothing is coerced, nothing unknown is ignored."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sgl_jax.engine.request_limits import (
     MAX_NAMESPACE_CHARS,
     MAX_PRIORITY,
+    MAX_REQUESTS_PER_CALL,
     MAX_RID_CHARS,
     MIN_PRIORITY,
 )
+from sgl_jax.server.limits import MAX_FIELDS
 from sgl_jax.server.unserved_fields import Fields
+
+T = TypeVar("T")
 
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
 Namespace = Annotated[str, Field(max_length=MAX_NAMESPACE_CHARS)]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+# One for each prompt.
+ForEach = Annotated[list[T], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
@@ -43,6 +49,8 @@ class StrictModel(BaseModel):
     def _drop_unserved(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        if len(body) > MAX_FIELDS:  # or each unknown one would become an error of its own
+            raise ValueError(f"at most {MAX_FIELDS} fields, got {len(body)}")
         for name in body.keys() & cls.unserved.keys():
             cls.unserved[name].check(body[name])
         return {

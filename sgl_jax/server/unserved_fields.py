@@ -10,22 +10,35 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.engine.request_limits import MAX_REQUESTS_PER_CALL
 
 # What stands for "nothing" in fields that hold texts, ids, media or settings.
 NOTHING: tuple[Any, ...] = ("", [], {})
 
 
 class UnservedField(NamedTuple):
-    """A field and the values that may be sent beside null; a list may hold one for each prompt."""
+    """A field and the values that may be sent beside null.
+
+    A list may hold one for each prompt; not in a message, of which there are many, without prompts.
+    """
 
     name: str
     allowed: tuple[Any, ...] | None  # None: any value
     reason: str  # what is not there, or why the value does not matter
+    may_be_listed: bool = True
 
     def check(self, value: Any) -> None:
         """Raise `InvalidRequestError` if `value` asks for what is not there."""
-        each = value if isinstance(value, list) else [value]
-        if self.allowed is None or all(map(self._asks_nothing, each)):
+        if self.allowed is None:
+            return
+        each = value if isinstance(value, list) and self.may_be_listed else [value]
+        if len(each) > MAX_REQUESTS_PER_CALL:
+            raise InvalidRequestError(
+                f"{self.name}: a list has one entry for each prompt, at most "
+                f"{MAX_REQUESTS_PER_CALL}, got {len(each)}",
+                self.name,
+            )
+        if all(map(self._asks_nothing, each)):
             return
         raise InvalidRequestError(f"{self.name}: {self.reason}; {self.advice}", self.name)
 
@@ -42,14 +55,15 @@ class UnservedField(NamedTuple):
         if self.allowed is None:
             return {"description": f"without effect: {self.reason}"}
         values = {"enum": [None, *self.allowed]}
-        lists = {"type": "array", "items": values}
-        return {"description": self.reason, "anyOf": [values, lists] if self.allowed else [values]}
+        lists = {"type": "array", "items": values, "maxItems": MAX_REQUESTS_PER_CALL}
+        is_listed = self.allowed and self.may_be_listed
+        return {"description": self.reason, "anyOf": [values, lists] if is_listed else [values]}
 
     def _asks_nothing(self, value: Any) -> bool:
         assert self.allowed is not None
-        return value is None or any(
-            value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-            for allowed in self.allowed
+        # Python's True equals 1: of a field's values all are booleans, or none is.
+        return value is None or (
+            value in self.allowed and isinstance(value, bool) == isinstance(self.allowed[0], bool)
         )
 
 
@@ -198,13 +212,14 @@ COMPLETION: Fields = {
 }
 
 # Of a message: part of what answers hold, so clients send them back.
-MESSAGE: Fields = {
+_MESSAGE: Fields = {
     **_fields("refusal audio", NOTHING, "there is only text"),
     **_fields("annotations", NOTHING, "there are no annotations"),
     **_fields("tool_calls function_call tool_call_id tools", NOTHING, "tools are not supported"),
     **_fields("prefix", (False,), "use continue_final_message"),
     **_fields("phase", None, "templates do not know it"),
 }
+MESSAGE: Fields = {name: field._replace(may_be_listed=False) for name, field in _MESSAGE.items()}
 
 ABORT: Fields = {
     **_fields("abort_message", None, "the message is this server's own"),

@@ -112,16 +112,22 @@ class Tokenizer:
             self._longest_token = max(map(len, self._backend.get_vocab()), default=1)
         return self._longest_token
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. The Rust side lets other threads run meanwhile.
-
-        Raises `InvalidRequestError` if the tokenizer knows no text.
-        """
+    def check_knows_text(self) -> None:
+        """Raise `InvalidRequestError` if there is no tokenizer that could encode a text."""
         if not self._knows_text:
             raise InvalidRequestError(
                 "this model has no tokenizer: send token ids (input_ids) instead of text", "text"
             )
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Long texts take seconds, during which other threads run.
+
+        Raises as `check_knows_text`.
+        """
+        self.check_knows_text()
+        # Not `encode`, which keeps the GIL, and finds offsets for which there is no use here.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -151,7 +157,20 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+        """Token ids of a conversation, ready for the assistant's turn; as `render_chat`."""
+        prompt = self.render_chat(
+            messages, continue_final_message=continue_final_message, template_args=template_args
+        )
+        return self.encode(prompt, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final_message: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as the text that the model reads, special tokens included.
 
         Args:
             messages: `{"role": ..., "content": ...}` each, content a string.
@@ -168,7 +187,7 @@ class Tokenizer:
                 "messages",
             )
         try:
-            prompt = self._hf.apply_chat_template(
+            prompt: str = self._hf.apply_chat_template(
                 list(messages),
                 # Named here, so that a client's template_args cannot bring a program of its own.
                 chat_template=None,
@@ -185,7 +204,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
             ) from error
-        return self.encode(prompt, add_special_tokens=False)
+        return prompt
 
     def _is_byte_level(self) -> bool:
         decoder = json.loads(self._backend.to_str())["decoder"] or {}

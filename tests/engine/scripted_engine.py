@@ -265,14 +265,15 @@ def described_session(name: str) -> dict[str, Any]:
 
 
 def build(args: ServerArgs) -> ScriptedEngine:
-    """Settings that mean something else here: the seed is the step time in milliseconds."""
+    """The seed means something else here: the step time in milliseconds."""
     if args.random_seed == CRASH_SEED:
         raise RuntimeError("the script says not to start")
     print("scripted engine: warming up", file=sys.stderr, flush=True)
     if args.random_seed == SLOW_START_SEED:
         time.sleep(SLOW_START_S)
         return ScriptedEngine()
-    return ScriptedEngine(step_s=args.random_seed / 1000)
+    tokens = args.context_length or ScriptedEngine.max_request_tokens
+    return ScriptedEngine(step_s=args.random_seed / 1000, max_request_tokens=tokens)
 
 
 class DirectClient:

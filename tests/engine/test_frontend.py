@@ -17,7 +17,8 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.request_limits import MAX_OWNER_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ class Rig:
 
     def start(self, prompt: str, *, streaming: bool = True, **sampling: object) -> RequestStream:
         params = msgspec.convert(sampling, SamplingParams)
-        request = self.front.prepare(self.front.encode(prompt), params)
+        request = self.front.checks.prepare(self.front.checks.encode(prompt), params)
         return self.front.start(request, self.wake, streaming=streaming)
 
     def step(self, steps: int = 1) -> None:
@@ -118,7 +119,7 @@ def test_a_stop_string_may_be_kept(rig: Rig) -> None:
 
 
 def test_a_stop_string_before_min_new_tokens_is_passed_over(rig: Rig) -> None:
-    per_round = len(rig.front.encode("one two three "))
+    per_round = len(rig.front.checks.encode("one two three "))
     stream = rig.start("one two three ", stop=["two"], min_new_tokens=per_round, max_new_tokens=90)
     rig.step(90)
     assert take(stream).text == "one two three one "
@@ -126,21 +127,21 @@ def test_a_stop_string_before_min_new_tokens_is_passed_over(rig: Rig) -> None:
 
 def test_tokens_after_a_stop_string_in_the_same_output_are_dropped(rig: Rig) -> None:
     stream = rig.start("x", stop=["ab"], max_new_tokens=50)
-    ids = rig.front.encode("c ab")
-    overshoot = rig.front.encode("zz")
+    ids = rig.front.checks.encode("c ab")
+    overshoot = rig.front.checks.encode("zz")
     rig.front.handle(OutputBatch([RequestOutput(stream.request.rid, ids + overshoot, 0, 0)]))
     chunk = take(stream)
     assert (chunk.text, chunk.token_ids) == ("c ", ids)
 
 
 def test_held_text_appears_when_the_output_ends(rig: Rig) -> None:
-    stream = rig.start("abc", stop=["abcX"], max_new_tokens=len(rig.front.encode("abc")))
+    stream = rig.start("abc", stop=["abcX"], max_new_tokens=len(rig.front.checks.encode("abc")))
     rig.step(10)
     assert take(stream).text == "abc"
 
 
 def test_the_stop_token_is_counted_but_has_no_text(rig: Rig) -> None:
-    comma = rig.front.encode(",")
+    comma = rig.front.checks.encode(",")
     stream = rig.start("a,b", stop_token_ids=comma, max_new_tokens=50)
     rig.step(10)
     chunk = take(stream)
@@ -161,10 +162,10 @@ def test_special_tokens_are_text_only_on_request(rig: Rig) -> None:
 
 
 def test_late_outputs_cannot_reach_a_new_request_of_the_same_name(rig: Rig) -> None:
-    prompt = rig.front.encode("a")
-    old = rig.front.start(rig.front.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
+    prompt = rig.front.checks.encode("a")
+    old = rig.front.start(rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
     rig.front.abandon(old)
-    new = rig.front.start(rig.front.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
+    new = rig.front.start(rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
     rig.front.handle(OutputBatch([], [old.request.rid], [5]))
     assert new.take() is None
 
@@ -194,7 +195,7 @@ def test_of_a_turn_whose_end_nobody_took_the_engine_hears(
     """It ended well there, and the session would go on from it."""
     session = SessionTurn(id="s") if has_session else None
     rig.client.engine.sessions.add("s")
-    request = rig.front.prepare([5], SamplingParams(max_new_tokens=1), session=session)
+    request = rig.front.checks.prepare([5], SamplingParams(max_new_tokens=1), session=session)
     stream = rig.front.start(request, rig.wake)
     rig.step()
     if is_taken:
@@ -212,7 +213,7 @@ def test_of_a_turn_whose_end_nobody_took_the_engine_hears(
 
 def test_of_a_turn_left_in_flight_it_hears_whose_it_was(rig: Rig) -> None:
     rig.client.engine.sessions.add("s")
-    request = rig.front.prepare([5], SamplingParams(), session=SessionTurn(id="s"))
+    request = rig.front.checks.prepare([5], SamplingParams(), session=SessionTurn(id="s"))
     stream = rig.front.start(request, rig.wake)
     rig.step()
     rig.front.abandon(stream)
@@ -222,7 +223,7 @@ def test_of_a_turn_left_in_flight_it_hears_whose_it_was(rig: Rig) -> None:
 
 
 def test_a_turn_that_was_refused_is_not_taken_back(rig: Rig) -> None:
-    request = rig.front.prepare([5], SamplingParams(), session=SessionTurn(id="nobody"))
+    request = rig.front.checks.prepare([5], SamplingParams(), session=SessionTurn(id="nobody"))
     stream = rig.front.start(request, rig.wake)
     rig.step()
     assert stream.finish is not None
@@ -235,13 +236,13 @@ def test_a_length_that_nobody_asked_for_is_marked_as_such(rig: Rig) -> None:
         (SamplingParams(), True),
         (SamplingParams(max_new_tokens=9), False),
     ):
-        request = rig.front.prepare([5], sampling, default_max_new_tokens=9)
+        request = rig.front.checks.prepare([5], sampling, default_max_new_tokens=9)
         assert (request.sampling.max_new_tokens, request.is_length_default) == (9, is_default)
 
 
 def test_aborting_by_name_ends_the_stream_with_an_abort(rig: Rig) -> None:
-    prompt = rig.front.encode("a")
-    stream = rig.front.start(rig.front.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
+    prompt = rig.front.checks.encode("a")
+    stream = rig.front.start(rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
     other = rig.start("other")
     rig.step()
     assert rig.front.abort("me") == 1
@@ -300,8 +301,8 @@ def test_questions_get_their_answers(rig: Rig) -> None:
 
 
 def test_logprobs_line_up_with_the_tokens(rig: Rig) -> None:
-    ids = rig.front.encode("hello")
-    request = rig.front.prepare(
+    ids = rig.front.checks.encode("hello")
+    request = rig.front.checks.prepare(
         ids,
         SamplingParams(max_new_tokens=4),
         return_logprob=True,
@@ -318,7 +319,7 @@ def test_logprobs_line_up_with_the_tokens(rig: Rig) -> None:
 
 def test_a_prompt_and_output_too_long_together_name_both_numbers(rig: Rig) -> None:
     with pytest.raises(InvalidRequestError, match=r"\(3 tokens\).*\(254\).*256") as caught:
-        rig.front.prepare([5, 6, 7], SamplingParams(max_new_tokens=254))
+        rig.front.checks.prepare([5, 6, 7], SamplingParams(max_new_tokens=254))
     assert caught.value.param == "max_new_tokens"
 
 
@@ -328,13 +329,13 @@ def test_a_prompt_and_output_too_long_together_name_both_numbers(rig: Rig) -> No
 )
 def test_a_bad_prompt_is_refused(rig: Rig, ids: list[int], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says) as caught:
-        rig.front.prepare(ids, SamplingParams())
+        rig.front.checks.prepare(ids, SamplingParams())
     assert caught.value.param == "input_ids"
 
 
 def test_an_enormous_text_is_refused_without_tokenising_it(rig: Rig) -> None:
     with pytest.raises(InvalidRequestError, match="characters"):
-        rig.front.encode("x" * 1_000_000)
+        rig.front.checks.encode("x" * 1_000_000)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ def test_an_enormous_text_is_refused_without_tokenising_it(rig: Rig) -> None:
 )
 def test_an_option_out_of_range_is_named(rig: Rig, option: str, value: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        rig.front.prepare([5], SamplingParams(), **{option: value})  # type: ignore[arg-type]
+        rig.front.checks.prepare([5], SamplingParams(), **{option: value})  # type: ignore[arg-type]
     assert caught.value.param == option
 
 
@@ -361,10 +362,10 @@ def test_a_default_length_never_makes_a_request_too_long(
     room = 256 - prompt_len
     if min_new > room:
         with pytest.raises(InvalidRequestError) as caught:
-            front.prepare([5] * prompt_len, sampling, default_max_new_tokens=default)
+            front.checks.prepare([5] * prompt_len, sampling, default_max_new_tokens=default)
         assert caught.value.param == "min_new_tokens"
         return
-    request = front.prepare([5] * prompt_len, sampling, default_max_new_tokens=default)
+    request = front.checks.prepare([5] * prompt_len, sampling, default_max_new_tokens=default)
     wanted = room if default is None else default
     assert request.sampling.max_new_tokens == min(room, max(min_new, wanted))
 
@@ -391,8 +392,8 @@ def test_a_turn_that_ended_beyond_its_stop_string_is_cut_in_its_session(rig: Rig
     turn = SessionTurn(id="s")
     sampling = SamplingParams(max_new_tokens=50, stop=("thr",))
     rig.client.engine.sessions.add("s")
-    request = rig.front.prepare(
-        rig.front.encode("one two three "), sampling, rid="me", session=turn
+    request = rig.front.checks.prepare(
+        rig.front.checks.encode("one two three "), sampling, rid="me", session=turn
     )
     stream = rig.front.start(request, rig.wake)
     ids = list(request.input_ids)
@@ -421,5 +422,5 @@ def test_a_turn_that_ended_beyond_its_stop_string_is_cut_in_its_session(rig: Rig
 )
 def test_what_no_session_can_be_asked_is_refused(rig: Rig, turn: SessionTurn, param: str) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
-        rig.front.prepare([5], SamplingParams(), session=turn)
+        rig.front.checks.prepare([5], SamplingParams(), session=turn)
     assert refusal.value.param == param

@@ -1,11 +1,13 @@
 """The real application on a scripted engine, in one process."""
 
 import asyncio
+import functools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,14 +15,19 @@ from starlette.types import ASGIApp
 
 from sgl_jax.core.messages import EngineFailed, EngineMessage, Heartbeat
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.frontend import EngineFacts, Frontend
+from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
+from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.zmq_channel import ZmqChannel, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
+from sgl_jax.server.api_keys import ApiKeys
 from sgl_jax.server.app import build_app
 from sgl_jax.server.context import ServerContext
+from sgl_jax.server.limits import Limits
+from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.worker_process import TextWorkers
 from tests.engine.scripted_engine import ScriptedEngine
 from tests.tokenizers import byte_level, save
 
@@ -28,9 +35,17 @@ MAX_QUEUED = 100
 HEARTBEAT_TIMEOUT_S = 30.0
 
 
+@functools.cache
+def text_workers(folder: Path) -> TextWorkers:
+    """One process tokenises for all applications: it takes a second to start."""
+    return TextWorkers(str(folder))
+
+
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(byte_level(), tmp_path_factory.mktemp("model") / "scripted")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = save(byte_level(), tmp_path_factory.mktemp("model") / "scripted")
+    yield folder
+    text_workers(folder).close()
 
 
 @pytest.fixture(scope="session")
@@ -60,9 +75,17 @@ class Rig:
 
 @asynccontextmanager
 async def serving(
-    model_folder: Path, tokenizer: Tokenizer, *, step_s: float = 0.0, api_key: str | None = None
+    model_folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    step_s: float = 0.0,
+    limits: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """An application whose engine runs in a thread behind real sockets."""
+    """An application whose engine runs in a thread behind real sockets.
+
+    `limits` take the place of the defaults, `settings` are those of `ServerArgs`.
+    """
     engine = ScriptedEngine(step_s=step_s)
     client = ZmqEngineClient()
     channel = ZmqChannel(client.folder)
@@ -71,9 +94,12 @@ async def serving(
     facts = EngineFacts.from_info(engine.info)
     front = Frontend(tokenizer, facts, client, max_queued_requests=MAX_QUEUED, metrics=metrics)
     health = EngineHealth(HEARTBEAT_TIMEOUT_S)
-    args = ServerArgs(model_path=str(model_folder), api_key=api_key)
-    context = ServerContext(args, front, engine.info, EngineMetrics(metrics), health)
-    app = build_app(context)
+    args = ServerArgs(model_path=str(model_folder), **settings)
+    bounds = replace(Limits.of(args, front.checks.max_prompt_chars), **(limits or {}))
+    texts = TextPool(text_workers(model_folder), bounds)
+    engine_metrics = EngineMetrics(metrics)
+    context = ServerContext(args, front, engine.info, engine_metrics, bounds, texts, health)
+    app = build_app(context, ApiKeys.from_args(args))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     def on_message(message: EngineMessage) -> None:
@@ -86,10 +112,12 @@ async def serving(
 
     client.listen(on_message, lambda error: front.fail(str(error)))
     thread.start()
+    texts.start()
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield Rig(http, engine, context, app)
     finally:
+        await texts.close()
         engine.stopped = True
         await asyncio.to_thread(thread.join, 5.0)
         channel.close()

@@ -69,7 +69,8 @@ class Server:
     @property
     def engine(self) -> psutil.Process:
         """The engine's process."""
-        (child,) = psutil.Process(self.process.pid).children()
+        children = psutil.Process(self.process.pid).children()
+        (child,) = (child for child in children if "sgl_jax.text.worker" not in child.cmdline())
         return child
 
     def num_running(self) -> int:

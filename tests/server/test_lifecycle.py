@@ -160,7 +160,7 @@ def test_a_port_that_is_taken_is_said_at_once(start: Callable[..., Server]) -> N
 def test_a_server_that_starts_says_so_and_a_second_on_its_port_learns_it_at_once(
     start: Callable[..., Server],
 ) -> None:
-    server = start("--random-seed", str(SLOW_START_SEED))
+    server = start("--random-seed", str(SLOW_START_SEED), "--api-key", "hush")
     url = server.wait_line(r"listening at (http://\S+);")
     second = start("--port", url.rpartition(":")[2])
     for path, told in (("/health", {"status": "starting"}), ("/v1/models", {})):
@@ -169,11 +169,13 @@ def test_a_server_that_starts_says_so_and_a_second_on_its_port_learns_it_at_once
         assert answer.json()["error"]["code"] == "starting"
         assert answer.json().items() >= told.items()
         assert "retry-after" in answer.headers
+    assert httpx.get(url + "/" + "a" * 9000, timeout=2).status_code == 414
     assert second.wait_exit() == 1
     assert not any("warming up" in line for line in second.printed)
     assert sum("cannot listen on" in line for line in second.printed) == 1, second.printed
     server.wait_ready()
     assert httpx.get(url + "/health", timeout=2).json() == {"status": "ready"}
+    assert httpx.get(url + "/v1/models", timeout=2).status_code == 401
 
 
 def test_a_stopped_engine_is_stuck_and_goes_on_when_it_may(start: Callable[..., Server]) -> None:

@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_jax.core.messages import Heartbeat, Profile
 from sgl_jax.engine.health import EngineHealth
-from sgl_jax.server import middleware
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import MAX_RUNNING
 from tests.server.conftest import MAX_QUEUED, Rig, serving
@@ -108,20 +107,6 @@ async def test_unknown_routes_and_methods_answer_in_the_envelope(rig: Rig) -> No
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert (await rig.http.get("/generate")).headers["allow"] == "POST"
-
-
-async def test_a_body_beyond_the_limit_is_a_413(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "MAX_BODY_BYTES", 100)
-    body = b'{"prompt": "' + b"x" * 200 + b'"}'
-    json_type = {"content-type": "application/json"}
-
-    async def unannounced() -> AsyncIterator[bytes]:
-        yield body
-
-    for content in (body, unannounced()):
-        answer = await rig.http.post("/v1/completions", content=content, headers=json_type)
-        assert answer.status_code == 413
-        assert answer.json()["error"]["code"] == "body_too_large"
 
 
 async def test_metrics_show_requests_and_ranks(rig: Rig) -> None:

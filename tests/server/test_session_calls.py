@@ -3,6 +3,7 @@
 import typing
 
 from sgl_jax.core.messages import SessionMessage
+from sgl_jax.server.api_keys import ANONYMOUS
 from sgl_jax.server.session_owner import SessionOwner
 from sgl_jax.server.session_routes import CALLS
 from tests.scheduler.driver import Driver, make_sizes
@@ -21,12 +22,12 @@ def test_each_message_has_one_call_and_each_call_its_message() -> None:
     )
     for call in CALLS:
         fields = {k: v for k, v in ARGUMENTS.items() if k in call.body.model_fields}
-        assert type(call.body(**fields).to_message(SessionOwner(None))) is call.message
+        assert type(call.body(**fields).to_message(SessionOwner(ANONYMOUS))) is call.message
 
 
 def test_the_engine_answers_each_of_them() -> None:
     driver = Driver(make_sizes(num_pages=20))
     for call in CALLS:
         fields = {k: v for k, v in ARGUMENTS.items() if k in call.body.model_fields}
-        reply = driver.session(call.body(**fields).to_message(SessionOwner(None)))
+        reply = driver.session(call.body(**fields).to_message(SessionOwner(ANONYMOUS)))
         assert reply.ok or "session" in reply.message, call.route

@@ -1,7 +1,6 @@
 """With API keys, a session belongs to the key that opened it."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.messages import CloseSession, GenerateRequest
+from sgl_jax.engine.request_limits import check_session_id
+from sgl_jax.server.api_keys import Caller, note_caller
 from sgl_jax.server.session_owner import SessionOwner
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
@@ -17,13 +18,8 @@ from tests.server.conftest import Rig, serving
 pytestmark = pytest.mark.anyio
 
 
-@dataclass(frozen=True)
-class Known:
-    name: str
-    is_admin: bool = False
-
-
-ALICE, BOB, ADMIN = Known("alice"), Known("b:o/b ä"), Known("root", is_admin=True)
+ALICE, BOB = (Caller(name, is_admin=False) for name in ("alice", "b:o/b ä"))
+ADMIN = Caller("root", is_admin=True)
 
 
 @pytest.fixture
@@ -32,18 +28,18 @@ async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
         yield rig
 
 
-async def call(rig: Rig, caller: Known, path: str, **fields: Any) -> httpx.Response:
+async def call(rig: Rig, caller: Caller, path: str, **fields: Any) -> httpx.Response:
     """As a request whose API key has been checked."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["caller"] = caller
+        note_caller(scope, caller)
         await rig.app(scope, receive, send)
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
         return await http.post(path, json=fields)
 
 
-async def listed(rig: Rig, caller: Known) -> list[str]:
+async def listed(rig: Rig, caller: Caller) -> list[str]:
     sessions = (await call(rig, caller, "/list_sessions")).json()["sessions"]
     return [entry["session_id"] for entry in sessions]
 
@@ -99,9 +95,9 @@ async def test_without_keys_ids_are_as_they_are(rig: Rig) -> None:
 
 
 def test_an_id_is_as_long_as_without_keys() -> None:
-    owner = SessionOwner(Known("ä" * 64))
+    owner = SessionOwner(Caller("ä" * 64, is_admin=False))
     engine_id = owner.engine_id("s" * 256)
     assert owner.client_id(engine_id) == "s" * 256
-    assert len(engine_id) <= 256 + 768
+    check_session_id(engine_id)
     assert SessionOwner(ALICE).client_id(engine_id) is None
     assert SessionOwner(ALICE).as_told("there is no session 'alice:x'") == "there is no session 'x'"

@@ -1,0 +1,172 @@
+"""What a client asks, made into a request that the engine can serve, or refused.
+
+Owns the limits that follow from the model and the engine's memory; those of names and numbers are
+in `request_limits.py`. Knows of no request in flight.
+"""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
+from sgl_jax.core.messages import GenerateRequest, SessionTurn
+from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from sgl_jax.engine.request_limits import (
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    check_between,
+    check_namespace,
+    check_prompt_chars,
+    check_prompt_tokens,
+    check_rid,
+    check_session_id,
+    most_prompt_chars,
+)
+from sgl_jax.text.tokenizer import Tokenizer
+
+
+class EngineFacts(NamedTuple):
+    """What the front must know of the engine to refuse what can never be served."""
+
+    vocab_size: int
+    max_context_len: int  # tokens of one request, prompt and output together
+    max_request_tokens: int  # the same, and it fits a rank's KV memory
+    dp_size: int
+    max_running_requests: int  # over all ranks
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
+        """Read the `info` of `EngineReady`."""
+        return cls(*(int(info[name]) for name in cls._fields))
+
+
+class RequestChecks:
+    """The checks of one engine. Without state of its own, so thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts) -> None:
+        self._tokenizer = tokenizer
+        self._facts = facts
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """Characters beyond which a prompt is too long, whatever its tokens are."""
+        longest = self._tokenizer.longest_token_chars
+        return most_prompt_chars(self._facts.max_request_tokens, longest)
+
+    def check_text(self, text: str) -> None:
+        """Raise `InvalidRequestError` for a prompt that is empty, surely too long, or text for a
+        model without a tokenizer."""
+        if not text:
+            raise InvalidRequestError("the prompt is empty", "text")
+        self.check_length(len(text))
+
+    def check_length(self, num_chars: int) -> None:
+        """Raise `InvalidRequestError` for so much text, as `check_text`."""
+        self._tokenizer.check_knows_text()
+        check_prompt_chars(num_chars, self.max_prompt_chars, self._facts.max_request_tokens)
+
+    def check_num_tokens(self, num_tokens: int) -> None:
+        """Raise `ContextLengthError` for a prompt that leaves no room for an output."""
+        check_prompt_tokens(num_tokens, self._facts.max_request_tokens)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt; refuses at once what is too long whatever its tokens are."""
+        self.check_text(text)
+        return self._tokenizer.encode(text)
+
+    def prepare(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        rid: str | None = None,
+        default_max_new_tokens: int | None = None,
+        return_logprob: bool = False,
+        top_logprobs_num: int = 0,
+        logprob_start_len: int = -1,
+        dp_rank: int | None = None,
+        session: SessionTurn | None = None,
+        namespace: str = "",
+        priority: int | None = None,
+    ) -> GenerateRequest:
+        """Check everything that can be checked before the engine sees it.
+
+        Args:
+            default_max_new_tokens: if `sampling` sets no limit; None means what the context
+                leaves. A default never makes a request too long: for a session's turn the
+                engine, which knows the history that is put before it, sees to that.
+            session: of which the request is a turn, `prompt_ids` what it adds.
+            namespace: of the cached prefixes that it may find and leave behind.
+            priority: None is 0.
+
+        Raises:
+            InvalidRequestError: names the field and what is allowed.
+        """
+        self._check_prompt(prompt_ids)
+        room = self._facts.max_request_tokens - len(prompt_ids)
+        is_length_default = sampling.max_new_tokens is None
+        if sampling.max_new_tokens is None:
+            wanted = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
+            wanted = max(wanted, min(sampling.min_new_tokens, room))
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=wanted)
+        sampling = sampling.checked(self._facts.vocab_size)
+        assert sampling.max_new_tokens is not None
+        if sampling.max_new_tokens > room:
+            raise ContextLengthError(
+                f"the prompt ({len(prompt_ids)} tokens) and max_new_tokens "
+                f"({sampling.max_new_tokens})",
+                self._facts.max_request_tokens,
+                "max_new_tokens",
+            )
+        is_prompt_only = sampling.max_new_tokens == 0
+        if is_prompt_only:
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=1)
+        check_between("top_logprobs_num", top_logprobs_num, 0, MAX_TOP_LOGPROBS)
+        longest = len(prompt_ids) if session is None else self._facts.max_request_tokens
+        check_between("logprob_start_len", logprob_start_len, -1, longest)
+        if dp_rank is not None:
+            check_between("dp_rank", dp_rank, 0, self._facts.dp_size - 1)
+        check_namespace(namespace)
+        priority = 0 if priority is None else priority
+        check_between("priority", priority, MIN_PRIORITY, MAX_PRIORITY)
+        rid = uuid.uuid4().hex if rid is None else rid
+        check_rid(rid)
+        if session is not None:
+            session = self._check_session(session, rid)
+        return GenerateRequest(
+            rid=rid,
+            input_ids=prompt_ids,
+            sampling=sampling,
+            return_logprob=return_logprob,
+            top_logprobs_num=top_logprobs_num,
+            logprob_start_len=logprob_start_len,
+            dp_rank=dp_rank,
+            session=session,
+            is_length_default=is_length_default,
+            is_prompt_only=is_prompt_only,
+            namespace=namespace,
+            priority=priority,
+        )
+
+    def _check_session(self, turn: SessionTurn, rid: str) -> SessionTurn:
+        """The turn under the name that its client gave it, and without a second BOS."""
+        check_session_id(turn.id, "session_params.id")
+        if turn.rid is not None:
+            check_rid(turn.rid, "session_params.rid")
+        most = self._facts.max_request_tokens
+        check_between("session_params.offset", turn.offset, -most, most)
+        return msgspec.structs.replace(turn, name=rid, bos_token_id=self._tokenizer.bos_token_id)
+
+    def _check_prompt(self, prompt_ids: list[int]) -> None:
+        if not prompt_ids:
+            raise InvalidRequestError("the prompt is empty", "input_ids")
+        self.check_num_tokens(len(prompt_ids))
+        for token in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token < self._facts.vocab_size:
+                raise InvalidRequestError(
+                    f"the prompt holds token id {token}, outside the vocabulary "
+                    f"[0, {self._facts.vocab_size})",
+                    "input_ids",
+                )

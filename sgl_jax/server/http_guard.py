@@ -1,0 +1,155 @@
+"""Bounds what a connection can make the server hold before any route, or key, is looked at.
+
+uvicorn's parser takes heads of any size, queues every pipelined request, and waits for the rest of
+a request for ever. This subclass of its protocol counts, and closes. With too many connections the
+one goes first that has waited longest for a request to be complete up to its body: strangers, who
+get no further, cannot keep others out.
+"""
+
+import asyncio
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from sgl_jax.server.errors import ApiError, envelope
+from sgl_jax.server.limits import Limits
+
+# Bytes of a chunked body for each of its framing, at least, beyond what a head may have: chunks of
+# 40 bytes. Each is a call of this class, so smaller ones cost more than their bytes tell.
+_LEAST_BYTES_PER_FRAMING = 8
+
+
+class _RefusedError(Exception):
+    """Ends the parser's work on what has arrived; the connection is closing."""
+
+
+class GuardedHttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    limits: ClassVar[Limits]
+    # Connections without a request, the oldest first; of one server.
+    waiting: ClassVar[dict["GuardedHttpProtocol", None]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_refused = False
+        self._in_body = False
+        # Of the request that arrives: bytes of its body, and those that are not.
+        self._body_bytes = 0
+        self._framing_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+
+    # Connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+        if len(self.connections) > self.limits.max_connections:
+            if not self.waiting:
+                self._refuse(503, "the server has too many connections")
+                return
+            next(iter(self.waiting))._close()
+        self.waiting[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self.waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._deadline is None:
+            self._arm()
+        self._framing_bytes += len(data)
+        super().data_received(data)
+        most = self.limits.max_head_bytes + self._body_bytes // _LEAST_BYTES_PER_FRAMING
+        if self._framing_bytes > most and not self._is_refused:
+            self._refuse(431, f"the headers exceed {self.limits.max_head_bytes} bytes")
+
+    # Parser
+
+    def on_headers_complete(self) -> None:
+        limits = self.limits
+        self._in_body = True
+        if len(self.url) > limits.max_url_bytes:
+            self._refuse(414, f"the URL exceeds {limits.max_url_bytes} bytes")
+            raise _RefusedError
+        head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if head_bytes > limits.max_head_bytes:
+            self._refuse(431, f"the headers exceed {limits.max_head_bytes} bytes")
+            raise _RefusedError
+        if len(self.pipeline) >= limits.max_pipelined_requests:
+            self._refuse(429, "too many requests were sent before their answers were read")
+            raise _RefusedError
+        self.waiting.pop(self, None)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        self._framing_bytes -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._body_bytes = self._framing_bytes = 0
+        self._disarm()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and not self.pipeline:
+            self.waiting[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser gave up, by itself or because of a refusal."""
+        if not self._is_refused:
+            self._refuse(400, "this is not HTTP/1.1")
+
+    # Ends
+
+    def _arm(self) -> None:
+        self._deadline = self.loop.call_later(self.limits.receive_timeout_s, self._on_late)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_late(self) -> None:
+        is_waiting_for_us = self.flow.read_paused or self._is_answering
+        if is_waiting_for_us:
+            self._arm()
+        else:
+            seconds = self.limits.receive_timeout_s
+            self._refuse(408, f"the request did not arrive within {seconds:g} s")
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether an answer is due to a request that has arrived, or has begun."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return False
+        return not self._in_body or cycle.response_started or bool(self.pipeline)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Close the connection, with an answer unless another one is due on it first."""
+        is_answered = self._in_body and self.cycle is not None and self.cycle.response_complete
+        if not self._is_answering and not is_answered:
+            body = envelope(ApiError(status, message))
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d"
+            retry = b"\r\nretry-after: 1" if status == 503 else b""
+            parts = (STATUS_LINE[status], head % len(body), retry, b"\r\n\r\n", body)
+            self.transport.write(b"".join(parts))
+        self._close()
+
+    def _close(self) -> None:
+        self._is_refused = True
+        self._disarm()
+        self.waiting.pop(self, None)
+        self.transport.close()
+
+
+def guarded_protocol(limits: Limits) -> type[GuardedHttpProtocol]:
+    """The protocol of a server with these limits, for uvicorn's `http` setting."""
+    return type("ServerProtocol", (GuardedHttpProtocol,), {"limits": limits, "waiting": {}})

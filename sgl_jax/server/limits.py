@@ -1,0 +1,110 @@
+"""What one client may ask of the server, as numbers with names. docs/limits.md is their table.
+
+Each bounds memory or time that is spent before the engine knows of a request. Their sum is what
+strangers can take: connections times what one of them may send before its key is known.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.request_limits import MAX_REQUESTS_PER_CALL
+
+MAX_FIELDS = 256
+_MIB = 2**20
+_MOST_BYTES_PER_CHAR = 6  # a character as \uXXXX
+_GENERATION_PATHS = frozenset({"/generate", "/v1/completions"})
+_CHAT_PATH = "/v1/chat/completions"
+
+
+def _limit(default: Any, meaning: str, flag: str | None = None) -> Any:
+    """`flag` names the setting of the command line that sets it, where there is one."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "flag": flag})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one server. `max_prompt_chars` and `max_chat_body_bytes` follow the model."""
+
+    # Connections and requests, before a key is looked at
+    max_connections: int = _limit(
+        4096,
+        "open connections; with more, the one is closed that has waited longest for a request, or "
+        "if all have one, the newest (503)",
+        "max_connections",
+    )
+    max_pipelined_requests: int = _limit(
+        32, "requests sent ahead on a connection; with one more it is closed"
+    )
+    max_url_bytes: int = _limit(8192, "bytes of a request's URL (414)")
+    max_head_bytes: int = _limit(
+        65_536, "bytes of URL and headers together, and of what frames a chunked body (431)"
+    )
+    receive_timeout_s: float = _limit(
+        60.0,
+        "seconds from a request's first byte to its last, and before a connection's first (408)",
+        "receive_timeout",
+    )
+
+    # Bodies, behind the key
+    max_body_bytes: int = _limit(
+        32 * _MIB, "bytes of a body of `/generate` and `/v1/completions` (413)", "max_body_bytes"
+    )
+    max_chat_body_bytes: int = _limit(
+        32 * _MIB,
+        "bytes of a body of `/v1/chat/completions` (413): 1 MiB and 6 for each of "
+        "`max_prompt_chars`, at most `max_body_bytes`",
+    )
+    max_control_body_bytes: int = _limit(65_536, "bytes of a body of any other route (413)")
+    max_held_body_bytes: int = _limit(
+        256 * _MIB, "bytes of the bodies of all requests being answered (503)"
+    )
+    max_json_depth: int = _limit(64, "objects and lists within each other (400)")
+    max_json_values: int = _limit(2**20, "values in a body, each token id being one (400)")
+    max_json_keys: int = _limit(2**17, "keys of all objects, and lists, in a body (400)")
+    max_fields: int = _limit(MAX_FIELDS, "fields of an object with fixed fields (400)")
+
+    # Prompts
+    max_prompts: int = _limit(
+        MAX_REQUESTS_PER_CALL, "prompts, and choices of them, in a request (400)"
+    )
+    max_prompt_chars: int = _limit(
+        _MIB,
+        "characters of a prompt, before and after the chat template (400): 65,536 and 16 for each "
+        "token that a request may have",
+    )
+    max_logit_bias: int = _limit(MAX_LOGIT_BIAS, "keys of `logit_bias` (400)")
+    text_timeout_s: float = _limit(
+        10.0,
+        "seconds to apply a chat template and tokenise, and as many again for each MiB of text "
+        "(503)",
+    )
+
+    @classmethod
+    def of(cls, args: ServerArgs, max_prompt_chars: int = _MIB) -> "Limits":
+        """Those of a server with these settings, for a model that takes such prompts.
+
+        What bounds connections is the same for every model.
+        """
+        return cls(
+            max_connections=args.max_connections,
+            receive_timeout_s=args.receive_timeout,
+            max_body_bytes=args.max_body_bytes,
+            max_chat_body_bytes=min(
+                args.max_body_bytes, _MIB + _MOST_BYTES_PER_CHAR * max_prompt_chars
+            ),
+            max_control_body_bytes=min(args.max_body_bytes, cls.max_control_body_bytes),
+            max_prompt_chars=max_prompt_chars,
+        )
+
+    def body_bytes_of(self, path: str) -> int:
+        """Bytes that a body for route `path` may have."""
+        if path in _GENERATION_PATHS:
+            return self.max_body_bytes
+        return self.max_chat_body_bytes if path == _CHAT_PATH else self.max_control_body_bytes
+
+    def text_seconds(self, num_chars: int) -> float:
+        """Seconds that work on so many characters may take."""
+        return self.text_timeout_s * (1 + num_chars / _MIB)

@@ -1,0 +1,247 @@
+"""Prompts to token ids without holding up the event loop.
+
+Nothing that grows with what a client sends runs on the loop, each piece of work has an end, and
+clients take turns (`fair_queue.py`). The workers are processes (`sgl_jax.text.worker`).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.fair_queue import FairQueue
+from sgl_jax.server.limits import Limits
+from sgl_jax.text.jobs import (
+    LAST_JOB_BYTES,
+    LENGTH,
+    READY,
+    EncodeChat,
+    EncodeTexts,
+    Job,
+    JobAnswer,
+    Refused,
+    frame,
+)
+from sgl_jax.text.worker_process import TextWorkers
+
+logger = logging.getLogger(__name__)
+
+# One more than a client gets at a time; half of the processors, for they are the engine's as well.
+_NUM_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
+_SHORT_CHARS = 2048  # of all prompts of a request: tokenised within a millisecond
+_JOB_CHARS = 65_536  # prompts of a request go to the workers in pieces of this size
+_WORKER_START_S = 60.0  # the tokenizer may still be loading
+_GRACE_S = 5.0  # the kernel ends a worker in time; this is for one that is stopped
+_MAX_TRIES = 5
+_RETRY_S = 0.05  # more before each try
+Ids: TypeAlias = "array[int]"  # int32: a list takes nine times the memory, and long to make
+_decoder = msgspec.msgpack.Decoder(JobAnswer)
+
+
+@dataclass(frozen=True)
+class _Work:
+    job: Job
+    answer: "asyncio.Future[list[Ids]]"
+
+
+class TextPool:
+    """Belongs to one event loop; `start` and `close` it there."""
+
+    def __init__(self, workers: TextWorkers, limits: Limits) -> None:
+        self._workers = workers
+        self._limits = limits
+        self._queue: FairQueue[_Work] = FairQueue(max_at_once=_NUM_WORKERS - 1)
+        self._serving: list[asyncio.Task[None]] = []
+        self._num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose prompts are being encoded, or wait for it."""
+        return self._num_open
+
+    def start(self) -> None:
+        """Take work; workers are asked for when there is some."""
+        self._serving = [asyncio.ensure_future(self._serve()) for _ in range(_NUM_WORKERS)]
+
+    async def close(self) -> None:
+        """Drop all work."""
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    @staticmethod
+    def is_short(texts: Sequence[str]) -> bool:
+        """Whether the event loop itself may encode these, which costs less than asking a worker."""
+        return sum(map(len, texts)) <= _SHORT_CHARS
+
+    async def encode(self, client: str, texts: Sequence[str]) -> list[Ids]:
+        """Token ids of each prompt, for the client of this name.
+
+        Raises:
+            ApiError: 503, it took too long.
+        """
+        jobs = [
+            EncodeTexts(piece, self._limits.text_seconds(sum(map(len, piece))))
+            for piece in _pieces(texts)
+        ]
+        return await self._run(client, jobs)
+
+    async def encode_chat(
+        self,
+        client: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final_message: bool,
+        template_args: Mapping[str, Any],
+        max_tokens: int,
+    ) -> Ids:
+        """Token ids of a conversation, as `Tokenizer.apply_chat_template`.
+
+        Args:
+            max_tokens: of a request, to be told to a client whose prompt is too long.
+
+        Raises:
+            InvalidRequestError: too long, or refused by the template.
+            ApiError: 503, it took too long.
+        """
+        num_chars = sum(len(message["content"]) for message in messages)
+        job = EncodeChat(
+            [dict(message) for message in messages],
+            continue_final_message,
+            msgspec.json.encode(template_args),
+            self._limits.max_prompt_chars,
+            max_tokens,
+            self._limits.text_seconds(num_chars),
+        )
+        (ids,) = await self._run(client, [job])
+        return ids
+
+    async def _run(self, client: str, jobs: Sequence[Job]) -> list[Ids]:
+        """Do the jobs; if one fails, or whoever asked goes away, the others are not begun."""
+        loop = asyncio.get_running_loop()
+        answers: list[asyncio.Future[list[Ids]]] = [loop.create_future() for _ in jobs]
+        with self._counted():
+            for job, answer in zip(jobs, answers, strict=True):
+                self._queue.put(client, _Work(job, answer))
+            try:
+                return [ids for answer in answers for ids in await answer]
+            finally:
+                for answer in answers:
+                    answer.cancel()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+
+    async def _serve(self) -> None:
+        """One worker at a time, for ever."""
+        async with contextlib.AsyncExitStack() as stack:
+            worker = _Worker(self._workers)
+            stack.callback(worker.close)
+            while True:
+                client, work = await self._queue.get()
+                try:
+                    if not work.answer.done():
+                        await self._answer(worker, work)
+                finally:
+                    self._queue.done(client)
+
+    async def _answer(self, worker: "_Worker", work: _Work) -> None:
+        try:
+            ids = await worker.do(work.job)
+        except Exception as error:
+            if not isinstance(error, (ApiError, InvalidRequestError)):
+                worker.close()  # no memory, or a defect: what it was amid is not known
+            if not work.answer.done():
+                work.answer.set_exception(error)
+        else:
+            if not work.answer.done():
+                work.answer.set_result(ids)
+
+
+class _Worker:
+    """A connection to a worker, made when there is work, and anew after the worker has ended."""
+
+    def __init__(self, workers: TextWorkers) -> None:
+        self._workers = workers
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def do(self, job: Job) -> list[Ids]:
+        """The worker's answer. Raises `InvalidRequestError` with its refusal, `ApiError` 503 when
+        there is none."""
+        data = frame(job)
+        for num_tries in range(_MAX_TRIES):
+            await asyncio.sleep(num_tries * _RETRY_S)
+            start = None
+            try:
+                reader, writer = await self._connected()
+                start = time.monotonic()
+                async with asyncio.timeout(job.seconds + _GRACE_S):
+                    writer.write(data)
+                    await writer.drain()
+                    answer: JobAnswer = _decoder.decode(await _read_frame(reader))
+            except (OSError, asyncio.IncompleteReadError):  # TimeoutError is an OSError
+                self.close()
+                if start is not None and time.monotonic() - start >= job.seconds:
+                    raise _took_too_long(job) from None
+                logger.warning("a text worker ended; starting another one")
+                continue
+            if len(data) >= LAST_JOB_BYTES:
+                self.close()
+            if isinstance(answer, Refused):
+                raise InvalidRequestError(answer.message, answer.param, answer.code)
+            return [array("i", ids) for ids in answer.ids]
+        raise ApiError(503, "the prompt could not be tokenised; try again", code="text_worker")
+
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The streams of a worker that is there."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(sock=self._workers.new_worker())
+            async with asyncio.timeout(_WORKER_START_S):
+                await self._streams[0].readexactly(len(READY))
+        return self._streams
+
+    def close(self) -> None:
+        """Let go of the worker, which ends when it has answered."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return await reader.readexactly(num_bytes)
+
+
+def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Neighbours together, up to `_JOB_CHARS`; a longer text is a piece of its own."""
+    piece: list[str] = []
+    num_chars = 0
+    for text in texts:
+        if piece and num_chars + len(text) > _JOB_CHARS:
+            yield piece
+            piece, num_chars = [], 0
+        piece.append(text)
+        num_chars += len(text)
+    if piece:
+        yield piece
+
+
+def _took_too_long(job: Job) -> ApiError:
+    what = "the chat template and the tokenizer" if isinstance(job, EncodeChat) else "the tokenizer"
+    return ApiError(
+        503, f"{what} took longer than {job.seconds:.0f} s for this prompt", code="text_timeout"
+    )

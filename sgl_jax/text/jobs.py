@@ -1,0 +1,61 @@
+"""What a text worker is asked, and what it answers: frames of msgpack on a socket.
+
+A worker says `READY` once; then each side sends frames in turn. A frame is its length in bytes (4,
+little-endian) and that many bytes of msgpack.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+
+READY = b"+"
+LENGTH = struct.Struct("<I")
+# After a job of this many bytes a worker ends, which gives the memory back.
+LAST_JOB_BYTES = 256 * 1024
+ID_BYTES = 4  # ids travel as int32 in the machine's byte order: both ends are on one machine
+
+
+class EncodeTexts(msgspec.Struct, frozen=True, tag="encode"):
+    """Token ids of each text. `seconds`: after which the worker ends instead of answering."""
+
+    texts: list[str]
+    seconds: float
+
+
+class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):
+    """Token ids of a conversation, written by the model's chat template.
+
+    `template_args` is JSON: its integers may be larger than msgpack's.
+    """
+
+    messages: list[dict[str, Any]]
+    continue_final_message: bool
+    template_args: bytes
+    max_chars: int  # that the template may write
+    max_tokens: int  # of a request, to be named if it writes more
+    seconds: float
+
+
+class TokenIds(msgspec.Struct, frozen=True, tag="ids"):
+    """int32 ids, one entry a text."""
+
+    ids: list[bytes]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The text cannot be encoded, as `InvalidRequestError` says it."""
+
+    message: str
+    param: str | None
+    code: str
+
+
+Job = EncodeTexts | EncodeChat
+JobAnswer = TokenIds | Refused
+
+
+def frame(message: Job | JobAnswer) -> bytes:
+    """`message` as bytes on the socket."""
+    data = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(data)) + data

@@ -1,0 +1,147 @@
+"""Tokenises and writes chat prompts outside the server process, in time that has an end.
+
+`python -m sgl_jax.text.worker FD TOKENIZER_PATH [CHAT_TEMPLATE]` loads the tokenizer once, then
+forks a worker for each socket that it is sent over the socket FD. A worker answers one job at a
+time (`jobs.py`). The kernel ends it when a job takes longer than the job says, whatever it is
+doing: a template is a program, and the tokenizer is native code that nothing else can stop. After
+long texts it ends by itself, which gives their memory back. Both are cheap, since a fork is.
+
+Must never start a thread before it forks.
+"""
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
+from sgl_jax.text.jobs import (
+    ID_BYTES,
+    LAST_JOB_BYTES,
+    LENGTH,
+    READY,
+    EncodeChat,
+    EncodeTexts,
+    Job,
+    JobAnswer,
+    Refused,
+    TokenIds,
+    frame,
+)
+from sgl_jax.text.tokenizer import Tokenizer
+
+# Beyond what it starts with. Tokenising takes about 100 bytes for each of a text.
+_MOST_MEMORY_BYTES = 4 * 2**30
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Fork workers until the parent closes its end; returns the exit code."""
+    # A service manager signals every process of the service: the parent says when to end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    # No zombies: workers end by themselves, and no one asks how.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    control = socket.socket(fileno=int(arguments[0]))
+    try:
+        tokenizer = Tokenizer.load(*arguments[1:])
+    except ValueError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    # Collections would copy what is shared with the workers, and find nothing.
+    gc.collect()
+    gc.freeze()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return 0
+        for descriptor in descriptors:
+            if os.fork() == 0:
+                control.close()
+                with socket.socket(fileno=descriptor) as jobs:
+                    _work(jobs, tokenizer)
+                os._exit(0)
+            os.close(descriptor)
+
+
+def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
+    """Answer jobs until there are no more, or one was long."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+    most = _address_space_bytes() + _MOST_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    decoder = msgspec.msgpack.Decoder(Job)
+    jobs.sendall(READY)
+    num_bytes = 0
+    while num_bytes < LAST_JOB_BYTES:
+        data = _read_frame(jobs)
+        if data is None:
+            return
+        num_bytes = len(data)
+        job = decoder.decode(data)
+        signal.setitimer(signal.ITIMER_REAL, job.seconds)
+        answer = frame(_answer(job, tokenizer))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        jobs.sendall(answer)
+
+
+def _address_space_bytes() -> int:
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return num_pages * resource.getpagesize()
+
+
+def _answer(job: Job, tokenizer: Tokenizer) -> JobAnswer:
+    try:
+        if isinstance(job, EncodeTexts):
+            return TokenIds([_packed(tokenizer.encode(text)) for text in job.texts])
+        return TokenIds([_packed(_encode_chat(job, tokenizer))])
+    except InvalidRequestError as error:
+        return Refused(str(error), error.param, error.code)
+
+
+def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
+    prompt = tokenizer.render_chat(
+        job.messages,
+        continue_final_message=job.continue_final_message,
+        template_args=msgspec.json.decode(job.template_args, type=dict),
+    )
+    if len(prompt) > job.max_chars:
+        raise ContextLengthError(
+            f"the {len(prompt)} characters that the chat template wrote (at most {job.max_chars} "
+            "are taken)",
+            job.max_tokens,
+            "messages",
+        )
+    return tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def _packed(ids: list[int]) -> bytes:
+    packed = array("i", ids)
+    assert packed.itemsize == ID_BYTES
+    return packed.tobytes()
+
+
+def _read_frame(jobs: socket.socket) -> bytes | None:
+    """The next frame; None if the parent has closed its end."""
+    head = _read(jobs, LENGTH.size)
+    return None if head is None else _read(jobs, LENGTH.unpack(head)[0])
+
+
+def _read(jobs: socket.socket, num_bytes: int) -> bytes | None:
+    data = bytearray(num_bytes)
+    view, start = memoryview(data), 0
+    while start < num_bytes:
+        gained = jobs.recv_into(view[start:])
+        if not gained:
+            return None
+        start += gained
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""The parent's handle on the process that text workers are forked from (`worker.py`)."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+
+
+class TextWorkers:
+    """Starts the process, again if it has ended, and asks it for workers."""
+
+    def __init__(self, tokenizer_path: str, chat_template: str | None = None) -> None:
+        self._arguments = (
+            [tokenizer_path]
+            if chat_template is None
+            else [
+                tokenizer_path,
+                chat_template,
+            ]
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self) -> None:
+        """Begin to load the tokenizer, unless that was begun before; does not wait."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._control, theirs = socket.socketpair()
+        # What a fork would have to fear: the tokenizer's threads.
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        with theirs:
+            command = (sys.executable, "-m", "sgl_jax.text.worker", str(theirs.fileno()))
+            self._process = subprocess.Popen(
+                (*command, *self._arguments),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+
+    def new_worker(self) -> socket.socket:
+        """A socket to a worker, which will be there when the tokenizer has been loaded.
+
+        If that fails, the socket is closed from the other side.
+        """
+        self.start()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        # A process that has just ended closes `theirs`, too: the reader of `ours` sees it.
+        with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+        return ours
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return None if self._process is None else self._process.pid
+
+    def close(self) -> None:
+        """End the process. Workers end when their sockets are closed, and in any case in time."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

@@ -1,0 +1,275 @@
+"""What one client can do to a server. Each attack returns the statuses it was answered with.
+
+Bodies are made before the attack begins, so that the time measured is the server's.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from tests.hostile.hostile_server import HostileServer
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+WORDS = "The quick brown fox jumps over the lazy dog. "
+MIB = 2**20
+HEAD = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+
+class Attack(NamedTuple):
+    """`allowed`: the statuses that it may be answered with; 0 is a closed connection."""
+
+    name: str
+    run: Callable[[HostileServer], list[int]]
+    allowed: tuple[int, ...]
+
+
+def sends(name: str, path: str, body: bytes, *allowed: int) -> Attack:
+    """One request."""
+    return Attack(name, lambda server: [server.post(path, body)[0]], allowed)
+
+
+def sends_raw(name: str, *pieces: bytes, allowed: Iterable[int] = (0, 400)) -> Attack:
+    """Bytes on a connection, whatever they mean."""
+    return Attack(name, lambda server: [raw(server, pieces)], tuple(allowed))
+
+
+def raw(server: HostileServer, pieces: Iterable[bytes], answer_s: float = 5.0) -> int:
+    """The status that these bytes are answered with; 0 if there is none."""
+    with server.connect(answer_s) as connection:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            for piece in pieces:
+                connection.sendall(piece)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            line = connection.recv(4096).split(b" ")
+            return int(line[1]) if line[0].startswith(b"HTTP/") else 0
+    return 0
+
+
+def text(num_chars: int) -> str:
+    return (WORDS * (num_chars // len(WORDS) + 1))[:num_chars]
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def chat(content: Any, count: int = 1, **fields: Any) -> bytes:
+    messages = [{"role": "user", "content": content}] * count
+    return body(model="default", messages=messages, max_tokens=1, **fields)
+
+
+def tool_calls(messages: int, calls: int) -> bytes:
+    message = {"role": "user", "content": "a", "tool_calls": [{}] * calls}
+    return body(model="default", messages=[message] * messages)
+
+
+def prompts(prompt: Any, count: int, field: str = "text") -> bytes:
+    return body(**{field: [prompt] * count}, sampling_params={"max_new_tokens": 1})
+
+
+def logit_bias(num_keys: int) -> bytes:
+    bias = ",".join(f'"{key}":0' for key in range(num_keys))
+    return b'{"prompt":"hi","logit_bias":{' + bias.encode() + b"}}"
+
+
+def metadata(value: bytes, num_bytes: int) -> bytes:
+    values = (value + b",") * (num_bytes // (len(value) + 1))
+    return b'{"prompt":"hi","metadata":{"a":[' + values + value + b"]}}"
+
+
+def pipelined(request: bytes, count: int) -> Callable[[HostileServer], list[int]]:
+    """Many requests on one connection, none of whose answers is waited for."""
+
+    def run(server: HostileServer) -> list[int]:
+        raw(server, (request * 1000 for _ in range(count // 1000)))
+        return []
+
+    return run
+
+
+def half_sent_requests(server: HostileServer, count: int = 200) -> list[int]:
+    """Connections that begin a request and never end it: a third each in the head, the body, and
+    before the first byte."""
+    heads = [
+        b"",
+        b"POST /generate HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 1000,
+        HEAD + b'Content-Length: 1000000\r\n\r\n{"text": "' + b"a" * 200_000,
+    ]
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(server.connect()) for _ in range(count)]
+        for index, connection in enumerate(connections):
+            connection.sendall(heads[index % len(heads)])
+        time.sleep(2.0)
+    return []
+
+
+def idle_connections(server: HostileServer, count: int = 600) -> list[int]:
+    """More than the server takes, opened and left."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(server.connect())
+        time.sleep(1.0)
+    return []
+
+
+def at_once(path: str, data: bytes, count: int) -> Callable[[HostileServer], list[int]]:
+    """The same request from several threads together."""
+
+    def run(server: HostileServer) -> list[int]:
+        statuses: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: statuses.append(server.post(path, data)[0]))
+            for _ in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return statuses
+
+    return run
+
+
+def sent_and_left(data: bytes, count: int) -> Callable[[HostileServer], list[int]]:
+    """Requests whose clients go away before the answer."""
+
+    def run(server: HostileServer) -> list[int]:
+        head = HEAD + b"Content-Length: %d\r\n\r\n" % len(data)
+        for _ in range(count):
+            with server.connect() as connection:
+                connection.sendall(head + data)
+                time.sleep(0.01)
+        return []
+
+    return run
+
+
+def endless(head: bytes, piece: bytes, num_bytes: int = 200 * MIB) -> tuple[bytes, ...]:
+    return (head, *([piece * (MIB // len(piece))] * (num_bytes // MIB)))
+
+
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+# Those that froze the server, or filled it, before there were limits.
+NAMED = [
+    sends("chat of 8 MiB", CHAT, chat(text(8 * MIB)), 400, 413),
+    sends("chat of 30 MiB", CHAT, chat(text(30 * MIB)), 400, 413),
+    sends("1,024 prompts of 10,800", GENERATE, prompts(text(10_800), 1024), 200),
+    sends("logit_bias of 2.6 M keys", COMPLETIONS, logit_bias(2_600_000), 400),
+    sends("metadata of 27 MiB", COMPLETIONS, metadata(b"[]", 27 * MIB), 400),
+    Attack(
+        "500,000 pipelined GETs",
+        pipelined(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n", 500_000),
+        (),
+    ),
+    Attack("200 half-sent requests", half_sent_requests, ()),
+    sends_raw("a header without end", *endless(b"GET / HTTP/1.1\r\nX: ", b"a"), allowed=(0, 431)),
+    sends_raw("a URL without end", *endless(b"GET /", b"a"), allowed=(0, 414, 431)),
+    sends_raw(
+        "headers without end", *endless(b"GET / HTTP/1.1\r\n", b"a: b\r\n"), allowed=(0, 431)
+    ),
+]
+
+# Long, and allowed or nearly so: what limits let pass must not freeze it either.
+LONG = [
+    sends("chat that just fits", CHAT, chat(text(8 * MIB - 1000)), 400),
+    sends("a prompt that just fits", GENERATE, prompts(text(8 * MIB - 1000), 1), 400),
+    sends("a million ids", GENERATE, body(input_ids=[7] * 1_040_000), 400),
+    sends("1,024 lists of 1,000 ids", GENERATE, prompts([7] * 1000, 1024, "input_ids"), 200),
+    sends("1,024 completions of ids", COMPLETIONS, body(prompt=[[7] * 1000] * 1024), 200, 400),
+    sends("3 million ids", GENERATE, body(input_ids=[7] * 3_000_000), 400),
+    sends("ids, the last of them wrong", GENERATE, body(input_ids=[7] * 1_000_000 + [-1]), 400),
+    sends("ids, all of them wrong", GENERATE, body(input_ids=["a"] * 1_000_000), 400),
+    sends("16,384 messages", CHAT, chat("hi", 16_384), 200, 400),
+    sends("16,384 wrong messages", CHAT, chat(7, 16_384), 400),
+    sends("60,000 messages", CHAT, chat("hi", 60_000), 400),
+    sends("40,000 parts", CHAT, chat([{"type": "text", "text": "a"}] * 40_000), 200, 400),
+    sends("40,000 wrong parts", CHAT, chat([{"type": "x"}] * 40_000), 400),
+    sends("100,000 unknown fields", CHAT, body(**{f"k{i}": 1 for i in range(100_000)}), 400),
+    sends("logit_bias of 100,000 keys", COMPLETIONS, logit_bias(100_000), 400),
+    sends("a million stop strings", COMPLETIONS, body(prompt="a", stop=["a"] * 1_000_000), 400),
+    sends("a million stop ids", COMPLETIONS, body(prompt="a", stop_token_ids=[1] * 10**6), 400),
+    sends("a million names", GENERATE, body(text="a", rid=["a"] * 1_000_000), 400),
+    sends("a million priorities", GENERATE, body(text="a", priority=[1] * 1_000_000), 400),
+    sends("100,000 sampling_params", GENERATE, body(text="a", sampling_params=[{}] * 10**5), 400),
+    sends("a million times nothing", GENERATE, body(text="a", image_data=[""] * 1_000_000), 400),
+    sends("a message of nothings", CHAT, tool_calls(messages=16_000, calls=60), 400),
+    sends("128 long answers", COMPLETIONS, body(prompt=[7] * 500_000, n=128, max_tokens=1), 200),
+    sends("a million flags", GENERATE, body(text="a", return_logprob=[True] * 10**6), 400),
+    sends("metadata of strings", COMPLETIONS, metadata(b'""', 3 * MIB), 200, 400),
+    sends("metadata of objects", COMPLETIONS, metadata(b'{"a":1}', 30 * MIB), 400),
+    sends("template arguments", CHAT, chat("a", chat_template_kwargs={"a": [1] * 10**6}), 200, 400),
+    sends("a prompt of quotes", GENERATE, prompts('"' * 8_000_000, 1), 200, 400),
+    sends("a prompt of backslashes", GENERATE, prompts("\\" * 8_000_000, 1), 200, 400),
+    sends("a prompt of spaces", GENERATE, prompts(" " * 4 * MIB, 1), 200, 400, 503),
+    sends("a prompt of one word", GENERATE, prompts("a" * 4 * MIB, 1), 200, 400, 503),
+    sends("a prompt of line ends", GENERATE, prompts("\r\n" * MIB, 1), 200, 400, 503),
+    sends("a prompt of emoji", GENERATE, prompts("👩‍👧" * 500_000, 1), 200, 400, 503),
+    sends("a prompt of accents", GENERATE, prompts("e" + "\u0301" * 2 * MIB, 1), 200, 400, 503),
+    sends("1,024 short prompts", GENERATE, prompts("hello", 1024), 200),
+    Attack("20 chats of 1 MiB", at_once(CHAT, chat(text(MIB)), 20), (200, 400, 503)),
+    Attack("12 bodies of 30 MiB", at_once(GENERATE, prompts(text(30 * MIB), 1), 12), (400, 503)),
+    Attack("long prompts, clients gone", sent_and_left(prompts(text(MIB), 1), 50), ()),
+]
+
+# Short, and quick to run.
+QUICK = [
+    sends("65 levels", COMPLETIONS, b'{"prompt":' + b"[" * 65 + b"]" * 65 + b"}", 400),
+    sends("100,000 levels", COMPLETIONS, b"[" * 100_000, 400),
+    sends("levels in metadata", COMPLETIONS, metadata(b"[" * 64 + b"]" * 64, 1), 400),
+    sends("an integer of a million digits", COMPLETIONS, b'{"seed":' + b"1" * MIB + b"}", 400),
+    sends("a fraction of a million digits", COMPLETIONS, b'{"top_p":0.' + b"1" * MIB + b"}", 400),
+    sends("an exponent of a million digits", COMPLETIONS, b'{"top_p":1e' + b"1" * MIB + b"}", 400),
+    sends("one key 100,000 times", COMPLETIONS, b"{" + b'"a":1,' * 10**5 + b'"a":1}', 400),
+    sends("a key of 8 MiB", COMPLETIONS, body(**{"a" * 8 * MIB: 1}), 400),
+    sends("no UTF-8 after 8 MiB", GENERATE, b'{"text":"' + b"a" * 8 * MIB + b'\xff"}', 400),
+    sends("a quote that never ends", GENERATE, b'{"text":"' + b"a" * 8 * MIB, 400),
+    sends("8 MiB of backslashes", GENERATE, b"\\" * 8 * MIB, 400),
+    sends("8 MiB of zeros", GENERATE, bytes(8 * MIB), 400),
+    sends("8 MiB of spaces", GENERATE, b" " * 8 * MIB, 400),
+    sends("8 MiB to a session", "/open_session", b" " * 8 * MIB, 413),
+    sends("8 MiB to no route", "/nowhere", b" " * 8 * MIB, 413),
+    sends("33 MiB", GENERATE, b" " * 33 * MIB, 413),
+    sends_raw("noise", bytes(range(256)) * 4096),
+    sends_raw("a TLS greeting", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500)),
+    sends_raw("HTTP/0.9", b"GET /\r\n\r\n", allowed=(0, 400, 404)),
+    sends_raw("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+    sends_raw("HTTP/7.3", b"GET / HTTP/7.3\r\n\r\n"),
+    sends_raw("an unknown method", b"BREW /health HTTP/1.1\r\nHost: a\r\n\r\n"),
+    sends_raw("a null in a header", b"GET / HTTP/1.1\r\nX: a\0b\r\n\r\n"),
+    sends_raw("a header without colon", b"GET / HTTP/1.1\r\nHost a\r\n\r\n"),
+    sends_raw(
+        "a URL beyond ASCII", b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n", allowed=(400, 404)
+    ),
+    sends_raw("line ends for ever", *endless(b"", b"\r\n"), allowed=(0, 400, 431)),
+    sends_raw("a negative length", HEAD + b"Content-Length: -1\r\n\r\n"),
+    sends_raw("two lengths", HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}"),
+    sends_raw("a length beyond 64 bits", HEAD + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n"),
+    sends_raw("a length of 2^62", HEAD + b"Content-Length: %d\r\n\r\n" % 2**62, allowed=(413,)),
+    sends_raw(
+        "length and chunks",
+        HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    ),
+    sends_raw("a chunk of wrong size", CHUNKED + b"zz\r\n"),
+    sends_raw("a chunk of 2^64", CHUNKED + b"1" + b"0" * 16 + b"\r\n"),
+    sends_raw("chunks of a byte", CHUNKED + b"1\r\n \r\n" * 50_000 + b"0\r\n\r\n", allowed=(431,)),
+    sends_raw("chunks without end", *endless(CHUNKED, b"8\r\n        \r\n"), allowed=(0, 413, 431)),
+    sends_raw("a chunk extension without end", *endless(CHUNKED + b"1;", b"a"), allowed=(0, 431)),
+    sends_raw("trailers without end", *endless(CHUNKED + b"0\r\n", b"a: b\r\n"), allowed=(0, 431)),
+    sends_raw("a trailer without end", *endless(CHUNKED + b"0\r\na: ", b"a"), allowed=(0, 431)),
+    sends_raw(
+        "an upgrade to WebSocket",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+        allowed=(0, 200, 400),
+    ),
+    sends_raw("a tunnel", b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", allowed=(0, 400, 404, 405)),
+    Attack(
+        "pipelined POSTs",
+        pipelined(HEAD + b"Content-Length: 2\r\n\r\n{}", 100_000),
+        (),
+    ),
+    Attack("600 idle connections", idle_connections, ()),
+]
