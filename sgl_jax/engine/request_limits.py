@@ -7,7 +7,7 @@ from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
 
 MAX_RID_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
-MAX_OWNER_CHARS = 768  # what a server may put before it to tell the sessions of its callers apart
+MAX_OWNER_CHARS = 1024  # what a server may put before it to tell the sessions of its callers apart
 MAX_NAMESPACE_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts times answers to each

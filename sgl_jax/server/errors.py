@@ -151,8 +151,11 @@ def _rename(error: InvalidRequestError, names: Mapping[str, str]) -> None:
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
-    """One clear sentence from pydantic's list: the error that got deepest into the body."""
-    worst = max(errors, key=lambda error: len(error["loc"]))
+    """One clear sentence from pydantic's list: the error that got deepest into the body.
+
+    Of a union's branches one is meant that the value has the type of: its error says more.
+    """
+    worst = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     path = field_path(worst["loc"])
     cause = worst.get("ctx", {}).get("error")
     if isinstance(cause, InvalidRequestError):  # by a check of the whole object at `path`

@@ -53,8 +53,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         encoded = await context.encode_prompts(request, prompts)
         share = LoopShare()
         for ids, (sampling, logprobs, options) in zip(encoded, each, strict=True):
-            requests += [
-                context.frontend.checks.prepare(
+            for choice in range(num_choices):
+                prepared = context.frontend.checks.prepare(
                     ids,
                     sampling.to_sampling(sampling.max_new_tokens, choice),
                     default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
@@ -62,9 +62,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                     **logprobs._asdict(),
                     **options._asdict(),
                 )
-                for choice in range(num_choices)
-            ]
-            await share.pause()
+                requests.append(prepared)
+                await share.pause()
     return await respond(
         request,
         context,

@@ -1,7 +1,5 @@
 """The OpenAI API: models, chat completions, completions."""
 
-from collections.abc import Sequence
-
 from fastapi import APIRouter, Request, Response
 
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
@@ -52,6 +50,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     turn = owner_of(request).own(turn)
     (options,) = body.options_of(1)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    requests: list[GenerateRequest] = []
     names = _names(body, limit, "messages")
     with client_names(names):
         prompt = await context.encode_chat(
@@ -60,8 +59,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
             continue_final_message=bool(body.continue_final_message),
             template_args=body.template_args,
         )
-        requests = [
-            context.frontend.checks.prepare(
+        share = LoopShare()
+        for choice in range(body.num_choices):
+            prepared = context.frontend.checks.prepare(
                 prompt,
                 body.to_sampling(body.max_completion_tokens or body.max_tokens, choice),
                 return_logprob=bool(body.logprobs),
@@ -69,8 +69,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
                 session=turn,
                 **options._asdict(),
             )
-            for choice in range(body.num_choices)
-        ]
+            requests.append(prepared)
+            await share.pause()
     return await respond(
         request,
         context,
@@ -97,11 +97,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         encoded = await context.encode_prompts(request, prompts)
         share = LoopShare()
         for prompt, ids, options in zip(prompts, encoded, options_of_each, strict=True):
-            requests += _completion_choices(context, body, ids, options, turn)
+            for choice in range(body.num_choices):
+                requests.append(_completion(context, body, ids, choice, options, turn))
+                await share.pause()
             if body.echo:
                 text = prompt if isinstance(prompt, str) else _decode(context, body, ids)
                 echoes += [text] * body.num_choices
-            await share.pause()
     return await respond(
         request,
         context,
@@ -112,27 +113,25 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     )
 
 
-def _completion_choices(
+def _completion(
     context: ServerContext,
     body: CompletionRequest,
     ids: list[int],
+    choice: int,
     options: RequestOptions,
     turn: SessionTurn | None,
-) -> Sequence[GenerateRequest]:
+) -> GenerateRequest:
     wants_prompt_logprobs = bool(body.echo) and body.logprobs is not None
-    return [
-        context.frontend.checks.prepare(
-            ids,
-            body.to_sampling(body.max_tokens, choice),
-            default_max_new_tokens=_DEFAULT_COMPLETION_TOKENS,
-            return_logprob=body.logprobs is not None,
-            top_logprobs_num=body.logprobs or 0,
-            logprob_start_len=0 if wants_prompt_logprobs else -1,
-            session=turn,
-            **options._asdict(),
-        )
-        for choice in range(body.num_choices)
-    ]
+    return context.frontend.checks.prepare(
+        ids,
+        body.to_sampling(body.max_tokens, choice),
+        default_max_new_tokens=_DEFAULT_COMPLETION_TOKENS,
+        return_logprob=body.logprobs is not None,
+        top_logprobs_num=body.logprobs or 0,
+        logprob_start_len=0 if wants_prompt_logprobs else -1,
+        session=turn,
+        **options._asdict(),
+    )
 
 
 def _decode(context: ServerContext, body: CompletionRequest, ids: list[int]) -> str:

@@ -14,6 +14,7 @@ from sgl_jax.core.sampling_params import (
 from sgl_jax.server.strict_model import StrictModel
 
 MAX_CHOICES = 128  # answers to one prompt
+_MAX_STOP_IDS_SENT = 256  # each is looked at for every answer, though few may count
 _NUM_SEEDS = 2**64
 
 
@@ -54,9 +55,9 @@ class SamplingFields(StrictModel):
         | Annotated[list[_StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
         | None
     ) = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = Field(
-        default=None, description="those outside the vocabulary are ignored"
-    )
+    stop_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, max_length=_MAX_STOP_IDS_SENT)] | None
+    ) = Field(default=None, description="those outside the vocabulary are ignored")
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None

@@ -162,7 +162,9 @@ class TextPool:
     async def _answer(self, worker: "_Worker", work: _Work) -> None:
         try:
             ids = await worker.do(work.job)
-        except (ApiError, InvalidRequestError) as error:
+        except Exception as error:
+            if not isinstance(error, (ApiError, InvalidRequestError)):
+                worker.close()  # no memory, or a defect: what it was amid is not known
             if not work.answer.done():
                 work.answer.set_exception(error)
         else:

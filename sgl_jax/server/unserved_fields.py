@@ -17,17 +17,21 @@ NOTHING: tuple[Any, ...] = ("", [], {})
 
 
 class UnservedField(NamedTuple):
-    """A field and the values that may be sent beside null; a list may hold one for each prompt."""
+    """A field and the values that may be sent beside null.
+
+    A list may hold one for each prompt; not in a message, of which there are many, without prompts.
+    """
 
     name: str
     allowed: tuple[Any, ...] | None  # None: any value
     reason: str  # what is not there, or why the value does not matter
+    may_be_listed: bool = True
 
     def check(self, value: Any) -> None:
         """Raise `InvalidRequestError` if `value` asks for what is not there."""
         if self.allowed is None:
             return
-        each = value if isinstance(value, list) else [value]
+        each = value if isinstance(value, list) and self.may_be_listed else [value]
         if len(each) > MAX_REQUESTS_PER_CALL:
             raise InvalidRequestError(
                 f"{self.name}: a list has one entry for each prompt, at most "
@@ -52,7 +56,8 @@ class UnservedField(NamedTuple):
             return {"description": f"without effect: {self.reason}"}
         values = {"enum": [None, *self.allowed]}
         lists = {"type": "array", "items": values, "maxItems": MAX_REQUESTS_PER_CALL}
-        return {"description": self.reason, "anyOf": [values, lists] if self.allowed else [values]}
+        is_listed = self.allowed and self.may_be_listed
+        return {"description": self.reason, "anyOf": [values, lists] if is_listed else [values]}
 
     def _asks_nothing(self, value: Any) -> bool:
         assert self.allowed is not None
@@ -207,13 +212,14 @@ COMPLETION: Fields = {
 }
 
 # Of a message: part of what answers hold, so clients send them back.
-MESSAGE: Fields = {
+_MESSAGE: Fields = {
     **_fields("refusal audio", NOTHING, "there is only text"),
     **_fields("annotations", NOTHING, "there are no annotations"),
     **_fields("tool_calls function_call tool_call_id tools", NOTHING, "tools are not supported"),
     **_fields("prefix", (False,), "use continue_final_message"),
     **_fields("phase", None, "templates do not know it"),
 }
+MESSAGE: Fields = {name: field._replace(may_be_listed=False) for name, field in _MESSAGE.items()}
 
 ABORT: Fields = {
     **_fields("abort_message", None, "the message is this server's own"),

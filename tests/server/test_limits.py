@@ -126,6 +126,23 @@ async def test_a_list_has_no_more_entries_than_there_may_be_prompts(
 
 
 @pytest.mark.anyio
+async def test_stop_ids_are_few_and_a_message_lists_nothing(
+    model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    async with serving(model_folder, tokenizer) as rig:
+        answer = await rig.http.post(
+            "/v1/completions", json={"prompt": "a", "stop_token_ids": [1] * 257}
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "stop_token_ids")
+        assert "at most 256" in error["message"]
+        message = {"role": "user", "content": "a", "tool_calls": [{}]}
+        answer = await rig.http.post("/v1/chat/completions", json={"messages": [message]})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "messages[0].tool_calls"
+
+
+@pytest.mark.anyio
 async def test_a_prompt_beyond_its_characters(model_folder: Path, tokenizer: Tokenizer) -> None:
     async with serving(model_folder, tokenizer) as rig:
         text = "a" * (rig.front.checks.max_prompt_chars + 1)

@@ -144,6 +144,21 @@ async def test_a_stopped_worker_holds_up_only_its_own_request(
         assert await chat(texts, "hi")
 
 
+async def test_a_worker_for_which_there_is_no_memory_fails_its_request_alone(
+    pool: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_memory(worker: object) -> None:
+        raise MemoryError
+
+    async with pool() as texts:
+        with monkeypatch.context() as patch:
+            patch.setattr("sgl_jax.server.text_pool._Worker._connected", no_memory)
+            for _ in range(10):  # more often than there are workers
+                with pytest.raises(MemoryError):
+                    await asyncio.wait_for(texts.encode("one", ["hello"]), 10)
+        assert await chat(texts, "hi")
+
+
 async def test_work_whose_client_is_gone_is_not_done(pool: Pools) -> None:
     async with pool() as texts:
         waiting = [asyncio.ensure_future(chat(texts, "loop", "gone")) for _ in range(5)]
