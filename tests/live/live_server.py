@@ -60,14 +60,20 @@ class LiveServer:
             assert rank["free_pages"] + rank["reserved_pages"] == rank["total_pages"], rank
 
 
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @contextmanager
 def live_server(
     folder: Path, *flags: str, model: Path = DEMO, exit_code: int = 0
 ) -> Iterator[LiveServer]:
     """`python -m sgl_jax.launch_server` on `model`, healthy; ended with SIGTERM, if not before."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = folder / "server.log"
     command = [
         *(sys.executable, "-m", "sgl_jax.launch_server", "--model-path", str(model)),
