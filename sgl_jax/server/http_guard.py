@@ -139,7 +139,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             body = envelope(ApiError(status, message))
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d"
             retry = b"\r\nretry-after: 1" if status == 503 else b""
-            parts = (STATUS_LINE[status], head % len(body), retry, b"\r\n\r\n", body)
+            is_head = self._in_body and self.parser.get_method() == b"HEAD"
+            content = b"" if is_head else body  # such an answer has none
+            parts = (STATUS_LINE[status], head % len(body), retry, b"\r\n\r\n", content)
             self.transport.write(b"".join(parts))
         self._close()
 

@@ -195,6 +195,24 @@ async def test_a_request_that_does_not_arrive_is_closed(sent: bytes) -> None:
         assert await client.status() == 0
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"HEAD / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n", 408),
+        (b"HEAD /" + b"a" * 200 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 414),
+    ],
+)
+async def test_a_refused_head_request_gets_a_head_alone(sent: bytes, status: int) -> None:
+    async with guarded() as rig:
+        rig.app.go.clear()
+        client = await rig.connect()
+        client.send(sent)
+        async with asyncio.timeout(5):
+            data = await client.reader.read()
+        assert data.startswith(b"HTTP/1.1 %d " % status)
+        assert data.endswith(b"\r\n\r\n")
+
+
 async def test_an_answer_may_take_longer_than_a_request() -> None:
     async with guarded() as rig:
         rig.app.go.clear()

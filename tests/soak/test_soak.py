@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from tests.live.live_server import live_server
+from tests.soak.load import Clients
 from tests.soak.resident_memory import ResidentMemory, Sample, is_growing
 from tests.soak.soak import FLAGS, Soak
 
@@ -18,7 +19,7 @@ MIB = 1 << 20
 def test_a_mixed_load_leaves_nothing_behind(tmp_path: Path) -> None:
     minutes = float(os.environ.get("SGL_JAX_SOAK_MINUTES", "2"))
     with live_server(tmp_path, *FLAGS) as server:
-        soak = Soak(server, minutes, seed=0)
+        soak = Soak(server, Clients(server.url), minutes, seed=0)
         soak.run()
     summary = soak.conclude()
     print(summary)
