@@ -16,7 +16,7 @@ from tests.accuracy.near_ties import differences, generate, greedy
 from tests.soak.refusals import RefusedError, check_refusal, patient_client, strict_client
 
 FLAGS = (
-    *("--dp-size", "2", "--context-length", "512", "--max-running-requests", "16"),
+    *("--dp-size", "2", "--context-length", "1280", "--max-running-requests", "16"),
     # A small part of what a thousand sessions hold together.
     *("--max-total-tokens", "16384", "--decode-log-interval", "0"),
     *("--test-retract", "--test-retract-interval", "5"),
