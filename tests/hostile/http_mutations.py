@@ -93,7 +93,7 @@ class Case(NamedTuple):
     Attributes:
         pieces: bytes, each written by itself.
         ending: "wait" for the end of the answer, "half" close after sending, or "vanish" at once.
-        methods: of the requests meant to be in it, as far as answers must be read by it.
+        method: "HEAD" if the answers to the requests in it have no bodies, else "GET".
     """
 
     pieces: tuple[bytes, ...]

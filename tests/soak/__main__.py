@@ -82,8 +82,11 @@ def main() -> int:
         print("interrupted")
         code = _INTERRUPTED
     except AssertionError as error:  # from the start or the end of the server
-        print(f"FAILED: {error}")
         code = 1
+        if soak is None:
+            print(f"FAILED: {error}")
+        else:
+            soak.failures.append(str(error))
     if soak is not None:
         print(soak.conclude())
         if soak.failures:
