@@ -66,6 +66,7 @@ class Faults:
             self.slow_reader: 3,
             self.malformed_http: 4,
         }
+        self._due: list[Callable[[random.Random], Awaitable[None]]] = []
 
     async def __aenter__(self) -> "Faults":
         return self
@@ -84,7 +85,7 @@ class Faults:
         """One fault after the other, until `time.monotonic()` is `until_s`."""
         rng = random.Random(seed)
         while time.monotonic() < until_s:
-            (kind,) = rng.choices(list(self._kinds), list(self._kinds.values()))
+            kind = self._next_kind(rng)
             try:
                 async with asyncio.timeout(_LONGEST_S):
                     await kind(rng)
@@ -92,6 +93,17 @@ class Faults:
                 self.failures.append(f"{kind.__name__}: {type(error).__name__}: {error}")
             self.counts[kind.__name__] += 1
             await asyncio.sleep(rng.uniform(0.1, 1.0))
+
+    def _next_kind(self, rng: random.Random) -> Callable[[random.Random], Awaitable[None]]:
+        """Each once at first, then as often as its weight says, in random order."""
+        if not self._due:
+            self._due = [
+                kind
+                for kind, weight in self._kinds.items()
+                for _ in range(weight if self.counts else 1)
+            ]
+            rng.shuffle(self._due)
+        return self._due.pop()
 
     @property
     def kinds(self) -> list[str]:
