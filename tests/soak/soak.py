@@ -148,7 +148,9 @@ class Soak:
                 self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, text: str) -> None:
-        self.failures.append(" ".join(text.split())[:_FAILURE_CHARS])
+        failure = " ".join(text.split())[:_FAILURE_CHARS]
+        print(f"{self._now_s / 60:>6.1f} FAILED: {failure}", flush=True)
+        self.failures.append(failure)
 
     def _prove_at_rest(self) -> bool:
         """Nothing runs now: is all memory accounted for? False if the server is gone."""
