@@ -49,10 +49,10 @@ class LiveServer:
 
     def close_sessions(self) -> None:
         """All that are open."""
-        for session in self.get("/list_sessions")["sessions"]:
-            httpx.post(
-                self.url + "/close_session", json={"session_id": session["session_id"]}, timeout=60
-            ).raise_for_status()
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            for session in self.get("/list_sessions")["sessions"]:
+                body = {"session_id": session["session_id"]}
+                client.post("/close_session", json=body).raise_for_status()
 
     def assert_balance(self) -> None:
         """At rest every page is free, cached, reserved or held by a session, on every rank."""
