@@ -7,9 +7,14 @@ get no further, cannot keep others out.
 """
 
 import asyncio
+from collections import deque
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from sgl_jax.server.errors import ApiError, envelope
 from sgl_jax.server.limits import Limits
@@ -38,6 +43,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._framing_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
+        # The one being answered, and those behind it. uvicorn knows the last one only.
+        self._unanswered: deque[RequestResponseCycle] = deque()
 
     # Connection
 
@@ -54,6 +61,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self.waiting.pop(self, None)
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -83,7 +93,10 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self._refuse(429, "too many requests were sent before their answers were read")
             raise _RefusedError
         self.waiting.pop(self, None)
+        cycle_before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not cycle_before:
+            self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -97,6 +110,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         super().on_response_complete()
         if not self.transport.is_closing() and not self.pipeline:
             self.waiting[self] = None
@@ -139,7 +153,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             body = envelope(ApiError(status, message))
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d"
             retry = b"\r\nretry-after: 1" if status == 503 else b""
-            parts = (STATUS_LINE[status], head % len(body), retry, b"\r\n\r\n", body)
+            is_head = self._in_body and self.parser.get_method() == b"HEAD"
+            content = b"" if is_head else body  # such an answer has none
+            parts = (STATUS_LINE[status], head % len(body), retry, b"\r\n\r\n", content)
             self.transport.write(b"".join(parts))
         self._close()
 

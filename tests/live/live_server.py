@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+_TEXT_WORKER = "sgl_jax.text.worker"
 
 
 @dataclass
@@ -31,6 +33,35 @@ class LiveServer:
         response = httpx.get(self.url + path, timeout=60)
         response.raise_for_status()
         return response.json()
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The process of the engine."""
+        children = psutil.Process(self.process.pid).children()
+        (engine,) = (child for child in children if _TEXT_WORKER not in child.cmdline())
+        return engine
+
+    @property
+    def text_processes(self) -> list[psutil.Process]:
+        """The process that text workers are forked from, unless it has just ended."""
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if _TEXT_WORKER in child.cmdline()]
+
+    def close_sessions(self) -> None:
+        """All that are open."""
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            for session in self.get("/list_sessions")["sessions"]:
+                body = {"session_id": session["session_id"]}
+                client.post("/close_session", json=body).raise_for_status()
+
+    def assert_balance(self) -> None:
+        """At rest every page is free, cached, reserved or held by a session, on every rank."""
+        for rank in self.until_at_rest()["ranks"]:
+            assert rank["leased_pages"] == 0, rank
+            assert rank["free_rows"] + rank["session_rows"] == rank["total_rows"], rank
+            held = rank["free_pages"] + rank["cached_pages"] + rank["reserved_pages"]
+            assert held + rank["session_held_pages"] == rank["total_pages"], rank
+        assert "LedgerError" not in self.log.read_text()
 
     def until_at_rest(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """Wait until nothing runs or waits; returns the server's info then."""

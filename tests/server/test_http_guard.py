@@ -28,10 +28,15 @@ LIMITS = Limits(
 
 @dataclass
 class App:
-    """Answers when `go` is set; reads the body only if there is one to come."""
+    """Answers when `go` is set; reads the body only if there is one to come.
+
+    With `waits_for_end` it answers nothing, and counts the clients that have gone.
+    """
 
     go: asyncio.Event = field(default_factory=asyncio.Event)
+    waits_for_end: bool = False
     num_begun: int = 0
+    num_gone: int = 0
     bodies: list[int] = field(default_factory=list)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,6 +49,10 @@ class App:
             num_bytes += len(message["body"])
             more = message["more_body"]
         self.bodies.append(num_bytes)
+        while self.waits_for_end:
+            if (await receive())["type"] == "http.disconnect":
+                self.num_gone += 1
+                return
         await self.go.wait()
         headers = [(b"content-length", b"2")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -193,6 +202,38 @@ async def test_a_request_that_does_not_arrive_is_closed(sent: bytes) -> None:
         client.send(sent)
         assert await client.status() == 408
         assert await client.status() == 0
+
+
+async def test_a_request_with_others_behind_it_hears_that_its_client_has_gone() -> None:
+    async with guarded() as rig:
+        rig.app.waits_for_end = True
+        client = await rig.connect()
+        client.send(GET * 3)
+        async with asyncio.timeout(5):
+            while not rig.app.num_begun:
+                await asyncio.sleep(0.01)
+            client.writer.transport.abort()
+            while not rig.app.num_gone:
+                await asyncio.sleep(0.01)
+        assert rig.app.num_begun == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"HEAD / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n", 408),
+        (b"HEAD /" + b"a" * 200 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 414),
+    ],
+)
+async def test_a_refused_head_request_gets_a_head_alone(sent: bytes, status: int) -> None:
+    async with guarded() as rig:
+        rig.app.go.clear()
+        client = await rig.connect()
+        client.send(sent)
+        async with asyncio.timeout(5):
+            data = await client.reader.read()
+        assert data.startswith(b"HTTP/1.1 %d " % status)
+        assert data.endswith(b"\r\n\r\n")
 
 
 async def test_an_answer_may_take_longer_than_a_request() -> None:

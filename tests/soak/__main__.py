@@ -1,4 +1,7 @@
-"""`scripts/soak --minutes 30`: a server of its own, the load, a table, and a verdict."""
+"""`scripts/soak --minutes 30`: a server of its own, the load, a table, and a verdict.
+
+`--faults` adds random faults, `--sessions 1000` replaces the mixed load by turns of sessions.
+"""
 
 import argparse
 import shutil
@@ -6,8 +9,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.live.live_server import live_server
-from tests.soak.soak import FLAGS, Soak
+from tests.live.live_server import LiveServer, live_server
+from tests.soak import conversations, faults
+from tests.soak.conversations import Conversations
+from tests.soak.faults import Faults
+from tests.soak.load import Clients
+from tests.soak.soak import FLAGS, Load, Soak
 
 _INTERRUPTED = 130  # as shells say it
 
@@ -19,10 +26,47 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="of load (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the load")
+    parser.add_argument(
+        "--faults",
+        action="store_true",
+        help="beside the clients: processes paused and killed, floods, slow readers, bad HTTP",
+    )
+    parser.add_argument(
+        "--sessions",
+        type=int,
+        default=0,
+        metavar="N",
+        help="instead of the mixed load, turns of N sessions that are open at once",
+    )
     args = parser.parse_args()
+    if not 0 <= args.sessions <= 4000:
+        parser.error("--sessions must be in [0, 4000]")
     if not 0.1 <= args.minutes <= 10_000:
         parser.error("--minutes must be in [0.1, 10000]")
     return args
+
+
+def flags_for(args: argparse.Namespace) -> tuple[str, ...]:
+    """Of the server for this soak."""
+    flags = conversations.FLAGS if args.sessions else FLAGS
+    return (*flags, *faults.FLAGS) if args.faults else flags
+
+
+def soak_of(server: LiveServer, args: argparse.Namespace) -> Soak:
+    """The soak that the command line asks for."""
+    load: Load = (
+        Conversations(server.url, args.sessions)
+        if args.sessions
+        else Clients(server.url, may_refuse=args.faults)
+    )
+    return Soak(
+        server,
+        load,
+        args.minutes,
+        args.seed,
+        faults=Faults(server) if args.faults else None,
+        keeps_sessions=bool(args.sessions),
+    )
 
 
 def main() -> int:
@@ -31,15 +75,18 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="sgl_jax-soak-"))
     soak, code = None, 0
     try:
-        with live_server(folder, *FLAGS) as server:
-            soak = Soak(server, args.minutes, args.seed)
+        with live_server(folder, *flags_for(args)) as server:
+            soak = soak_of(server, args)
             soak.run()
     except KeyboardInterrupt:
         print("interrupted")
         code = _INTERRUPTED
     except AssertionError as error:  # from the start or the end of the server
-        print(f"FAILED: {error}")
         code = 1
+        if soak is None:
+            print(f"FAILED: {error}")
+        else:
+            soak.failures.append(str(error))
     if soak is not None:
         print(soak.conclude())
         if soak.failures:

@@ -7,39 +7,45 @@ import functools
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, InternalServerError
 
 from sgl_jax.bench.demo_tasks import held_out_questions, is_right
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.accuracy.near_ties import differences, generate, greedy, is_near_tie
-from tests.accuracy.workload import client_of
 from tests.live.live_server import DEMO
 from tests.server.malformed_bodies import MALFORMED
+from tests.soak.refusals import RefusedError, check_refusal, patient_client, strict_client
 
 NUM_QUESTIONS = 240
 NUM_PROMPTS = 24
 TIMEOUT_S = 120.0
 # Of the engine's own arithmetic, in another batch.
 LOGPROB_TOLERANCE = 1e-3
+MIN_ACCURACY = 0.97
+MAX_RESAMPLED_SHARE = 0.005
 _MAX_ANSWER_TOKENS = 48
 
 
 class Clients:
     """What clients do, one method for each kind; `one(rng)` is the next thing that one does.
 
-    A context manager. Raises AssertionError for a wrong answer.
+    A context manager. Raises AssertionError for a wrong answer. Refusals (503) are counted, and are
+    wrong unless `may_refuse`.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, may_refuse: bool = False) -> None:
         self.counts: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
         self.num_asked = 0  # held-out questions, and of these:
         self.num_right = 0
         self.num_near_ties = 0
         self.num_resampled = 0  # random answers that were not those of the first time
-        self._http = client_of(url)
+        self._may_refuse = may_refuse
+        self._http = strict_client(url)
+        self._patient = patient_client(url)
         self._openai = AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0
         )
@@ -63,6 +69,7 @@ class Clients:
 
     async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
+        await self._patient.aclose()
         await self._openai.close()
 
     @property
@@ -74,10 +81,43 @@ class Clients:
         """Whatever comes next."""
         (kind,) = rng.choices(list(self._kinds), list(self._kinds.values()))
         try:
-            await kind(rng)
+            await self._do(kind, rng)
         except AssertionError as error:
             raise AssertionError(f"{kind.__name__}: {error}") from error
+        except RefusedError as refusal:
+            if not self._may_refuse:
+                raise AssertionError(f"{kind.__name__}: refused: {refusal}") from refusal
+            self.refusals[str(refusal)] += 1
+            return
         self.counts[kind.__name__] += 1
+
+    async def _do(self, kind: Callable[[random.Random], Awaitable[None]], rng: Any) -> None:
+        """Raises `RefusedError` if the official client was refused, too."""
+        try:
+            await kind(rng)
+        except InternalServerError as error:
+            if error.status_code == 503 and isinstance(error.body, dict):
+                check_refusal(error.body)
+            raise
+
+    async def learn(self) -> None:
+        """Nothing: each answer is compared with that of the first time."""
+
+    def progress(self) -> str:
+        """For a line of the table."""
+        right = self.num_right / max(self.num_asked, 1)
+        return f"{right:>9.1%} right {self.num_near_ties:>4} near ties"
+
+    def defects(self, counters: Mapping[str, int]) -> Iterator[str]:
+        """What only the whole shows."""
+        if self.num_right < MIN_ACCURACY * self.num_asked:
+            yield f"only {self.num_right} of {self.num_asked} questions answered right"
+        sampled = self.counts["sampled_with_seed"]
+        if self.num_resampled > max(1, MAX_RESAMPLED_SHARE * sampled):
+            yield f"{self.num_resampled} of {sampled} answers with a seed changed"
+        for name in ("requests_force_retracted", "evicted_pages", "accepted_draft_tokens"):
+            if not counters[name]:
+                yield f"{name} is 0: the soak did not do what it is for"
 
     # -- chat, through the official client --------------------------------------------------
 
@@ -131,7 +171,7 @@ class Clients:
         end = [self._tokenizer.eos_token_id or 0]
         left, right = (self._tokenizer.encode(text) + end for text in (wanted, reply))
         shorter = min(len(left), len(right))
-        is_tie = await is_near_tie(self._http, prompt, left[:shorter], right[:shorter])
+        is_tie = await is_near_tie(self._patient, prompt, left[:shorter], right[:shorter])
         assert is_tie, f"{wanted!r} became {reply!r}"
         self.num_near_ties += 1
 
@@ -211,7 +251,8 @@ class Clients:
                 if not line.startswith("data: {"):
                     continue
                 event = json.loads(line[6:])
-                assert "error" not in event, event
+                if "error" in event:
+                    check_refusal(event["error"])
                 ids = event["output_ids"]
                 num_events -= 1
                 if num_events <= 0 and leaves:
@@ -227,7 +268,7 @@ class Clients:
             self._known["tokens", i, 0] = ids
         common = min(len(ids), len(known))
         self.num_near_ties += len(
-            await differences(self._http, _prompts()[i][0], known[:common], ids[:common])
+            await differences(self._patient, _prompts()[i][0], known[:common], ids[:common])
         )
 
 

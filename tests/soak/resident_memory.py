@@ -26,7 +26,9 @@ class ResidentMemory:
     def __init__(self, pid: int) -> None:
         front = psutil.Process(pid)
         self._processes = {"server": front}
-        for i, child in enumerate(front.children(recursive=True)):
+        # Text workers come and go, and with faults so does the process that they are forked from.
+        children = [c for c in front.children() if "sgl_jax.text.worker" not in c.cmdline()]
+        for i, child in enumerate(children):
             self._processes["engine" if i == 0 else f"engine {i}"] = child
         self.samples: list[Sample] = []
 

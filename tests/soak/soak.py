@@ -1,22 +1,25 @@
-"""A server under mixed load for as long as one likes, brought to rest again and again.
+"""A server under load for as long as one likes, brought to rest again and again.
 
 Owns the rounds (load, then rest and proof), the table, and the verdict. What clients do is in
-`load.py`. The server runs with everything that makes memory move: two ranks, a small pool, forced
-retracts, drafts, and books that are proved after every step.
+`load.py` (a mixed load) and `conversations.py` (sessions), what befalls the server beside them in
+`faults.py`. For the mixed load the server runs with everything that makes memory move: two ranks,
+a small pool, forced retracts, drafts, and books that are proved after every step.
 """
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import httpx
 import openai
 import psutil
 
 from tests.live.live_server import LiveServer
-from tests.soak.load import Clients
+from tests.soak.faults import Faults
 from tests.soak.resident_memory import ResidentMemory, is_growing
 
 FLAGS = (
@@ -28,8 +31,6 @@ FLAGS = (
     *("--check-memory", "busy", "--memory-error-action", "crash"),
 )
 NUM_CLIENTS = 12
-MIN_ACCURACY = 0.97
-MAX_RESAMPLED_SHARE = 0.005
 # After so many there is nothing more to learn.
 MAX_FAILURES = 10
 _ROUNDS = 20  # at least, so that there are samples enough
@@ -38,20 +39,62 @@ _LINE_EVERY_S = 60.0
 _FAILURE_CHARS = 500
 HEADER = (
     f"{'minute':>6} {'requests':>9} {'retracts':>9} {'evicted':>8} {'accepted':>9} "
-    f"{'right':>7} {'near ties':>9} {'server MiB':>11} {'engine MiB':>11} {'failures':>8}"
+    f"{'server MiB':>11} {'engine MiB':>11} {'failures':>8}  answers"
 )
 
 
-class Soak:
-    """One soak of a running server; `failures` says what went wrong."""
+class Load(Protocol):
+    """What clients do: `Clients` or `Conversations`. A context manager."""
 
-    def __init__(self, server: LiveServer, minutes: float, seed: int) -> None:
+    counts: Counter[str]
+    refusals: Counter[str]
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Of what is counted; all of it must happen."""
+
+    async def learn(self) -> None:
+        """Ask the server what is right, before the soak begins."""
+
+    async def one(self, rng: random.Random) -> None:
+        """What comes next; raises AssertionError for a wrong answer."""
+
+    def progress(self) -> str:
+        """For a line of the table."""
+
+    def defects(self, counters: Mapping[str, int]) -> Iterator[str]:
+        """What only the whole shows."""
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+
+class Soak:
+    """One soak of a running server; `failures` says what went wrong.
+
+    Args:
+        keeps_sessions: sessions stay open while the server is at rest, and are closed at the end.
+    """
+
+    def __init__(
+        self,
+        server: LiveServer,
+        load: Load,
+        minutes: float,
+        seed: int,
+        *,
+        faults: Faults | None = None,
+        keeps_sessions: bool = False,
+    ) -> None:
         self.failures: list[str] = []
         self._server = server
         self._total_s = minutes * 60
         self._memory = ResidentMemory(server.process.pid)
         self._rng = random.Random(seed)
-        self._clients = Clients(server.url)
+        self._load = load
+        self._faults = faults
+        self._keeps_sessions = keeps_sessions
         self._counters: dict[str, Any] = {}
         self._start_s = time.monotonic()
 
@@ -63,15 +106,32 @@ class Soak:
     async def _run(self) -> None:
         line_at_s = _LINE_EVERY_S
         round_s = min(_ROUND_S, self._total_s / _ROUNDS)
-        async with self._clients:
+        async with self._load, self._faults or contextlib.nullcontext():
+            await self._load.learn()
+            if self._faults:
+                await self._faults.learn()
+            self._start_s = time.monotonic()
             while self._now_s < self._total_s and len(self.failures) < MAX_FAILURES:
                 until_s = min(self._now_s + round_s, self._total_s)
-                await asyncio.gather(*(self._client(until_s) for _ in range(NUM_CLIENTS)))
+                clients = [self._client(until_s) for _ in range(NUM_CLIENTS)]
+                await asyncio.gather(*clients, self._befall(until_s))
                 if not self._prove_at_rest():
                     return
                 if self._now_s >= line_at_s:
                     line_at_s += _LINE_EVERY_S
                     print(self._line(), flush=True)
+
+            if self._keeps_sessions:
+                self._keeps_sessions = False
+                self._server.close_sessions()
+                self._prove_at_rest()
+
+    async def _befall(self, until_s: float) -> None:
+        if self._faults:
+            await self._faults.run(self._rng.getrandbits(64), self._start_s + until_s)
+            for failure in self._faults.failures:
+                self._fail(failure)
+            self._faults.failures.clear()
 
     @property
     def _now_s(self) -> float:
@@ -81,14 +141,16 @@ class Soak:
         rng = random.Random(self._rng.getrandbits(64))
         while self._now_s < until_s and len(self.failures) < MAX_FAILURES:
             try:
-                await self._clients.one(rng)
+                await self._load.one(rng)
             except AssertionError as error:
                 self._fail(str(error))
             except (httpx.HTTPError, openai.OpenAIError) as error:
                 self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, text: str) -> None:
-        self.failures.append(" ".join(text.split())[:_FAILURE_CHARS])
+        failure = " ".join(text.split())[:_FAILURE_CHARS]
+        print(f"{self._now_s / 60:>6.1f} FAILED: {failure}", flush=True)
+        self.failures.append(failure)
 
     def _prove_at_rest(self) -> bool:
         """Nothing runs now: is all memory accounted for? False if the server is gone."""
@@ -96,58 +158,70 @@ class Soak:
             self._fail(f"the server ended with exit code {code}")
             return False
         try:
-            self._server.assert_nothing_leaked()
+            self._assert_balance()
             self._memory.sample(self._now_s)
-            if len(self._memory.samples) % 2 == 0:  # else the next round finds what is cached
+            if (
+                not self._keeps_sessions and len(self._memory.samples) % 2 == 0
+            ):  # else the next round finds what is cached
                 self._server.assert_flush_frees_everything()
             self._counters = self._server.get("/get_server_info")["counters"]
         except (AssertionError, httpx.HTTPError, psutil.NoSuchProcess) as error:
             self._fail(f"at rest: {error}")
         return True
 
+    def _assert_balance(self) -> None:
+        if self._keeps_sessions:
+            self._server.assert_balance()
+            return
+        if self._faults:
+            self._server.close_sessions()  # that malformed requests have opened
+        self._server.assert_nothing_leaked()
+
     def _line(self) -> str:
-        counters, clients = self._counters, self._clients
+        counters = self._counters
         mib = self._memory.mib
         return (
             f"{self._now_s / 60:>6.1f} {counters['requests_finished']:>9,} "
             f"{counters['requests_retracted']:>9,} {counters['evicted_pages']:>8,} "
             f"{counters['accepted_draft_tokens']:>9,} "
-            f"{clients.num_right / max(clients.num_asked, 1):>7.1%} {clients.num_near_ties:>9} "
-            f"{mib['server']:>11.1f} {mib['engine']:>11.1f} {len(self.failures):>8}"
+            f"{mib['server']:>11.1f} {mib['engine']:>11.1f} {len(self.failures):>8}  "
+            f"{self._load.progress()}"
         )
 
     def conclude(self) -> str:
         """Judge the whole, adding to `failures`; the summary."""
         if self._counters:
             self.failures += self._defects()
-        clients = self._clients
-        lines = [self._line()] if self._counters else []
-        lines += [f"{kind:<20} {clients.counts[kind]:>8,}" for kind in clients.kinds]
+        lines = [self._line()] if self._counters and self._memory.samples else []
+        sources: list[Load | Faults] = [self._load]
+        if self._faults:
+            sources.append(self._faults)
+        for source in sources:
+            lines += [f"{kind:<20} {source.counts[kind]:>8,}" for kind in source.kinds]
+            lines += [f"refused: {code:<20} {n:>8,}" for code, n in source.refusals.items()]
         for name, (before, after) in self._memory.growth().items():
             lines.append(
                 f"{name} memory: {before / (1 << 20):.1f} MiB at first, "
                 f"{after / (1 << 20):.1f} MiB at last"
             )
-        lines.append(f"{clients.num_resampled} answers with a seed were not those of before")
+        if self._faults:
+            lines.append(f"{self._faults.counts['right answers']:,} right answers amid faults")
         lines += [f"FAILED: {failure}" for failure in self.failures] or ["all well"]
         return "\n".join(lines)
 
     def _defects(self) -> Iterator[str]:
         """What only the whole shows."""
-        clients, counters = self._clients, self._counters
-        if clients.num_right < MIN_ACCURACY * clients.num_asked:
-            yield f"only {clients.num_right} of {clients.num_asked} questions answered right"
-        sampled = clients.counts["sampled_with_seed"]
-        if clients.num_resampled > max(1, MAX_RESAMPLED_SHARE * sampled):
-            yield f"{clients.num_resampled} of {sampled} answers with a seed changed"
-        for name in ("requests_force_retracted", "evicted_pages", "accepted_draft_tokens"):
-            if not counters[name]:
-                yield f"{name} is 0: the soak did not do what it is for"
-        if counters["compiles_after_ready"]:
-            yield f"{counters['compiles_after_ready']} compilations after ready"
-        for kind in clients.kinds:
-            if not clients.counts[kind]:
-                yield f"no client did {kind}"
+        yield from self._load.defects(self._counters)
+        if compiles := self._counters["compiles_after_ready"]:
+            yield f"{compiles} compilations after ready"
+        for source in filter(None, (self._load, self._faults)):
+            for kind in source.kinds:
+                if not source.counts[kind]:
+                    yield f"{kind} did not happen"
+        if self._faults and not self._faults.refusals["queue_full"]:
+            yield "no flood was refused"
+        if "Traceback" in self._server.log.read_text(errors="replace"):
+            yield f"a traceback in {self._server.log}"
         for name, (before, after) in self._memory.growth().items():
             if is_growing(before, after):
                 yield f"memory of {name} grew from {before:,} to {after:,} bytes"
