@@ -60,5 +60,5 @@ def assert_sound(server: LiveServer) -> None:
     """Alive and at rest: all memory accounted for, all of it free after a flush, all compiled."""
     server.assert_nothing_leaked()
     server.assert_flush_frees_everything()
-    assert server.get("/health_generate") == {"status": "ok"}
+    assert server.get("/health_generate") == {"status": "ready"}
     assert server.get("/get_server_info")["counters"]["compiles_after_ready"] == 0
