@@ -15,7 +15,6 @@ import pytest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
 
-TOKENIZER = Path(__file__).parents[2] / "models" / "demo"
 VOCAB_SIZE = 256
 NEAR_TIE = 1e-4
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -73,7 +72,6 @@ def make_engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     def make(**settings: Any) -> Engine:
         return Engine(
             str(model_folder),
-            tokenizer_path=str(TOKENIZER),
             load_format="dummy",
             device="cpu",
             context_length=512,
