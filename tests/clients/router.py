@@ -1,5 +1,6 @@
 """sglang-router as a process of its own before some workers."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -49,11 +50,9 @@ def _wait_for_workers(
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise AssertionError(f"the router ended: {log.read_text()[-2000:]}")
-        try:
+        with contextlib.suppress(httpx.TransportError):  # not listening yet
             workers = httpx.get(url + "/workers", timeout=5).json()["workers"]
             if sum(worker["is_healthy"] for worker in workers) == num_workers:
                 return
-        except httpx.TransportError:
-            pass  # not listening yet
         time.sleep(0.2)
     raise AssertionError(f"workers not found in time: {log.read_text()[-2000:]}")
