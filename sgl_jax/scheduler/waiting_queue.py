@@ -318,7 +318,7 @@ class WaitingQueue:
     def _pages_needed(self, lines: Int64Array, is_open: BoolArray) -> Int32Array:
         """Pages that each of `lines` takes beside what is in use of its prefix.
 
-        int32[ranks, len(lines)]; `_NEVER` where the rank is not open, or not allowed.
+        int32[ranks, len(lines)]; `_NEVER` where the rank is not open.
         """
         needed = np.full((len(self._memories), len(lines)), _NEVER, np.int32)
         for dp_rank in np.flatnonzero(is_open).tolist():
@@ -329,7 +329,6 @@ class WaitingQueue:
                 in_use[place] = memory.in_use_len(nodes[place]) // memory.page_size
             cached = self._cached_pages[dp_rank, lines]
             needed[dp_rank] = self._num_pages[lines] - np.minimum(in_use[places], cached)
-        needed[~self._may_run[:, lines]] = _NEVER
         return needed
 
     def _order_keys(self, lines: Int64Array) -> Int64Array:
