@@ -75,7 +75,20 @@ class ScriptedEngine:
     sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
     refuses_profiles: bool = False
-    is_stuck: bool = False  # likewise: it hears nothing, as in a long step
+    _may_go_on: threading.Event = field(default_factory=threading.Event)
+    _stands_still: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._may_go_on.set()
+
+    def stand_still(self) -> None:
+        """From another thread: hear nothing until `go_on`, as in a long step."""
+        self._stands_still.clear()
+        self._may_go_on.clear()
+        assert self._stands_still.wait(10), "the engine's loop has ended"
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
 
     @property
     def info(self) -> dict[str, Any]:
@@ -94,8 +107,9 @@ class ScriptedEngine:
 
     def loop(self, channel: Channel) -> None:
         while not self.stopped:
-            if self.is_stuck:
-                time.sleep(0.01)
+            if not self._may_go_on.is_set():
+                self._stands_still.set()
+                self._may_go_on.wait(0.05)  # or it is stopped
                 continue
             for message in channel.poll(0 if self.running else 0.05):
                 self.seen.append(message)

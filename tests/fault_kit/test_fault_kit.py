@@ -21,8 +21,9 @@ import pytest
 from tests.engine.scripted_engine import SLOW_START_SEED
 from tests.fault_kit.faults import FAULTS, is_gone, sockets_in
 from tests.live.live_server import DEMO
-from tests.server.server_process import REAL, SCRIPTED, Server, running_server, until
+from tests.server.server_process import REAL, SCRIPTED, Server, running_server
 from tests.tokenizers import byte_level, save
+from tests.waiting import until
 
 LIMIT_S = 30.0
 PHASES = ("loading", "warm-up", "serving", "draining")

@@ -3,8 +3,7 @@
 import json
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import openai
 import pytest
 
 from tests.live.live_server import LiveServer, live_server
+from tests.waiting import until
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 LONG = {**GREEDY, "max_new_tokens": 900}
@@ -94,13 +94,6 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     return [[rng.randrange(300, 700) for _ in range(rng.randrange(1, 30))] for _ in range(count)]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_turn_by_turn_is_the_same_as_all_at_once(client: Client) -> None:
     session_id = client.open(streaming=True)
     history: list[int] = []
@@ -152,7 +145,8 @@ def test_a_turn_cut_short_never_was(client: Client, num_before: int, how: str) -
         last = event
     if how == "abort":
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
-    until(lambda: client.entry(session_id)["num_running"] == 0)  # a lost client is noticed later
+    # A lost client is noticed later.
+    until(lambda: client.entry(session_id)["num_running"] == 0, "the turn of a lost client ends")
     assert client.entry(session_id)["num_tokens"] == len(history)
     answer = client.turn(session_id, [360, 361])
     assert answer["meta_info"]["prompt_tokens"] == len(history) + 2
@@ -176,7 +170,7 @@ def test_one_turn_at_a_time_and_a_close_waits_for_its_end(client: Client) -> Non
 def test_an_idle_session_ends_by_itself_and_its_memory_with_it(client: Client) -> None:
     session_id = client.open(streaming=True, timeout=0.5)
     client.turn(session_id, [301] * 40)
-    until(lambda: client.server.get("/list_sessions") == {"sessions": []})
+    until(lambda: client.server.get("/list_sessions") == {"sessions": []}, "sessions end")
     client.server.assert_nothing_leaked()
     assert "there is no session" in client.refusal(
         "/generate", text="hi", session_params={"id": session_id}

@@ -30,6 +30,7 @@ from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.worker_process import TextWorkers
 from tests.engine.scripted_engine import ScriptedEngine
 from tests.tokenizers import byte_level, save
+from tests.waiting import meanwhile_until
 
 MAX_QUEUED = 100
 HEARTBEAT_TIMEOUT_S = 30.0
@@ -66,11 +67,9 @@ class Rig:
 
     async def until_idle(self) -> None:
         """Wait until the engine runs nothing any more."""
-        for _ in range(200):
-            if not self.engine.running and not self.front.num_open:
-                return
-            await asyncio.sleep(0.02)
-        pytest.fail(f"the engine still runs {list(self.engine.running)}")
+        await meanwhile_until(
+            lambda: not self.engine.running and not self.front.num_open, "the engine is idle"
+        )
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,6 @@ import psutil
 
 SCRIPTED = "tests.server.scripted_server"
 REAL = "sgl_jax.launch_server"
-_POLL_S = 0.02
 
 
 class Server:
@@ -109,11 +108,3 @@ def running_server(
         yield server
     finally:
         server.end()
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
-    """Wait until it holds; fail with `what` if it does not."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(_POLL_S)

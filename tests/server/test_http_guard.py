@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from sgl_jax.server.http_guard import guarded_protocol
 from sgl_jax.server.limits import Limits
+from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 
@@ -116,8 +117,7 @@ async def guarded() -> AsyncIterator[Rig]:
     )
     server = QuietServer(config)
     serving = asyncio.ensure_future(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await meanwhile_until(lambda: server.started, "the server listens")
     rig = Rig(app, server.servers[0].sockets[0].getsockname()[1])
     try:
         yield rig
@@ -209,12 +209,9 @@ async def test_a_request_with_others_behind_it_hears_that_its_client_has_gone() 
         rig.app.waits_for_end = True
         client = await rig.connect()
         client.send(GET * 3)
-        async with asyncio.timeout(5):
-            while not rig.app.num_begun:
-                await asyncio.sleep(0.01)
-            client.writer.transport.abort()
-            while not rig.app.num_gone:
-                await asyncio.sleep(0.01)
+        await meanwhile_until(lambda: rig.app.num_begun, "the first request begins")
+        client.writer.transport.abort()
+        await meanwhile_until(lambda: rig.app.num_gone, "it hears that its client has gone")
         assert rig.app.num_begun == 1
 
 
@@ -256,8 +253,7 @@ async def test_connections_without_a_request_make_room() -> None:
         busy.send(GET)
         idle = [await rig.connect() for _ in range(2)]
         idle[0].send(b"GET / HT")
-        while not rig.app.num_begun:
-            await asyncio.sleep(0.01)
+        await meanwhile_until(lambda: rig.app.num_begun, "the request begins")
         later = await rig.connect()
         later.send(GET)
         assert await idle[0].status() == 0

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from tests.engine.scripted_engine import CRASH_SEED, MAX_RUNNING, SLOW_CRASH_SEED, SLOW_START_SEED
-from tests.server.server_process import SCRIPTED, Server, running_server, until
+from tests.server.server_process import SCRIPTED, Server, running_server
+from tests.waiting import until
 
 STEP_MS = 20
 

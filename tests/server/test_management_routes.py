@@ -13,6 +13,7 @@ from sgl_jax.engine.health import EngineHealth
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import MAX_RUNNING
 from tests.server.conftest import MAX_QUEUED, Rig, serving
+from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 
@@ -63,17 +64,16 @@ async def test_a_silent_engine_is_stuck_until_it_is_heard_again(rig: Rig) -> Non
 
 
 async def test_each_prompt_of_a_list_counts_for_the_queue(rig: Rig) -> None:
-    rig.engine.is_stuck = True
+    rig.engine.stand_still()
     waiting = asyncio.create_task(
         rig.http.post("/generate", json={"text": ["hi"] * (MAX_QUEUED + MAX_RUNNING - 1)})
     )
-    while not rig.front.num_open:
-        await asyncio.sleep(0.01)
+    await meanwhile_until(lambda: rig.front.num_open, "the requests are sent")
     both = await rig.http.post("/v1/completions", json={"prompt": ["a", "b"]})
     assert (both.status_code, both.json()["error"]["code"]) == (503, "queue_full")
     assert "retry-after" in both.headers
     assert rig.front.num_open == MAX_QUEUED + MAX_RUNNING - 1  # none of the two was taken
-    rig.engine.is_stuck = False
+    rig.engine.go_on()
     assert (await waiting).status_code == 200
 
 
@@ -142,8 +142,7 @@ async def test_the_cache_is_flushed_only_when_idle(rig: Rig) -> None:
     assert (await rig.http.post("/flush_cache")).json() == {"flushed": True}
     rig.engine.step_s = 0.01
     running = asyncio.create_task(rig.http.post("/generate", json={"text": "a"}))
-    while not rig.engine.running:
-        await asyncio.sleep(0.01)
+    await meanwhile_until(lambda: rig.engine.running, "the request runs")
     busy = await rig.http.get("/flush_cache")
     assert (busy.status_code, busy.json()["error"]["code"]) == (400, "busy")
     running.cancel()

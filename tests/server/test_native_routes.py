@@ -13,6 +13,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import LOGPROB
 from tests.server.conftest import Rig, serving
+from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 
@@ -111,8 +112,7 @@ async def test_an_abort_by_name_ends_the_request(rig: Rig) -> None:
     running = asyncio.create_task(
         rig.http.post("/generate", json={"text": "a", "rid": "me", "stream": True})
     )
-    while not rig.engine.running:
-        await asyncio.sleep(0.01)
+    await meanwhile_until(lambda: rig.engine.running, "the request runs")
     await asyncio.sleep(0.1)
     aborted = await rig.http.post("/abort_request", json={"rid": "me"})
     assert aborted.json() == {"aborted": 1}

@@ -13,6 +13,7 @@ from sgl_jax.core.messages import AbortRequest, GenerateRequest
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import CRASH_SEED, FULL_SEED, LATE_SEED, LOGPROB
 from tests.server.conftest import Rig, serving
+from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi there"}]
@@ -209,8 +210,7 @@ async def test_when_one_of_a_list_fails_its_siblings_are_aborted(rig: Rig) -> No
 async def test_a_dead_engine_ends_streams_with_an_error_event(rig: Rig) -> None:
     rig.engine.step_s = 0.02
     running = asyncio.create_task(complete(rig, stream=True, max_tokens=200))
-    while not rig.engine.running:
-        await asyncio.sleep(0.01)
+    await meanwhile_until(lambda: rig.engine.running, "the request runs")
     await asyncio.sleep(0.1)
     crash = await rig.http.post("/v1/completions", json={"prompt": "hi", "seed": CRASH_SEED})
     assert crash.status_code == 503

@@ -1,7 +1,6 @@
 """Sessions over HTTP: what reaches the engine, and what clients are told."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from sgl_jax.engine.request_limits import MAX_RID_CHARS
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import FULL_SEED, HISTORY, MAX_SESSIONS
 from tests.server.conftest import Rig, serving
+from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi there"}]
@@ -35,14 +35,6 @@ async def post(rig: Rig, path: str, **fields: Any) -> Any:
     answer = await rig.http.post(path, json=fields)
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(200):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    pytest.fail("it did not come to that")
 
 
 async def call_and_leave(rig: Rig, path: str, fields: dict[str, Any]) -> int:
@@ -103,8 +95,7 @@ async def test_a_session_whose_id_nobody_has_learnt_is_closed(
     """Else nobody could, and it would count among those that may be open."""
     await post(rig, "/open_session", session_id="mine", streaming=True)
     fields = {"session_id": "mine"} if path == "/fork_session" else {}
-    rig.engine.is_stuck = True
-    await asyncio.sleep(0.1)  # it may be polling yet
+    rig.engine.stand_still()
     if end == "too late":
         rig.context.answer_timeout_s = 0.05
         answer = await rig.http.post(path, json=fields)
@@ -112,8 +103,12 @@ async def test_a_session_whose_id_nobody_has_learnt_is_closed(
         assert "no answer within 0.05 s" in answer.json()["error"]["message"]
     else:
         assert await call_and_leave(rig, path, fields) == 499
-    rig.engine.is_stuck, rig.context.answer_timeout_s = False, 30.0
-    await until(lambda: any(isinstance(message, CloseSession) for message in rig.engine.seen))
+    rig.context.answer_timeout_s = 30.0
+    rig.engine.go_on()
+    await meanwhile_until(
+        lambda: any(isinstance(message, CloseSession) for message in rig.engine.seen),
+        "the session is closed",
+    )
     opened = sent(rig, ForkSession if fields else OpenSession)
     assert sent(rig, CloseSession).session_id == getattr(
         opened, "new_session_id", opened.session_id
@@ -126,12 +121,13 @@ async def test_a_session_that_its_client_has_named_stays_though_the_answer_was_l
     rig: Rig,
 ) -> None:
     """The client can use it, or close it; it may have done so already."""
-    rig.engine.is_stuck, rig.context.answer_timeout_s = True, 0.05
-    await asyncio.sleep(0.1)
+    rig.engine.stand_still()
+    rig.context.answer_timeout_s = 0.05
     answer = await rig.http.post("/open_session", json={"session_id": "named"})
     assert answer.status_code == 503
-    rig.engine.is_stuck, rig.context.answer_timeout_s = False, 30.0
-    await until(lambda: "named" in rig.engine.sessions)
+    rig.context.answer_timeout_s = 30.0
+    rig.engine.go_on()
+    await meanwhile_until(lambda: "named" in rig.engine.sessions, "the session is opened")
     assert await post(rig, "/close_session", session_id="named") == {}
 
 
