@@ -74,9 +74,9 @@ def _leases(memory: RankMemory) -> list[dict[str, Any]]:
 
 def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
     """Sessions that hold a row of this rank: the idle ones, used longest ago first, then others."""
-    cache = memory.cache
-    idle = [(session_id, lease.row, True) for session_id, lease in cache.idle()]
-    lent = [(session_id, row, False) for session_id, row in cache.lent()]
+    sessions = memory.sessions
+    idle = [(session_id, lease.row, True) for session_id, lease in sessions.idle()]
+    lent = [(session_id, row, False) for session_id, row in sessions.lent()]
     return [
         {"session_id": session_id, "row": row, "idle": is_idle}
         for session_id, row, is_idle in idle + lent

@@ -76,7 +76,7 @@ def _imbalance(memory: RankMemory) -> str | None:
             f"leases have locked {memory.locked.num_locked} pages, the tree counts "
             f"{cache.num_protected}"
         )
-    if memory.num_session_pages and not cache.num_idle:
+    if memory.num_session_pages and not memory.sessions.num_idle:
         return f"no session is idle, and {memory.num_session_pages} pages are held for some"
     held, free, total = rows.num_held, rows.num_free, rows.num_rows - 1
     if held != len(memory.leases) or held + free != total:
@@ -86,7 +86,7 @@ def _imbalance(memory: RankMemory) -> str | None:
 
 def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
     """What is wrong with the number of leases, if anything."""
-    num_idle = memory.cache.num_idle
+    num_idle = memory.sessions.num_idle
     if num_running is None or len(memory.leases) == num_running + num_idle:
         return None
     return (

@@ -78,17 +78,17 @@ def _check_rows(memory: RankMemory) -> Iterator[Finding]:
 
 def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
     """A session has one lease, idle or lent, which is listed and no other session's."""
-    holders = {row: session_id for session_id, row in memory.cache.lent()}
+    holders = {row: session_id for session_id, row in memory.sessions.lent()}
     sessions = set(holders.values())
     if len(sessions) < len(holders):
         yield Finding(f"a session runs on two rows: {holders}")
-    for session_id, row in memory.cache.lent():
-        if memory.cache.lent_row(session_id) != row:
-            known = memory.cache.lent_row(session_id)
+    for session_id, row in memory.sessions.lent():
+        if memory.sessions.lent_row(session_id) != row:
+            known = memory.sessions.lent_row(session_id)
             yield Finding(f"session {session_id!r} runs on row {row}, but is looked for in {known}")
         if row not in memory.leases:
             yield Finding(f"session {session_id!r} runs on row {row}, which has no lease")
-    for session_id, lease in memory.cache.idle():
+    for session_id, lease in memory.sessions.idle():
         if memory.leases.get(lease.row) is not lease or lease.released:
             yield Finding(f"idle session {session_id!r} holds {lease!r}, which is not listed")
         if lease.row in holders:
@@ -121,7 +121,7 @@ def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
 def _check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
     """The counts that leases keep up to date as they lock, lend and end, taken from scratch."""
     num_pages = memory.allocator.num_pages
-    idle_rows = {lease.row for _, lease in memory.cache.idle()}
+    idle_rows = {lease.row for _, lease in memory.sessions.idle()}
     expected, num_held = LockedPages(num_pages), 0
     for lease in leases:
         listed = lease.pages(memory.page_size)

@@ -20,7 +20,7 @@ from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool, RowTables
-from sgl_jax.mem_cache.session_cache import SessionAwareCache
+from sgl_jax.mem_cache.session_leases import SessionLeases
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 # Of so many pages one is evicted ahead of need, where pages must be evicted, and so many at most.
@@ -69,6 +69,7 @@ class RankMemory:
         self._use_radix_cache = use_radix_cache
         self._eviction_policy = eviction_policy
         self.cache = self._make_cache(num_evicted=0)
+        self.sessions = SessionLeases()
         self.leases: dict[int, KVLease] = {}  # by row
         self.locked = LockedPages(sizes.num_pages)
         self._num_evicted_ahead = min(sizes.num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
@@ -87,19 +88,16 @@ class RankMemory:
         self.rows.reset()
         self.allocator.reset()
         self.cache = self._make_cache(num_evicted=self.cache.num_evicted)
+        self.sessions = SessionLeases()
         self.locked = LockedPages(self.allocator.num_pages)
         self.num_session_held_pages = 0
 
-    def _make_cache(self, num_evicted: int) -> SessionAwareCache:
-        inner: PrefixCache = ChunkCache()
-        if self._use_radix_cache:
-            inner = RadixCache(
-                self.allocator,
-                self.page_size,
-                num_evicted,
-                eviction_policy=self._eviction_policy,
-            )
-        return SessionAwareCache(inner)
+    def _make_cache(self, num_evicted: int) -> PrefixCache:
+        if not self._use_radix_cache:
+            return ChunkCache()
+        return RadixCache(
+            self.allocator, self.page_size, num_evicted, eviction_policy=self._eviction_policy
+        )
 
     @property
     def num_session_pages(self) -> int:
@@ -221,7 +219,7 @@ class RankMemory:
             reserved_pages=self.allocator.num_reserved,
             total_rows=self.rows.num_rows - 1,
             free_rows=self.rows.num_free,
-            session_rows=self.cache.num_idle,
+            session_rows=self.sessions.num_idle,
         )
 
 

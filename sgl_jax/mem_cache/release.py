@@ -76,7 +76,7 @@ def release_kv_cache(
     protected = lease.cache_protected_len
     if insert:
         added = _hand_to_tree(memory, lease, tokens)
-        if memory.cache.take_over(lease, len(tokens)):
+        if memory.sessions.take_over(lease, len(tokens)):
             memory.locked.lock(added)
             memory.park(lease)
             return
@@ -102,7 +102,7 @@ def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLeas
 
     Returns the lease, its committed and allocated length the prefix that is there.
     """
-    lease = memory.cache.lend(session_id)
+    lease = memory.sessions.lend(session_id)
     memory.unpark(lease)
     free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
     return lease
@@ -136,7 +136,7 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
 
 def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
     """End the lease that an idle session holds, if any; what the tree has of it stays there."""
-    lease = memory.cache.remove(session_id)
+    lease = memory.sessions.remove(session_id)
     if lease is None:
         return False
     memory.unpark(lease)
@@ -151,7 +151,7 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
     What the slot held behind them is freed. If the tree owns more of it than that, the lease
     ends: the next turn matches the tree.
     """
-    lease = memory.cache.idle_lease(session_id)
+    lease = memory.sessions.idle_lease(session_id)
     if lease is None:
         return
     if num_tokens < max(lease.cache_protected_len, 1):

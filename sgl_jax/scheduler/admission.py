@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.release import release_idle_lease
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
@@ -42,14 +44,14 @@ class Admission:
     Args:
         waiting: the queue.
         config: the scheduler's.
-        home_of: the rank that holds the memory of a request's session, if any.
+        home_of: the memory with the lease of a request's session, if any.
     """
 
     def __init__(
         self,
         waiting: WaitingQueue,
         config: SchedulerConfig,
-        home_of: Callable[[Request], RankScheduler | None],
+        home_of: Callable[[Request], RankMemory | None],
     ) -> None:
         self._waiting = waiting
         self._config = config
@@ -226,8 +228,8 @@ class Admission:
     def _start(self, rooms: list[RankRoom], request: Request, dp_rank: int) -> None:
         room, cursor = rooms[dp_rank], self._waiting.cursors(request)[dp_rank]
         home = self._home_of(request)
-        if home is not None and home is not room.rank and request.slot_id is not None:
-            home.release_session(request.slot_id)
+        if home is not None and home is not room.rank.memory and request.slot_id is not None:
+            release_idle_lease(home, request.slot_id)
         room.start(request, cursor)
         self._waiting.started(request, dp_rank)
         self._holds.pop(request.rid, None)

@@ -73,7 +73,7 @@ class RankScheduler:
     @property
     def has_row(self) -> bool:
         """Whether a row is free, or can be had from an idle session."""
-        return self.memory.rows.num_free > 0 or self.memory.cache.num_idle > 0
+        return self.memory.rows.num_free > 0 or self.memory.sessions.num_idle > 0
 
     def num_pages_to_give(self) -> int:
         """Pages that a new request may take: those of idle sessions counted, the reserve not."""
@@ -172,12 +172,12 @@ class RankScheduler:
             adopt_prefix(memory, lease, request.matchable())
             return lease, start
         if session_id is not None:
-            self.release_session(session_id)  # what its slot holds is of no use to the turn
+            release_idle_lease(memory, session_id)  # it is of no use to the turn
         if memory.rows.num_free == 0:
             self.evict_idle_session()
         lease = memory.open_lease(request.matchable(), request.namespace)
         if session_id is not None:
-            memory.cache.bind(session_id, lease)
+            memory.sessions.bind(session_id, lease)
         return lease, 0
 
     def evict_sessions_for(self, num_pages: int) -> bool:
@@ -192,20 +192,12 @@ class RankScheduler:
 
         It keeps its tokens: its next turn computes again what the tree no longer has.
         """
-        session_id = self.memory.cache.oldest_idle()
+        session_id = self.memory.sessions.oldest_idle()
         if session_id is None:
             return False
-        self.release_session(session_id)
+        release_idle_lease(self.memory, session_id)
         self.num_evicted_sessions += 1
         return True
-
-    def release_session(self, session_id: str) -> None:
-        """Take what an idle session holds, if anything."""
-        release_idle_lease(self.memory, session_id)
-
-    def roll_back_session(self, session_id: str, num_tokens: int) -> None:
-        """An idle session keeps no more than its first `num_tokens` tokens."""
-        roll_back_lease(self.memory, session_id, num_tokens)
 
     def take_admissions(self) -> tuple[RowAdmission, ...]:
         """What the next launched step must tell the device; the caller sends it, once."""
@@ -219,7 +211,7 @@ class RankScheduler:
         request.state = RequestState.FINISHED
         if num_tokens is not None and request.slot_id is not None:
             # What it had generated further is of no use to an idle session.
-            self.roll_back_session(request.slot_id, len(request.tokens))
+            roll_back_lease(self.memory, request.slot_id, len(request.tokens))
         self._bound_sessions()
         return request
 
@@ -232,13 +224,13 @@ class RankScheduler:
         assert request.lease is not None, "a running request holds a lease"
         kept = request.kept_len if request.slot_id is not None else None
         if not insert or kept is None or kept < max(request.lease.cache_protected_len, 1):
-            self.memory.cache.unbind(request.lease)
+            self.memory.sessions.unbind(request.lease)
             kept = None
         self._leave(row, insert=insert, num_tokens=kept)
         request.state = RequestState.FINISHED
         if request.slot_id is not None:
             # What the turn had reserved is of no use to an idle session.
-            self.roll_back_session(request.slot_id, request.kept_len)
+            roll_back_lease(self.memory, request.slot_id, request.kept_len)
         self._bound_sessions()
         return request
 
@@ -252,7 +244,7 @@ class RankScheduler:
         lease = self.running.request(row).lease
         assert lease is not None, "a running request holds a lease"
         # A session's slot holds nothing back: memory is what the retract is for.
-        self.memory.cache.unbind(lease)
+        self.memory.sessions.unbind(lease)
         request = self._leave(row)
         request.state = RequestState.WAITING
         request.num_retractions += 1
@@ -281,7 +273,7 @@ class RankScheduler:
         if is_untold or len(tokens) < request.lease.cache_protected_len:
             # No later turn can go on with a row whose tokens the device was never told, nor
             # where the tree owns more than the session will know (a stop found late).
-            self.memory.cache.unbind(request.lease)
+            self.memory.sessions.unbind(request.lease)
         release_kv_cache(self.memory, request.lease, tokens, insert=insert)
         request.lease = None
         return request

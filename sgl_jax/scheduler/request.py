@@ -13,8 +13,8 @@ from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.scheduler.sessions import Session
-from sgl_jax.scheduler.streaming_session import StreamingSession
+from sgl_jax.sessions.session import Session
+from sgl_jax.sessions.streaming import StreamingSession
 
 
 class RequestState(enum.Enum):
@@ -112,7 +112,7 @@ class Request:
 
     def slot_in(self, memory: RankMemory) -> KVLease | None:
         """The lease in its session's slot on a rank, if the request can go on with that."""
-        lease = None if self.slot_id is None else memory.cache.idle_lease(self.slot_id)
+        lease = None if self.slot_id is None else memory.sessions.idle_lease(self.slot_id)
         if lease is not None and self.slot_len < lease.cache_protected_len:
             # More of it is the tree's than the turn may read: it is matched anew instead.
             return None

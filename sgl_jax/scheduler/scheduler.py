@@ -20,7 +20,7 @@ from sgl_jax.core.messages import (
     SessionMessage,
     StopRequest,
 )
-from sgl_jax.core.step_plan import RankResult, StepPlan
+from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import MemoryView
 from sgl_jax.scheduler.admission import Admission
@@ -33,12 +33,12 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.request_len import max_request_len
 from sgl_jax.scheduler.runnable import choose_runnable
-from sgl_jax.scheduler.session_book import SessionsFullError
-from sgl_jax.scheduler.session_desk import SessionDesk
 from sgl_jax.scheduler.step_builder import build_plans
 from sgl_jax.scheduler.step_planner import StepDraft
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
+from sgl_jax.sessions.service import SessionService
+from sgl_jax.sessions.store import SessionsFullError
 
 
 class Scheduler:
@@ -70,8 +70,12 @@ class Scheduler:
         self._deadlines = Deadlines(config.waiting_timeout_s, config.request_timeout_s)
         self._forced_retract = ForcedRetract(config)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
-        self._sessions = SessionDesk(
-            self.ranks, self._requests, config.max_sessions, config.max_session_tokens
+        self._sessions: SessionService[Request] = SessionService(
+            memories,
+            self._requests,
+            self._known_tokens,
+            config.max_sessions,
+            config.max_session_tokens,
         )
         self._admission = Admission(self._waiting, config, self._sessions.home_of)
         self._arrivals = 0
@@ -165,12 +169,12 @@ class Scheduler:
     def needs_tick(self, now_s: float) -> bool:
         """Whether a tick would change anything but the time. Until it would, or something else
         happens, none is needed."""
-        return self._deadlines.needs_tick(now_s) or self._sessions.book.needs_tick(now_s)
+        return self._deadlines.needs_tick(now_s) or self._sessions.store.needs_tick(now_s)
 
     @property
     def num_sessions(self) -> int:
         """Sessions that are open."""
-        return len(self._sessions.book)
+        return len(self._sessions.store)
 
     def flush(self) -> bool:
         """Empty all prefix caches; False, changing nothing, while requests are in flight."""
@@ -326,6 +330,12 @@ class Scheduler:
         }
 
     # -- inside -----------------------------------------------------------------------------
+
+    def _known_tokens(self, request: Request) -> Int32Array:
+        """Prompt and output of a request in flight, as far as results were read."""
+        if request.lease is None or request.dp_rank is None:
+            return request.tokens
+        return self.ranks[request.dp_rank].running.known_tokens(request.lease.row)
 
     def _make_request(self, message: GenerateRequest) -> Request:
         """A request from its message. Raises `InvalidRequestError`, `SessionsFullError`."""

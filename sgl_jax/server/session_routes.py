@@ -41,7 +41,7 @@ router = APIRouter(tags=["sessions"], route_class=JsonRoute)
 
 
 class SessionCall(NamedTuple):
-    """A call about sessions from route to engine; `SessionDesk` has its handler by `message`."""
+    """A call about sessions from route to engine; `SessionService` has its handler by `message`."""
 
     route: str
     body: type[SessionBody]

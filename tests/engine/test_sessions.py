@@ -397,7 +397,7 @@ def test_books_found_wrong_by_a_close_are_repaired_and_sessions_go_on(tmp_path: 
         for session_id in (doomed, survivor):
             turn(engine, session_id, [301, 302])
         allocator = engine._core.scheduler.ranks[0].memory.allocator
-        lease = engine._core.scheduler.ranks[0].memory.cache.idle_lease(doomed)
+        lease = engine._core.scheduler.ranks[0].memory.sessions.idle_lease(doomed)
         assert lease is not None
         allocator.free(lease.pages(16), owner=lease.row)  # as no code may: the slot still has them
         with pytest.raises(GenerationError, match="started afresh"):

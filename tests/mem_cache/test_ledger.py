@@ -43,8 +43,8 @@ def busy_memory() -> RankMemory:
 
 
 def tree_nodes(memory: RankMemory) -> list[TreeNode]:
-    assert isinstance(memory.cache.inner, RadixCache)
-    return list(memory.cache.inner.tree.nodes())
+    assert isinstance(memory.cache, RadixCache)
+    return list(memory.cache.tree.nodes())
 
 
 def locked_node(memory: RankMemory) -> TreeNode:
@@ -144,26 +144,26 @@ def shrink_the_allocated(memory: RankMemory) -> None:
 
 
 def count_a_page_too_many(memory: RankMemory) -> None:
-    memory.cache.inner._full._num_evictable += 1  # type: ignore[attr-defined]
+    memory.cache._full._num_evictable += 1  # type: ignore[attr-defined]
 
 
 def call_locked_pages_evictable(memory: RankMemory) -> None:
-    memory.cache.inner._full._num_evictable += 2  # type: ignore[attr-defined]
-    memory.cache.inner._full._num_protected -= 2  # type: ignore[attr-defined]
+    memory.cache._full._num_evictable += 2  # type: ignore[attr-defined]
+    memory.cache._full._num_protected -= 2  # type: ignore[attr-defined]
 
 
 def forget_a_leaf_that_may_go(memory: RankMemory) -> None:
     leaf = next(node for node in tree_nodes(memory) if node is not locked_node(memory))
-    memory.cache.inner._policy.discard(leaf)  # type: ignore[attr-defined]
+    memory.cache._policy.discard(leaf)  # type: ignore[attr-defined]
 
 
 def offer_a_locked_leaf(memory: RankMemory) -> None:
-    memory.cache.inner._policy.add(locked_node(memory))  # type: ignore[attr-defined]
+    memory.cache._policy.add(locked_node(memory))  # type: ignore[attr-defined]
 
 
 def offer_the_root(memory: RankMemory) -> None:
-    assert isinstance(memory.cache.inner, RadixCache)
-    memory.cache.inner._policy.add(memory.cache.inner.tree.root)
+    assert isinstance(memory.cache, RadixCache)
+    memory.cache._policy.add(memory.cache.tree.root)
 
 
 def keep_a_page_of_the_tree_in_the_row(memory: RankMemory) -> None:

@@ -33,7 +33,7 @@ def found(memory: RankMemory, tokens: np.ndarray, namespace: str) -> list[int]:
 
 
 def top_nodes(memory: RankMemory) -> list[TreeNode]:
-    cache = memory.cache.inner
+    cache = memory.cache
     assert isinstance(cache, RadixCache)
     return list(cache.tree.root.children.values())
 

@@ -35,8 +35,8 @@ def make_memory(policy: str, *, page_size: int = 4, num_pages: int = 40) -> Rank
 
 def index_of(memory: RankMemory) -> CursorIndex:
     """The cursors of the rank's tree."""
-    assert isinstance(memory.cache.inner, RadixCache)
-    return memory.cache.inner.tree.cursors
+    assert isinstance(memory.cache, RadixCache)
+    return memory.cache.tree.cursors
 
 
 def write(memory: RankMemory, tokens: np.ndarray, namespace: str = "") -> KVLease | None:

@@ -238,7 +238,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @property
     def tree(self) -> RadixTree | None:
-        cache = self.memory.cache.inner
+        cache = self.memory.cache
         return cache.tree if isinstance(cache, RadixCache) else None
 
     def expect_published(self, holder: Holder, num_known: int) -> None:

@@ -15,7 +15,7 @@ from sgl_jax.mem_cache.release import (
     release_kv_cache,
     resume_lease,
 )
-from tests.mem_cache.test_session_cache import array, known, make_memory, take_turn
+from tests.mem_cache.test_session_leases import array, known, make_memory, take_turn
 
 
 def busy_memory() -> tuple[RankMemory, KVLease, KVLease]:
@@ -33,7 +33,7 @@ def busy_memory() -> tuple[RankMemory, KVLease, KVLease]:
 
 def test_a_slot_whose_lease_is_not_listed_is_found() -> None:
     memory, idle, _ = busy_memory()
-    memory.cache._idle["idle"] = KVLease(3, idle.row, memory.rows)
+    memory.sessions._idle["idle"] = KVLease(3, idle.row, memory.rows)
     with pytest.raises(LedgerError, match=r"idle session 'idle' holds .*, which is not listed"):
         audit(memory)
 
@@ -47,7 +47,7 @@ def test_a_slot_that_holds_a_released_lease_is_found() -> None:
 
 def test_a_lease_both_idle_and_lent_is_found() -> None:
     memory, _, running = busy_memory()
-    memory.cache._idle["third"] = running
+    memory.sessions._idle["third"] = running
     with pytest.raises(LedgerError, match="'runs' and 'third' both have row 2"):
         audit(memory)
     with pytest.raises(
@@ -58,22 +58,22 @@ def test_a_lease_both_idle_and_lent_is_found() -> None:
 
 def test_a_session_with_two_leases_is_found() -> None:
     memory, _, _ = busy_memory()
-    memory.cache._idle["runs"] = memory.cache._idle.pop("idle")
+    memory.sessions._idle["runs"] = memory.sessions._idle.pop("idle")
     with pytest.raises(LedgerError, match=r"idle session 'runs' holds .*, but runs as well"):
         audit(memory)
     memory, _, _ = busy_memory()
-    memory.cache._lent[3] = "runs"
+    memory.sessions._lent[3] = "runs"
     with pytest.raises(LedgerError, match="a session runs on two rows"):
         audit(memory)
     memory, _, _ = busy_memory()
-    memory.cache._lent_rows["runs"] = 3
+    memory.sessions._lent_rows["runs"] = 3
     with pytest.raises(LedgerError, match="'runs' runs on row 2, but is looked for in 3"):
         audit(memory)
 
 
 def test_a_lent_row_without_a_lease_is_found() -> None:
     memory, _, _ = busy_memory()
-    memory.cache._lent[4] = "ghost"
+    memory.sessions._lent[4] = "ghost"
     with pytest.raises(LedgerError, match="'ghost' runs on row 4, which has no lease"):
         audit(memory)
 

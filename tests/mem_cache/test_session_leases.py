@@ -1,297 +1,315 @@
-"""Leases that rest in slots of sessions, among all that may happen to others: what is counted as
-it changes is what a count from scratch finds, and a turn reads the longer of slot and tree."""
-
-import random
+"""Whose lease is whose: sessions that lend and take over, and what a lease holds between turns."""
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
 
-from sgl_jax.mem_cache.errors import LeaseError
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.mem_cache.errors import LeaseError, LedgerError
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.mem_cache.ledger import audit
+from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
-    adopt_prefix,
     release_idle_lease,
     release_kv_cache,
     resume_lease,
     roll_back_lease,
 )
-from tests.mem_cache.test_release import (
-    CUTS,
-    MAX_LEN,
-    Holder,
-    LeaseMachine,
-    array,
-    as_tuple,
-    make_memory,
-    write_kv,
-)
-from tests.mem_cache.test_session_cache import PAGE_SIZES, check, known, take_turn
-from tests.mem_cache.test_session_cache import make_memory as make_session_memory
-from tests.mem_cache.tree_model import NAMESPACES, in_namespace
+from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool
+from sgl_jax.mem_cache.session_leases import SessionLeases
+
+PAGE_SIZES = [1, 4, 16, 256]
 
 
-def num_in_use(memory: RankMemory, tokens: np.ndarray, namespace: str = "") -> int:
-    """Pages of what the tree has of `tokens` that running requests have locked."""
-    cursor = memory.cache.follow(tokens, namespace, tag=0)
-    num_pages = memory.num_pages_in_use(cursor)
-    memory.cache.unfollow(cursor)
-    return num_pages
+def array(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
 
 
-class SessionLeaseMachine(LeaseMachine):
-    """The leases of running requests are in `holders`, those of idle sessions in `idle`."""
+# -- leases alone -----------------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.idle: dict[str, Holder] = {}  # used longest ago first
-        self.num_sessions = 0
 
-    @precondition(lambda self: self.holders)
-    @rule(which=st.integers(0, 4), num_known=st.sampled_from(CUTS))
-    def rest(self, which: int, num_known: int) -> None:
-        """The turn of a session ends, and the session is idle."""
-        holder = self.holders.pop(which % len(self.holders))
-        cache, lease = self.memory.cache, holder.lease
-        if lease.row not in dict(map(reversed, cache.lent())):
-            self.num_sessions += 1
-            cache.bind(f"s{self.num_sessions}", lease)
-        session_id = dict(map(reversed, cache.lent()))[lease.row]
-        num_known = max(num_known, lease.cache_protected_len)
-        self.expect_published(holder, num_known)
-        release_kv_cache(self.memory, lease, holder.known(num_known), insert=True)
-        assert cache.idle_lease(session_id) is lease
-        self.idle[session_id] = holder
+def make_leases(num_leases: int) -> tuple[SessionLeases, list[KVLease]]:
+    rows = ReqToTokenPool(num_leases + 1, 4)
+    leases = [KVLease(0, rows.alloc(), rows) for _ in range(num_leases)]
+    for lease in leases:
+        lease.set_lengths(protected=0, committed=5, allocated=8)
+    return SessionLeases(), leases
 
-    @precondition(lambda self: self.idle)
-    @rule(
-        which=st.integers(0, 4),
-        cut=st.sampled_from(CUTS),
-        stem=st.integers(0, 1),
-        tail=st.integers(0, 1),
+
+def test_a_lease_goes_from_the_turn_to_the_slot_and_back() -> None:
+    sessions, (lease,) = make_leases(1)
+    assert not sessions.holds("s")
+    sessions.bind("s", lease)
+    assert sessions.holds("s")
+    assert (sessions.num_idle, sessions.idle_lease("s"), sessions.oldest_idle()) == (0, None, None)
+    assert list(sessions.lent()) == [("s", lease.row)]
+    assert sessions.take_over(lease, 3)
+    assert sessions.holds("s")
+    assert sessions.idle_lease("s") is lease
+    assert (sessions.num_idle, list(sessions.lent())) == (1, [])
+    assert sessions.lend("s") is lease
+    assert (sessions.num_idle, list(sessions.lent())) == (0, [("s", lease.row)])
+    sessions.unbind(lease)
+    sessions.unbind(lease)
+    assert not sessions.holds("s")
+    assert not sessions.take_over(lease, 3)
+
+
+def test_who_takes_a_lease_over_keeps_the_tokens_it_knows_and_drops_unread_results() -> None:
+    sessions, (lease,) = make_leases(1)
+    sessions.bind("s", lease)
+    epoch = int(lease._rows.epoch[lease.row])
+    sessions.take_over(lease, 3)
+    assert (lease.kv_committed_len, lease.kv_allocated_len) == (3, 8)
+    assert lease._rows.epoch[lease.row] == epoch + 1
+    sessions.lend("s")
+    sessions.take_over(lease, 7)
+    assert lease.kv_committed_len == 3
+
+
+def test_the_idle_session_used_longest_ago_comes_first() -> None:
+    sessions, leases = make_leases(3)
+    for session_id, lease in zip("abc", leases, strict=True):
+        sessions.bind(session_id, lease)
+    for lease in (leases[1], leases[2], leases[0]):
+        sessions.take_over(lease, 5)
+    assert [each for each, _ in sessions.idle()] == ["b", "c", "a"]
+    sessions.lend("b")
+    assert sessions.oldest_idle() == "c"
+    sessions.take_over(leases[1], 5)
+    assert [each for each, _ in sessions.idle()] == ["c", "a", "b"]
+    assert sessions.remove("c") is leases[2]
+    assert sessions.remove("c") is None
+    assert sessions.oldest_idle() == "a"
+
+
+def test_a_session_has_one_lease_and_a_lease_one_session() -> None:
+    sessions, (first, second, third) = make_leases(3)
+    sessions.bind("s", first)
+    with pytest.raises(LeaseError, match="'s' has a lease already"):
+        sessions.bind("s", second)
+    with pytest.raises(LeaseError, match="is that of session 's' already"):
+        sessions.bind("t", first)
+    with pytest.raises(LeaseError, match="'s' has no lease to lend"):
+        sessions.lend("s")
+    sessions.take_over(first, 5)
+    with pytest.raises(LeaseError, match="'s' has a lease already"):
+        sessions.bind("s", second)
+    third.released = True
+    with pytest.raises(LeaseError, match="after its release"):
+        sessions.bind("t", third)
+    assert [each for each, _ in sessions.idle()] == ["s"]
+
+
+# -- slots of a rank --------------------------------------------------------------------------
+
+
+def make_memory(page_size: int, *, radix: bool = True, num_rows: int = 5) -> RankMemory:
+    sizes = EngineSizes(
+        dp_size=1,
+        page_size=page_size,
+        num_pages=41,
+        num_rows=num_rows,
+        max_context_len=20 * page_size,
+        max_step_tokens=64,
+        max_prompt_logprob_tokens=64,
+        vocab_size=100,
     )
-    def resume(self, which: int, cut: int, stem: int, tail: int) -> None:
-        """The next turn has at least the tokens that its session's lease protects."""
-        session_id = list(self.idle)[which % len(self.idle)]
-        lease, memory = self.idle[session_id].lease, self.memory
-        if lease.cache_protected_len == MAX_LEN:
-            return  # the last token must be computed
-        holder = self.idle.pop(session_id)
-        num_kept = max(min(cut, lease.kv_committed_len), lease.cache_protected_len)
-        num_kept = min(num_kept, MAX_LEN - 1)
-        given = np.full(MAX_LEN, stem, np.int32)
-        given[cut:] = 10 + tail
-        given[:num_kept] = holder.known(num_kept)
-        tokens, matchable = array(*in_namespace(as_tuple(given), lease.namespace)), given[:-1]
-        in_slot = min(lease.kv_committed_len, num_kept)
-        in_tree = self.model.longest_match(as_tuple(tokens[:-1]))
-        is_longer = len(in_tree) > in_slot
-        read = self.model.pages_of(in_tree)[: None if is_longer else in_slot // self.page_size]
-        shared = self.running_pages().intersection(self.model.pages_of(in_tree))
-        assert num_in_use(memory, matchable, lease.namespace) == len(shared)
-        resume_lease(memory, session_id, num_kept)
-        own = lease.pages(self.page_size).tolist()
-        assert adopt_prefix(memory, lease, matchable) == is_longer
-        assert not adopt_prefix(memory, lease, matchable)
-        if is_longer:
-            self.model.touch(in_tree)
-            assert lease.cache_protected_len == lease.kv_allocated_len == len(in_tree)
-        assert lease.kv_committed_len == max(in_slot, len(in_tree))
-        assert lease.pages(self.page_size).tolist() == (read if is_longer else own)
-        self.holders.append(Holder(tokens, lease))
-
-    @rule(which=st.integers(0, 4), num_known=st.sampled_from(CUTS), insert=st.booleans())
-    def release(self, which: int, num_known: int, insert: bool) -> None:
-        if self.holders:
-            self.memory.cache.unbind(self.holders[which % len(self.holders)].lease)
-            super().release(which, num_known, insert)
-
-    @rule()
-    def evict_session(self) -> None:
-        oldest = self.memory.cache.oldest_idle()
-        assert oldest == next(iter(self.idle), None)
-        if oldest is not None:
-            lease = self.idle.pop(oldest).lease
-            assert release_idle_lease(self.memory, oldest)
-            assert lease.released
-
-    @precondition(lambda self: self.idle)
-    @rule(which=st.integers(0, 4), num_tokens=st.sampled_from([0, *CUTS]))
-    def roll_back(self, which: int, num_tokens: int) -> None:
-        session_id = list(self.idle)[which % len(self.idle)]
-        roll_back_lease(self.memory, session_id, num_tokens)
-        if self.idle[session_id].lease.released:
-            del self.idle[session_id]
-
-    @rule(seed=st.integers(0, 2**32))
-    def many_turns(self, seed: int) -> None:
-        """Twenty things at random, of which many are turns that others have computed before."""
-        rng = random.Random(seed)
-        for _ in range(20):
-            which, cut, dice = rng.randrange(5), rng.choice(CUTS), rng.randrange(12)
-            if dice < 3:
-                namespace = rng.choice(["", *NAMESPACES])
-                self.open_lease(rng.randrange(2), cut, rng.randrange(2), namespace)
-            elif self.holders and dice < 7:
-                self.prefill(which, rng.choice([cut, MAX_LEN]))
-                self.publish(which, MAX_LEN)
-            elif self.holders and dice < 9:
-                self.rest(which, cut)
-            elif self.idle and dice < 11:
-                self.resume(which, cut, rng.randrange(2), rng.randrange(2))
-            else:
-                self.release(which, cut, insert=True)
-            self.books_balance()
-            self.counts_are_those_of_a_walk()
-
-    def running_pages(self) -> set[int]:
-        """The pages that running requests read or write."""
-        return {page for each in self.holders for page in each.lease.pages(self.page_size).tolist()}
-
-    def know_locks(self) -> None:
-        super().know_locks()
-        self.model.locked += [
-            as_tuple(holder.tokens[: holder.lease.cache_protected_len])
-            for holder in self.idle.values()
-        ]
-
-    @invariant()
-    def counts_are_those_of_a_walk(self) -> None:
-        if not hasattr(self, "memory"):
-            return
-        memory, page_size = self.memory, self.page_size
-        idle = [holder.lease for holder in self.idle.values()]
-        assert [lease for _, lease in memory.cache.idle()] == idle
-        kept = {page for lease in idle for page in lease.pages(page_size).tolist()}
-        assert memory.num_session_pages == len(kept)
-        own = [len(lease.pages(page_size, lease.cache_protected_len)) for lease in idle]
-        assert memory.num_session_held_pages == memory.view().session_held_pages == sum(own)
-        num_usable = memory.allocator.num_pages - memory.allocator.num_reserved
-        assert memory.num_reclaimable_pages == num_usable - len(self.running_pages())
-        for holder in self.idle.values():
-            self.check_content(holder)
-
-    def teardown(self) -> None:
-        for session_id in self.idle:
-            assert release_idle_lease(self.memory, session_id)
-        for holder in getattr(self, "holders", ()):
-            self.memory.cache.unbind(holder.lease)
-        super().teardown()
+    return RankMemory(3, sizes, use_radix_cache=radix)
 
 
-TestSessionLeases = SessionLeaseMachine.TestCase
-TestSessionLeases.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+def known(num_tokens: int) -> np.ndarray:
+    return np.arange(num_tokens, dtype=np.int32)
 
 
-# -- a slot whose tokens the tree has, too ----------------------------------------------------
+def take_turn(
+    memory: RankMemory, committed: int, allocated: int, num_known: int, session_id: str = "s"
+) -> KVLease:
+    """The first turn of a session, from its beginning to where its slot takes over."""
+    lease = memory.open_lease(known(0))
+    memory.sessions.bind(session_id, lease)
+    assert memory.grow_rows(array(lease.row), array(allocated))
+    memory.commit_rows(array(lease.row), array(committed))
+    release_kv_cache(memory, lease, known(num_known), insert=True)
+    return lease
 
 
-def resume_beside(
-    page_size: int, num_in_slot: int, num_in_tree: int
-) -> tuple[RankMemory, KVLease, list[int]]:
-    """A turn that resumes `num_in_slot` tokens, of which no more than a page are the tree's, and
-    the pages that it has then. A plain request has left `num_in_tree` to the tree since."""
-    memory = make_session_memory(page_size)
-    take_turn(memory, num_in_slot, num_in_slot, num_in_slot)
-    plain = memory.open_lease(known(0))
-    write_kv(memory, plain, num_in_tree)
-    release_kv_cache(memory, plain, known(num_in_tree), insert=True)
-    lease = resume_lease(memory, "s", num_in_slot)
-    return memory, lease, lease.pages(page_size).tolist()
+def check(memory: RankMemory) -> None:
+    """The books of a rank on which no request runs."""
+    check_balance(memory, num_running=0)
+    audit(memory, num_running=0)
+    view = memory.view()
+    counted = view.free_pages + view.leased_pages + view.cached_pages + view.session_held_pages
+    assert counted + view.reserved_pages == view.total_pages
+    assert view.leased_pages == 0
+    assert view.free_rows + view.session_rows == view.total_rows
+    idle = [lease for _, lease in memory.sessions.idle()]
+    locked = {
+        page
+        for lease in idle
+        for page in lease.pages(view.page_size, 0, lease.cache_protected_len).tolist()
+    }
+    assert view.protected_pages == len(locked)
+    assert memory.num_session_pages == len(locked) + view.session_held_pages
+    assert memory.num_reclaimable_pages == view.total_pages - view.reserved_pages
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("num_more", [1, 2, 5])
-def test_a_longer_prefix_of_the_tree_replaces_the_pages_of_a_row(
-    page_size: int, num_more: int
+@pytest.mark.parametrize("radix", [False, True])
+def test_a_slot_holds_what_the_tree_does_not_and_both_are_counted_once(
+    page_size: int, radix: bool
 ) -> None:
-    in_slot = 2 * page_size + page_size // 2
-    in_tree = (2 + num_more) * page_size
-    memory, lease, pages = resume_beside(page_size, in_slot, in_tree)
-    free = memory.view().free_pages
-    num_own = len(pages) - lease.cache_protected_len // page_size
-    assert adopt_prefix(memory, lease, known(in_tree + page_size // 2))
-    assert lease.cache_protected_len == lease.kv_committed_len == lease.kv_allocated_len == in_tree
-    assert memory.view().free_pages == free + num_own
-    assert lease.pages(page_size).tolist()[:2] == pages[:2]
-    assert memory.view().protected_pages == in_tree // page_size
+    memory = make_memory(page_size, radix=radix)
+    committed, allocated = 3 * page_size + page_size // 2, 6 * page_size
+    lease = take_turn(memory, committed, allocated, committed + 1)
+    assert not lease.released
+    assert memory.leases == {lease.row: lease}
+    num_cached = 3 if radix else 0
+    view = memory.view()
+    assert (view.cached_pages, view.session_held_pages) == (num_cached, 6 - num_cached)
+    assert memory.num_session_pages == 6
+    check(memory)
+    lent = resume_lease(memory, "s", committed)
+    assert lent is lease
+    view = memory.view()
+    assert (view.session_held_pages, view.session_rows) == (0, 0)
+    assert view.leased_pages == -(-committed // page_size) - num_cached
+    check_balance(memory, num_running=1)
     audit(memory, num_running=1)
-    assert memory.grow_rows(array(lease.row), array(in_tree + 2 * page_size))
-    release_kv_cache(memory, lease, known(in_tree), insert=True)
+    with pytest.raises(LedgerError, match="2 requests run and 0 sessions are idle"):
+        check_balance(memory, num_running=2)
+    release_kv_cache(memory, lease, known(committed), insert=True)
+    check(memory)
+    assert release_idle_lease(memory, "s")
+    assert not release_idle_lease(memory, "s")
+    assert lease.released
+    assert memory.view().free_pages == 40 - num_cached
     check(memory)
 
 
-@pytest.mark.parametrize("page_size", [4, 16, 256])
-@pytest.mark.parametrize("num_past_the_border", [0, 1])
-def test_a_row_that_has_as_much_as_the_tree_keeps_its_pages(
-    page_size: int, num_past_the_border: int
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+@pytest.mark.parametrize("num_ahead", [0, 1, 5])
+def test_the_tail_of_a_resumed_lease_is_freed_by_whole_pages_from_the_next_border_on(
+    page_size: int, radix: bool, offset: int, num_ahead: int
 ) -> None:
-    """The tree has whole pages; a row may have a part of one beyond them."""
-    in_slot = 3 * page_size + num_past_the_border
-    memory, lease, pages = resume_beside(page_size, in_slot, 3 * page_size)
-    assert not adopt_prefix(memory, lease, known(4 * page_size))
-    assert lease.pages(page_size).tolist() == pages
-    assert lease.kv_committed_len == in_slot
+    """Slots reserved ahead, and a prefix at, before and after the border of a page."""
+    memory = make_memory(page_size, radix=radix)
+    committed = 3 * page_size + offset
+    allocated = committed + num_ahead
+    lease = take_turn(memory, committed, allocated, committed + 1)
+    pages, free = lease.pages(page_size), memory.view().free_pages
+    resume_lease(memory, "s", committed + 1)
+    kept = -(-committed // page_size)
+    assert (lease.kv_committed_len, lease.kv_allocated_len) == (committed, committed)
+    assert lease.pages(page_size).tolist() == pages[:kept].tolist()
+    assert (memory.rows.pages[lease.row, kept:] == 0).all()
+    assert memory.view().free_pages == free + len(pages) - kept
     audit(memory, num_running=1)
-
-
-@pytest.mark.parametrize("page_size", [4, 16, 256])
-def test_a_row_keeps_pages_that_it_has_not_published_where_the_tree_has_fewer(
-    page_size: int,
-) -> None:
-    memory = make_session_memory(page_size)
-    first, second = memory.open_lease(known(0)), memory.open_lease(known(0))
-    write_kv(memory, first, 2 * page_size)
-    write_kv(memory, second, 2 * page_size + 1)
-    release_kv_cache(memory, first, known(2 * page_size), insert=True)
-    pages = second.pages(page_size).tolist()
-    assert not adopt_prefix(memory, second, known(4 * page_size))
-    assert (second.cache_protected_len, second.kv_committed_len) == (0, 2 * page_size + 1)
-    assert second.pages(page_size).tolist() == pages
+    assert memory.grow_rows(array(lease.row), array(committed + 2 * page_size))
     audit(memory, num_running=1)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_a_row_without_a_lock_adopts_a_prefix_from_its_beginning(page_size: int) -> None:
-    """It had less than a page, so that nothing of it was the tree's."""
-    memory, lease, _ = resume_beside(page_size, page_size // 2, 3 * page_size)
-    assert lease.node is None
-    assert adopt_prefix(memory, lease, known(3 * page_size))
-    assert lease.node is not None
-    assert lease.kv_committed_len == 3 * page_size
+@pytest.mark.parametrize("less", range(4))
+def test_a_prefix_shorter_than_what_was_committed_cuts_the_lease(page_size: int, less: int) -> None:
+    """The last token is computed again, and a turn may keep less of the history than there is."""
+    memory = make_memory(page_size, radix=False)
+    committed = 3 * page_size
+    lease = take_turn(memory, committed, committed, committed)
+    prefix = max(committed - less, 0)
+    pages = lease.pages(page_size).tolist()
+    resume_lease(memory, "s", prefix)
+    assert (lease.kv_committed_len, lease.kv_allocated_len) == (prefix, prefix)
+    # The page that the prefix ends in stays: the next tokens fill it.
+    assert lease.pages(page_size).tolist() == pages[: -(-prefix // page_size)]
     audit(memory, num_running=1)
 
 
-def test_without_a_tree_there_is_nothing_to_adopt() -> None:
-    memory = make_session_memory(4, radix=False)
-    take_turn(memory, 10, 10, 10)
-    lease = resume_lease(memory, "s", 10)
-    assert not adopt_prefix(memory, lease, known(20))
-    audit(memory, num_running=1)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_lease_is_never_cut_below_what_the_tree_owns_of_it(page_size: int) -> None:
+    memory = make_memory(page_size)
+    lease = take_turn(memory, 3 * page_size, 3 * page_size, 3 * page_size)
+    assert lease.cache_protected_len == 3 * page_size
+    view = memory.view()
+    with pytest.raises(LeaseError, match="the tree owns more of it"):
+        resume_lease(memory, "s", 3 * page_size - 1)
+    assert memory.view().free_pages == view.free_pages
 
 
-def test_a_released_lease_adopts_nothing() -> None:
+def test_a_session_that_is_not_idle_cannot_be_resumed() -> None:
     memory = make_memory(4)
-    lease = memory.open_lease(known(3))
-    release_kv_cache(memory, lease, known(0), insert=False)
-    with pytest.raises(LeaseError, match="after its release"):
-        adopt_prefix(memory, lease, known(3))
+    with pytest.raises(LeaseError, match="'s' has no lease to lend"):
+        resume_lease(memory, "s", 3)
+    take_turn(memory, 6, 6, 6)
+    resume_lease(memory, "s", 6)
+    with pytest.raises(LeaseError, match="'s' has no lease to lend"):
+        resume_lease(memory, "s", 6)
+    assert not release_idle_lease(memory, "s")
+    roll_back_lease(memory, "s", 0)
+    assert memory.sessions.holds("s")
 
 
-def test_what_running_requests_read_is_not_reclaimable_and_what_only_sessions_read_is() -> None:
-    """Session "s" has 3 pages on the tree and one of its own; a request reads the first two."""
-    memory = make_session_memory(4)
-    take_turn(memory, 14, 16, 14)
-    assert (memory.num_available_pages, memory.num_reclaimable_pages) == (36, 40)
-    plain = memory.open_lease(known(11))
-    assert (memory.num_available_pages, memory.num_reclaimable_pages) == (36, 38)
-    assert num_in_use(memory, known(14)) == num_in_use(memory, known(20)) == 2
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize("kept_pages", [0.0, 0.5, 1.0, 2.0, 2.5, 3.0, 4.0])
+def test_a_rolled_back_lease_keeps_what_is_left_unless_the_tree_owns_more(
+    page_size: int, radix: bool, kept_pages: float
+) -> None:
+    memory = make_memory(page_size, radix=radix)
+    committed = int(3.5 * page_size)
+    lease = take_turn(memory, committed, 6 * page_size, committed)
+    num_tokens = int(kept_pages * page_size)
+    roll_back_lease(memory, "s", num_tokens)
+    check(memory)
+    if num_tokens < (3 * page_size if radix else 1):
+        assert lease.released
+        assert memory.view().cached_pages == (3 if radix else 0)
+        return
+    assert memory.sessions.idle_lease("s") is lease
+    left = min(committed, num_tokens)
+    assert (lease.kv_committed_len, lease.kv_allocated_len) == (left, left)
+    assert memory.num_session_pages == -(-left // page_size)
+
+
+def test_a_turn_whose_result_must_not_be_kept_leaves_the_slot_empty() -> None:
+    """A failed step: neither the tree nor the slot takes anything."""
+    memory = make_memory(4)
+    take_turn(memory, 6, 6, 6)
+    lease = resume_lease(memory, "s", 6)
+    memory.sessions.unbind(lease)
+    release_kv_cache(memory, lease, known(6), insert=False)
+    assert lease.released
+    assert not memory.sessions.holds("s")
+    assert memory.view().session_rows == 0
+    check(memory)
+
+
+def test_two_sessions_share_the_pages_of_what_both_have_said() -> None:
+    memory = make_memory(4)
+    first = take_turn(memory, 10, 12, 11, "a")
+    second = take_turn(memory, 10, 12, 11, "b")
+    assert first.pages(4, 0, 8).tolist() == second.pages(4, 0, 8).tolist()
+    view = memory.view()
+    assert (view.cached_pages, view.protected_pages, view.session_held_pages) == (2, 2, 2)
     assert memory.num_session_pages == 4
-    release_kv_cache(memory, plain, known(0), insert=False)
-    assert memory.num_reclaimable_pages == 40
-    assert num_in_use(memory, known(14)) == 0
+    check(memory)
+    release_idle_lease(memory, "a")
+    assert memory.view().protected_pages == 2
+    release_idle_lease(memory, "b")
+    assert memory.view().protected_pages == 0
+    check(memory)
+
+
+def test_a_rebuilt_rank_has_no_sessions() -> None:
+    memory = make_memory(4)
+    idle = take_turn(memory, 6, 8, 6, "idle")
+    take_turn(memory, 6, 8, 6, "runs")
+    running = resume_lease(memory, "runs", 6)
+    memory.rebuild()
+    assert idle.released
+    assert running.released
+    assert not memory.sessions.holds("idle")
+    assert not memory.sessions.holds("runs")
+    assert memory.view().free_pages == 40
     check(memory)

@@ -40,8 +40,8 @@ TOKENS = np.arange(40, dtype=np.int32)
 
 
 def tree_of(memory: RankMemory) -> RadixTree:
-    assert isinstance(memory.cache.inner, RadixCache)
-    return memory.cache.inner.tree
+    assert isinstance(memory.cache, RadixCache)
+    return memory.cache.tree
 
 
 def full_of(memory: RankMemory) -> FullComponent:

@@ -34,11 +34,11 @@ _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _COMMIT = "sgl_jax/scheduler/commit.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
-_SLOTS = "sgl_jax/mem_cache/session_cache.py"
-_STREAMING = "sgl_jax/scheduler/streaming_session.py"
-_REGULAR = "sgl_jax/scheduler/regular_session.py"
-_BOOK = "sgl_jax/scheduler/session_book.py"
-_DESK = "sgl_jax/scheduler/session_desk.py"
+_SLOTS = "sgl_jax/mem_cache/session_leases.py"
+_STREAMING = "sgl_jax/sessions/streaming.py"
+_REGULAR = "sgl_jax/sessions/tree.py"
+_BOOK = "sgl_jax/sessions/store.py"
+_DESK = "sgl_jax/sessions/service.py"
 _WALK = "sgl_jax/mem_cache/ledger_walk.py"
 _CONFIG = "sgl_jax/scheduler/config.py"
 _ADMISSION = "sgl_jax/scheduler/admission.py"
@@ -708,7 +708,7 @@ MUTATIONS = (
     Mutation(
         "keep the slot's lease over a retract",
         _RANK,
-        "        self.memory.cache.unbind(lease)\n        request = self._leave(row)",
+        "        self.memory.sessions.unbind(lease)\n        request = self._leave(row)",
         "        request = self._leave(row)",
     ),
     Mutation(
@@ -720,7 +720,7 @@ MUTATIONS = (
     Mutation(
         "keep the tail of an aborted turn",
         _RANK,
-        "            self.roll_back_session(request.slot_id, request.kept_len)\n",
+        "            roll_back_lease(self.memory, request.slot_id, request.kept_len)\n",
         "            pass\n",
     ),
     Mutation(
@@ -744,8 +744,8 @@ MUTATIONS = (
     Mutation(
         "never evict a session",
         _RANK,
-        "        if session_id is None:\n            return False\n        self.release_session",
-        "        if True:\n            return False\n        self.release_session",
+        "        if session_id is None:\n            return False\n        release_idle_lease",
+        "        if True:\n            return False\n        release_idle_lease",
     ),
     Mutation(
         "evict ahead though nothing must be evicted",
@@ -787,25 +787,25 @@ MUTATIONS = (
         "leave the slot of a closed session full",
         _DESK,
         "        home = self._home(session_id)\n        if home is not None:\n"
-        "            home.release_session(session_id)\n",
+        "            release_idle_lease(home, session_id)\n",
         "",
     ),
     Mutation(
         "let the slot of a closed session take over what its turn leaves",
         _DESK,
-        "                self._ranks[turn.dp_rank].memory.cache.unbind(turn.lease)\n",
+        "                self._ranks[turn.dp_rank].memory.sessions.unbind(turn.lease)\n",
         "                pass\n",
     ),
     Mutation(
         "roll a session back without its memory",
         _DESK,
-        "            home.roll_back_session(message.session_id, session.num_tokens)\n",
+        "            roll_back_lease(home, message.session_id, session.num_tokens)\n",
         "            pass\n",
     ),
     Mutation(
         "move a turn without emptying its old slot",
         _ADMISSION,
-        "            home.release_session(request.slot_id)\n",
+        "            release_idle_lease(home, request.slot_id)\n",
         "            pass\n",
     ),
     Mutation(
@@ -878,13 +878,13 @@ MUTATIONS = (
     Mutation(
         "keep the KV of a turn that never was for what it had replaced",
         _DESK,
-        "            home.roll_back_session(session.session_id, fitting)\n",
-        "            home.roll_back_session(session.session_id, session.num_tokens)\n",
+        "            roll_back_lease(home, session.session_id, fitting)\n",
+        "            roll_back_lease(home, session.session_id, session.num_tokens)\n",
     ),
     Mutation(
         "cut a turn late without its memory",
         _DESK,
-        "            home.roll_back_session(session.session_id, fitting)\n",
+        "            roll_back_lease(home, session.session_id, fitting)\n",
         "            pass\n",
     ),
     Mutation(
@@ -920,7 +920,7 @@ MUTATIONS = (
     Mutation(
         "keep what was generated past a stop string",
         _RANK,
-        "            self.roll_back_session(request.slot_id, len(request.tokens))\n",
+        "            roll_back_lease(self.memory, request.slot_id, len(request.tokens))\n",
         "            pass\n",
     ),
     Mutation(

@@ -117,14 +117,14 @@ class Liveness:
 
 def has_row(rank: RankScheduler) -> bool:
     """Whether a row is free, or held by a session that runs nothing."""
-    idle = {lease.row for _, lease in rank.memory.cache.idle()}
+    idle = {lease.row for _, lease in rank.memory.sessions.idle()}
     return len(rank.memory.leases) - len(idle) < rank.memory.rows.num_rows - 1
 
 
 def pages_in_use(rank: RankScheduler) -> set[int]:
     """The pages that running requests list, the tree's among them."""
     memory = rank.memory
-    idle = {lease.row for _, lease in memory.cache.idle()}
+    idle = {lease.row for _, lease in memory.sessions.idle()}
     leases = [lease for row, lease in memory.leases.items() if row not in idle]
     return {page for lease in leases for page in lease.pages(memory.page_size).tolist()}
 
@@ -144,7 +144,7 @@ def room_of(rank: RankScheduler) -> Room:
 
 def num_pages_short(rank: RankScheduler, request: Request, room: Room) -> int:
     """Pages that `request` lacks on a rank; 0 or less if it has enough."""
-    memory, inner = rank.memory, rank.memory.cache.inner
+    memory, inner = rank.memory, rank.memory.cache
     needed = -(-(len(request.tokens) + 1) // memory.page_size)
     if isinstance(inner, RadixCache):
         path, _ = inner.tree.peek(request.matchable(), request.namespace)

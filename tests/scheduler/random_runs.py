@@ -12,8 +12,8 @@ import sys
 import time
 from collections import Counter
 
-from tests.scheduler.test_session_machine import SessionMachine
 from tests.scheduler.test_state_machine import NAMESPACES, PRIORITIES, SchedulerMachine
+from tests.sessions.test_session_machine import SessionMachine
 
 STEPS_PER_RUN = 400
 _SHAPES = [None, (), (2, 8), (1, 3, 6, 10, 14), (4, 12), (7,), (5, 9, 20)]

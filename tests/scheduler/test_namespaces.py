@@ -6,8 +6,8 @@ import pytest
 from sgl_jax.core.messages import ForkSession, OpenSession, SessionTurn
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.request import Request
-from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.sessions.conversations import Conversations
 
 PROMPT = list(range(1, 25))  # six pages of four tokens
 PLAIN = SchedulerConfig(chunked_prefill_size=16, schedule_conservativeness=0.0)

@@ -174,7 +174,7 @@ def serving_lines(name: str, num_steps: int) -> Iterator[str]:
         steps.append(load.step())
         collect_if_many(False)
         running.append(load.scheduler.num_running)
-        idle.append(sum(rank.memory.cache.num_idle for rank in load.scheduler.ranks))
+        idle.append(sum(rank.memory.sessions.num_idle for rank in load.scheduler.ranks))
     load.scheduler.audit()
     yield (
         f"serving, {name}: {np.mean(running[num_warm:]):,.0f} run, "

@@ -42,11 +42,11 @@ class IdleSessions:
         """Every session that is not idle has a turn of 40 tokens, and is."""
         memory = self.rank.memory
         for number, name in enumerate(self.names):
-            if memory.cache.holds(name):
+            if memory.sessions.holds(name):
                 continue
             tokens = np.full(40, number, np.int32)
             lease = memory.open_lease(tokens[:-1])
-            memory.cache.bind(name, lease)
+            memory.sessions.bind(name, lease)
             row, length = np.array([lease.row]), np.array([40], np.int32)
             assert memory.grow_rows(row, length), "the load does not fit the sizes"
             memory.commit_rows(row, length)
@@ -89,7 +89,7 @@ def bench_sessions(repeats: int) -> Iterator[Timing]:
         start = time.thread_time()
         row = sessions.admit(request)
         seconds.append(time.thread_time() - start)
-        assert memory.cache.num_idle == num_idle - num_evicted
+        assert memory.sessions.num_idle == num_idle - num_evicted
         sessions.rank.end(row)
         sessions.fill()
     name = f"evict {num_evicted:,} of {num_idle:,} idle sessions for one request"

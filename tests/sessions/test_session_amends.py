@@ -6,10 +6,10 @@ Stop strings are found in the front, and clients are lost there, while the engin
 import pytest
 
 from sgl_jax.core.messages import AbortRequest, SessionTurn, StopRequest
-from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import generate
-from tests.scheduler.test_session_endings import go_on
-from tests.scheduler.test_sessions import talk
+from tests.sessions.conversations import Conversations
+from tests.sessions.test_session_endings import go_on
+from tests.sessions.test_sessions import talk
 
 EVERY_MEMORY = [(1, True), (4, True), (4, False), (16, True), (256, True)]
 WHOLE = SessionTurn(id="s", is_whole=True)

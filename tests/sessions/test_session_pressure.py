@@ -5,7 +5,7 @@ import pytest
 from sgl_jax.core.messages import SessionTurn
 from tests.faults import no_more_pages
 from tests.scheduler.driver import generate
-from tests.scheduler.test_sessions import talk
+from tests.sessions.test_sessions import talk
 
 # -- who goes first -----------------------------------------------------------------------------
 
@@ -17,7 +17,11 @@ def test_idle_sessions_go_used_longest_ago_first_before_anything_is_retracted(ra
         s.open(session_id)
         s.say(session_id, [ord(session_id) - 80] * 10, 4)
     s.say("a", [1], 2)
-    assert [each for each, _ in s.driver.scheduler.ranks[0].memory.cache.idle()] == ["b", "c", "a"]
+    assert [each for each, _ in s.driver.scheduler.ranks[0].memory.sessions.idle()] == [
+        "b",
+        "c",
+        "a",
+    ]
     s.driver.submit(generate("big", [33] * 20, 6))
     s.run()
     assert s.lease("b") is None
@@ -119,8 +123,8 @@ def test_a_session_whose_turn_waits_goes_after_those_with_none() -> None:
         s.open(session_id)
         s.say(session_id, [ord(session_id) - 80] * 6, 2)
     s.begin("a", [1], 2)
-    cache = s.driver.scheduler.ranks[0].memory.cache
-    assert [each for each, _ in cache.idle()] == ["b", "a"]
+    sessions = s.driver.scheduler.ranks[0].memory.sessions
+    assert [each for each, _ in sessions.idle()] == ["b", "a"]
     s.run()
     s.close_all()
 
@@ -128,7 +132,7 @@ def test_a_session_whose_turn_waits_goes_after_those_with_none() -> None:
 def test_a_waiting_turn_whose_slot_was_taken_goes_where_there_is_room() -> None:
     s = talk(page_size=4, pool_tokens=64, num_rows=3, dp_size=2, schedule_policy="fcfs")
     s.say("s", [5] * 6, 2)
-    home = next(r for r in s.driver.scheduler.ranks if r.memory.cache.holds("s")).dp_rank
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
     for i in range(2):
         s.driver.submit(generate(f"r{i}", [10 + i] * 4, 20, dp_rank=home))
     rid = s.begin("s", [1], 2)
@@ -378,7 +382,7 @@ def test_a_turn_that_asks_for_another_rank_takes_its_session_there() -> None:
     s.say("s", [1, 2, 3], dp_rank=0)
     rid = s.say("s", [4], dp_rank=1)
     assert (s.driver.dp_rank[rid], s.driver.cached[rid]) == (1, 0)
-    assert not s.driver.scheduler.ranks[0].memory.cache.holds("s")
+    assert not s.driver.scheduler.ranks[0].memory.sessions.holds("s")
     s.check()
     s.close_all()
 

@@ -16,9 +16,9 @@ from sgl_jax.core.messages import (
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from tests.faults import FaultyExecutor, no_more_pages
-from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import generate
-from tests.scheduler.test_sessions import PAGE_SIZES, talk
+from tests.sessions.conversations import Conversations
+from tests.sessions.test_sessions import PAGE_SIZES, talk
 
 NEW = list(range(10, 40))  # in chunks of 8: four steps
 
@@ -348,10 +348,10 @@ def test_all_sessions_together_hold_no_more_tokens_than_they_may() -> None:
     s = talk(max_session_tokens=30)
     s.open("t")
     s.driver.session(OpenSession(rid="q", session_id="tree"))
-    book = s.driver.scheduler._sessions.book
+    store = s.driver.scheduler._sessions.store
     s.say("s", [1] * 10, 2)
     s.say("t", [2] * 10, 2)
-    assert book.num_kept == 24
+    assert store.num_kept == 24
     too_much = (
         SessionTurn(id="s"),
         SessionTurn(id="tree"),
@@ -368,23 +368,23 @@ def test_all_sessions_together_hold_no_more_tokens_than_they_may() -> None:
     reply = s.driver.session(ForkSession(rid="q", session_id="s", new_session_id="fork"))
     assert (reply.ok, reply.data) == (False, {"status_code": 503})
     assert "12 more would exceed" in reply.message
-    assert book.num_kept == 24
+    assert store.num_kept == 24
     s.check()
     rid = s.begin("s", [3] * 6, 4)  # what is in flight counts, too
     s.driver.submit(generate("other", [4], 1, session=SessionTurn(id="tree")))
     assert s.driver.finish["other"].status_code == 503
     s.driver.abort(rid)
     s.settle()
-    assert book.num_kept == 24
+    assert store.num_kept == 24
     s.roll_back("s", 0)
     s.fork("t", "fork")
     s.close("t")
-    assert book.num_kept == 12
+    assert store.num_kept == 12
     s.say("s", [3] * 18, 1)
     s.check()
     s.driver.session(CloseSession(rid="q", session_id="tree"))
     s.close_all()
-    assert book.num_kept == 0
+    assert store.num_kept == 0
 
 
 # -- all other ends ---------------------------------------------------------------------------

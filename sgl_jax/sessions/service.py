@@ -1,12 +1,11 @@
-"""What clients ask about sessions, answered: the book of conversations and the slots that hold
-their memory, kept in step.
+"""Answers the calls about sessions, and keeps their histories and their memory in step.
 
 Owns the order of things when a session is opened, closed, forked or rolled back. The turns
-themselves are requests like any other.
+themselves are requests like any other; what the service knows of them is a `Turn`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
@@ -22,28 +21,52 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.regular_session import RegularSession
-from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.session_book import SessionBook, SessionsFullError
-from sgl_jax.scheduler.sessions import Session
-from sgl_jax.scheduler.streaming_session import StreamingSession
-from sgl_jax.scheduler.turn_prompt import named_turn
+from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.release import release_idle_lease, roll_back_lease
+from sgl_jax.sessions.session import Session
+from sgl_jax.sessions.store import SessionsFullError, SessionStore
+from sgl_jax.sessions.streaming import StreamingSession
+from sgl_jax.sessions.tree import RegularSession
+from sgl_jax.sessions.turns import named_turn
 
 
-class SessionDesk:
-    """Sessions of a scheduler with these `ranks` and `requests` (in flight, by id)."""
+class Turn(Protocol):
+    """A request of a session, waiting or running."""
+
+    rid: str
+    tokens: Int32Array  # prompt and output; those known when it last waited
+    session: Session | None
+    slot_id: str | None  # the streaming session that keeps its lease
+    kept_len: int  # tokens that the session keeps if the turn fails
+    lease: KVLease | None
+    dp_rank: int | None
+
+
+T = TypeVar("T", bound=Turn)
+
+
+class SessionService(Generic[T]):
+    """Sessions of a scheduler.
+
+    Args:
+        memories: of the ranks, in their order.
+        requests: in flight, by id; those of no session among them.
+        known_tokens: prompt and output of such a request, as far as results were read.
+    """
 
     def __init__(
         self,
-        ranks: Sequence[RankScheduler],
-        requests: Mapping[str, Request],
+        memories: Sequence[RankMemory],
+        requests: Mapping[str, T],
+        known_tokens: Callable[[T], Int32Array],
         max_sessions: int,
         max_session_tokens: int,
     ) -> None:
-        self.book = SessionBook(max_sessions, max_session_tokens)
-        self._ranks = ranks
+        self.store = SessionStore(max_sessions, max_session_tokens)
+        self._memories = memories
         self._requests = requests
+        self._known_tokens = known_tokens
         self._handlers: dict[type[SessionMessage], Callable[[Any], dict[str, Any]]] = {
             OpenSession: self._open,
             CloseSession: self._close,
@@ -63,19 +86,19 @@ class SessionDesk:
             return Reply(rid=message.rid, ok=False, message=str(error), data=data)
         return Reply(rid=message.rid, ok=True, data=data)
 
-    def home_of(self, request: Request) -> RankScheduler | None:
-        """The rank that holds the memory of the request's session, if it can go on with that."""
+    def home_of(self, request: T) -> RankMemory | None:
+        """The memory with the lease of the request's session, if it can go on with that."""
         return None if request.slot_id is None else self._home(request.slot_id)
 
-    def end_turn(self, request: Request, *, succeeded: bool) -> None:
+    def end_turn(self, request: T, *, succeeded: bool) -> None:
         """A turn's request has ended, and its lease, if it had one, with it."""
         if request.session is not None:
             tokens = request.tokens if succeeded else None
-            self.book.end_turn(request.session, request.rid, tokens)
+            self.store.end_turn(request.session, request.rid, tokens)
 
-    def built_on(self, message: StopRequest | AbortRequest) -> list[Request]:
+    def built_on(self, message: StopRequest | AbortRequest) -> list[T]:
         """Turns in flight that continue what `message` takes from a turn that has ended."""
-        session = None if message.session is None else self.book.find(message.session.id)
+        session = None if message.session is None else self.store.find(message.session.id)
         return [] if session is None else [self._requests[r] for r in session.built_on(message)]
 
     def amend_turn(self, message: StopRequest | AbortRequest) -> None:
@@ -83,8 +106,8 @@ class SessionDesk:
 
         Whatever was `built_on` it has been ended before.
         """
-        session = None if message.session is None else self.book.find(message.session.id)
-        fitting = None if session is None else self.book.amend_turn(session, message)
+        session = None if message.session is None else self.store.find(message.session.id)
+        fitting = None if session is None else self.store.amend_turn(session, message)
         if session is None or fitting is None:
             return
         turn = self._turn_of(session)
@@ -93,55 +116,55 @@ class SessionDesk:
             turn.kept_len = session.kept_len()
         home = self._home(session.session_id)
         if home is not None:
-            home.roll_back_session(session.session_id, fitting)
+            roll_back_lease(home, session.session_id, fitting)
 
-    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, list[Request]]:
+    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, list[T]]:
         """The session that a request is a turn of, its whole prompt, and the turns in flight that
         it replaces: they must end, with what they have, before it begins. Changes nothing.
 
         Raises `InvalidRequestError` if the session cannot take it, `SessionsFullError`.
         """
         turn = named_turn(message)
-        found = self.book.find(turn.id)
+        found = self.store.find(turn.id)
         replaced = [] if found is None else [self._requests[r] for r in found.replaced_by(turn)]
         for request in replaced:
             assert isinstance(found, RegularSession)
-            found.note_so_far(request.rid, self._tokens_of(request))
-        session, prompt = self.book.compose_turn(message)
+            found.note_so_far(request.rid, self._known_tokens(request))
+        session, prompt = self.store.compose_turn(message)
         return session, prompt, replaced
 
     def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
         """The request that was composed is accepted."""
-        self.book.begin_turn(session, message, prompt)
+        self.store.begin_turn(session, message, prompt)
         home = self._home(session.session_id)
         if home is not None:
-            home.memory.cache.touch(session.session_id)
+            home.sessions.touch(session.session_id)
 
     def tick(self, now_s: float) -> None:
         """The time: close what was idle for too long."""
-        for session_id in self.book.tick(now_s):
+        for session_id in self.store.tick(now_s):
             self.close(session_id)
 
     def close(self, session_id: str) -> None:
         """Close a session; its memory goes at once, or with the turn in flight."""
-        session = self.book.close(session_id)
+        session = self.store.close(session_id)
         turn = self._turn_of(session)
         if turn is not None:
             turn.slot_id = None
             if turn.lease is not None and turn.dp_rank is not None:
-                self._ranks[turn.dp_rank].memory.cache.unbind(turn.lease)
+                self._memories[turn.dp_rank].sessions.unbind(turn.lease)
         home = self._home(session_id)
         if home is not None:
-            home.release_session(session_id)
+            release_idle_lease(home, session_id)
 
     def release_all(self) -> None:
         """Take the memory of every idle session; they keep their tokens."""
-        for rank in self._ranks:
-            while (session_id := rank.memory.cache.oldest_idle()) is not None:
-                rank.release_session(session_id)
+        for memory in self._memories:
+            while (session_id := memory.sessions.oldest_idle()) is not None:
+                release_idle_lease(memory, session_id)
 
     def _open(self, message: OpenSession) -> dict[str, Any]:
-        self.book.open(message)
+        self.store.open(message)
         return {"session_id": message.session_id}
 
     def _close(self, message: CloseSession) -> dict[str, Any]:
@@ -149,19 +172,19 @@ class SessionDesk:
         return {}
 
     def _fork(self, message: ForkSession) -> dict[str, Any]:
-        session = self.book.idle_streaming(message.session_id)
-        self.book.fork(session, message.new_session_id)
+        session = self.store.idle_streaming(message.session_id)
+        self.store.fork(session, message.new_session_id)
         return {"session_id": message.new_session_id, "num_tokens": session.num_tokens}
 
     def _list(self, message: ListSessions) -> dict[str, Any]:
-        return {"sessions": [self._describe(*entry) for entry in self.book.all()]}
+        return {"sessions": [self._describe(*entry) for entry in self.store.all()]}
 
     def _roll_back(self, message: RollbackSession) -> dict[str, Any]:
-        session = self.book.idle_streaming(message.session_id)
-        self.book.roll_back(session, message.num_turns)
+        session = self.store.idle_streaming(message.session_id)
+        self.store.roll_back(session, message.num_turns)
         home = self._home(message.session_id)
         if home is not None:
-            home.roll_back_session(message.session_id, session.num_tokens)
+            roll_back_lease(home, message.session_id, session.num_tokens)
         return {"num_turns": session.num_turns, "num_tokens": session.num_tokens}
 
     def _describe(self, session: Session, idle_s: float, is_closing: bool) -> dict[str, Any]:
@@ -179,28 +202,21 @@ class SessionDesk:
             "cached_tokens": 0 if home is None else _num_cached(home, session.session_id),
         }
 
-    def _tokens_of(self, request: Request) -> Int32Array:
-        """All that are known of a request in flight."""
-        if request.lease is None or request.dp_rank is None:
-            return request.tokens
-        return self._ranks[request.dp_rank].running.known_tokens(request.lease.row)
-
-    def _turn_of(self, session: Session) -> Request | None:
-        """The turn in flight of a streaming session; those of a regular one have no slot."""
+    def _turn_of(self, session: Session) -> T | None:
+        """The turn in flight of a streaming session; a regular one keeps no lease."""
         rid = session.running if isinstance(session, StreamingSession) else None
         return None if rid is None else self._requests[rid]
 
-    def _home(self, session_id: str) -> RankScheduler | None:
-        """The rank that holds the session's lease."""
-        return next((rank for rank in self._ranks if rank.memory.cache.holds(session_id)), None)
+    def _home(self, session_id: str) -> RankMemory | None:
+        """The memory that holds the session's lease."""
+        return next((home for home in self._memories if home.sessions.holds(session_id)), None)
 
 
-def _num_cached(home: RankScheduler, session_id: str) -> int:
-    """Committed tokens of the session's lease, whether its slot holds it or a running turn."""
-    memory = home.memory
-    lease = memory.cache.idle_lease(session_id)
+def _num_cached(home: RankMemory, session_id: str) -> int:
+    """Committed tokens of the session's lease, idle or lent to a running turn."""
+    lease = home.sessions.idle_lease(session_id)
     if lease is not None:
         return lease.kv_committed_len
-    row = memory.cache.lent_row(session_id)
+    row = home.sessions.lent_row(session_id)
     assert row is not None, f"rank {home.dp_rank} holds no lease of {session_id!r}"
-    return int(memory.rows.kv_committed_len[row])
+    return int(home.rows.kv_committed_len[row])

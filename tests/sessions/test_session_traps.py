@@ -10,9 +10,9 @@ import pytest
 from sgl_jax.core.messages import AbortRequest, SessionTurn
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.scheduler.config import SchedulerConfig
-from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import Driver, generate, make_sizes
-from tests.scheduler.test_sessions import PAGE_SIZES, talk
+from tests.sessions.conversations import Conversations
+from tests.sessions.test_sessions import PAGE_SIZES, talk
 
 
 def test_trap_1_a_retract_neither_ends_the_turn_nor_lets_another_in() -> None:
@@ -128,7 +128,7 @@ def test_trap_5_a_slot_is_not_released_while_a_request_borrows_its_lease() -> No
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("length", range(4, 14))
 def test_trap_6_memory_is_freed_and_counted_by_whole_pages(radix: bool, length: int) -> None:
-    """Every length on and off the borders of pages. See `test_session_cache.py` as well."""
+    """Every length on and off the borders of pages. See `test_session_leases.py` as well."""
     s = talk(page_size=4, use_radix_cache=radix)
     s.say("s", list(range(length - 3)), 3)
     (view,) = s.driver.scheduler.memory_views()
@@ -325,7 +325,7 @@ def test_trap_15_a_leaked_lock_is_not_hidden_behind_those_of_idle_sessions() -> 
     s.driver.check_idle()
     (view,) = s.driver.scheduler.memory_views()
     (rank,) = s.driver.scheduler.ranks
-    leases = [lease for _, lease in rank.memory.cache.idle()]
+    leases = [lease for _, lease in rank.memory.sessions.idle()]
     locked = {page for lease in leases for page in lease.pages(4, 0, lease.cache_protected_len)}
     assert view.protected_pages == len(locked) == view.cached_pages
     rank.memory.cache.match_prefix(np.arange(8, dtype=np.int32))  # locks what is locked already

@@ -7,8 +7,8 @@ import pytest
 
 from sgl_jax.core.messages import OpenSession, SessionTurn
 from tests.scheduler.driver import generate
-from tests.scheduler.test_session_endings import NEW
-from tests.scheduler.test_sessions import talk
+from tests.sessions.test_session_endings import NEW
+from tests.sessions.test_sessions import talk
 
 # -- closing -----------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ def test_at_rest_a_tick_is_needed_only_when_a_sessions_time_may_be_over() -> Non
 
 def test_a_tick_looks_only_at_sessions_whose_time_may_be_over() -> None:
     s = talk()
-    book = s.driver.scheduler._sessions.book
+    store = s.driver.scheduler._sessions.store
     looked: list[str] = []
 
     class Watched(dict[str, float]):
@@ -120,7 +120,7 @@ def test_a_tick_looks_only_at_sessions_whose_time_may_be_over() -> None:
 
     for i in range(20):
         s.open(f"{i}", timeout_s=10.0 + i)
-    book._used_at = Watched()
+    store._used_at = Watched()
     s.driver.tick(100.0)
     assert len(looked) == 20
     looked.clear()
@@ -167,17 +167,17 @@ def test_nothing_of_a_closed_session_is_kept_until_its_time_would_have_come(
     is_ticked: bool,
 ) -> None:
     s = talk(pool_tokens=1024)
-    book = s.driver.scheduler._sessions.book
+    store = s.driver.scheduler._sessions.store
     closed = []
     for number in range(200):
         s.open(f"t{number}", timeout_s=1e9)
         if is_ticked:
             s.driver.tick(float(number))
-        closed.append(weakref.ref(book.get(f"t{number}")))
+        closed.append(weakref.ref(store.get(f"t{number}")))
         s.close(f"t{number}")
     gc.collect()
     assert not any(ref() for ref in closed)
-    assert len(book._checks) + len(book._new_timed) < 80
+    assert len(store._checks) + len(store._new_timed) < 80
 
 
 def test_time_does_not_run_back() -> None:

@@ -18,8 +18,7 @@ from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.streaming_session import StreamingSession
-from tests.scheduler.conversations import Conversations
+from sgl_jax.sessions.streaming import StreamingSession
 from tests.scheduler.driver import generate
 from tests.scheduler.test_state_machine import (
     MAX_QUEUED,
@@ -30,7 +29,8 @@ from tests.scheduler.test_state_machine import (
     SchedulerMachine,
     run_machine,
 )
-from tests.scheduler.turn_trees import TurnTrees
+from tests.sessions.conversations import Conversations
+from tests.sessions.turn_trees import TurnTrees
 
 MAX_SESSIONS = 6
 TIMEOUT_S = 8.0
@@ -126,7 +126,9 @@ class SessionMachine(SchedulerMachine):
             # It is kept up to date while requests start, and must be what a fresh count says.
             assert num_reserved == rank.reserve.pages(rank.memory, rank.running)
             cache, matchable = rank.memory.cache, request.matchable()
-            lease = cache.idle_lease(request.slot_id) if request.slot_id is not None else None
+            lease = None
+            if request.slot_id is not None:
+                lease = rank.memory.sessions.idle_lease(request.slot_id)
             num_kept = min(request.kept_len, len(matchable))
             in_slot = 0
             if lease is not None and lease.cache_protected_len <= num_kept:
@@ -393,7 +395,7 @@ class SessionMachine(SchedulerMachine):
         self.is_replayed = False  # no replay can know of this whim
         chosen = driver.scheduler.ranks[rank % driver.scheduler.sizes.dp_size]
         driver.events.note(f"rank {chosen.dp_rank} evicts an idle session")
-        num_idle = chosen.memory.cache.num_idle
+        num_idle = chosen.memory.sessions.num_idle
         assert chosen.evict_idle_session() == (num_idle > 0)
 
     # -- what must hold ---------------------------------------------------------------------
@@ -441,14 +443,14 @@ class SessionMachine(SchedulerMachine):
             view, memory = rank.memory.view(), rank.memory
             assert view.free_rows + view.session_rows + len(rank.running) == view.total_rows
             assert view.leased_pages >= 0
-            idle = [lease for _, lease in memory.cache.idle()]
+            idle = [lease for _, lease in memory.sessions.idle()]
             kept = {page for lease in idle for page in lease.pages(view.page_size).tolist()}
             share = self.driver.scheduler.config.session_memory_fraction
             assert len(kept) <= int(share * view.total_pages)
             assert view.session_held_pages == sum(
                 len(lease.pages(view.page_size, lease.cache_protected_len)) for lease in idle
             )
-            for session_id, lease in memory.cache.idle():
+            for session_id, lease in memory.sessions.idle():
                 known = len(self.talk.of[session_id].tokens)
                 assert lease.cache_protected_len <= lease.kv_committed_len <= known
                 # Of a turn that failed nothing is left; of one that succeeded, slots ahead.
@@ -460,10 +462,10 @@ class SessionMachine(SchedulerMachine):
         self.trees.check({key: entry for key, entry in listed if not entry["streaming"]})
 
     def check_kept(self) -> None:
-        """The book's running count is that of the arrays which the sessions keep."""
-        book = self.driver.scheduler._sessions.book
+        """The store's running count is that of the arrays which the sessions keep."""
+        store = self.driver.scheduler._sessions.store
         num_kept = 0
-        for session, _, _ in book.all():
+        for session, _, _ in store.all():
             if isinstance(session, StreamingSession):
                 replaced = session._replaced.tokens if session._replaced else ()
                 num_kept += max(len(session.tokens), len(session._pending)) + len(replaced)
@@ -471,7 +473,7 @@ class SessionMachine(SchedulerMachine):
             else:
                 for node in session._nodes.values():
                     num_kept += len(node.added) + (0 if node.output is None else len(node.output))
-        assert book.num_kept == num_kept
+        assert store.num_kept == num_kept
 
     def come_to_rest(self) -> None:
         self.settle()

@@ -1,7 +1,7 @@
 """Which sessions are open, by id: the rules of opening, closing and idling that all kinds share.
 
 Owns when each was used last, and which of them are only waiting for a turn to end before they
-close. What a turn does to a conversation is told in `sessions.py`.
+close. What a turn does to a conversation is told in `session.py`.
 """
 
 import heapq
@@ -12,10 +12,10 @@ from typing import NamedTuple
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import AbortRequest, GenerateRequest, OpenSession, StopRequest
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.regular_session import RegularSession
-from sgl_jax.scheduler.sessions import Session
-from sgl_jax.scheduler.streaming_session import StreamingSession
-from sgl_jax.scheduler.turn_prompt import named_turn
+from sgl_jax.sessions.session import Session
+from sgl_jax.sessions.streaming import StreamingSession
+from sgl_jax.sessions.tree import RegularSession
+from sgl_jax.sessions.turns import named_turn
 
 # Checks of closed sessions are swept from the heap when there are twice as many checks as timed
 # sessions, and this many more.
@@ -39,14 +39,14 @@ class SessionsFullError(RuntimeError):
     answers 503."""
 
 
-class SessionBook:
+class SessionStore:
     """All sessions of an engine by id, and when each was used last, by the ticks of the engine.
 
     Ticks may be far apart while no session needs one, so a session counts as used at the first
     tick after its use, not at the last one before.
 
     `num_kept` counts the tokens that the sessions keep on the host, all together. Whoever changes
-    a session's history does so through the book, which keeps count.
+    a session's history does so through the store, which keeps count.
     """
 
     def __init__(self, max_sessions: int, max_tokens: int) -> None:

@@ -14,7 +14,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.scheduler import regular_session
 from sgl_jax.scheduler.config import SchedulerConfig
-from sgl_jax.scheduler.regular_session import RegularSession
+from sgl_jax.sessions.tree import RegularSession
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
@@ -59,7 +59,7 @@ class Tree:
         self.driver.collect()
 
     def session(self) -> RegularSession:
-        session = self.driver.scheduler._sessions.book.find("t")
+        session = self.driver.scheduler._sessions.store.find("t")
         assert isinstance(session, RegularSession)
         return session
 

@@ -1,9 +1,9 @@
 """Sessions as the conversations they are: tokens and turns, without a thought for memory.
 
 A *streaming* session is a growing list of tokens: each turn appends, one at a time, and a turn
-that fails leaves the session where it was (`streaming_session.py`). A *regular* session is a tree
+that fails leaves the session where it was (`streaming.py`). A *regular* session is a tree
 of turns, each the continuation of another, computed like any other request
-(`regular_session.py`). Where the KV of either lies is the business of `SessionAwareCache` and the
+(`tree.py`). Where the KV of either lies is the business of `SessionLeases` and the
 prefix cache.
 
 Both kinds may have to *amend* a turn that has ended: its client turns out to have seen less of it
@@ -12,7 +12,7 @@ gone (`AbortRequest`). Whatever was sent before that was known, and continues th
 on something that never was (`built_on`).
 """
 
-from sgl_jax.scheduler.regular_session import RegularSession
-from sgl_jax.scheduler.streaming_session import StreamingSession
+from sgl_jax.sessions.streaming import StreamingSession
+from sgl_jax.sessions.tree import RegularSession
 
 Session = StreamingSession | RegularSession

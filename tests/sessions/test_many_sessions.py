@@ -105,7 +105,7 @@ class Engine:
         for number in range(num_idle):
             self.scheduler.submit(self.turn(number, [number] * 4))
         self.run()
-        assert self.memory.cache.num_idle == num_idle
+        assert self.memory.sessions.num_idle == num_idle
         self.scheduler.audit()
 
     @staticmethod
@@ -181,7 +181,7 @@ def test_a_request_costs_the_same_beside_forty_idle_sessions_and_five_hundred(
             act(engine, f"{act.__name__}, once more before")
             with counted() as work:
                 act(engine, act.__name__)
-            assert engine.memory.cache.num_idle == num_idle
+            assert engine.memory.sessions.num_idle == num_idle
             costs[num_idle][act.__name__] = work.num_lines, work.num_compared
         engine.scheduler.audit()
     assert costs[FEW] == costs[MANY]
@@ -197,13 +197,13 @@ def test_each_of_many_evicted_sessions_costs_the_same(radix: bool) -> None:
         for num_evicted in (5, 10, 15):
             # It needs the pages that are free now, and as many as those sessions have.
             num_pages = engine.memory.num_available_pages + 2 * num_evicted
-            rid, before = f"evicts {num_evicted}", engine.memory.cache.num_idle
+            rid, before = f"evicts {num_evicted}", engine.memory.sessions.num_idle
             # Tokens of its own: of those of another that was evicted, the cache has a memory.
             prompt = [MANY + num_evicted] * (4 * num_pages - 1)
             engine.scheduler.submit(generate(rid, prompt, 1))
             with counted() as work:
                 engine.step()
-            assert engine.memory.cache.num_idle == before - num_evicted
+            assert engine.memory.sessions.num_idle == before - num_evicted
             costs[num_idle, num_evicted] = work.num_lines
             engine.run()
             engine.memory.cache.evict(engine.memory.cache.num_evictable)
@@ -223,7 +223,7 @@ def test_to_close_a_session_or_let_its_turn_move_costs_the_same_whatever_waits()
         scheduler.submit(engine.turn(1, [1], "turn"))
         with counted() as closing:
             assert scheduler.session(CloseSession(rid="", session_id=engine.name(1))).ok
-        assert engine.memory.cache.num_idle == FEW - 1
+        assert engine.memory.sessions.num_idle == FEW - 1
         costs.append(closing.num_lines)
         engine.run()
         scheduler.audit()

@@ -4,8 +4,8 @@ import pytest
 
 from sgl_jax.core.messages import SessionTurn, StopRequest
 from sgl_jax.scheduler.config import SchedulerConfig
-from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.sessions.conversations import Conversations
 
 PAGE_SIZES = [1, 16, 256]
 

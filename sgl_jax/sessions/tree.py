@@ -9,7 +9,7 @@ import numpy as np
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import AbortRequest, OpenSession, SessionTurn, StopRequest
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.turn_prompt import NO_TOKENS, append_turn, turn_name
+from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name
 
 # What one session may keep on the host; a client that wants more replaces turns, or opens another.
 MAX_TURNS = 16_384

@@ -11,9 +11,9 @@ from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_component import PathStep
 from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.config import SchedulerConfig
-from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import Driver, generate, make_sizes
-from tests.scheduler.test_sessions import talk
+from tests.sessions.conversations import Conversations
+from tests.sessions.test_sessions import talk
 
 
 class Work:

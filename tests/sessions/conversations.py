@@ -207,9 +207,9 @@ class Conversations:
     def lease(self, session_id: str) -> KVLease | None:
         """What the session's slot holds, on whatever rank."""
         found = [
-            rank.memory.cache.idle_lease(session_id)
+            rank.memory.sessions.idle_lease(session_id)
             for rank in self.driver.scheduler.ranks
-            if rank.memory.cache.holds(session_id)
+            if rank.memory.sessions.holds(session_id)
         ]
         assert len(found) <= 1, f"{session_id} has leases on several ranks"
         return found[0] if found else None

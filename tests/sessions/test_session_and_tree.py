@@ -3,9 +3,9 @@
 import pytest
 
 from sgl_jax.core.messages import SessionTurn, StopRequest
-from tests.scheduler.conversations import Conversations
 from tests.scheduler.driver import generate
-from tests.scheduler.test_sessions import talk
+from tests.sessions.conversations import Conversations
+from tests.sessions.test_sessions import talk
 
 
 def compute(s: Conversations, rid: str, tokens: list[int]) -> None:
