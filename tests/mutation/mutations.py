@@ -793,7 +793,7 @@ MUTATIONS = (
     Mutation(
         "let the slot of a closed session take over what its turn leaves",
         _DESK,
-        "                self._ranks[turn.dp_rank].memory.sessions.unbind(turn.lease)\n",
+        "                self._memories[turn.dp_rank].sessions.unbind(turn.lease)\n",
         "                pass\n",
     ),
     Mutation(
