@@ -25,7 +25,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
-from sgl_jax.engine.channel import Channel
+from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process

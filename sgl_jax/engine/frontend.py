@@ -24,7 +24,7 @@ from sgl_jax.core.messages import (
     Reply,
     StopRequest,
 )
-from sgl_jax.engine.channel import EngineClient
+from sgl_jax.engine.channels import EngineClient
 from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.request_stream import RequestStream
 from sgl_jax.engine.unheard import UnheardRequests

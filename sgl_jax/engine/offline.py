@@ -34,10 +34,10 @@ from sgl_jax.core.messages import (
     TokenLogprobs,
 )
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.channels import InProcessChannel, InProcessClient
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
-from sgl_jax.engine.in_process import InProcessChannel, InProcessClient
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.offline_inputs import (
     Prompt,

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple, Protocol
 
 from sgl_jax.core.messages import EngineFailed, EngineReady
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.channel import Channel
+from sgl_jax.engine.channels import Channel, ZmqChannel
 from sgl_jax.engine.garbage import collect_if_many, take_over_collection
 from sgl_jax.engine.watchdog import Watchdog
-from sgl_jax.engine.zmq_channel import ZmqChannel
 
 logger = logging.getLogger(__name__)
 

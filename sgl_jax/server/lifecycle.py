@@ -29,12 +29,12 @@ import uvloop
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.channels import ChannelError, ZmqEngineClient
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from sgl_jax.engine.request_checks import EngineFacts
-from sgl_jax.engine.zmq_channel import ChannelError, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.api_keys import ApiKeys

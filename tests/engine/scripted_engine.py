@@ -37,7 +37,7 @@ from sgl_jax.core.messages import (
     TokenLogprobs,
 )
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.channel import Channel
+from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.process import run_engine
 from sgl_jax.engine.watchdog import Watchdog
 

@@ -16,8 +16,8 @@ import pytest
 
 from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.channels import ZmqEngineClient
 from sgl_jax.engine.process import EngineProcess, ExitReport
-from sgl_jax.engine.zmq_channel import ZmqEngineClient
 from tests.engine.scripted_engine import CRASH_SEED
 
 Reports = queue.Queue[ExitReport]
@@ -88,7 +88,7 @@ def test_it_does_not_outlive_its_parent() -> None:
         import time
         from sgl_jax.core.server_args import ServerArgs
         from sgl_jax.engine.process import EngineProcess
-        from sgl_jax.engine.zmq_channel import ZmqEngineClient
+        from sgl_jax.engine.channels import ZmqEngineClient
         args = ServerArgs(model_path="none")
         process = EngineProcess(args, ZmqEngineClient().folder, print, {SCRIPTED!r})
         print(process.pid, flush=True)

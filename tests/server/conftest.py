@@ -15,10 +15,10 @@ from starlette.types import ASGIApp
 
 from sgl_jax.core.messages import EngineFailed, EngineMessage, Heartbeat
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.channels import ZmqChannel, ZmqEngineClient
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.request_checks import EngineFacts
-from sgl_jax.engine.zmq_channel import ZmqChannel, ZmqEngineClient
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.api_keys import ApiKeys

@@ -22,7 +22,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine import zmq_channel
-from sgl_jax.engine.zmq_channel import ChannelError, ZmqChannel, ZmqEngineClient
+from sgl_jax.engine.channels import ChannelError, ZmqChannel, ZmqEngineClient
 
 REQUEST = GenerateRequest(
     rid="a#1",

@@ -1,21 +1,24 @@
-"""Front and engine talk over two local ZeroMQ sockets, in msgpack.
+"""How the engine loop meets the front: messages in, messages out. No jax here.
+
+Over queues within one process, or over two local ZeroMQ sockets, in msgpack:
 
     front  PUSH --- to_engine.sock ---> PULL  engine
     front  PULL <-- to_front.sock ----- PUSH  engine
 
 The sockets lie in a folder that only this user can enter. Must never unpickle anything, and
 never block on a send. Hence each end binds the socket that it reads and connects the one that it
-writes: a PUSH socket that was bound waits in `send` while nobody is connected to it, one that
+writes: a PUSH socket that was bound waits in `send` while no peer is connected to it, one that
 connects queues what it is given, whether or not the other end is there. Queues are unbounded here
 because both ends bound what they admit.
 """
 
 import asyncio
+import queue
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -31,6 +34,80 @@ _TO_FRONT = "to_front.sock"
 
 class ChannelError(RuntimeError):
     """A message that is too large to send, or that makes no sense."""
+
+
+class Channel(Protocol):
+    """The engine's end of the line. Implemented over ZeroMQ and over in-process queues."""
+
+    def poll(self, timeout_s: float) -> list[FrontMessage]:
+        """Messages that have arrived, in order; waits up to `timeout_s` (0: not at all)."""
+        ...
+
+    def send(self, message: EngineMessage) -> None:
+        """Queue a message for the front; never blocks."""
+        ...
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """As `send`, for one thread beside the loop's."""
+        ...
+
+
+class EngineClient(Protocol):
+    """The front's end of the line. Messages of one client arrive in the order sent."""
+
+    def send(self, message: FrontMessage) -> None:
+        """Queue a message for the engine; never blocks. Raises `EngineDeadError` once it ended."""
+        ...
+
+
+class InProcessChannel:
+    """The engine's end. Implements `Channel`.
+
+    Args:
+        deliver: called with each message for the front, in the engine's thread, but with
+            heartbeats in another.
+    """
+
+    def __init__(self, deliver: Callable[[EngineMessage], None]) -> None:
+        self.inbox: queue.SimpleQueue[FrontMessage] = queue.SimpleQueue()
+        self._deliver = deliver
+
+    def poll(self, timeout_s: float) -> list[FrontMessage]:
+        """Messages that have arrived, waiting up to `timeout_s` for the first."""
+        messages: list[FrontMessage] = []
+        try:
+            if timeout_s > 0:
+                messages.append(self.inbox.get(timeout=timeout_s))
+            while True:
+                messages.append(self.inbox.get_nowait())
+        except queue.Empty:
+            return messages
+
+    def send(self, message: EngineMessage) -> None:
+        """Hand a message to the front."""
+        self._deliver(message)
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Hand a heartbeat to the front, from a thread beside the engine's."""
+        self._deliver(heartbeat)
+
+
+class InProcessClient:
+    """The front's end. Implements `EngineClient`."""
+
+    def __init__(self, channel: InProcessChannel) -> None:
+        self._channel = channel
+        self._ended_because: str | None = None
+
+    def send(self, message: FrontMessage) -> None:
+        """Queue a message for the engine. Raises `EngineDeadError` once it ended."""
+        if self._ended_because is not None:
+            raise EngineDeadError(self._ended_because)
+        self._channel.inbox.put(message)
+
+    def close(self, reason: str) -> None:
+        """The engine ended: from now on nothing can be sent to it."""
+        self._ended_because = reason
 
 
 class ZmqChannel:
