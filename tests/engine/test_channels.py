@@ -21,7 +21,7 @@ from sgl_jax.core.messages import (
     TokenLogprobs,
 )
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.engine import zmq_channel
+from sgl_jax.engine import channels
 from sgl_jax.engine.channels import ChannelError, ZmqChannel, ZmqEngineClient
 
 REQUEST = GenerateRequest(
@@ -118,7 +118,7 @@ def test_a_closed_connection_raises(client: ZmqEngineClient) -> None:
 def test_a_message_too_large_is_refused_by_its_sender(
     client: ZmqEngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_channel, "MAX_MESSAGE_BYTES", 16)
+    monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", 16)
     with pytest.raises(ChannelError, match="GenerateRequest of"):
         client.send(REQUEST)
 

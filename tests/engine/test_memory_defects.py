@@ -29,7 +29,7 @@ from sgl_jax.engine.memory_defect import MAX_DUMPS, DefectRecord
 from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
 from sgl_jax.mem_cache.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.scheduler.fake_executor import OracleExecutor
+from sgl_jax.testing.fake_executor import OracleExecutor
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.scheduler.driver import make_sizes
 

@@ -22,11 +22,11 @@ from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.replay.player import Player
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.event_log import EventReader, EventWriter
-from sgl_jax.scheduler.fake_executor import OracleExecutor
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.recorder import Recorder
 from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.testing.fake_executor import OracleExecutor
 from tests.faults import StepFailedError
 
 MAX_RECORDING_BYTES = 64 << 20

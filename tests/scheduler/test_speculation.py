@@ -7,7 +7,7 @@ import pytest
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.scheduler.config import SchedulerConfig
-from sgl_jax.scheduler.fake_executor import OracleExecutor
+from sgl_jax.testing.fake_executor import OracleExecutor
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 K = 4

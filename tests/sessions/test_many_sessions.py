@@ -23,8 +23,8 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.scheduler.config import SchedulerConfig
-from sgl_jax.scheduler.fake_executor import FakeExecutor
 from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.testing.fake_executor import FakeExecutor
 from tests.scheduler.driver import generate, make_sizes
 
 PACKAGE = str(Path(sgl_jax.__file__).parent)

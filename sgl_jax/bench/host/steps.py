@@ -13,8 +13,8 @@ from sgl_jax.core.messages import GenerateRequest, OutputBatch
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.scheduler.config import SchedulerConfig
-from sgl_jax.scheduler.fake_executor import FakeExecutor
 from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.testing.fake_executor import FakeExecutor
 
 DP_SIZE = 8
 ROWS_PER_RANK = 256

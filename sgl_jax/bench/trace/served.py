@@ -20,8 +20,8 @@ from sgl_jax.core.messages import FinishReason, GenerateRequest, OutputBatch
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.scheduler.config import SchedulerConfig
-from sgl_jax.scheduler.fake_executor import FakeExecutor
 from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.testing.fake_executor import FakeExecutor
 
 _SAMPLE_INTERVAL_S = 1.0  # of the clock
 
