@@ -12,17 +12,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import pytest
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 120.0
 PROBE_INTERVAL_S = 0.02
+NUM_TRIES = 3
 LONGEST_HEALTH_S = 0.5
 MEMORY_SLACK_BYTES = 100 * 2**20
 
@@ -91,9 +93,21 @@ class Watch:
         mib = self.memory_gain_bytes / 2**20
         return f"longest /health {self.longest_health_s * 1e3:.0f} ms, memory {mib:+.0f} MiB"
 
-    def assert_unharmed(self) -> None:
-        assert self.longest_health_s < LONGEST_HEALTH_S, str(self)
-        assert self.memory_gain_bytes < MEMORY_SLACK_BYTES, str(self)
+
+def assert_unharmed(server: HostileServer, name: str, attack: Callable[[], None]) -> None:
+    """`attack` neither fills the server's memory nor freezes the server.
+
+    What freezes it does so each time; another process, which may hold a shared machine's cores for
+    half a second, does not. So an attack that was slow is tried again.
+    """
+    for _ in range(NUM_TRIES):
+        with watching(server) as watch:
+            attack()
+        print(f"{name}: {watch}")
+        assert watch.memory_gain_bytes < MEMORY_SLACK_BYTES, str(watch)
+        if watch.longest_health_s < LONGEST_HEALTH_S:
+            return
+    pytest.fail(f"{name}: {watch}, {NUM_TRIES} times")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hostile.attacks import CHAT, LONG, NAMED, QUICK, Attack, chat
-from tests.hostile.hostile_server import HostileServer, hostile_server, watching
+from tests.hostile.hostile_server import HostileServer, assert_unharmed, hostile_server
 from tests.tokenizers import byte_level, save
 
 MAX_CONNECTIONS = 512
@@ -31,11 +31,10 @@ def name_of(attack: Attack) -> str:
 
 
 def resist(server: HostileServer, attack: Attack) -> None:
-    with watching(server) as watch:
-        statuses = attack.run(server)
-    print(f"{attack.name}: {watch}, answers {sorted(set(statuses))}")
-    assert set(statuses) <= set(attack.allowed)
-    watch.assert_unharmed()
+    def run() -> None:
+        assert set(attack.run(server)) <= set(attack.allowed)
+
+    assert_unharmed(server, attack.name, run)
 
 
 @pytest.mark.parametrize("attack", NAMED, ids=name_of)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.hostile.attacks import CHAT, GENERATE, chat, prompts
-from tests.hostile.hostile_server import hostile_server, watching
+from tests.hostile.hostile_server import assert_unharmed, hostile_server
 from tests.tokenizers import TEMPLATE, byte_level, save
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -25,10 +25,11 @@ def test_the_server_goes_on_and_stops_when_told(program: str, status: int, tmp_p
     model = save(byte_level(), tmp_path / "model")
     with hostile_server(tmp_path, model, "--chat-template", str(template)) as server:
         assert server.post(CHAT, chat("good"))[0] == 200
-        with watching(server) as watch:
+
+        def run() -> None:
             assert server.post(CHAT, chat("bad"))[0] == status
-        print(watch)
-        watch.assert_unharmed()
+
+        assert_unharmed(server, "template", run)
         assert server.post(CHAT, chat("good"))[0] == 200
 
         # Told to stop while templates loop, it stops.

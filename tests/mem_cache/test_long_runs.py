@@ -15,7 +15,7 @@ from tests.mem_cache.test_radix_cache import (
 )
 from tests.mem_cache.test_release import LeaseMachine
 from tests.mem_cache.test_req_to_token_pool import RowMachine
-from tests.mem_cache.test_session_leases import SessionLeaseMachine
+from tests.mem_cache.test_session_lease_machine import SessionLeaseMachine
 from tests.mem_cache.test_tree_component import HybridTreeMachine
 
 MACHINES = [

@@ -12,7 +12,6 @@ from sgl_jax.core.messages import (
     SessionTurn,
     StopRequest,
 )
-from sgl_jax.scheduler import regular_session
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.sessions.tree import RegularSession
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -144,11 +143,11 @@ def test_a_session_keeps_only_so_many_turns_and_tokens(monkeypatch: pytest.Monke
     first = tree.say("a", [1, 2, 3], [])
     tree.say("b", [4], first, rid="a")
     with monkeypatch.context() as patch:
-        patch.setattr(regular_session, "MAX_TURNS", 2)
+        patch.setattr("sgl_jax.sessions.tree.MAX_TURNS", 2)
         tree.refused("c", "2 turns and", [5], rid="b")
         tree.say("b2", [5], first, rid="a", replace=True, name="c")
     with monkeypatch.context() as patch:
-        patch.setattr(regular_session, "MAX_KEPT_TOKENS", 12)
+        patch.setattr("sgl_jax.sessions.tree.MAX_KEPT_TOKENS", 12)
         tree.refused("d", "2 turns that keep 10 tokens", [6] * 3, rid="c")
         tree.say("e", [6] * 2, [*first, 5, *tree.driver.tokens["b2"]], rid="c")
         tree.say("f", [6] * 12, [], replace=True)
