@@ -15,9 +15,7 @@ from starlette.types import Scope
 from sgl_jax.core.server_args import ServerArgs
 
 # What an operator does, and what tells of all clients at once.
-ADMIN_PATHS = frozenset(
-    {"/abort_request", "/flush_cache", "/get_server_info", "/start_profile", "/stop_profile"}
-)
+ADMIN_PATHS = frozenset({"/flush_cache", "/get_server_info", "/start_profile", "/stop_profile"})
 MAX_NAME_CHARS = 64  # as part of the engine's ids of its sessions, each may take 12 characters
 _STATE = "caller"
 

@@ -3,7 +3,6 @@
 from importlib import metadata
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 from sgl_jax.server import management_routes, native_routes, openai_routes, session_routes
 from sgl_jax.server.api_keys import ApiKeys
@@ -14,9 +13,6 @@ from sgl_jax.server.native_protocol import Generated
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import install_openapi
 from sgl_jax.server.session_protocol import Forked, RolledBack, SessionList
-
-# A page may read these of an answer, beside what browsers always show.
-_SHOWN_HEADERS = ("retry-after",)
 
 
 def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
@@ -35,14 +31,6 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
     app.add_middleware(BodyLimitMiddleware, limits=context.limits)
     if not keys.is_open:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
-    if context.args.cors_allow_origins is not None:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=[o.strip() for o in context.args.cors_allow_origins.split(",")],
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=_SHOWN_HEADERS,
-        )
     structs: list[type] = [
         *(ChatCompletion, Completion, ModelCard, ModelList, Generated),
         *(Forked, RolledBack, SessionList),

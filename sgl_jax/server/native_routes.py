@@ -9,6 +9,7 @@ from msgspec import UNSET
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.api_keys import caller_of
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.generation import Answer, json_response, respond
@@ -76,10 +77,15 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
 @router.post("/abort_request", responses=answers())
 async def abort_request(body: AbortBody, request: Request) -> Response:
-    """End a request by its `rid`, or all of them; what they had generated is their answer."""
+    """End the caller's request `rid`, or all that are the caller's; an admin's, any or all.
+
+    What they had generated is their answer.
+    """
     if bool(body.rid) == body.abort_all:
         raise InvalidRequestError("send either rid or abort_all", "rid")
-    return json_response({"aborted": context_of(request).frontend.abort(body.rid)})
+    caller = caller_of(request)
+    sender = None if caller.is_admin else caller.name
+    return json_response({"aborted": context_of(request).frontend.abort(body.rid, sender)})
 
 
 class NativeFormat:
