@@ -5,9 +5,12 @@ Owns the order of things when a session is opened, closed, forked or rolled back
 themselves are requests like any other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from sgl_jax.core.calls import CALL_OF, Done, Forked, RolledBack, SessionEntry, SessionList
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
@@ -44,24 +47,18 @@ class SessionDesk:
         self.book = SessionBook(max_sessions, max_session_tokens)
         self._ranks = ranks
         self._requests = requests
-        self._handlers: dict[type[SessionMessage], Callable[[Any], dict[str, Any]]] = {
-            OpenSession: self._open,
-            CloseSession: self._close,
-            RollbackSession: self._roll_back,
-            ForkSession: self._fork,
-            ListSessions: self._list,
-        }
 
     def answer(self, message: SessionMessage) -> Reply:
         """Do what is asked, or say why it cannot be done; nothing has changed then."""
         try:
-            data = self._handlers[type(message)](message)
+            told = getattr(self, CALL_OF[type(message)].handler)(message)
         except InvalidRequestError as error:
-            return Reply(rid=message.rid, ok=False, message=str(error), data={"param": error.param})
-        except SessionsFullError as error:
-            data = {"status_code": 503}
+            data: dict[str, Any] = {"param": error.param, "code": error.code}
             return Reply(rid=message.rid, ok=False, message=str(error), data=data)
-        return Reply(rid=message.rid, ok=True, data=data)
+        except SessionsFullError as error:
+            data = {"status_code": 503, "code": "too_many_sessions"}
+            return Reply(rid=message.rid, ok=False, message=str(error), data=data)
+        return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(told))
 
     def home_of(self, request: Request) -> RankScheduler | None:
         """The rank that holds the memory of the request's session, if it can go on with that."""
@@ -120,9 +117,9 @@ class SessionDesk:
     def tick(self, now_s: float) -> None:
         """The time: close what was idle for too long."""
         for session_id in self.book.tick(now_s):
-            self.close(session_id)
+            self._close(session_id)
 
-    def close(self, session_id: str) -> None:
+    def _close(self, session_id: str) -> None:
         """Close a session; its memory goes at once, or with the turn in flight."""
         session = self.book.close(session_id)
         turn = self._turn_of(session)
@@ -140,44 +137,49 @@ class SessionDesk:
             while (session_id := rank.memory.cache.oldest_idle()) is not None:
                 rank.release_session(session_id)
 
-    def _open(self, message: OpenSession) -> dict[str, Any]:
+    def open(self, message: OpenSession) -> dict[str, str]:
+        """A new session; its id."""
         self.book.open(message)
         return {"session_id": message.session_id}
 
-    def _close(self, message: CloseSession) -> dict[str, Any]:
-        self.close(message.session_id)
-        return {}
+    def close(self, message: CloseSession) -> Done:
+        """As `CloseSession` says."""
+        self._close(message.session_id)
+        return Done()
 
-    def _fork(self, message: ForkSession) -> dict[str, Any]:
+    def fork(self, message: ForkSession) -> Forked:
+        """As `ForkSession` says."""
         session = self.book.idle_streaming(message.session_id)
         self.book.fork(session, message.new_session_id)
-        return {"session_id": message.new_session_id, "num_tokens": session.num_tokens}
+        return Forked(message.new_session_id, session.num_tokens)
 
-    def _list(self, message: ListSessions) -> dict[str, Any]:
-        return {"sessions": [self._describe(*entry) for entry in self.book.all()]}
+    def list_all(self, message: ListSessions) -> SessionList:
+        """All sessions, of all callers."""
+        return SessionList([self._describe(*entry) for entry in self.book.all()])
 
-    def _roll_back(self, message: RollbackSession) -> dict[str, Any]:
+    def roll_back(self, message: RollbackSession) -> RolledBack:
+        """As `RollbackSession` says."""
         session = self.book.idle_streaming(message.session_id)
         self.book.roll_back(session, message.num_turns)
         home = self._home(message.session_id)
         if home is not None:
             home.roll_back_session(message.session_id, session.num_tokens)
-        return {"num_turns": session.num_turns, "num_tokens": session.num_tokens}
+        return RolledBack(session.num_turns, session.num_tokens)
 
-    def _describe(self, session: Session, idle_s: float, is_closing: bool) -> dict[str, Any]:
+    def _describe(self, session: Session, idle_s: float, is_closing: bool) -> SessionEntry:
         home = self._home(session.session_id)
-        return {
-            "session_id": session.session_id,
-            "streaming": isinstance(session, StreamingSession),
-            "num_turns": session.num_turns,
-            "num_tokens": session.num_tokens,
-            "num_running": session.num_running,
-            "is_closing": is_closing,
-            "idle_s": idle_s,
-            "timeout_s": session.timeout_s,
-            "dp_rank": None if home is None else home.dp_rank,
-            "cached_tokens": 0 if home is None else _num_cached(home, session.session_id),
-        }
+        return SessionEntry(
+            session_id=session.session_id,
+            streaming=isinstance(session, StreamingSession),
+            num_turns=session.num_turns,
+            num_tokens=session.num_tokens,
+            num_running=session.num_running,
+            is_closing=is_closing,
+            idle_s=idle_s,
+            timeout_s=session.timeout_s,
+            dp_rank=None if home is None else home.dp_rank,
+            cached_tokens=0 if home is None else _num_cached(home, session.session_id),
+        )
 
     def _tokens_of(self, request: Request) -> Int32Array:
         """All that are known of a request in flight."""

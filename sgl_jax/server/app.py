@@ -3,8 +3,10 @@
 from importlib import metadata
 
 from fastapi import FastAPI
+from msgspec.inspect import is_struct_type
 
-from sgl_jax.server import management_routes, native_routes, openai_routes, session_routes
+from sgl_jax.core.calls import CALLS
+from sgl_jax.server import call_routes, management_routes, native_routes, openai_routes
 from sgl_jax.server.api_keys import ApiKeys
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import install_error_handlers
@@ -12,7 +14,6 @@ from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from sgl_jax.server.native_protocol import Generated
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import install_openapi
-from sgl_jax.server.session_protocol import Forked, RolledBack, SessionList
 
 
 def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
@@ -24,7 +25,7 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.context = context
-    for routes in (openai_routes, native_routes, session_routes, management_routes):
+    for routes in (openai_routes, native_routes, call_routes, management_routes):
         app.include_router(routes.router)
     install_error_handlers(app)
     # The last one is the first that a request passes.
@@ -33,7 +34,7 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
     structs: list[type] = [
         *(ChatCompletion, Completion, ModelCard, ModelList, Generated),
-        *(Forked, RolledBack, SessionList),
+        *(call.answer for call in CALLS if is_struct_type(call.answer)),
     ]
     install_openapi(app, structs, needs_key=not keys.is_open)
     return app

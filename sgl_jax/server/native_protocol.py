@@ -136,12 +136,6 @@ class AbortBody(StrictModel):
     abort_all: bool = False
 
 
-class ProfileBody(StrictModel):
-    """Body of `/start_profile`: where the trace goes; default: a new temporary folder."""
-
-    output_dir: str | None = Field(default=None, min_length=1, max_length=1024)
-
-
 class Generated(Struct, frozen=True):
     """One answer; in a stream `text` and `output_ids` are all so far, or only what is new.
 

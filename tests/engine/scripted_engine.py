@@ -27,12 +27,13 @@ from sgl_jax.core.messages import (
     ListSessions,
     OpenSession,
     OutputBatch,
-    Profile,
     Reply,
     RequestOutput,
     RollbackSession,
     SessionMessage,
     Shutdown,
+    StartProfile,
+    StopProfile,
     StopRequest,
     TokenLogprobs,
 )
@@ -74,7 +75,6 @@ class ScriptedEngine:
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
-    refuses_profiles: bool = False
     is_stuck: bool = False  # likewise: it hears nothing, as in a long step
 
     @property
@@ -124,17 +124,19 @@ class ScriptedEngine:
                 return None
             case FlushCache():
                 busy = bool(self.running)
-                return Reply(rid=message.rid, ok=not busy, message="busy" if busy else "")
+                if busy:
+                    return Reply(rid=message.rid, ok=False, message="busy", data={"code": "busy"})
+                return Reply(rid=message.rid, ok=True, data={"flushed": True})
             case GetState():
                 return Reply(rid=message.rid, ok=True, data=self.state())
             case (
                 OpenSession() | CloseSession() | RollbackSession() | ForkSession() | ListSessions()
             ):
                 return self.ask_session(message)
-            case Profile() if self.refuses_profiles:
-                return Reply(rid=message.rid, ok=False, message="the script refuses")
-            case Profile():
+            case StartProfile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": message.output_dir})
+            case StopProfile():
+                return Reply(rid=message.rid, ok=True, data={"output_dir": "somewhere"})
         return None
 
     def ask_session(self, message: SessionMessage) -> Reply:
@@ -144,7 +146,7 @@ class ScriptedEngine:
             case ListSessions():
                 data = {"sessions": [described_session(name) for name in sorted(self.sessions)]}
             case OpenSession() if len(self.sessions) >= MAX_SESSIONS:
-                full = {"status_code": 503}
+                full = {"status_code": 503, "code": "too_many_sessions"}
                 return Reply(rid=message.rid, ok=False, message="too many", data=full)
             case OpenSession(session_id=name) if name not in self.sessions:
                 self.sessions.add(name)

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.server_args import ServerArgs, parse_server_args
 from sgl_jax.engine.request_limits import MAX_SESSION_ID_CHARS, check_session_id
-from sgl_jax.server import management_routes, native_routes, session_routes
+from sgl_jax.server import call_routes, management_routes, native_routes
 from sgl_jax.server.api_keys import ADMIN_PATHS, MAX_NAME_CHARS, ApiKeys, Caller
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -219,7 +219,7 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
             assert (await rig.http.request(method, path, headers=admin)).status_code == 200
         # All routes of the operator are there, and sessions and figures are not among them.
         routes = {route.path for route in management_routes.router.routes}
-        routes |= {route.path for route in session_routes.router.routes}
+        routes |= {route.path for route in call_routes.router.routes}
         routes |= {route.path for route in native_routes.router.routes}
         assert routes - ADMIN_PATHS == {
             *("/health", "/health_generate", "/get_model_info", "/metrics", "/generate"),
