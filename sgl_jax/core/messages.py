@@ -83,6 +83,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         sampling: how to choose tokens; `max_new_tokens` is set (the front fills the default).
         return_logprob: report the log-probability of each generated token.
         top_logprobs_num: and of this many most likely tokens at each position.
+        token_ids_logprob: and of these tokens, at most MAX_LOGPROB_IDS.
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
         dp_rank: pin the request to one data-parallel rank; None lets the balancer choose.
         session: the session this is a turn of; its history is put before `input_ids`.
@@ -100,6 +101,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    token_ids_logprob: list[int] = []
     logprob_start_len: int = -1
     dp_rank: int | None = None
     session: SessionTurn | None = None
@@ -235,12 +237,16 @@ FrontMessage = (
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token, with the most likely alternatives at its position."""
+    """Log-probability of one token, with those of others at its position.
+
+    These are the most likely ones, and those that the request names (`token_ids_logprob`).
+    """
 
     token_id: int
     logprob: float | None  # None for the first prompt token, which nothing predicts
     top_ids: list[int]
     top_logprobs: list[float]
+    id_logprobs: list[float] = []
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):

@@ -223,7 +223,9 @@ class ScriptedEngine:
 
     def logprobs(self, request: GenerateRequest, token: int) -> TokenLogprobs:
         others = [(token + i) % self.vocab_size for i in range(request.top_logprobs_num)]
-        return TokenLogprobs(token, LOGPROB, others, [LOGPROB - i for i in range(len(others))])
+        tops = [LOGPROB - i for i in range(len(others))]
+        named = [LOGPROB - token_id for token_id in request.token_ids_logprob]
+        return TokenLogprobs(token, LOGPROB, others, tops, named)
 
     def prompt_logprobs(self, request: GenerateRequest) -> list[TokenLogprobs] | None:
         if request.logprob_start_len < 0:
