@@ -14,7 +14,9 @@ from typing import Any
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
-from sgl_jax.server.native_protocol import AbortBody, GenerateBody, NativeSampling, ProfileBody
+from sgl_jax.core.calls import CALLS
+from sgl_jax.server.call_routes import body_of
+from sgl_jax.server.native_protocol import AbortBody, GenerateBody, NativeSampling
 from sgl_jax.server.openai_protocol import (
     ChatMessage,
     ChatRequest,
@@ -23,13 +25,7 @@ from sgl_jax.server.openai_protocol import (
     StreamOptions,
     TextPart,
 )
-from sgl_jax.server.session_protocol import (
-    CloseSessionBody,
-    ForkSessionBody,
-    OpenSessionBody,
-    RollbackSessionBody,
-    SessionParams,
-)
+from sgl_jax.server.session_protocol import SessionParams
 from sgl_jax.server.strict_model import StrictModel
 from sgl_jax.server.unserved_fields import NOTHING, UnservedField, as_json
 
@@ -59,22 +55,19 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/generate`", GenerateBody),
     ("`/generate`: `sampling_params`", NativeSampling),
     ("`session_params` of `/generate` and `/v1/completions`", SessionParams),
-    ("`/open_session`", OpenSessionBody),
-    ("`/close_session`", CloseSessionBody),
-    ("`/rollback_session`", RollbackSessionBody),
-    ("`/fork_session`", ForkSessionBody),
     ("`/abort_request`", AbortBody),
-    ("`/start_profile`", ProfileBody),
+    *((f"`{call.route}`", body_of(call)) for call in CALLS if call.route),
 )
 
 
 def render() -> str:
     """The whole page."""
-    return "\n".join([_HEAD, *(_section(*body) for body in _BODIES)])
+    has_fields = [(title, body) for title, body in _BODIES if body.model_fields]
+    return "\n".join([_HEAD, *(_section(*body) for body in has_fields)])
 
 
 def _section(title: str, body: type[StrictModel]) -> str:
-    rows = sorted(body.model_fields.items())
+    rows = sorted((field.alias or name, field) for name, field in body.model_fields.items())
     lines = [f"## {title}", "", "| field | type | |", "|---|---|---|"]
     lines += [f"| `{name}` | {_kind(field)} | {_notes(field)} |" for name, field in rows]
     if body.unserved:

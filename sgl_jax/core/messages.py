@@ -1,14 +1,35 @@
 """What the front (text, HTTP) and the engine process say to each other.
 
 Every message is a msgspec struct, tagged by its class name, so that it travels as msgpack over
-a socket and never as pickle. Front to engine: `FrontMessage`. Engine to front: `EngineMessage`.
+a socket and never as pickle. Front to engine: `FrontMessage`, each with a row in the table of
+`core/calls.py`. Engine to front: `EngineMessage`.
+
+Annotations say what clients may give for a field; the server checks them, the engine does not.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 
 from sgl_jax.core.sampling_params import SamplingParams
+
+MAX_SESSION_ID_CHARS = 256
+MAX_NAMESPACE_CHARS = 256
+_INT32 = 2**31
+_MAX_TIMEOUT_S = 1e9
+_MAX_PATH_CHARS = 1024
+
+
+class Name(str):
+    """Annotates a field that clients call so."""
+
+
+SessionId = Annotated[str, MinLen(1), MaxLen(MAX_SESSION_ID_CHARS)]
+# A client that gives none learns from the answer which one was made up.
+NewSessionId = Annotated[SessionId, doc("default: a new one")]
+# Clients name it by `extra_key` or `cache_salt`.
+Namespace = Annotated[str, MaxLen(MAX_NAMESPACE_CHARS)]
 
 FinishType = Literal["stop", "length", "abort"]
 
@@ -62,6 +83,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         sampling: how to choose tokens; `max_new_tokens` is set (the front fills the default).
         return_logprob: report the log-probability of each generated token.
         top_logprobs_num: and of this many most likely tokens at each position.
+        token_ids_logprob: and of these tokens, at most MAX_LOGPROB_IDS.
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
         dp_rank: pin the request to one data-parallel rank; None lets the balancer choose.
         session: the session this is a turn of; its history is put before `input_ids`.
@@ -79,6 +101,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    token_ids_logprob: list[int] = []
     logprob_start_len: int = -1
     dp_rank: int | None = None
     session: SessionTurn | None = None
@@ -114,7 +137,7 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Empty every rank's prefix cache; refused while requests are running or waiting."""
+    """Empty the prefix caches; refused while requests run or wait."""
 
     rid: str
 
@@ -126,49 +149,53 @@ class GetState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Open a session; refused if the id is in use.
+    """Open a session; answers its id, or a 503 while too many are open.
 
-    Args:
-        streaming: append-only, one request in flight, KV kept in place between turns.
-        capacity_of_str_len: tokens that the history may hold at most; 0 for no limit but the
-            context's. (The name is SGLang's.)
-        timeout_s: close the session after so long without a turn; None never does.
-        namespace: of all its turns, as in `GenerateRequest`.
+    Refused if the id is in use. `namespace` is that of all its turns, as in `GenerateRequest`.
     """
 
     rid: str
-    session_id: str
-    streaming: bool = False
-    capacity_of_str_len: int = 0
-    timeout_s: float | None = None
-    namespace: str = ""
+    session_id: NewSessionId
+    streaming: Annotated[bool, doc("append-only, one request in flight, KV kept in place")] = False
+    # The name is SGLang's.
+    capacity_of_str_len: Annotated[
+        int, Ge(0), Lt(_INT32), doc("tokens that the history may hold; 0: no limit")
+    ] = 0
+    timeout_s: Annotated[
+        Annotated[float, Gt(0), Le(_MAX_TIMEOUT_S)] | None,
+        Name("timeout"),
+        doc("idle seconds until it is closed"),
+    ] = None
+    namespace: Namespace = ""
 
 
 class CloseSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Close a session; while a turn is in flight, as soon as that has ended."""
+    """Close a session and free its memory; a turn in flight is finished first."""
 
     rid: str
-    session_id: str
+    session_id: SessionId
 
 
 class RollbackSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Take a streaming session back to the end of its first `num_turns` turns."""
 
     rid: str
-    session_id: str
-    num_turns: int
+    session_id: SessionId
+    num_turns: Annotated[int, Ge(0), Lt(_INT32)]
 
 
 class ForkSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Open a streaming session with the history of another, which goes on by itself."""
+    """Open a streaming session with the history of another; what is cached of it is shared. A 503
+    while too many are open, or sessions hold too many tokens.
+    """
 
     rid: str
-    session_id: str
-    new_session_id: str
+    session_id: SessionId
+    new_session_id: NewSessionId
 
 
 class ListSessions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for all sessions; answered by `Reply` with {"sessions": [...]}."""
+    """All open sessions of the caller."""
 
     rid: str
 
@@ -176,11 +203,20 @@ class ListSessions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 SessionMessage = OpenSession | CloseSession | RollbackSession | ForkSession | ListSessions
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start (with `output_dir`) or stop (None) a device trace."""
+class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start a device trace, to be read with TensorBoard or xprof."""
 
     rid: str
-    output_dir: str | None
+    output_dir: Annotated[
+        Annotated[str, MinLen(1), MaxLen(_MAX_PATH_CHARS)] | None,
+        doc("default: a new temporary folder"),
+    ] = None
+
+
+class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End the trace and write it."""
+
+    rid: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -194,18 +230,23 @@ FrontMessage = (
     | FlushCache
     | GetState
     | SessionMessage
-    | Profile
+    | StartProfile
+    | StopProfile
     | Shutdown
 )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token, with the most likely alternatives at its position."""
+    """Log-probability of one token, with those of others at its position.
+
+    These are the most likely ones, and those that the request names (`token_ids_logprob`).
+    """
 
     token_id: int
     logprob: float | None  # None for the first prompt token, which nothing predicts
     top_ids: list[int]
     top_logprobs: list[float]
+    id_logprobs: list[float] = []
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -242,8 +283,8 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The answer to a message that carries `rid` and expects one.
 
-    If not `ok`, `message` says why, and `data` may name the `param` at fault and the `status_code`
-    that a client should see, if not 400.
+    If not `ok`, `message` says why, and `data` may name the `param` at fault, a `code` for programs
+    and the `status_code` that a client should see, if not 400.
     """
 
     rid: str

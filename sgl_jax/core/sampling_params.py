@@ -18,6 +18,7 @@ from sgl_jax.core.errors import InvalidRequestError
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 64
 MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_IDS = 64
 MAX_STOP_STRINGS = 16
 
 # Below this, dividing the logits may overflow float32, and all other tokens have no chance: greedy.

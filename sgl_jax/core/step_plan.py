@@ -50,6 +50,8 @@ class RowAdmission(NamedTuple):
     stop_token_ids: tuple[int, ...]  # all that end the request, the model's own included
     # Tokens that the row still holds on the device, from the turn of a session before this.
     start: int = 0
+    # Tokens whose log-probabilities are wanted wherever one is reported.
+    logprob_ids: tuple[int, ...] = ()
 
 
 class RankPlan(NamedTuple):
@@ -76,9 +78,11 @@ class RankPlan(NamedTuple):
     # Of how many of a row's last queries the prompt log-probabilities are wanted: 0 for decode
     # rows, and at most EngineSizes.max_prompt_logprob_tokens in all.
     num_scored: Int32Array | None = None  # [n] or None for none
-    # Whether any row wants the log-probability of its sampled token, and of how many others.
+    # Whether any row wants the log-probability of its sampled token, and of how many others: the
+    # likeliest, and (also beside its prompt's) the `logprob_ids` that it was admitted with.
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    num_logprob_ids: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +115,7 @@ class PromptLogprobs(NamedTuple):
     logprobs: Float32Array  # [m] of the token that actually follows
     top_ids: Int32Array  # [m, MAX_TOP_LOGPROBS]
     top_logprobs: Float32Array  # [m, MAX_TOP_LOGPROBS]
+    id_logprobs: Float32Array | None = None  # [m, MAX_LOGPROB_IDS], the row's own come first
 
 
 class RankResult(NamedTuple):
@@ -124,6 +129,7 @@ class RankResult(NamedTuple):
     logprobs: Float32Array | None = None  # [n, w]
     top_ids: Int32Array | None = None  # [n, w, MAX_TOP_LOGPROBS], most likely first
     top_logprobs: Float32Array | None = None  # [n, w, MAX_TOP_LOGPROBS]
+    id_logprobs: Float32Array | None = None  # [n, w, MAX_LOGPROB_IDS], each row's own come first
     # Plan index -> values, of the rows that score.
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
 

@@ -5,22 +5,28 @@ server, or in a thread behind the offline `Engine`; it cannot tell the differenc
 """
 
 import logging
+import shutil
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
+from sgl_jax.core.calls import CALL_OF, Flushed, Traced
 from sgl_jax.core.messages import (
     AbortRequest,
     FlushCache,
     FrontMessage,
     GenerateRequest,
     GetState,
-    Profile,
     Reply,
     SessionMessage,
     Shutdown,
+    StartProfile,
+    StopProfile,
     StopRequest,
 )
 from sgl_jax.core.server_args import ServerArgs
@@ -107,8 +113,7 @@ class EngineCore:
                     with self._answering_defects():
                         self._tick(now_s)
                 for message in messages:
-                    with self._answering_defects():
-                        self._handle(message, channel)
+                    self._handle(message, channel)
                 with self._answering_defects():
                     if is_resting and not messages:
                         self._audit()
@@ -196,23 +201,34 @@ class EngineCore:
     # -- messages ---------------------------------------------------------------------------
 
     def _handle(self, message: FrontMessage, channel: Channel) -> None:
-        match message:
-            case GenerateRequest():
-                self.events.submit(message)
-            case AbortRequest():
-                self.events.abort(message)
-            case StopRequest():
-                self.events.stop(message)
-            case FlushCache():
-                channel.send(self._flush(message))
-            case GetState():
-                channel.send(Reply(rid=message.rid, ok=True, data=self.state()))
-            case Profile():
-                channel.send(self._profile(message))
-            case Shutdown():
-                self._is_shutting_down = True
-            case _:
-                channel.send(self._session(message))
+        """Let the method that the table of calls names do it; what it returns is the answer."""
+        call = CALL_OF[type(message)]
+        is_session = isinstance(message, SessionMessage)
+        handle: Any = self._ask_session if is_session else getattr(self, call.handler)
+        try:
+            reply = handle(message)
+        except MemoryDefectError as error:
+            self._answer_defect(error)
+            is_asked = call.answer is not None
+            reply = _refused(message, _REBUILT, status_code=500) if is_asked else None
+        if reply is not None:
+            channel.send(reply)
+
+    def submit(self, message: GenerateRequest) -> None:
+        """Queue a request."""
+        self.events.submit(message)
+
+    def abort(self, message: AbortRequest) -> None:
+        """End requests, wherever they are."""
+        self.events.abort(message)
+
+    def stop(self, message: StopRequest) -> None:
+        """A request's output ended earlier."""
+        self.events.stop(message)
+
+    def shut_down(self, message: Shutdown) -> None:
+        """This turn of the loop is the last."""
+        self._is_shutting_down = True
 
     def _abort_all(self, channel: Channel) -> None:
         """The end: every lease is released, as at any other time."""
@@ -225,32 +241,40 @@ class EngineCore:
         with self._answering_defects():
             self._audit()
 
-    def _flush(self, message: FlushCache) -> Reply:
+    def flush(self, message: FlushCache) -> Reply:
+        """Empty the prefix caches, at rest."""
+        if self.events.flush():
+            return _answer(message, Flushed())
         text = "requests are running or waiting; the cache was not flushed"
-        try:
-            done = self.events.flush()
-        except MemoryDefectError as error:
-            self._answer_defect(error)
-            done, text = False, _REBUILT
-        return Reply(rid=message.rid, ok=done, message="" if done else text)
+        return _refused(message, text, code="busy")
 
-    def _session(self, message: SessionMessage) -> Reply:
+    def _ask_session(self, message: SessionMessage) -> Reply:
         self._is_audited = False
-        try:
-            return self.events.session(message)
-        except MemoryDefectError as error:
-            self._answer_defect(error)
-            return Reply(rid=message.rid, ok=False, message=_REBUILT, data={"status_code": 500})
+        return self.events.session(message)
 
-    def _profile(self, message: Profile) -> Reply:
+    def start_profile(self, message: StartProfile) -> Reply:
+        """Trace the devices; a folder that was made for it goes if that is refused."""
+        folder = message.output_dir or tempfile.mkdtemp(prefix="sgl_jax-profile-")
         try:
-            if message.output_dir is not None:
-                self.executor.start_profile(message.output_dir)
-            else:
-                self.executor.stop_profile()
+            self.executor.start_profile(folder)
         except (RuntimeError, OSError, ValueError) as error:
-            return Reply(rid=message.rid, ok=False, message=str(error))
-        return Reply(rid=message.rid, ok=True)
+            if message.output_dir is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            param = None if isinstance(error, RuntimeError) else "output_dir"
+            return _refused(message, str(error), code="profile_refused", param=param)
+        return _answer(message, Traced(folder))
+
+    def stop_profile(self, message: StopProfile) -> Reply:
+        """Write the trace."""
+        try:
+            folder = self.executor.stop_profile()
+        except (RuntimeError, OSError) as error:
+            return _refused(message, str(error), code="profile_refused")
+        return _answer(message, Traced(folder))
+
+    def tell_state(self, message: GetState) -> Reply:
+        """See `state`."""
+        return _answer(message, self.state())
 
     def state(self) -> dict[str, Any]:
         """The memory view of each rank and counters since the start."""
@@ -276,3 +300,11 @@ class EngineCore:
             "num_sessions": scheduler.num_sessions,
             "counters": counters,
         }
+
+
+def _answer(message: Any, data: Any) -> Reply:
+    return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(data))
+
+
+def _refused(message: Any, why: str, **data: Any) -> Reply:
+    return Reply(rid=message.rid, ok=False, message=why, data=data)

@@ -95,6 +95,7 @@ class Frontend:
         on_ready: Callable[[], None],
         *,
         streaming: bool = True,
+        sender: str = "",
     ) -> RequestStream:
         """Send a prepared request.
 
@@ -104,6 +105,7 @@ class Frontend:
         Args:
             on_ready: called (on the engine's side) when `take` has something to give.
             streaming: False calls it only at the end.
+            sender: who may `abort` it by its name.
 
         Raises:
             EngineDeadError, ShuttingDownError: as given to `fail`.
@@ -116,6 +118,7 @@ class Frontend:
             self._lock,
             on_ready,
             client_rid=request.rid,
+            sender=sender,
             streaming=streaming,
         )
         with self._lock:
@@ -152,14 +155,18 @@ class Frontend:
             with contextlib.suppress(EngineDeadError):  # then it has ended there, too
                 self._client.send(AbortRequest(rid=rid, message=message, session=session))
 
-    def abort(self, client_rid: str) -> int:
+    def abort(self, client_rid: str, sender: str | None = None) -> int:
         """Abort the requests a client named so; their streams end with an abort. Returns how many.
 
-        "" aborts every request.
+        "" aborts every request. If a `sender` is given, only its requests are looked at.
         """
         with self._lock:
-            rids = [r for r, s in self._streams.items() if client_rid in ("", s.client_rid)]
-        if client_rid == "":
+            rids = [
+                rid
+                for rid, stream in self._streams.items()
+                if client_rid in ("", stream.client_rid) and sender in (None, stream.sender)
+            ]
+        if client_rid == "" and sender is None:
             self._client.send(AbortRequest(abort_all=True))
         else:
             for rid in rids:

@@ -151,7 +151,8 @@ class Engine:
             sampling_params: for all, or one for each.
             input_ids: token id lists, instead of `prompts`.
             progress: show a progress bar; None shows one for many prompts on a terminal.
-            options: `rid`, `return_logprob`, `top_logprobs_num`, `logprob_start_len`, `dp_rank`;
+            options: `rid`, `return_logprob`, `top_logprobs_num`, `token_ids_logprob`,
+                `logprob_start_len`, `dp_rank`;
                 `extra_key` or `cache_salt` (a namespace of cached prefixes) and `priority`, one
                 for all or a list with one for each; for a single prompt also `session_params`,
                 a `SessionTurn` or a mapping of its fields (`{"id": ...}`), whose session the

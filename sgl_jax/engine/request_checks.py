@@ -5,14 +5,14 @@ in `request_limits.py`. Knows of no request in flight.
 """
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
-from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.engine.request_limits import (
     MAX_PRIORITY,
     MIN_PRIORITY,
@@ -86,6 +86,7 @@ class RequestChecks:
         return_logprob: bool = False,
         top_logprobs_num: int = 0,
         logprob_start_len: int = -1,
+        token_ids_logprob: Sequence[int] = (),
         dp_rank: int | None = None,
         session: SessionTurn | None = None,
         namespace: str = "",
@@ -97,6 +98,7 @@ class RequestChecks:
             default_max_new_tokens: if `sampling` sets no limit; None means what the context
                 leaves. A default never makes a request too long: for a session's turn the
                 engine, which knows the history that is put before it, sees to that.
+            token_ids_logprob: tokens that are reported wherever a log-probability is.
             session: of which the request is a turn, `prompt_ids` what it adds.
             namespace: of the cached prefixes that it may find and leave behind.
             priority: None is 0.
@@ -124,6 +126,7 @@ class RequestChecks:
         if is_prompt_only:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=1)
         check_between("top_logprobs_num", top_logprobs_num, 0, MAX_TOP_LOGPROBS)
+        self._check_ids("token_ids_logprob", token_ids_logprob, MAX_LOGPROB_IDS)
         longest = len(prompt_ids) if session is None else self._facts.max_request_tokens
         check_between("logprob_start_len", logprob_start_len, -1, longest)
         if dp_rank is not None:
@@ -142,6 +145,7 @@ class RequestChecks:
             return_logprob=return_logprob,
             top_logprobs_num=top_logprobs_num,
             logprob_start_len=logprob_start_len,
+            token_ids_logprob=list(token_ids_logprob),
             dp_rank=dp_rank,
             session=session,
             is_length_default=is_length_default,
@@ -158,6 +162,12 @@ class RequestChecks:
         most = self._facts.max_request_tokens
         check_between("session_params.offset", turn.offset, -most, most)
         return msgspec.structs.replace(turn, name=rid, bos_token_id=self._tokenizer.bos_token_id)
+
+    def _check_ids(self, name: str, ids: Sequence[int], most: int) -> None:
+        if len(ids) > most:
+            raise InvalidRequestError(f"{name} takes at most {most} ids, got {len(ids)}", name)
+        for token in ids:
+            check_between(name, token, 0, self._facts.vocab_size - 1)
 
     def _check_prompt(self, prompt_ids: list[int]) -> None:
         if not prompt_ids:

@@ -4,11 +4,10 @@ Each check raises `InvalidRequestError` that names the field and what is allowed
 """
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
+from sgl_jax.core.messages import MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
 
 MAX_RID_CHARS = 256
-MAX_SESSION_ID_CHARS = 256
 MAX_OWNER_CHARS = 1024  # what a server may put before it to tell the sessions of its callers apart
-MAX_NAMESPACE_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts times answers to each
 

@@ -42,10 +42,12 @@ class RequestStream:
         on_ready: Callable[[], None],
         *,
         client_rid: str,
+        sender: str,
         streaming: bool,
     ) -> None:
         self.request = request
         self.client_rid = client_rid  # the name the client gave; request.rid is never used twice
+        self.sender = sender  # whose request it is
         self.on_ready = on_ready
         self.streaming = streaming
         self.num_output_tokens = 0

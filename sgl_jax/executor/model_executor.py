@@ -192,9 +192,10 @@ class ModelExecutor:
         """
         self._profiler.start(Path(output_dir))
 
-    def stop_profile(self) -> None:
-        """End the trace and write it. Raises RuntimeError if none runs, OSError if it cannot."""
-        self._profiler.stop()
+    def stop_profile(self) -> str:
+        """End the trace and write it; its folder. Raises RuntimeError if none runs, OSError if it
+        cannot."""
+        return str(self._profiler.stop())
 
     def close(self) -> None:
         """Wait for what is in flight and let go of the devices' memory. Cannot be used again."""

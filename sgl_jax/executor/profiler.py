@@ -36,14 +36,15 @@ class Profiler:
             raise
         self._folder = folder
 
-    def stop(self) -> None:
-        """Write the trace. Raises RuntimeError if none runs; OSError if it cannot be written now,
-        and then it runs on."""
+    def stop(self) -> Path:
+        """Write the trace; its folder. Raises RuntimeError if none runs; OSError if it cannot be
+        written now, and then it runs on."""
         if self._folder is None:
             raise RuntimeError("no trace runs")
         _try_to_write(self._folder)
         jax.profiler.stop_trace()
-        self._folder = None
+        folder, self._folder = self._folder, None
+        return folder
 
 
 def _try_to_write(folder: Path) -> None:

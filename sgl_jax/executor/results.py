@@ -29,13 +29,13 @@ def unpack_results(step: LaunchedStep) -> tuple[RankResult, ...]:
     tokens = step.layout.split(np.asarray(step.output.tokens), num_rows)
     results = [RankResult(of_rank) for of_rank in tokens]
     if any(map(_wants_logprobs, ranks)):
-        fetched = _fetch(step.layout, step.output.logprobs, num_rows)
+        fetched = _fetch(step, step.output.logprobs, num_rows)
         for i, (plan, values) in enumerate(zip(ranks, fetched, strict=True)):
             if _wants_logprobs(plan):
                 results[i] = results[i]._replace(**values._asdict())
     if any(plan.num_scored is not None for plan in ranks):
         counts = [0 if plan.num_scored is None else int(plan.num_scored.sum()) for plan in ranks]
-        fetched = _fetch(step.layout, step.output.prompt_logprobs, counts)
+        fetched = _fetch(step, step.output.prompt_logprobs, counts)
         for i, (plan, values) in enumerate(zip(ranks, fetched, strict=True)):
             if plan.num_scored is not None:
                 by_row = _by_row(plan.num_scored, values)
@@ -47,10 +47,13 @@ def _wants_logprobs(plan: RankPlan) -> bool:
     return plan.return_logprob or plan.top_logprobs_num > 0
 
 
-def _fetch(layout: DPLayout, values: TokenLogprobs, counts: Sequence[int]) -> list[PromptLogprobs]:
+def _fetch(
+    step: LaunchedStep, values: TokenLogprobs, counts: Sequence[int]
+) -> list[PromptLogprobs]:
     """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
-    logprobs, top_ids, top_logprobs = (layout.split(np.asarray(array), counts) for array in values)
-    return list(map(PromptLogprobs, logprobs, top_ids, top_logprobs))
+    names_tokens = any(plan.num_logprob_ids for plan in step.plan.ranks)
+    wanted = values if names_tokens else values[:-1]
+    return list(map(PromptLogprobs, *(step.layout.split(np.asarray(a), counts) for a in wanted)))
 
 
 def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptLogprobs]:
@@ -59,7 +62,11 @@ def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptL
     rows = {}
     for i in np.flatnonzero(num_scored):
         tokens = slice(ends[i] - num_scored[i], ends[i])
+        of_ids = values.id_logprobs
         rows[int(i)] = PromptLogprobs(
-            values.logprobs[tokens], values.top_ids[tokens], values.top_logprobs[tokens]
+            values.logprobs[tokens],
+            values.top_ids[tokens],
+            values.top_logprobs[tokens],
+            None if of_ids is None else of_ids[tokens],
         )
     return rows

@@ -99,7 +99,7 @@ def run_step(
     drawn = sample_tokens(logits, params, token_table, where)
     wanted: TokenLogprobs = lax.cond(
         controls.wants_logprobs,
-        lambda: token_logprobs(logits, drawn),
+        lambda: token_logprobs(logits, drawn, params.logprob_ids),
         lambda: no_logprobs(drawn.shape[0]),
     )
 
@@ -115,10 +115,15 @@ def run_step(
     successors = token_table.at[token_rows[scored.tokens], batch.positions[scored.tokens] + 1].get(
         mode="clip"
     )
+
+    def score() -> TokenLogprobs:
+        ids = unpack_row_params(row_params[controls.rows[scored.rows]]).logprob_ids
+        return _score(model, hidden[scored.tokens], successors, ids)
+
     # All ranks take the same branch, though one alone may score: logits are exchanged in it.
     prompt_logprobs: TokenLogprobs = lax.cond(
         controls.any_scored,
-        lambda: _score(model, hidden[scored.tokens], successors),
+        score,
         lambda: no_logprobs(successors.shape[0]),
     )
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
@@ -171,26 +176,24 @@ def _write_tokens(
     ].set(tokens, mode="drop")
 
 
-def _score(model: Model, hidden: jax.Array, successors: jax.Array) -> TokenLogprobs:
-    """Log-probabilities of `successors` int32[S] after hidden [S, hidden_size].
+def _score(model: Model, hidden: jax.Array, successors: jax.Array, ids: jax.Array) -> TokenLogprobs:
+    """Log-probabilities of `successors` int32[S] and `ids` int32[S, n] after `hidden`.
 
     A block at a time: the logits of all would take too much memory.
     """
     num_tokens = hidden.shape[0]
     block_size = min(num_tokens, _SCORED_BLOCK)
     padding = -num_tokens % block_size
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-    successors = jnp.pad(successors, (0, padding))
 
-    def score_block(block: tuple[jax.Array, jax.Array]) -> TokenLogprobs:
-        states, tokens = block
-        return token_logprobs(model.logits(states), tokens)
+    def in_blocks(values: jax.Array) -> jax.Array:
+        padded = jnp.pad(values, ((0, padding), *((0, 0),) * (values.ndim - 1)))
+        return padded.reshape(-1, block_size, *values.shape[1:])
+
+    def score_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
+        states, tokens, own_ids = block
+        return token_logprobs(model.logits(states), tokens, own_ids)
 
     blocks: TokenLogprobs = lax.map(
-        score_block,
-        (
-            hidden.reshape(-1, block_size, hidden.shape[1]),
-            successors.reshape(-1, block_size),
-        ),
+        score_block, (in_blocks(hidden), in_blocks(successors), in_blocks(ids))
     )
     return TokenLogprobs(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))

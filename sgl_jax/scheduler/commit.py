@@ -13,6 +13,7 @@ import numpy as np
 from sgl_jax.core.messages import FinishReason, OutputBatch, RequestOutput, TokenLogprobs
 from sgl_jax.core.step_plan import (
     BoolArray,
+    Float32Array,
     Int32Array,
     PromptLogprobs,
     RankPlan,
@@ -169,15 +170,32 @@ def _token_logprobs(
     assert result.logprobs is not None, "the plan asked for log-probabilities"
     logprobs = result.logprobs[index].tolist()
     count = int(rank.running.top_logprobs_num[row])
-    if not count:
+    num_ids = int(rank.running.num_logprob_ids[row])
+    if not count and not num_ids:
         return [TokenLogprobs(t, logprobs[i], [], []) for i, t in enumerate(tokens)]
     assert result.top_ids is not None
     assert result.top_logprobs is not None
     top_ids = result.top_ids[index, :, :count].tolist()
     top_logprobs = result.top_logprobs[index, :, :count].tolist()
     return [
-        TokenLogprobs(t, logprobs[i], top_ids[i], top_logprobs[i]) for i, t in enumerate(tokens)
+        TokenLogprobs(
+            t,
+            logprobs[i],
+            top_ids[i],
+            top_logprobs[i],
+            _of_ids(result.id_logprobs, (index, i), num_ids),
+        )
+        for i, t in enumerate(tokens)
     ]
+
+
+def _of_ids(values: Float32Array | None, at: int | tuple[int, int], count: int) -> list[float]:
+    """At one position, of the `count` tokens that the request has named."""
+    if not count:
+        return []
+    assert values is not None, "the plan asked for them"
+    of_ids: list[float] = values[at][:count].tolist()
+    return of_ids
 
 
 def _collect_prompt_logprobs(
@@ -211,4 +229,5 @@ def _prompt_token_logprobs(
         float(values.logprobs[index]),
         values.top_ids[index, :count].tolist(),
         values.top_logprobs[index, :count].tolist(),
+        _of_ids(values.id_logprobs, index, len(request.message.token_ids_logprob)),
     )

@@ -156,6 +156,7 @@ class RankScheduler:
             seed=self._seed(request),
             stop_token_ids=stop_ids,
             start=start,
+            logprob_ids=tuple(request.message.token_ids_logprob),
         )
         return lease.row
 

@@ -40,6 +40,7 @@ class RowColumns:
     stop_ids: Int32Array  # [n, MAX_STOP_TOKEN_IDS], NO_TOKEN where there are fewer
     return_logprob: BoolArray
     top_logprobs_num: Int32Array
+    num_logprob_ids: Int32Array
     # Prompt position from which on the successors' log-probabilities are wanted; NOT_SCORED
     # where none are, or all have been planned.
     score_start: Int32Array
@@ -63,6 +64,7 @@ class RowColumns:
             stop_ids=np.full((num_rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32),
             return_logprob=np.zeros(num_rows, np.bool_),
             top_logprobs_num=np.zeros(num_rows, np.int32),
+            num_logprob_ids=np.zeros(num_rows, np.int32),
             score_start=np.full(num_rows, NOT_SCORED, np.int32),
             is_unsent=np.zeros(num_rows, np.bool_),
             rids=np.full(num_rows, "", dtype=object),
@@ -116,6 +118,7 @@ class RunningRows(RowColumns):
         self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
         self.return_logprob[row] = request.message.return_logprob
         self.top_logprobs_num[row] = request.message.top_logprobs_num
+        self.num_logprob_ids[row] = len(request.message.token_ids_logprob)
         is_scored = request.logprob_next < request.prompt_len
         self.score_start[row] = max(request.logprob_next - 1, 0) if is_scored else NOT_SCORED
         self.is_unsent[row] = count == request.prompt_len

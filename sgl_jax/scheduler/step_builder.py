@@ -99,6 +99,9 @@ def _plans(ranks: Ranks, drafts: Sequence[StepDraft], step: _JointStep) -> tuple
             num_scored=num_scored[k],
             return_logprob=top_logprobs_nums[k] is not None,
             top_logprobs_num=top_logprobs_nums[k] or 0,
+            num_logprob_ids=_num_logprob_ids(
+                ranks, step.rows[part], num_scored[k], top_logprobs_nums[k]
+            ),
         )
         for k, (draft, part) in enumerate(zip(drafts, step.parts, strict=True))
     )
@@ -137,6 +140,15 @@ def _top_logprobs_nums(ranks: Ranks, step: _JointStep) -> list[int | None]:
         return [None] * len(step.parts)
     counts = np.where(reports, running.top_logprobs_num[step.rows] + 1, 0)
     return [count - 1 if count else None for count in largest_of_each(counts, step.bounds)]
+
+
+def _num_logprob_ids(
+    ranks: Ranks, rows: RowIndex, num_scored: Int32Array | None, top_logprobs_num: int | None
+) -> int:
+    """The most tokens that one of a rank's rows has named; 0 if no row reports anything."""
+    if num_scored is None and top_logprobs_num is None:
+        return 0
+    return int(ranks.running.num_logprob_ids[rows].max())
 
 
 def _commit(ranks: Ranks, step: _JointStep) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from fastapi import Request
 from starlette.types import Scope
 
+from sgl_jax.core.calls import CALLS
 from sgl_jax.core.server_args import ServerArgs
 
 # What an operator does, and what tells of all clients at once.
 ADMIN_PATHS = frozenset(
-    {"/abort_request", "/flush_cache", "/get_server_info", "/start_profile", "/stop_profile"}
+    {"/get_server_info", *(call.route for call in CALLS if call.is_admin and call.route)}
 )
 MAX_NAME_CHARS = 64  # as part of the engine's ids of its sessions, each may take 12 characters
 _STATE = "caller"

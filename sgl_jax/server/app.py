@@ -3,9 +3,10 @@
 from importlib import metadata
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
+from msgspec.inspect import is_struct_type
 
-from sgl_jax.server import management_routes, native_routes, openai_routes, session_routes
+from sgl_jax.core.calls import CALLS
+from sgl_jax.server import call_routes, management_routes, native_routes, openai_routes
 from sgl_jax.server.api_keys import ApiKeys
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import install_error_handlers
@@ -13,10 +14,6 @@ from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from sgl_jax.server.native_protocol import Generated
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import install_openapi
-from sgl_jax.server.session_protocol import Forked, RolledBack, SessionList
-
-# A page may read these of an answer, beside what browsers always show.
-_SHOWN_HEADERS = ("retry-after",)
 
 
 def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
@@ -28,24 +25,16 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.context = context
-    for routes in (openai_routes, native_routes, session_routes, management_routes):
+    for routes in (openai_routes, native_routes, call_routes, management_routes):
         app.include_router(routes.router)
     install_error_handlers(app)
     # The last one is the first that a request passes.
     app.add_middleware(BodyLimitMiddleware, limits=context.limits)
     if not keys.is_open:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
-    if context.args.cors_allow_origins is not None:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=[o.strip() for o in context.args.cors_allow_origins.split(",")],
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=_SHOWN_HEADERS,
-        )
     structs: list[type] = [
         *(ChatCompletion, Completion, ModelCard, ModelList, Generated),
-        *(Forked, RolledBack, SessionList),
+        *(call.answer for call in CALLS if is_struct_type(call.answer)),
     ]
     install_openapi(app, structs, needs_key=not keys.is_open)
     return app

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from sgl_jax.core.messages import FinishReason, GenerateRequest, TokenLogprobs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.api_keys import caller_of
 from sgl_jax.server.connection import CLIENT_GONE, while_connected
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import abort_error, envelope, to_api_error
@@ -76,12 +77,14 @@ class StreamGroup:
         *,
         streaming: bool,
         names: Mapping[str, str] = NO_NAMES,
+        sender: str = "",
     ) -> None:
-        """`names`: our names of fields, and the client's."""
+        """`names`: our names of fields, and the client's; `sender`: of the API key."""
         self._frontend = frontend
         self._requests = requests
         self._streaming = streaming
         self._names = names
+        self._sender = sender
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
         self._wake = asyncio.Event()
         self.streams: list[RequestStream] = []
@@ -135,7 +138,9 @@ class StreamGroup:
                 yield batch
 
     def _start(self, index: int, request: GenerateRequest) -> RequestStream:
-        return self._frontend.start(request, lambda: self._signal(index), streaming=self._streaming)
+        return self._frontend.start(
+            request, lambda: self._signal(index), streaming=self._streaming, sender=self._sender
+        )
 
     def _signal(self, index: int) -> None:
         self._ready[index] = None
@@ -165,7 +170,8 @@ async def respond(
 
     Errors of the engine name fields by `names`, as for `client_names`.
     """
-    group = StreamGroup(context.frontend, requests, streaming=streaming, names=names)
+    sender = caller_of(request).name
+    group = StreamGroup(context.frontend, requests, streaming=streaming, names=names, sender=sender)
     if streaming:
         return EventStream(group, answer_format, context.reader_timeout_s)
     answers = await while_connected(request.receive, _gather(group))

@@ -2,7 +2,8 @@
 
 A decoder holds the interpreter until it is done. What it costs is not bytes but values: 27 MiB of
 empty lists take it seconds, as many of text milliseconds. So long bodies are counted first, in
-slices, by numpy, which lets other threads run.
+slices, by numpy, which lets other threads run. They are decoded and validated beside the event
+loop, which so waits for one of these at most, and of a validation for one of its parts.
 """
 
 import asyncio
@@ -12,8 +13,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 
-from sgl_jax.server.errors import ApiError
+from sgl_jax.server.errors import ApiError, to_api_error
 from sgl_jax.server.limits import Limits
 
 _INLINE_BYTES = 65_536  # has so few values that counting them would cost more than it saves
@@ -30,31 +33,45 @@ class JsonBodies:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         # One, since each of several would take its turn of the interpreter before the event loop.
-        self._counter = ThreadPoolExecutor(1, thread_name_prefix="json")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="json")
 
-    async def decode(self, body: bytes) -> Any:
-        """The JSON value that `body` holds, by the letter of RFC 8259.
+    async def decode(self, body: bytes, kind: type[BaseModel] | None = None) -> Any:
+        """The JSON value that `body` holds, by the letter of RFC 8259; a long one as a `kind`.
 
         Raises:
-            ApiError: 400, it is no JSON, or has more values, keys or depth than the limits allow.
+            ApiError: 400, it is no JSON, or has more values, keys or depth than the limits allow,
+                or a long one is no `kind`.
         """
-        limits = self._limits
         if len(body) > _INLINE_BYTES:
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._counter, check_shape, body, limits)
-        elif body.count(b"[") + body.count(b"{") > limits.max_json_depth:
-            check_shape(body, limits)
-        try:
-            value = msgspec.json.decode(body)
-        except UnicodeDecodeError as error:
-            raise _invalid(f"the body is not UTF-8: {error.reason}") from error
-        except RecursionError as error:  # it is no JSON, else `check_shape` would have counted
-            raise _invalid("the body is nested too deeply") from error
-        except msgspec.MsgspecError as error:
-            raise _invalid(f"the body is not valid JSON: {error}") from error
-        if len(body) > _INLINE_BYTES:
-            await asyncio.sleep(0)  # before it is validated, which may take as long again
+            return await loop.run_in_executor(self._reader, _read, body, self._limits, kind)
+        if body.count(b"[") + body.count(b"{") > self._limits.max_json_depth:
+            check_shape(body, self._limits)
+        return _decode(body)
+
+
+def _read(body: bytes, limits: Limits, kind: type[BaseModel] | None) -> Any:
+    check_shape(body, limits)
+    value = _decode(body)
+    if kind is None:
         return value
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+        in_body = [{**each, "loc": ("body", *each["loc"])} for each in found]
+        raise to_api_error(RequestValidationError(in_body)) from error
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except UnicodeDecodeError as error:
+        raise _invalid(f"the body is not UTF-8: {error.reason}") from error
+    except RecursionError as error:  # it is no JSON, else `check_shape` would have counted
+        raise _invalid("the body is nested too deeply") from error
+    except msgspec.MsgspecError as error:
+        raise _invalid(f"the body is not valid JSON: {error}") from error
 
 
 def check_shape(body: bytes, limits: Limits) -> None:

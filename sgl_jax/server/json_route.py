@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from sgl_jax.server.context import context_of
 
@@ -14,15 +15,21 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        annotation: Any = None if self.body_field is None else self.body_field.field_info.annotation
+        is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        kind = annotation if is_model else None
 
         async def strict_handler(request: Request) -> Response:
-            return await handler(_StrictRequest(request.scope, request.receive))
+            strict = _StrictRequest(request.scope, request.receive)
+            strict.kind = kind
+            return await handler(strict)
 
         return strict_handler
 
 
 class _StrictRequest(Request):
     _body: bytes
+    kind: type[BaseModel] | None = None  # of the body
 
     async def body(self) -> bytes:
         """The whole body. It grows in place: to join 30 MiB of pieces takes the loop a while."""
@@ -34,4 +41,4 @@ class _StrictRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        return await context_of(self).json_bodies.decode(await self.body())
+        return await context_of(self).json_bodies.decode(await self.body(), self.kind)

@@ -25,6 +25,7 @@ from typing import TypeVar, cast
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
@@ -43,6 +44,7 @@ from sgl_jax.server.context import ServerContext
 from sgl_jax.server.health import Gate
 from sgl_jax.server.http_guard import guarded_protocol
 from sgl_jax.server.limits import Limits
+from sgl_jax.server.middleware import let_pages_in
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer_check import check_vocabulary
 from sgl_jax.text.worker_process import TextWorkers
@@ -131,7 +133,8 @@ class _Server:
                 )
                 gate = Gate(self._health)
                 try:
-                    async with _http(gate, Limits.of(self._args), listener) as serving:
+                    app = let_pages_in(gate, self._args.cors_allow_origins)
+                    async with _http(app, Limits.of(self._args), listener) as serving:
                         logger.info("listening at %s; the engine starts", _url(listener))
                         context = await self._start(client)
                         if context is None:  # stopped while starting
@@ -301,7 +304,7 @@ def _allow_files(num_files: int) -> None:
 
 @contextlib.asynccontextmanager
 async def _http(
-    gate: Gate, limits: Limits, listener: socket.socket
+    app: ASGIApp, limits: Limits, listener: socket.socket
 ) -> "AsyncIterator[asyncio.Future[None]]":
     """HTTP on `listener`, once one can connect; the future ends when uvicorn does.
 
@@ -309,7 +312,7 @@ async def _http(
     """
     _allow_files(limits.max_connections + _FILES_BESIDE_CONNECTIONS)
     config = uvicorn.Config(
-        gate,
+        app,
         http=guarded_protocol(limits),
         ws="none",
         log_config=None,

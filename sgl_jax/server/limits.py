@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS
+from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROB_IDS
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.request_limits import MAX_REQUESTS_PER_CALL
 
@@ -74,6 +74,9 @@ class Limits:
         _MIB,
         "characters of a prompt, before and after the chat template (400): 65,536 and 16 for each "
         "token that a request may have",
+    )
+    max_token_ids_logprob: int = _limit(
+        MAX_LOGPROB_IDS, "ids of `token_ids_logprob`, for each prompt (400)"
     )
     max_logit_bias: int = _limit(MAX_LOGIT_BIAS, "keys of `logit_bias` (400)")
     text_timeout_s: float = _limit(

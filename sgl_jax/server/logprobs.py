@@ -1,8 +1,9 @@
 """Log-probabilities of tokens in the three ways that clients know."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from sgl_jax.core.messages import TokenLogprobs
+from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
 from sgl_jax.server.meta_info import NativeLogprob
 from sgl_jax.server.openai_responses import (
     ChatLogprobs,
@@ -63,36 +64,40 @@ class CompletionLogprobsWriter:
 
 
 def native_logprobs(
-    tokenizer: Tokenizer | None, entries: Sequence[TokenLogprobs]
-) -> list[NativeLogprob]:
-    """SGLang's form: `[logprob, token id, text]`; the text only if `tokenizer` is given."""
-    return [
-        (
-            None if entry.logprob is None else max(entry.logprob, _LOWEST),
-            entry.token_id,
-            _native_text(tokenizer, entry.token_id),
-        )
-        for entry in entries
-    ]
+    request: GenerateRequest,
+    tokenizer: Tokenizer | None,
+    outputs: Sequence[TokenLogprobs],
+    prompts: Sequence[TokenLogprobs],
+) -> dict[str, list[Any]]:
+    """The fields of `MetaInfo` that `request` asks for, about tokens of output and prompt.
 
+    In SGLang's form: `[logprob, token id, text]`; the text only if `tokenizer` is given.
+    """
+    if not request.return_logprob:
+        return {}
 
-def native_top_logprobs(
-    tokenizer: Tokenizer | None, entries: Sequence[TokenLogprobs]
-) -> list[list[NativeLogprob] | None]:
-    """The most likely tokens at each position, in SGLang's form."""
-    return [
-        None
-        if entry.logprob is None
-        else [
-            (max(value, _LOWEST), token_id, _native_text(tokenizer, token_id))
-            for token_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
-        ]
-        for entry in entries
-    ]
+    def write(token_id: int, logprob: float | None) -> NativeLogprob:
+        text = None if tokenizer is None else _text(tokenizer.token_bytes(token_id))
+        return (None if logprob is None else max(logprob, _LOWEST), token_id, text)
 
+    def others(entry: TokenLogprobs, ids: list[int], values: list[float]) -> Any:
+        pairs = zip(ids, values, strict=True)
+        return None if entry.logprob is None else [write(*pair) for pair in pairs]
 
-def _native_text(tokenizer: Tokenizer | None, token_id: int) -> str | None:
-    return None if tokenizer is None else _text(tokenizer.token_bytes(token_id))
+    parts = {"output": outputs}
+    if request.logprob_start_len >= 0:
+        parts["input"] = prompts
+    named = request.token_ids_logprob
+    fields: dict[str, list[Any]] = {}
+    for part, entries in parts.items():
+        fields[f"{part}_token_logprobs"] = [write(e.token_id, e.logprob) for e in entries]
+        if request.top_logprobs_num:
+            tops = [others(e, e.top_ids, e.top_logprobs) for e in entries]
+            fields[f"{part}_top_logprobs"] = tops
+        if named:
+            of_named = [others(e, named if e.id_logprobs else [], e.id_logprobs) for e in entries]
+            fields[f"{part}_token_ids_logprobs"] = of_named
+    return fields
 
 
 def _text(data: bytes) -> str:

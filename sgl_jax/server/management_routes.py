@@ -1,22 +1,19 @@
-"""Health, facts, metrics, and the few things an operator may ask the engine to do."""
+"""Health, facts, and metrics."""
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from sgl_jax.core.errors import EngineStuckError, QueueFullError
-from sgl_jax.core.messages import FlushCache, GetState, Profile
+from sgl_jax.core.messages import GetState
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.generation import StreamGroup, json_response
 from sgl_jax.server.health import health_answer
 from sgl_jax.server.json_route import JsonRoute
-from sgl_jax.server.native_protocol import ProfileBody
 from sgl_jax.server.openapi import answers, text_answer
 
 _HEALTH_TIMEOUT_S = 20.0
@@ -94,46 +91,6 @@ async def metrics(request: Request) -> Response:
         await _refresh(context)
     text = context.frontend.metrics.exposition()
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
-
-
-@router.get("/flush_cache", responses=answers())  # as older clients of SGLang ask
-@router.post("/flush_cache", responses=answers())
-async def flush_cache(request: Request) -> Response:
-    """Empty the prefix caches; refused while requests run or wait."""
-    reply = await context_of(request).ask(lambda rid: FlushCache(rid=rid))
-    if not reply.ok:
-        raise ApiError(400, reply.message or "the cache is in use", code="busy")
-    return json_response({"flushed": True})
-
-
-@router.post("/start_profile", responses=answers())
-async def start_profile(request: Request, body: ProfileBody | None = None) -> Response:
-    """Start a device trace, to be read with TensorBoard or xprof."""
-    chosen = None if body is None else body.output_dir
-    if chosen is not None and "\0" in chosen:
-        raise ApiError(400, "output_dir must not hold a null character", param="output_dir")
-    folder = chosen or tempfile.mkdtemp(prefix="sgl_jax-profile-")
-    try:
-        return await _profile(request, folder)
-    except BaseException:
-        if not chosen:  # nobody learns its name
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-@router.post("/stop_profile", responses=answers())
-async def stop_profile(request: Request) -> Response:
-    """End the trace and write it."""
-    return await _profile(request, None)
-
-
-async def _profile(request: Request, folder: str | None) -> Response:
-    reply = await context_of(request).ask(
-        lambda rid: Profile(rid=rid, output_dir=folder), timeout_s=120.0
-    )
-    if not reply.ok:
-        raise ApiError(400, reply.message or "the engine refused", code="profile_refused")
-    return json_response({"output_dir": folder, **reply.data})
 
 
 async def _refresh(context: ServerContext) -> None:

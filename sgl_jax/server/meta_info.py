@@ -22,8 +22,10 @@ class MetaInfo(Struct, frozen=True):
     e2e_latency: float | UnsetType = UNSET
     output_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
     output_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
+    output_token_ids_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
     input_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
     input_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
+    input_token_ids_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
 
 
 def describe(

@@ -1,5 +1,6 @@
 """What every HTTP request passes before a route sees it. Plain ASGI: streams stay cheap."""
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_jax.server.api_keys import ADMIN_PATHS, ApiKeys, note_caller
@@ -8,6 +9,24 @@ from sgl_jax.server.limits import Limits
 from sgl_jax.server.memory_return import MemoryReturn
 
 _OPEN_PATHS = frozenset({"/health"})  # load balancers have no key
+# A page may read these of an answer, beside what browsers always show.
+_SHOWN_HEADERS = ("retry-after",)
+
+
+def let_pages_in(app: ASGIApp, origins: str | None) -> ASGIApp:
+    """`app` for pages of `origins` too, as `--cors-allow-origins` names them; None: of no other.
+
+    Around everything that answers, so that a page can read every refusal.
+    """
+    if origins is None:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=[origin.strip() for origin in origins.split(",")],
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=_SHOWN_HEADERS,
+    )
 
 
 class ApiKeyMiddleware:

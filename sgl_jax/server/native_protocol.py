@@ -6,7 +6,7 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 from sgl_jax.engine.request_limits import check_num_requests
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.meta_info import MetaInfo
@@ -35,6 +35,7 @@ class WantedLogprobs(NamedTuple):
     return_logprob: bool
     logprob_start_len: int  # -1: none of the prompt
     top_logprobs_num: int
+    token_ids_logprob: list[int]
 
 
 class GenerateBody(RequestFields):
@@ -50,6 +51,11 @@ class GenerateBody(RequestFields):
         default=None, description="first position of the prompt that is scored; -1: none"
     )
     top_logprobs_num: _TopNum | ForEach[_TopNum] | None = None
+    token_ids_logprob: TokenIds | ForEach[TokenIds] | None = Field(
+        default=None,
+        description=f"at most {MAX_LOGPROB_IDS} tokens whose log-probabilities are told at each "
+        "position; a list of lists has one for each prompt",
+    )
     return_output_logprob_only: bool | None = Field(
         default=None, description="true: as logprob_start_len -1"
     )
@@ -109,10 +115,13 @@ class GenerateBody(RequestFields):
 
     def logprobs_of(self, num_prompts: int) -> list[WantedLogprobs]:
         """One for each prompt."""
+        given: Any = self.token_ids_logprob or []
+        ids = given if given and isinstance(given[0], list) else [given] * num_prompts
         each = zip(
             for_each("return_logprob", self.return_logprob, num_prompts),
             for_each("logprob_start_len", self.logprob_start_len, num_prompts),
             for_each("top_logprobs_num", self.top_logprobs_num, num_prompts),
+            for_each("token_ids_logprob", ids, num_prompts),
             strict=True,
         )
         return [
@@ -120,10 +129,11 @@ class GenerateBody(RequestFields):
                 True,
                 -1 if start is None or self.return_output_logprob_only else start,
                 top or 0,
+                own_ids,
             )
             if wanted
-            else WantedLogprobs(False, -1, 0)
-            for wanted, start, top in each
+            else WantedLogprobs(False, -1, 0, [])
+            for wanted, start, top, own_ids in each
         ]
 
 
@@ -134,12 +144,6 @@ class AbortBody(StrictModel):
 
     rid: str = ""
     abort_all: bool = False
-
-
-class ProfileBody(StrictModel):
-    """Body of `/start_profile`: where the trace goes; default: a new temporary folder."""
-
-    output_dir: str | None = Field(default=None, min_length=1, max_length=1024)
 
 
 class Generated(Struct, frozen=True):

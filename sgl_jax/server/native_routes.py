@@ -9,11 +9,12 @@ from msgspec import UNSET
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.api_keys import caller_of
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.generation import Answer, json_response, respond
 from sgl_jax.server.json_route import JsonRoute
-from sgl_jax.server.logprobs import native_logprobs, native_top_logprobs
+from sgl_jax.server.logprobs import native_logprobs
 from sgl_jax.server.loop_share import LoopShare
 from sgl_jax.server.meta_info import describe
 from sgl_jax.server.native_protocol import (
@@ -76,10 +77,15 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
 @router.post("/abort_request", responses=answers())
 async def abort_request(body: AbortBody, request: Request) -> Response:
-    """End a request by its `rid`, or all of them; what they had generated is their answer."""
+    """End the caller's request `rid`, or all that are the caller's; an admin's, any or all.
+
+    What they had generated is their answer.
+    """
     if bool(body.rid) == body.abort_all:
         raise InvalidRequestError("send either rid or abort_all", "rid")
-    return json_response({"aborted": context_of(request).frontend.abort(body.rid)})
+    caller = caller_of(request)
+    sender = None if caller.is_admin else caller.name
+    return json_response({"aborted": context_of(request).frontend.abort(body.rid, sender)})
 
 
 class NativeFormat:
@@ -116,7 +122,9 @@ class NativeFormat:
 
     def _write(self, index: int, answer: Answer) -> Generated:
         stream = answer.stream
-        logprobs = self._logprobs(answer)
+        logprobs = native_logprobs(
+            stream.request, self._tokenizer, answer.logprobs, answer.prompt_logprobs
+        )
         return Generated(
             answer.text,
             answer.token_ids,
@@ -124,20 +132,6 @@ class NativeFormat:
             index if self._body.is_list else UNSET,
             stream.request.input_ids if self._body.return_prompt_token_ids else UNSET,
         )
-
-    def _logprobs(self, answer: Answer) -> dict[str, Any]:
-        request = answer.stream.request
-        if not request.return_logprob:
-            return {}
-        written: dict[str, Any] = {}
-        parts = {"output": answer.logprobs, "input": answer.prompt_logprobs}
-        for part, entries in parts.items():
-            if part == "input" and request.logprob_start_len < 0:
-                continue
-            written[f"{part}_token_logprobs"] = native_logprobs(self._tokenizer, entries)
-            if request.top_logprobs_num:
-                written[f"{part}_top_logprobs"] = native_top_logprobs(self._tokenizer, entries)
-        return written
 
 
 def _names(body: GenerateBody) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sgl_jax.engine.request_stream import Chunk, RequestStream
-from sgl_jax.server.logprobs import native_logprobs, native_top_logprobs
+from sgl_jax.server.logprobs import native_logprobs
 from sgl_jax.server.meta_info import describe
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ class StreamedAnswer:
         self._text = bytearray()  # inside the quotes
         self._ids = bytearray()  # inside the brackets, as are the lists of log-probabilities
         self._logprobs: dict[str, bytearray] = {}
-        for name in self._logprob_fields():
+        for name in native_logprobs(stream.request, None, (), ()):
             self._logprobs[name] = bytearray()
 
     def event(self, chunk: Chunk) -> bytes:
@@ -54,10 +54,11 @@ class StreamedAnswer:
         self._num_tokens += len(chunk.token_ids)
         self._text += _encode(chunk.text)[1:-1]
         _append(self._ids, chunk.token_ids)
+        gained = native_logprobs(
+            self._stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
+        )
         for name, written in self._logprobs.items():
-            entries = chunk.prompt_logprobs if name.startswith("input") else chunk.logprobs
-            write = native_top_logprobs if "_top_" in name else native_logprobs
-            _append(written, write(self._tokenizer, entries))
+            _append(written, gained[name])
         meta = _encode(describe(self._stream, self._num_tokens, chunk.finish))
         parts: list[bytes | bytearray] = [b'data: {"text":"', self._text, b'","output_ids":[']
         parts += [self._ids, b'],"meta_info":', meta[:-1]]
@@ -76,14 +77,6 @@ class StreamedAnswer:
             written.clear()
             if name.startswith("input"):
                 del self._logprobs[name]
-
-    def _logprob_fields(self) -> list[str]:
-        request = self._stream.request
-        parts = [] if not request.return_logprob else ["output"]
-        if parts and request.logprob_start_len >= 0:
-            parts.append("input")
-        kinds = ["token_logprobs"] + (["top_logprobs"] if request.top_logprobs_num else [])
-        return [f"{part}_{kind}" for part in parts for kind in kinds]
 
 
 def _append(written: bytearray, items: Sequence[Any]) -> None:

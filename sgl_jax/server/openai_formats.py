@@ -103,9 +103,8 @@ class ChatFormat:
         return ChatCompletion(self._id, self._created, self._model, choices, usage)
 
     def _meta_info(self, answer: Answer) -> MetaInfo:
-        logprobs = {}
-        if self._logprobs:
-            logprobs["output_token_logprobs"] = native_logprobs(self._tokenizer, answer.logprobs)
+        request = answer.stream.request
+        logprobs = native_logprobs(request, self._tokenizer, answer.logprobs, ())
         return describe(answer.stream, len(answer.token_ids), answer.finish, **logprobs)
 
 

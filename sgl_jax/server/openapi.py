@@ -84,6 +84,6 @@ def install_openapi(app: FastAPI, structs: list[type], *, needs_key: bool) -> No
 def _of(kind: type[msgspec.Struct] | type[str] | None) -> dict[str, Any]:
     if kind is None:
         return {"schema": {"type": "object"}}
-    if issubclass(kind, str):
+    if kind is str:
         return {"schema": {"type": "string"}}
     return {"schema": {"$ref": _REF.format(name=kind.__name__)}}

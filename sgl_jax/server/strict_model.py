@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sgl_jax.engine.request_limits import (
-    MAX_NAMESPACE_CHARS,
     MAX_PRIORITY,
     MAX_REQUESTS_PER_CALL,
     MAX_RID_CHARS,
@@ -17,7 +16,6 @@ from sgl_jax.server.unserved_fields import Fields
 T = TypeVar("T")
 
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
-Namespace = Annotated[str, Field(max_length=MAX_NAMESPACE_CHARS)]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 # One for each prompt.
 ForEach = Annotated[list[T], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)]

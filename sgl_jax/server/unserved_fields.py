@@ -174,9 +174,6 @@ GENERATE: Fields = {
     **_REQUEST,
     **_fields("session_id", None, "it is for routers; session_params names a session"),
     **_fields("is_single batch_size", None, "it is SGLang's own, and counted here"),
-    **_fields(
-        "token_ids_logprob", NOTHING, "only the likeliest tokens are scored (top_logprobs_num)"
-    ),
     **_fields("input_embeds positional_embed_overrides", NOTHING, "prompts are tokens"),
     **_fields(
         "multi_item_delimiter_indices token_indices_to_pool",

@@ -7,6 +7,9 @@ themselves are requests like any other; what the service knows of them is a `Tur
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
+
+from sgl_jax.core.calls import CALL_OF, Done, Forked, RolledBack, SessionEntry, SessionList
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
@@ -67,24 +70,18 @@ class SessionService(Generic[T]):
         self._memories = memories
         self._requests = requests
         self._known_tokens = known_tokens
-        self._handlers: dict[type[SessionMessage], Callable[[Any], dict[str, Any]]] = {
-            OpenSession: self._open,
-            CloseSession: self._close,
-            RollbackSession: self._roll_back,
-            ForkSession: self._fork,
-            ListSessions: self._list,
-        }
 
     def answer(self, message: SessionMessage) -> Reply:
         """Do what is asked, or say why it cannot be done; nothing has changed then."""
         try:
-            data = self._handlers[type(message)](message)
+            told = getattr(self, CALL_OF[type(message)].handler)(message)
         except InvalidRequestError as error:
-            return Reply(rid=message.rid, ok=False, message=str(error), data={"param": error.param})
-        except SessionsFullError as error:
-            data = {"status_code": 503}
+            data: dict[str, Any] = {"param": error.param, "code": error.code}
             return Reply(rid=message.rid, ok=False, message=str(error), data=data)
-        return Reply(rid=message.rid, ok=True, data=data)
+        except SessionsFullError as error:
+            data = {"status_code": 503, "code": "too_many_sessions"}
+            return Reply(rid=message.rid, ok=False, message=str(error), data=data)
+        return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(told))
 
     def home_of(self, request: T) -> RankMemory | None:
         """The memory with the lease of the request's session, if it can go on with that."""
@@ -143,9 +140,9 @@ class SessionService(Generic[T]):
     def tick(self, now_s: float) -> None:
         """The time: close what was idle for too long."""
         for session_id in self.store.tick(now_s):
-            self.close(session_id)
+            self._close(session_id)
 
-    def close(self, session_id: str) -> None:
+    def _close(self, session_id: str) -> None:
         """Close a session; its memory goes at once, or with the turn in flight."""
         session = self.store.close(session_id)
         turn = self._turn_of(session)
@@ -163,44 +160,49 @@ class SessionService(Generic[T]):
             while (session_id := memory.sessions.oldest_idle()) is not None:
                 release_idle_lease(memory, session_id)
 
-    def _open(self, message: OpenSession) -> dict[str, Any]:
+    def open(self, message: OpenSession) -> dict[str, str]:
+        """A new session; its id."""
         self.store.open(message)
         return {"session_id": message.session_id}
 
-    def _close(self, message: CloseSession) -> dict[str, Any]:
-        self.close(message.session_id)
-        return {}
+    def close(self, message: CloseSession) -> Done:
+        """As `CloseSession` says."""
+        self._close(message.session_id)
+        return Done()
 
-    def _fork(self, message: ForkSession) -> dict[str, Any]:
+    def fork(self, message: ForkSession) -> Forked:
+        """As `ForkSession` says."""
         session = self.store.idle_streaming(message.session_id)
         self.store.fork(session, message.new_session_id)
-        return {"session_id": message.new_session_id, "num_tokens": session.num_tokens}
+        return Forked(message.new_session_id, session.num_tokens)
 
-    def _list(self, message: ListSessions) -> dict[str, Any]:
-        return {"sessions": [self._describe(*entry) for entry in self.store.all()]}
+    def list_all(self, message: ListSessions) -> SessionList:
+        """All sessions, of all callers."""
+        return SessionList([self._describe(*entry) for entry in self.store.all()])
 
-    def _roll_back(self, message: RollbackSession) -> dict[str, Any]:
+    def roll_back(self, message: RollbackSession) -> RolledBack:
+        """As `RollbackSession` says."""
         session = self.store.idle_streaming(message.session_id)
         self.store.roll_back(session, message.num_turns)
         home = self._home(message.session_id)
         if home is not None:
             roll_back_lease(home, message.session_id, session.num_tokens)
-        return {"num_turns": session.num_turns, "num_tokens": session.num_tokens}
+        return RolledBack(session.num_turns, session.num_tokens)
 
-    def _describe(self, session: Session, idle_s: float, is_closing: bool) -> dict[str, Any]:
+    def _describe(self, session: Session, idle_s: float, is_closing: bool) -> SessionEntry:
         home = self._home(session.session_id)
-        return {
-            "session_id": session.session_id,
-            "streaming": isinstance(session, StreamingSession),
-            "num_turns": session.num_turns,
-            "num_tokens": session.num_tokens,
-            "num_running": session.num_running,
-            "is_closing": is_closing,
-            "idle_s": idle_s,
-            "timeout_s": session.timeout_s,
-            "dp_rank": None if home is None else home.dp_rank,
-            "cached_tokens": 0 if home is None else _num_cached(home, session.session_id),
-        }
+        return SessionEntry(
+            session_id=session.session_id,
+            streaming=isinstance(session, StreamingSession),
+            num_turns=session.num_turns,
+            num_tokens=session.num_tokens,
+            num_running=session.num_running,
+            is_closing=is_closing,
+            idle_s=idle_s,
+            timeout_s=session.timeout_s,
+            dp_rank=None if home is None else home.dp_rank,
+            cached_tokens=0 if home is None else _num_cached(home, session.session_id),
+        )
 
     def _turn_of(self, session: Session) -> T | None:
         """The turn in flight of a streaming session; a regular one keeps no lease."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 from sgl_jax.core.step_plan import (
     Float32Array,
     Int32Array,
@@ -74,6 +74,8 @@ class OracleExecutor:
         self._tokens = [np.zeros(rows, np.int32) for _ in range(sizes.dp_size)]
         self._hashes = [np.zeros(rows, np.uint64) for _ in range(sizes.dp_size)]
         self._lens = [np.zeros(sizes.num_rows, np.int32) for _ in range(sizes.dp_size)]
+        ids = (sizes.num_rows, MAX_LOGPROB_IDS)
+        self._logprob_ids = [np.zeros(ids, np.int32) for _ in range(sizes.dp_size)]
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run the step. Raises `ContentError` if a row would read foreign or missing KV."""
@@ -104,6 +106,9 @@ class OracleExecutor:
             tokens[admission.row, start:end] = admission.tokens
             _hash_span(tokens[admission.row], hashes[admission.row], start, end)
             self._lens[rank][admission.row] = end
+            own_ids = self._logprob_ids[rank][admission.row]
+            own_ids[:] = 0
+            own_ids[: len(admission.logprob_ids)] = admission.logprob_ids
         result = self._no_result(plan)
         self._check_rows_distinct(rank, plan)
         num_drafts = plan.num_drafts.tolist()
@@ -117,7 +122,7 @@ class OracleExecutor:
             if plan.samples[i]:
                 gained = self._verify(state, drafts)
                 result.tokens[i, : len(gained)] = gained
-                self._report(result, i, state, gained)
+                self._report(result, i, state, gained, self._ids(rank, plan, i))
                 stored = tokens[row, end : end + len(gained)]
                 stored[:] = gained[: len(stored)]  # the last one may lie past the table's end
                 _hash_span(tokens[row], hashes[row], end, end + len(stored))
@@ -127,7 +132,9 @@ class OracleExecutor:
         scored = np.flatnonzero(plan.num_scored).tolist()
         counts = plan.num_scored.tolist()
         return result._replace(
-            prompt_logprobs={i: self._score(plan, i, counts[i], hashes) for i in scored}
+            prompt_logprobs={
+                i: self._score(plan, i, counts[i], hashes, self._ids(rank, plan, i)) for i in scored
+            }
         )
 
     def _no_result(self, plan: RankPlan) -> RankResult:
@@ -140,18 +147,27 @@ class OracleExecutor:
             logprobs=np.zeros(shape, np.float32),
             top_ids=np.zeros((*shape, MAX_TOP_LOGPROBS), np.int32),
             top_logprobs=np.zeros((*shape, MAX_TOP_LOGPROBS), np.float32),
+            id_logprobs=np.zeros((*shape, plan.num_logprob_ids), np.float32),
         )
 
-    def _report(self, result: RankResult, i: int, state: int, gained: list[int]) -> None:
+    def _ids(self, rank: int, plan: RankPlan, i: int) -> Int32Array:
+        """As many of row i's `logprob_ids` as the plan says that one has."""
+        return self._logprob_ids[rank][plan.rows[i], : plan.num_logprob_ids]
+
+    def _report(
+        self, result: RankResult, i: int, state: int, gained: list[int], ids: Int32Array
+    ) -> None:
         """Made-up log-probabilities of row i's new tokens, that only their prefix determines."""
         if result.logprobs is None or result.top_ids is None or result.top_logprobs is None:
             return
+        assert result.id_logprobs is not None
         for j, token in enumerate(gained):
             state = _extend(state, token)
             value = made_up_logprobs(np.array([state], np.uint64))
             result.logprobs[i, j] = value[0]
             result.top_ids[i, j] = token + np.arange(MAX_TOP_LOGPROBS)
             result.top_logprobs[i, j] = value - np.arange(MAX_TOP_LOGPROBS)
+            result.id_logprobs[i, j] = made_up_id_logprobs(value, ids)[0]
 
     def _read_and_write(
         self,
@@ -210,15 +226,17 @@ class OracleExecutor:
         return gained
 
     def _score(
-        self, plan: RankPlan, i: int, count: int, hashes: NDArray[np.uint64]
+        self, plan: RankPlan, i: int, count: int, hashes: NDArray[np.uint64], ids: Int32Array
     ) -> PromptLogprobs:
         """Made-up log-probabilities of the tokens after the last `count` of row i's chunk."""
         first = int(plan.kv_starts[i] + plan.q_lens[i]) - count + 1
         logprobs = made_up_logprobs(hashes[int(plan.rows[i]), first : first + count])
+        logprobs = np.pad(logprobs, (0, count - len(logprobs)))
         return PromptLogprobs(
-            logprobs=np.pad(logprobs, (0, count - len(logprobs))),
+            logprobs=logprobs,
             top_ids=np.zeros((count, MAX_TOP_LOGPROBS), np.int32),
             top_logprobs=np.zeros((count, MAX_TOP_LOGPROBS), np.float32),
+            id_logprobs=made_up_id_logprobs(logprobs, ids),
         )
 
     def expected_logprobs(self, prompt: list[int]) -> list[float]:
@@ -247,6 +265,11 @@ class OracleExecutor:
 def made_up_logprobs(hashes: NDArray[np.uint64]) -> Float32Array:
     """A log-probability in (-16, 0] that only the prefix up to the token determines."""
     return -(hashes >> np.uint64(44)).astype(np.float32) / np.float32(1 << 16)
+
+
+def made_up_id_logprobs(logprobs: Float32Array, ids: Int32Array) -> Float32Array:
+    """Of tokens that a request has named, float32[n, ids], beside the `logprobs` float32[n]."""
+    return logprobs[:, None] - ids.astype(np.float32) / np.float32(1024)
 
 
 def _extend(state: int, token: int) -> int:

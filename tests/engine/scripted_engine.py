@@ -27,12 +27,13 @@ from sgl_jax.core.messages import (
     ListSessions,
     OpenSession,
     OutputBatch,
-    Profile,
     Reply,
     RequestOutput,
     RollbackSession,
     SessionMessage,
     Shutdown,
+    StartProfile,
+    StopProfile,
     StopRequest,
     TokenLogprobs,
 )
@@ -74,7 +75,6 @@ class ScriptedEngine:
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
-    refuses_profiles: bool = False
     _may_go_on: threading.Event = field(default_factory=threading.Event)
     _stands_still: threading.Event = field(default_factory=threading.Event)
 
@@ -138,17 +138,19 @@ class ScriptedEngine:
                 return None
             case FlushCache():
                 busy = bool(self.running)
-                return Reply(rid=message.rid, ok=not busy, message="busy" if busy else "")
+                if busy:
+                    return Reply(rid=message.rid, ok=False, message="busy", data={"code": "busy"})
+                return Reply(rid=message.rid, ok=True, data={"flushed": True})
             case GetState():
                 return Reply(rid=message.rid, ok=True, data=self.state())
             case (
                 OpenSession() | CloseSession() | RollbackSession() | ForkSession() | ListSessions()
             ):
                 return self.ask_session(message)
-            case Profile() if self.refuses_profiles:
-                return Reply(rid=message.rid, ok=False, message="the script refuses")
-            case Profile():
+            case StartProfile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": message.output_dir})
+            case StopProfile():
+                return Reply(rid=message.rid, ok=True, data={"output_dir": "somewhere"})
         return None
 
     def ask_session(self, message: SessionMessage) -> Reply:
@@ -158,7 +160,7 @@ class ScriptedEngine:
             case ListSessions():
                 data = {"sessions": [described_session(name) for name in sorted(self.sessions)]}
             case OpenSession() if len(self.sessions) >= MAX_SESSIONS:
-                full = {"status_code": 503}
+                full = {"status_code": 503, "code": "too_many_sessions"}
                 return Reply(rid=message.rid, ok=False, message="too many", data=full)
             case OpenSession(session_id=name) if name not in self.sessions:
                 self.sessions.add(name)
@@ -235,7 +237,9 @@ class ScriptedEngine:
 
     def logprobs(self, request: GenerateRequest, token: int) -> TokenLogprobs:
         others = [(token + i) % self.vocab_size for i in range(request.top_logprobs_num)]
-        return TokenLogprobs(token, LOGPROB, others, [LOGPROB - i for i in range(len(others))])
+        tops = [LOGPROB - i for i in range(len(others))]
+        named = [LOGPROB - token_id for token_id in request.token_ids_logprob]
+        return TokenLogprobs(token, LOGPROB, others, tops, named)
 
     def prompt_logprobs(self, request: GenerateRequest) -> list[TokenLogprobs] | None:
         if request.logprob_start_len < 0:

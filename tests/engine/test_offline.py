@@ -68,23 +68,39 @@ def test_leaving_a_stream_early_gives_its_memory_back(engine: Engine) -> None:
 
 
 def test_log_probabilities_come_for_output_and_prompt(engine: Engine) -> None:
-    ids = engine.tokenizer.encode("The code of Anna is 4 7 1.")
+    prompt = engine.tokenizer.encode("The code of Anna is 4 7 1.")
     (result,) = engine.generate(
-        input_ids=[ids],
+        input_ids=[prompt],
         sampling_params=GREEDY,
         return_logprob=True,
         top_logprobs_num=3,
         logprob_start_len=0,
     )
     assert [entry.token_id for entry in result.logprobs] == result.output_ids
-    assert [entry.token_id for entry in result.prompt_logprobs] == ids
+    assert [entry.token_id for entry in result.prompt_logprobs] == prompt
     assert result.prompt_logprobs[0].logprob is None
     for entry in result.logprobs:  # greedy: the token chosen is the most likely one
         assert entry.top_ids[0] == entry.token_id
         assert entry.top_logprobs[0] == pytest.approx(entry.logprob)
+    ids = result.logprobs[0].top_ids
+    (named,) = engine.generate(
+        input_ids=[prompt],
+        sampling_params=GREEDY,
+        return_logprob=True,
+        token_ids_logprob=ids,
+        logprob_start_len=0,
+    )
+    assert named.logprobs[0].id_logprobs == pytest.approx(result.logprobs[0].top_logprobs)
+    for pair in ("logprobs", "prompt_logprobs"):
+        for entry, told in zip(getattr(named, pair), getattr(result, pair), strict=True):
+            assert len(entry.id_logprobs) == (3 if entry.logprob is not None else 0)
+            shared = set(told.top_ids) & set(ids)
+            for token in shared:
+                value = told.top_logprobs[told.top_ids.index(token)]
+                assert entry.id_logprobs[ids.index(token)] == pytest.approx(value, abs=1e-4)
     # The prompt is scored as its own continuation would be.
     (check,) = engine.generate(
-        input_ids=[ids[:-1]],
+        input_ids=[prompt[:-1]],
         sampling_params={**GREEDY, "max_new_tokens": 1},
         return_logprob=True,
         top_logprobs_num=1,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.step_plan import RankPlan, RowAdmission, StepPlan
+from sgl_jax.core.step_plan import RankPlan, RankResult, RowAdmission, StepPlan
 from sgl_jax.executor.model_executor import ModelExecutor
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -27,6 +27,7 @@ class Row:
     output: list[int] = field(default_factory=list)
     admitted: bool = False
     unread_drafts: int = 0
+    logprob_ids: tuple[int, ...] = ()
 
 
 class Driver:
@@ -82,6 +83,7 @@ class Driver:
                     row.sampling,
                     row.seed,
                     (95,),
+                    logprob_ids=row.logprob_ids,
                 )
                 for row in rows
                 if not row.admitted
@@ -110,7 +112,9 @@ class Driver:
             self._read(waiting)
         return [row.output for row in self.rows]
 
-    def _read(self, waiting: list[tuple[StepPlan, object, list[list[Row]]]]) -> None:
+    def _read(
+        self, waiting: list[tuple[StepPlan, object, list[list[Row]]]]
+    ) -> tuple[RankResult, ...]:
         plan, handle, order = waiting.pop(0)
         results = self.executor.result(handle)
         for rank_plan, result, rows in zip(plan.ranks, results, order, strict=True):
@@ -122,3 +126,4 @@ class Driver:
                 row.committed += accepted
                 row.length += accepted
                 row.unread_drafts -= drafted
+        return results

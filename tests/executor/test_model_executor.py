@@ -141,9 +141,10 @@ def test_a_row_admitted_again_with_its_output_goes_on_as_if_never_interrupted(ma
 def test_log_probabilities_are_those_of_the_model(make_executor, reference_logits):
     executor = make_executor()
     (row,) = rows(prompts=[PROMPTS[0]], sampling=SamplingParams(temperature=0.5))
+    row.logprob_ids = (90, 3, 90)
     driver = Driver(executor, [row])
     for _ in range(2):
-        plan, _ = driver.plan(chunk=8, return_logprob=True, top_logprobs_num=3)
+        plan, _ = driver.plan(chunk=8, return_logprob=True, top_logprobs_num=3, num_logprob_ids=3)
         (result,) = executor.result(executor.launch(plan))
         want = log_softmax(reference_logits(row.prompt + row.output)[-1])
         token, top_ids, top = result.tokens[0, 0], result.top_ids[0, 0], result.top_logprobs[0, 0]
@@ -151,11 +152,38 @@ def test_log_probabilities_are_those_of_the_model(make_executor, reference_logit
         np.testing.assert_allclose(result.logprobs[0], want[[token]], atol=1e-4)
         np.testing.assert_allclose(top, np.sort(want)[::-1][:20], atol=1e-4)
         np.testing.assert_allclose(top, want[top_ids], atol=1e-4)
+        np.testing.assert_allclose(result.id_logprobs[0, 0, :3], want[[90, 3, 90]], atol=1e-4)
+    plan, _ = driver.plan(chunk=8, return_logprob=True)
+    assert executor.result(executor.launch(plan))[0].id_logprobs is None
+
+
+def test_named_tokens_are_scored_at_each_place_that_drafts_reach(make_executor, reference_logits):
+    """Of rows on two ranks, each with tokens of its own, a step after the other."""
+    executor = make_executor(**DRAFTING, dp_size=2)
+    all_rows = rows(2, prompts=[[5, 6] * 6, PROMPTS[1], [7, 8, 9] * 4])
+    for row, ids in zip(all_rows, ((1, 2), (), (94, 0, 50)), strict=True):
+        row.logprob_ids = ids
+    driver = Driver(executor, all_rows, num_drafts=3)
+    most = 0
+    for _ in range(8):
+        plan, order = driver.plan(chunk=8, return_logprob=True, num_logprob_ids=3)
+        results = driver._read([(plan, executor.launch(plan), order)])
+        for result, of_rank in zip(results, order, strict=True):
+            for row, tokens, values in zip(of_rank, result.tokens, result.id_logprobs, strict=True):
+                gained = int((tokens >= 0).sum())
+                most = max(most, gained)
+                known = row.prompt + row.output
+                for j in range(gained):
+                    want = log_softmax(reference_logits(known[: len(known) - gained + j])[-1])
+                    ids = list(row.logprob_ids)
+                    np.testing.assert_allclose(values[j, : len(ids)], want[ids], atol=1e-4)
+    assert most > 1, "no draft was accepted"
 
 
 def test_a_prompt_is_scored_chunk_by_chunk_beside_a_decoding_row(make_executor, reference_logits):
     executor = make_executor()
     first, scored = rows(prompts=PROMPTS[:2])
+    first.logprob_ids, scored.logprob_ids = (7,), (0, 95, 33)
     driver = Driver(executor, [first])
     executor.result(executor.launch(driver.plan(8)[0]))
     driver.rows.append(scored)
@@ -165,14 +193,15 @@ def test_a_prompt_is_scored_chunk_by_chunk_beside_a_decoding_row(make_executor, 
         plan, order = driver.plan(chunk=7)
         (rank,) = plan.ranks
         num_scored = np.where([row is scored for row in order[0]], rank.q_lens, 0)
-        plan = plan.__class__(plan.step_id, (rank._replace(num_scored=num_scored),))
+        rank = rank._replace(num_scored=num_scored, num_logprob_ids=3)
+        plan = plan.__class__(plan.step_id, (rank,))
         (result,) = executor.result(executor.launch(plan))
         assert list(result.prompt_logprobs) == [1]
         got.append(result.prompt_logprobs[1])
-    check_scores(got, scored.prompt, 0, reference_logits)
+    check_scores(got, scored.prompt, 0, reference_logits, scored.logprob_ids)
 
 
-def check_scores(got, prompt, first, reference_logits):
+def check_scores(got, prompt, first, reference_logits, ids=()):
     """The model's, at each position from `first` on that has a successor in the prompt."""
     want = log_softmax(reference_logits(prompt))[first:-1]
     logprobs = np.concatenate([chunk.logprobs for chunk in got])[: len(want)]
@@ -180,6 +209,11 @@ def check_scores(got, prompt, first, reference_logits):
     np.testing.assert_allclose(logprobs, want[np.arange(len(want)), successors], atol=1e-4)
     top = np.concatenate([chunk.top_logprobs for chunk in got])[: len(want)]
     np.testing.assert_allclose(top, -np.sort(-want, axis=-1)[:, :20], atol=1e-4)
+    for chunk in got:
+        assert (chunk.id_logprobs is None) == (not ids)
+    if ids:
+        of_ids = np.concatenate([chunk.id_logprobs for chunk in got])[: len(want), : len(ids)]
+        np.testing.assert_allclose(of_ids, want[:, list(ids)], atol=1e-4)
 
 
 def test_rows_of_two_ranks_are_scored_from_their_own_position_on(make_executor, reference_logits):

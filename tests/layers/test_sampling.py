@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, SamplingParams
 from sgl_jax.core.step_plan import RowAdmission
 from sgl_jax.layers.sampling import (
     PACKED_WIDTH,
@@ -279,15 +279,24 @@ def test_broken_logits_still_give_a_valid_token(bad, temperature):
 def test_log_probabilities_are_of_the_unmodified_logits():
     logits = np.random.default_rng(3).normal(0, 3, (3, 30)).astype(np.float32)
     want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    got = token_logprobs(jnp.asarray(logits), jnp.array([4, 0, 29]))
+    got = token_logprobs(jnp.asarray(logits), jnp.array([4, 0, 29]), ids(3))
     np.testing.assert_allclose(got.logprobs, want[np.arange(3), [4, 0, 29]], rtol=1e-5)
     order = np.argsort(-want, axis=-1)[:, :20]
     np.testing.assert_array_equal(got.top_ids, order)
     np.testing.assert_allclose(got.top_logprobs, np.take_along_axis(want, order, -1), rtol=1e-5)
+    np.testing.assert_allclose(got.id_logprobs[:, :30], want, rtol=1e-5)
+    assert np.isfinite(np.asarray(got.id_logprobs)).all()
+
+
+def ids(num_rows):
+    """Every token of a vocabulary of 30, and then none."""
+    named = np.full((num_rows, MAX_LOGPROB_IDS), 2**31 - 1, np.int32)
+    named[:, :30] = np.arange(30)
+    return jnp.asarray(named)
 
 
 def test_a_vocabulary_below_twenty_fills_the_alternatives_with_nothing():
-    got = token_logprobs(jnp.zeros((1, 3)), jnp.array([1]))
+    got = token_logprobs(jnp.zeros((1, 3)), jnp.array([1]), ids(1))
     np.testing.assert_array_equal(got.top_ids[0], [0, 1, 2] + [-1] * 17)
     assert np.isneginf(np.asarray(got.top_logprobs)[0, 3:]).all()
 

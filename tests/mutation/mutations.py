@@ -575,8 +575,20 @@ MUTATIONS = (
     Mutation(
         "report the log-probability of the first token for every accepted one",
         _COMMIT,
-        "TokenLogprobs(t, logprobs[i], top_ids[i], top_logprobs[i])",
-        "TokenLogprobs(t, logprobs[0], top_ids[0], top_logprobs[0])",
+        "logprobs[i],\n            top_ids[i],\n            top_logprobs[i],\n",
+        "logprobs[0],\n            top_ids[0],\n            top_logprobs[0],\n",
+    ),
+    Mutation(
+        "report the named tokens of the first of several accepted ones for all of them",
+        _COMMIT,
+        "_of_ids(result.id_logprobs, (index, i), num_ids)",
+        "_of_ids(result.id_logprobs, (index, 0), num_ids)",
+    ),
+    Mutation(
+        "fetch named tokens for the row with the fewest of them",
+        _BUILDER,
+        "int(ranks.running.num_logprob_ids[rows].max())",
+        "int(ranks.running.num_logprob_ids[rows].min())",
     ),
     Mutation(
         "keep the slots of refused drafts while others are retracted",

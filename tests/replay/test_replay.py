@@ -53,7 +53,8 @@ def eventful_driver() -> Driver:
     driver.executor = FaultyExecutor(driver.oracle, failing_results={60})
     driver.tick(10.0)
     for i in range(12):
-        driver.submit(generate(f"r{i}", list(range(i, i + 20)), 30, logprob_start_len=i - 3))
+        wanted = {"logprob_start_len": i - 3, "return_logprob": i > 3, "token_ids_logprob": [i, 8]}
+        driver.submit(generate(f"r{i}", list(range(i, i + 20)), 30, **wanted))
         driver.step()
     driver.submit(generate("refused", [], 3))
     driver.events.refuse(generate("no", [1], 3), "not today", 503)

@@ -106,6 +106,7 @@ class Driver:
         self.session_namespaces: dict[str, str] = {}
         self.logprob_start: dict[str, int] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+        self.wanted_ids: dict[str, list[int]] = {}
         self.wanted_top: dict[str, int] = {}  # of requests that want log-probabilities
         self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.plans: list[StepPlan] = []
@@ -114,6 +115,7 @@ class Driver:
         """`history` is what the session of the request puts before its tokens."""
         self.prompts[message.rid] = (history or []) + message.input_ids
         self.logprob_start[message.rid] = message.logprob_start_len
+        self.wanted_ids[message.rid] = message.token_ids_logprob
         if message.return_logprob:
             self.wanted_top[message.rid] = message.top_logprobs_num
         self.events.submit(message)
@@ -272,6 +274,11 @@ class Driver:
         for entry, value in zip(got, expected, strict=True):
             assert entry.top_ids == [entry.token_id + i for i in range(num_top)], rid
             assert entry.top_logprobs == [value - i for i in range(num_top)], rid
+            assert entry.id_logprobs == self.expected_of_ids(rid, value), rid
+
+    def expected_of_ids(self, rid: str, value: float | None) -> list[float]:
+        """Log-probabilities of the tokens that it names, where its own has `value`."""
+        return [] if value is None else [value - i / 1024 for i in self.wanted_ids[rid]]
 
     def check_prompt_logprobs(self, rid: str, prompt: list[int]) -> None:
         """Each prompt position asked for was reported once, in order, with its own value."""
@@ -284,6 +291,8 @@ class Driver:
         expected[0] = None
         assert [entry.logprob for entry in got] == expected[start:], rid
         assert [entry.token_id for entry in got] == prompt[start:], rid
+        for entry in got:
+            assert entry.id_logprobs == self.expected_of_ids(rid, entry.logprob), rid
 
 
 def common_len(a: list[int], b: list[int]) -> int:

@@ -15,7 +15,8 @@ from tests.scheduler.driver import Driver, generate, make_sizes
 def test_a_lone_request_reports_every_position_from_its_start(start: int, overlap: bool) -> None:
     driver = Driver(make_sizes(max_prompt_logprob_tokens=3), overlap=overlap)
     prompt = list(range(20))
-    driver.submit(generate("a", prompt, 4, logprob_start_len=start))
+    ids = [4, 40, 4]
+    driver.submit(generate("a", prompt, 4, logprob_start_len=start, token_ids_logprob=ids))
     driver.run()
     driver.check_tokens("a")
     driver.check_prompt_logprobs("a", prompt)
@@ -168,7 +169,7 @@ def test_a_step_is_planned_once_though_a_scored_request_comes_with_it() -> None:
 def test_a_retract_in_the_middle_neither_loses_nor_repeats_any(steps_before: int) -> None:
     driver = Driver(make_sizes(max_prompt_logprob_tokens=4))
     prompt = list(range(20))
-    driver.submit(generate("a", prompt, 6, logprob_start_len=2))
+    driver.submit(generate("a", prompt, 6, logprob_start_len=2, token_ids_logprob=[7]))
     for _ in range(steps_before):
         driver.step()
     driver.retract("a")

@@ -187,8 +187,10 @@ def test_a_retract_drops_what_unread_steps_accepted_and_loses_nothing() -> None:
 
 def test_every_accepted_token_has_its_own_log_probability() -> None:
     driver = make_driver(num_pages=64)
-    driver.submit(generate("plain", [1, 2, 3], 40))
-    driver.submit(generate("r", [4, 5, 6], 40, return_logprob=True, top_logprobs_num=3))
+    # Without `return_logprob` it is not told.
+    driver.submit(generate("plain", [1, 2, 3], 40, token_ids_logprob=[8]))
+    wanted = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [9, 3]}
+    driver.submit(generate("r", [4, 5, 6], 40, **wanted))
     driver.run()
     driver.check_tokens("r")
     driver.check_logprobs("r")

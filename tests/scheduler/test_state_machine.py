@@ -165,6 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 stop_token_ids=tuple(range(num_stop_ids)),
                 return_logprob=num_top >= 0,
                 top_logprobs_num=max(num_top, 0),
+                token_ids_logprob=rng.choices(range(sizes.vocab_size), k=rng.choice([0, 0, 1, 5])),
                 min_new_tokens=min_new_tokens,
                 namespace=rng.choice(["", *NAMESPACES]),
                 priority=rng.choice(VALUES),

@@ -25,6 +25,7 @@ from sgl_jax.server.api_keys import ApiKeys
 from sgl_jax.server.app import build_app
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.limits import Limits
+from sgl_jax.server.middleware import let_pages_in
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.worker_process import TextWorkers
@@ -98,7 +99,7 @@ async def serving(
     texts = TextPool(text_workers(model_folder), bounds)
     engine_metrics = EngineMetrics(metrics)
     context = ServerContext(args, front, engine.info, engine_metrics, bounds, texts, health)
-    app = build_app(context, ApiKeys.from_args(args))
+    app = let_pages_in(build_app(context, ApiKeys.from_args(args)), args.cors_allow_origins)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     def on_message(message: EngineMessage) -> None:

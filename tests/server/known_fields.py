@@ -166,7 +166,6 @@ GENERATE: dict[str, Any] = {
     "return_output_logprob_only": None,
     "logprob_start_len": [-1],
     "top_logprobs_num": 0,
-    "token_ids_logprob": [],
     "return_text_in_logprobs": False,
     "return_flat_raw_top_logprobs": False,
     "return_indexer_topk": False,
@@ -220,7 +219,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         "best_of": 2,
     },
     "/generate": {
-        "token_ids_logprob": [5],
         "input_embeds": [[0.5]],
         "image_data": ["x"],
         "return_routed_experts": [True],

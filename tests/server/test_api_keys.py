@@ -1,5 +1,6 @@
 """Who may ask what, and how the server learns its keys."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.server_args import ServerArgs, parse_server_args
 from sgl_jax.engine.request_limits import MAX_SESSION_ID_CHARS, check_session_id
-from sgl_jax.server import management_routes, native_routes, session_routes
+from sgl_jax.server import call_routes, management_routes, native_routes
 from sgl_jax.server.api_keys import ADMIN_PATHS, MAX_NAME_CHARS, ApiKeys, Caller
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -171,6 +172,39 @@ async def rig_with(folder: Path, tokenizer: Tokenizer, **settings: Any) -> Async
 
 
 @pytest.mark.anyio
+async def test_a_request_is_aborted_by_the_key_that_sent_it_or_an_admins(
+    model_folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("ann a1\nbob b2\n")
+    settings = {"api_key_file": str(tmp_path / "keys"), "admin_api_key": "r0", "step_s": 0.05}
+    everything = {"abort_all": True}
+    body = {"text": "a", "rid": "me", "sampling_params": {"max_new_tokens": 200}}
+    routes = {"/generate": body, "/v1/completions": {"prompt": "a", "rid": "me", "max_tokens": 200}}
+    async with rig_with(model_folder, tokenizer, **settings) as rig:
+
+        async def abort(key: str, **body: Any) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await rig.http.post("/abort_request", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            return int(answer.json()["aborted"])
+
+        for path, body in routes.items():
+            for key, named in (("a1", {"rid": "me"}), ("r0", {"rid": "me"}), ("a1", everything)):
+                headers = {"authorization": "Bearer a1"}
+                running = asyncio.create_task(rig.http.post(path, json=body, headers=headers))
+                async with asyncio.timeout(5):
+                    while not rig.engine.running:
+                        await asyncio.sleep(0.01)
+                # As of a name that nobody uses.
+                assert await abort("b2", rid="me") == await abort("b2", rid="nobody") == 0
+                assert await abort("b2", **everything) == 0
+                assert rig.engine.running
+                assert await abort(key, **named) == 1
+                await running
+                await rig.until_idle()
+
+
+@pytest.mark.anyio
 async def test_routes_of_the_operator_ask_for_the_admin_key(
     model_folder: Path, tokenizer: Tokenizer
 ) -> None:
@@ -185,10 +219,11 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
             assert (await rig.http.request(method, path, headers=admin)).status_code == 200
         # All routes of the operator are there, and sessions and figures are not among them.
         routes = {route.path for route in management_routes.router.routes}
-        routes |= {route.path for route in session_routes.router.routes}
+        routes |= {route.path for route in call_routes.router.routes}
         routes |= {route.path for route in native_routes.router.routes}
         assert routes - ADMIN_PATHS == {
             *("/health", "/health_generate", "/get_model_info", "/metrics", "/generate"),
+            "/abort_request",
             *("/open_session", "/close_session", "/list_sessions"),
             *("/fork_session", "/rollback_session"),
         }

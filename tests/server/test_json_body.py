@@ -1,17 +1,23 @@
 """What a body holds is counted before it is decoded, and counted right."""
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
+import httpx
 import pytest
+from fastapi import APIRouter, FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, model_validator
 
 from sgl_jax.server import json_body
-from sgl_jax.server.errors import ApiError
-from sgl_jax.server.json_body import check_shape
+from sgl_jax.server.context import ServerContext
+from sgl_jax.server.errors import ApiError, install_error_handlers
+from sgl_jax.server.json_body import JsonBodies, check_shape
+from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.limits import Limits
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text(alphabet='ab"\\,:[]{}/\n é😀')
@@ -63,3 +69,46 @@ def test_exactly_what_the_limits_allow_passes(value: Any, ascii_only: bool) -> N
 @given(st.binary(max_size=50) | st.text('"\\[]{},:', max_size=50).map(str.encode))
 def test_what_is_no_json_is_left_to_the_decoder(body: bytes) -> None:
     check_shape(body, Limits())
+
+
+class Body(BaseModel):
+    """Remembers the threads that validated it."""
+
+    items: list[int]
+    threads: ClassVar[list[str]] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_thread(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            cls.threads.append(threading.current_thread().name)
+        return body
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("num_items", "thread"), [(1_000, "MainThread"), (50_000, "json")])
+async def test_a_long_body_is_validated_once_and_beside_the_loop(
+    num_items: int, thread: str
+) -> None:
+    app = FastAPI()
+    app.state.context = object.__new__(ServerContext)
+    app.state.context.json_bodies = JsonBodies(Limits())
+    install_error_handlers(app)
+    routes = APIRouter(route_class=JsonRoute)
+
+    @routes.post("/sum")
+    async def add(body: Body) -> int:
+        return sum(body.items)
+
+    app.include_router(routes)
+    Body.threads.clear()
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.post("/sum", json={"items": [2] * num_items})
+        assert answer.json() == 2 * num_items
+        assert [name.rstrip("_0123456789") for name in Body.threads] == [thread]
+        wrong = await http.post("/sum", json={"items": [2] * num_items + ["x"]})
+        error = wrong.json()["error"]
+        assert wrong.status_code == 400
+        assert (error["param"], error["code"]) == (f"items[{num_items}]", "invalid_value")
+        assert "unable to parse string as an integer" in error["message"]

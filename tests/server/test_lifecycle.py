@@ -179,6 +179,24 @@ def test_a_server_that_starts_says_so_and_a_second_on_its_port_learns_it_at_once
     assert httpx.get(url + "/v1/models", timeout=2).status_code == 401
 
 
+def test_a_page_of_an_allowed_origin_can_read_that_the_server_is_starting(
+    start: Callable[..., Server],
+) -> None:
+    origin = "https://page.example"
+    server = start("--random-seed", str(SLOW_START_SEED), "--cors-allow-origins", origin)
+    url = server.wait_line(r"listening at (http://\S+);")
+    asks = {"origin": origin, "access-control-request-method": "POST"}
+    assert httpx.options(url + "/v1/models", headers=asks, timeout=2).status_code == 200
+    for path in ("/health", "/v1/models"):
+        answer = httpx.get(url + path, headers={"origin": origin}, timeout=2)
+        assert answer.json()["error"]["code"] == "starting"
+        assert answer.headers["access-control-allow-origin"] == origin
+        assert "retry-after" in answer.headers["access-control-expose-headers"]
+    server.wait_ready()
+    answer = httpx.get(url + "/health", headers={"origin": origin}, timeout=2)
+    assert answer.headers.get_list("access-control-allow-origin") == [origin]
+
+
 def test_a_stopped_engine_is_stuck_and_goes_on_when_it_may(start: Callable[..., Server]) -> None:
     server = start("--engine-heartbeat-timeout", "3", "--max-queued-requests", "3").wait_ready()
     engine = server.engine

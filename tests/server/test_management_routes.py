@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_jax.core.messages import Heartbeat, Profile
+from sgl_jax.core.messages import Heartbeat, StartProfile
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import MAX_RUNNING
@@ -151,25 +151,13 @@ async def test_the_cache_is_flushed_only_when_idle(rig: Rig) -> None:
 
 async def test_traces_go_where_the_operator_says(rig: Rig, tmp_path: Path) -> None:
     started = await rig.http.post("/start_profile", json={"output_dir": str(tmp_path)})
-    assert started.json()["output_dir"] == str(tmp_path)
+    assert started.json() == {"output_dir": str(tmp_path)}
     assert (await rig.http.post("/start_profile")).status_code == 200
-    assert (await rig.http.post("/stop_profile")).status_code == 200
-    folders = [m.output_dir for m in rig.engine.seen if isinstance(m, Profile)]
-    assert folders[0] == str(tmp_path)
-    assert folders[1] is not None
-    assert folders[2] is None
-    bad = await rig.http.post("/start_profile", json={"output_dir": "a\0b"})
+    assert (await rig.http.post("/stop_profile")).json() == {"output_dir": "somewhere"}
+    folders = [m.output_dir for m in rig.engine.seen if isinstance(m, StartProfile)]
+    assert folders == [str(tmp_path), None]
+    bad = await rig.http.post("/start_profile", json={"output_dir": "a" * 1025})
     assert bad.json()["error"]["param"] == "output_dir"
-
-
-async def test_a_refused_trace_leaves_no_folder(
-    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    rig.engine.refuses_profiles = True
-    refused = await rig.http.post("/start_profile")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "profile_refused")
-    assert list(tmp_path.iterdir()) == []
 
 
 async def test_the_description_holds_every_body_answer_and_error(rig: Rig) -> None:

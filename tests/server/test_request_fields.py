@@ -125,14 +125,47 @@ async def test_log_probabilities_may_be_asked_for_by_prompt(rig: Rig) -> None:
         "return_logprob": [True, False],
         "logprob_start_len": [0, 0],
         "top_logprobs_num": [2, 3],
+        "token_ids_logprob": [[5, 6, 5], [7]],
         "sampling_params": {"max_new_tokens": 1},
     }
     first, second = (await rig.http.post("/generate", json=body)).json()
     assert len(first["meta_info"]["input_token_logprobs"]) == 2
     assert len(first["meta_info"]["output_top_logprobs"][0]) == 2
+    assert [e[1] for e in first["meta_info"]["output_token_ids_logprobs"][0]] == [5, 6, 5]
+    assert first["meta_info"]["input_token_ids_logprobs"][0] is None
+    assert [e[0] for e in first["meta_info"]["input_token_ids_logprobs"][1]] == [-5.5, -6.5, -5.5]
     assert "output_token_logprobs" not in second["meta_info"]
+    assert "output_token_ids_logprobs" not in second["meta_info"]
     asked = [(r.return_logprob, r.logprob_start_len, r.top_logprobs_num) for r in sent(rig)]
     assert asked == [(True, 0, 2), (False, -1, 0)]
+
+
+async def test_named_tokens_of_all_prompts_and_answers(rig: Rig) -> None:
+    body = {"text": ["a", "bc"], "sampling_params": {"n": 2, "max_new_tokens": 3}}
+    body |= {"return_logprob": True, "token_ids_logprob": [8, 1]}
+    for answer in (await rig.http.post("/generate", json=body)).json():
+        told = answer["meta_info"]["output_token_ids_logprobs"]
+        assert told == [[[-8.5, 8, None], [-1.5, 1, None]]] * 3
+        assert "input_token_ids_logprobs" not in answer["meta_info"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([5, 512], "must be in [0, 511], got 512"),
+        ([-1], "greater than or equal to 0"),
+        (list(range(65)), "at most 64"),
+        ([[5], [6]], "2 entries for 1 prompts"),
+        (5, "list"),
+    ],
+)
+async def test_tokens_that_cannot_be_named(rig: Rig, ids: Any, reason: str) -> None:
+    body = {"text": "a", "return_logprob": True, "token_ids_logprob": ids}
+    answer = await rig.http.post("/generate", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert reason in error["message"]
+    assert error["param"].startswith("token_ids_logprob")
 
 
 async def test_several_answers_to_each_prompt_of_generate(rig: Rig) -> None:

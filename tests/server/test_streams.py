@@ -22,9 +22,15 @@ BODY: dict[str, Any] = {
     "return_logprob": True,
     "logprob_start_len": 0,
     "top_logprobs_num": 2,
+    "token_ids_logprob": [5, 9],
     "return_text_in_logprobs": True,
     "return_prompt_token_ids": True,
 }
+LOGPROBS = [
+    f"{part}_{kind}"
+    for part in ("output", "input")
+    for kind in ("token_logprobs", "top_logprobs", "token_ids_logprobs")
+]
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ async def test_the_last_cumulative_event_is_the_whole_answer(rig: Rig) -> None:
     assert comparable(streamed[-1]) == comparable(await whole(rig))
     for before, after in pairwise(streamed):
         assert after["text"].startswith(before["text"])
-        for name in ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs"):
+        for name in LOGPROBS:
             known = before["meta_info"][name]
             assert after["meta_info"][name][: len(known)] == known
 
@@ -71,7 +77,7 @@ async def test_incremental_events_have_each_token_once(rig: Rig, by: str) -> Non
     assert len(streamed) > 3
     assert "".join(event["text"] for event in streamed) == expected["text"]
     assert [t for event in streamed for t in event["output_ids"]] == expected["output_ids"]
-    for name in ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs"):
+    for name in LOGPROBS:
         entries = [e for event in streamed for e in event["meta_info"].get(name, [])]
         assert entries == expected["meta_info"][name]
     counts = [event["meta_info"]["completion_tokens"] for event in streamed]

@@ -366,7 +366,10 @@ def test_all_sessions_together_hold_no_more_tokens_than_they_may() -> None:
         assert "hold 24 tokens of history, and 7 more would exceed the 30" in (finish.message or "")
         assert "--max-session-tokens" in (finish.message or "")
     reply = s.driver.session(ForkSession(rid="q", session_id="s", new_session_id="fork"))
-    assert (reply.ok, reply.data) == (False, {"status_code": 503})
+    assert (reply.ok, reply.data) == (
+        False,
+        {"status_code": 503, "code": "too_many_sessions"},
+    )
     assert "12 more would exceed" in reply.message
     assert store.num_kept == 24
     s.check()

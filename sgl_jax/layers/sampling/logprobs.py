@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 
 
 class TokenLogprobs(NamedTuple):
@@ -19,10 +19,12 @@ class TokenLogprobs(NamedTuple):
     logprobs: jax.Array  # float32[n] of the given token
     top_ids: jax.Array  # int32[n, MAX_TOP_LOGPROBS]
     top_logprobs: jax.Array  # float32[n, MAX_TOP_LOGPROBS]
+    id_logprobs: jax.Array  # float32[n, MAX_LOGPROB_IDS] of tokens that were named
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array) -> TokenLogprobs:
-    """Log-probability of `tokens` int32[n] under `logits` float32[n, vocab], and the likeliest.
+def token_logprobs(logits: jax.Array, tokens: jax.Array, ids: jax.Array) -> TokenLogprobs:
+    """Log-probabilities under `logits` float32[n, vocab]: of `tokens` int32[n], of the likeliest
+    ones, and of `ids` int32[n, MAX_LOGPROB_IDS], where any number stands for those out of range.
 
     A vocabulary smaller than MAX_TOP_LOGPROBS fills the rest with id -1 at minus infinity.
     """
@@ -35,6 +37,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array) -> TokenLogprobs:
         logprobs=(chosen - normaliser)[:, 0],
         top_ids=jnp.pad(top_ids.astype(jnp.int32), missing, constant_values=-1),
         top_logprobs=jnp.pad(top - normaliser, missing, constant_values=-jnp.inf),
+        id_logprobs=jnp.take_along_axis(logits, ids, axis=-1, mode="clip") - normaliser,
     )
 
 
@@ -44,4 +47,5 @@ def no_logprobs(num_rows: int) -> TokenLogprobs:
         logprobs=jnp.zeros((num_rows,), jnp.float32),
         top_ids=jnp.zeros((num_rows, MAX_TOP_LOGPROBS), jnp.int32),
         top_logprobs=jnp.zeros((num_rows, MAX_TOP_LOGPROBS), jnp.float32),
+        id_logprobs=jnp.zeros((num_rows, MAX_LOGPROB_IDS), jnp.float32),
     )

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROB_IDS, MAX_STOP_TOKEN_IDS
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
 
 # Fills unused token id slots: outside any vocabulary, so a scatter to it is dropped.
@@ -29,7 +29,8 @@ _NUM_SCALARS = len(_INT_FIELDS) + len(_FLOAT_FIELDS)
 _STOP_IDS = slice(_NUM_SCALARS, _NUM_SCALARS + MAX_STOP_TOKEN_IDS)
 _BIAS_IDS = slice(_STOP_IDS.stop, _STOP_IDS.stop + MAX_LOGIT_BIAS)
 _BIAS_VALUES = slice(_BIAS_IDS.stop, _BIAS_IDS.stop + MAX_LOGIT_BIAS)
-PACKED_WIDTH = _BIAS_VALUES.stop
+_LOGPROB_IDS = slice(_BIAS_VALUES.stop, _BIAS_VALUES.stop + MAX_LOGPROB_IDS)
+PACKED_WIDTH = _LOGPROB_IDS.stop
 
 
 class RowParams(NamedTuple):
@@ -48,19 +49,21 @@ class RowParams(NamedTuple):
     stop_ids: jax.Array  # int32[n, MAX_STOP_TOKEN_IDS], NO_TOKEN where unused
     bias_ids: jax.Array  # int32[n, MAX_LOGIT_BIAS], NO_TOKEN where unused
     bias_values: jax.Array  # float32[n, MAX_LOGIT_BIAS]
+    logprob_ids: jax.Array  # int32[n, MAX_LOGPROB_IDS], NO_TOKEN where unused
 
 
 def pack_row_params(admission: RowAdmission) -> Int32Array:
     """One admission's parameters as int32[PACKED_WIDTH].
 
     `top_k` 1 is packed as greedy, which it is, so that equal logits resolve as in greedy.
-    Raises ValueError if there are more stop ids or biases than the device keeps slots for.
+    Raises ValueError if there are more ids or biases than the device keeps slots for.
     """
     sampling = admission.sampling
     bias = sampling.logit_bias or {}
     for name, count, limit in (
         ("stop token ids", len(admission.stop_token_ids), MAX_STOP_TOKEN_IDS),
         ("logit biases", len(bias), MAX_LOGIT_BIAS),
+        ("tokens to score", len(admission.logprob_ids), MAX_LOGPROB_IDS),
     ):
         if count > limit:
             raise ValueError(f"row {admission.row} has {count} {name}, at most {limit} fit")
@@ -84,6 +87,8 @@ def pack_row_params(admission: RowAdmission) -> Int32Array:
     packed[_STOP_IDS][: len(admission.stop_token_ids)] = admission.stop_token_ids
     packed[_BIAS_IDS][: len(bias)] = list(bias)
     packed[_BIAS_VALUES].view(np.float32)[: len(bias)] = list(bias.values())
+    packed[_LOGPROB_IDS] = NO_TOKEN
+    packed[_LOGPROB_IDS][: len(admission.logprob_ids)] = admission.logprob_ids
     return packed
 
 
@@ -100,4 +105,5 @@ def unpack_row_params(packed: jax.Array) -> RowParams:
         stop_ids=packed[:, _STOP_IDS],
         bias_ids=packed[:, _BIAS_IDS],
         bias_values=lax.bitcast_convert_type(packed[:, _BIAS_VALUES], np.float32),
+        logprob_ids=packed[:, _LOGPROB_IDS],
     )

@@ -1,0 +1,120 @@
+"""The table of messages to the engine: what each does, and how a client sends it.
+
+A new call is a message (`core/messages.py`), a row here and the method that the row names: the
+engine finds the method by the row (`EngineCore`, for sessions `SessionService`), and the server makes
+the route, its body and its description of row and message (`server/call_routes.py`).
+
+The body of a `route` holds the message's fields but `rid`, by their annotations; those with a
+default may be left out. Its description is the first paragraph of the message's docstring.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sgl_jax.core.messages import (
+    AbortRequest,
+    CloseSession,
+    FlushCache,
+    ForkSession,
+    GenerateRequest,
+    GetState,
+    ListSessions,
+    OpenSession,
+    RollbackSession,
+    Shutdown,
+    StartProfile,
+    StopProfile,
+    StopRequest,
+)
+
+
+class Done(msgspec.Struct, frozen=True):
+    """It was done, and there is no more to say."""
+
+
+class Flushed(msgspec.Struct, frozen=True):
+    """The prefix caches are empty."""
+
+    flushed: bool = True
+
+
+class Traced(msgspec.Struct, frozen=True):
+    """Where the device trace is, or will be."""
+
+    output_dir: str
+
+
+class RolledBack(msgspec.Struct, frozen=True):
+    """What the session holds now."""
+
+    num_turns: int
+    num_tokens: int
+
+
+class Forked(msgspec.Struct, frozen=True):
+    """The new session, and the length of its history."""
+
+    session_id: str
+    num_tokens: int
+
+
+class SessionEntry(msgspec.Struct, frozen=True):
+    """A session.
+
+    `cached_tokens`: whose KV is in place on rank `dp_rank`, of its history and of the turn that
+    runs; 0 without a rank if it was evicted, or its turn waits to be computed anew.
+    """
+
+    session_id: str
+    streaming: bool
+    num_turns: int
+    num_tokens: int
+    num_running: int
+    is_closing: bool
+    idle_s: float
+    timeout_s: float | None
+    dp_rank: int | None
+    cached_tokens: int
+
+
+class SessionList(msgspec.Struct, frozen=True):
+    """All open sessions that the caller may know of."""
+
+    sessions: list[SessionEntry]
+
+
+class Call(NamedTuple):
+    """One kind of message to the engine."""
+
+    message: type[msgspec.Struct]
+    handler: str  # method of `EngineCore`, or of `SessionService` for a `SessionMessage`
+    answer: Any = None  # type of what a `Reply` brings; None: there is no reply
+    route: str | None = None  # made of this row
+    methods: tuple[str, ...] = ("POST",)
+    is_admin: bool = False
+    timeout_s: float | None = None  # for the answer; None: as for most
+    sent_by: tuple[str, ...] = ()  # routes with code of their own, which send it too
+
+
+CALLS = (
+    Call(
+        GenerateRequest,
+        "submit",
+        sent_by=("/generate", "/v1/completions", "/v1/chat/completions", "/health_generate"),
+    ),
+    Call(AbortRequest, "abort", sent_by=("/abort_request",)),
+    Call(StopRequest, "stop"),
+    # GET is how older clients of SGLang ask.
+    Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
+    Call(GetState, "tell_state", dict[str, Any], sent_by=("/get_server_info", "/metrics")),
+    Call(OpenSession, "open", str, "/open_session"),
+    Call(CloseSession, "close", Done, "/close_session"),
+    Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),
+    Call(ForkSession, "fork", Forked, "/fork_session"),
+    Call(ListSessions, "list_all", SessionList, "/list_sessions", ("GET", "POST")),
+    Call(StartProfile, "start_profile", Traced, "/start_profile", is_admin=True, timeout_s=120.0),
+    Call(StopProfile, "stop_profile", Traced, "/stop_profile", is_admin=True, timeout_s=120.0),
+    Call(Shutdown, "shut_down"),
+)
+CALL_OF = {call.message: call for call in CALLS}
