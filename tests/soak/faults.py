@@ -36,6 +36,7 @@ _NUM_PROMPTS = 12
 _NUM_OUTPUT = 24
 _MAX_PAUSE_S = 1.0
 _MALFORMED_AT_ONCE = 20
+_SILENCE_S = 5.0
 _SLOW_STREAM_TOKENS = 120
 # As over Ethernet. With the segments of loopback, 64 KiB, the server's kernel takes a whole stream,
 # and a small receive buffer has no room for one: then the receiver often announces no room at all,
@@ -260,11 +261,12 @@ async def _pause(process: psutil.Process, rng: random.Random) -> None:
 
 
 async def _send(port: int | None, pieces: tuple[bytes, ...]) -> None:
-    """Write to a connection of its own, read until it ends."""
+    """Write to a connection of its own, read until it ends or nothing more comes for a while."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.closing(writer), contextlib.suppress(ConnectionError):
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-        while await reader.read(65_536):
-            pass
+        with contextlib.suppress(TimeoutError):
+            while await asyncio.wait_for(reader.read(65_536), _SILENCE_S):
+                pass
