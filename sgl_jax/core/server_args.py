@@ -40,6 +40,7 @@ _BOUNDS = {
     "max_connections": (1, 1_000_000),
     "max_body_bytes": (1024, 2**31 - 1),
     "receive_timeout": (0.1, 86400.0),
+    "keep_alive_timeout": (0.1, 86400.0),
     "decode_log_interval": (0, 1_000_000_000),
     "watchdog_timeout": (1.0, 86400.0),
     "engine_heartbeat_timeout": (2.0, 86400.0),
@@ -211,6 +212,9 @@ class ServerArgs:
     max_connections: int = _arg(4096, "connections open at once; more are answered 503")
     max_body_bytes: int = _arg(33_554_432, "bytes of a request's body")
     receive_timeout: float = _arg(60.0, "seconds in which a request must have arrived")
+    keep_alive_timeout: float = _arg(
+        120.0, "seconds without a request after which a connection is closed"
+    )
     incremental_streaming_output: bool = _arg(
         False, "events of a streamed /generate have only what is new, instead of all so far"
     )

@@ -37,6 +37,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # A request that meets the server's close is lost: clients should close first.
+        self.timeout_keep_alive = self.limits.keep_alive_timeout_s  # type: ignore[assignment]
         self._is_refused = False
         self._in_body = False
         # Of the request that arrives: bytes of its body, and those that are not.
@@ -60,6 +62,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._unset_keepalive_if_required()  # uvicorn keeps that of a connection that was reset
         self.waiting.pop(self, None)
         for cycle in self._unanswered:
             cycle.disconnected = True

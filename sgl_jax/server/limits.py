@@ -47,6 +47,11 @@ class Limits:
         "seconds from a request's first byte to its last, and before a connection's first (408)",
         "receive_timeout",
     )
+    keep_alive_timeout_s: float = _limit(
+        120.0,
+        "seconds without a request after which a connection is closed",
+        "keep_alive_timeout",
+    )
 
     # Bodies, behind the key
     max_body_bytes: int = _limit(
@@ -94,6 +99,7 @@ class Limits:
         return cls(
             max_connections=args.max_connections,
             receive_timeout_s=args.receive_timeout,
+            keep_alive_timeout_s=args.keep_alive_timeout,
             max_body_bytes=args.max_body_bytes,
             max_chat_body_bytes=min(
                 args.max_body_bytes, _MIB + _MOST_BYTES_PER_CHAR * max_prompt_chars

@@ -31,6 +31,7 @@ from tests.live.live_server import LiveServer, live_server
 FLAGS = (
     *("--context-length", "256", "--max-running-requests", "4", "--max-queued-requests", "64"),
     *("--check-memory", "busy", "--memory-error-action", "crash", "--receive-timeout", "1"),
+    *("--keep-alive-timeout", "5"),  # each case reads until its connection is closed
     *("--served-model-name", "default", "--decode-log-interval", "0"),
 )
 NUM_CLIENTS = 24

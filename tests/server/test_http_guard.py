@@ -1,7 +1,11 @@
 """What a connection may send before any route is asked, on real sockets."""
 
 import asyncio
+import dataclasses
+import gc
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from sgl_jax.server.http_guard import guarded_protocol
+from sgl_jax.server.http_guard import GuardedHttpProtocol, guarded_protocol
 from sgl_jax.server.limits import Limits
 from tests.waiting import meanwhile_until
 
@@ -24,7 +28,10 @@ LIMITS = Limits(
     max_url_bytes=100,
     max_head_bytes=1000,
     receive_timeout_s=TIMEOUT_S,
+    keep_alive_timeout_s=2 * TIMEOUT_S,
 )
+# Of the clients and routers in docs/limits.md: how long they keep a connection that is not in use.
+LONGEST_KEPT_BY_CLIENTS_S = 90.0
 
 
 @dataclass
@@ -102,17 +109,16 @@ class Rig:
 
 
 @asynccontextmanager
-async def guarded() -> AsyncIterator[Rig]:
+async def guarded(limits: Limits = LIMITS) -> AsyncIterator[Rig]:
     app = App()
     app.go.set()
     config = uvicorn.Config(
         app,
         port=0,
-        http=guarded_protocol(LIMITS),
+        http=guarded_protocol(limits),
         ws="none",
         lifespan="off",
         log_config=None,
-        timeout_keep_alive=1,
         timeout_graceful_shutdown=1,
     )
     server = QuietServer(config)
@@ -244,6 +250,45 @@ async def test_an_answer_may_take_longer_than_a_request() -> None:
         for client in clients:
             assert await client.status() == 200
         assert await clients[1].status() in (0, 408)
+
+
+async def test_a_connection_out_of_use_is_closed_in_time_and_not_before() -> None:
+    async with guarded() as rig:
+        client = await rig.connect()
+        for _ in range(2):
+            client.send(GET)
+            assert await client.status() == 200
+            answered_s = asyncio.get_running_loop().time()
+        assert await client.status() == 0
+        idle_s = asyncio.get_running_loop().time() - answered_s
+        assert idle_s >= 0.9 * LIMITS.keep_alive_timeout_s
+
+
+async def test_a_connection_that_was_reset_is_forgotten_at_once() -> None:
+    limits = dataclasses.replace(LIMITS, keep_alive_timeout_s=60.0)
+    async with guarded(limits) as rig:
+        client = await rig.connect()
+        client.send(GET)
+        assert await client.status() == 200
+        assert num_protocols() == 1
+        no_lingering = struct.pack("ii", 1, 0)
+        client.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, no_lingering
+        )
+        client.writer.transport.abort()
+        async with asyncio.timeout(5):
+            while num_protocols():
+                await asyncio.sleep(0.01)
+
+
+def num_protocols() -> int:
+    """Connections that the server still holds, after a collection of garbage."""
+    gc.collect()
+    return sum(isinstance(found, GuardedHttpProtocol) for found in gc.get_objects())
+
+
+def test_clients_give_up_a_connection_before_the_server_does() -> None:
+    assert Limits().keep_alive_timeout_s > LONGEST_KEPT_BY_CLIENTS_S
 
 
 async def test_connections_without_a_request_make_room() -> None:

@@ -21,7 +21,13 @@ from sgl_jax.text.tokenizer import Tokenizer
 from tests.accuracy.near_ties import differences, generate, greedy
 from tests.hostile.http_mutations import mutated
 from tests.live.live_server import DEMO, LiveServer
-from tests.soak.refusals import RefusedError, check_refusal, patient_client, strict_client
+from tests.soak.refusals import (
+    RefusedError,
+    check_refusal,
+    described,
+    patient_client,
+    strict_client,
+)
 
 MAX_QUEUED = 32
 FLAGS = ("--max-queued-requests", str(MAX_QUEUED), "--receive-timeout", "2")
@@ -30,8 +36,15 @@ _NUM_PROMPTS = 12
 _NUM_OUTPUT = 24
 _MAX_PAUSE_S = 1.0
 _MALFORMED_AT_ONCE = 20
+_SILENCE_S = 5.0
 _SLOW_STREAM_TOKENS = 120
+# As over Ethernet. With the segments of loopback, 64 KiB, the server's kernel takes a whole stream,
+# and a small receive buffer has no room for one: then the receiver often announces no room at all,
+# and gets 2 KiB each time that the sender asks, 5 times a second.
+_SEGMENT_BYTES = 1460
+_SLOW_RECEIVE_BYTES = 16 * _SEGMENT_BYTES
 _LONGEST_S = 120.0
+_LONGEST_STREAM_S = 90.0
 # Longer texts than the event loop encodes itself: their words go to a text worker.
 _TEXT = "The code of Anna is 471. What is 11 + 14? " * 52
 
@@ -90,7 +103,7 @@ class Faults:
                 async with asyncio.timeout(_LONGEST_S):
                     await kind(rng)
             except (AssertionError, OSError, httpx.HTTPError) as error:
-                self.failures.append(f"{kind.__name__}: {type(error).__name__}: {error}")
+                self.failures.append(f"{kind.__name__}: {described(error)}")
             self.counts[kind.__name__] += 1
             await asyncio.sleep(rng.uniform(0.1, 1.0))
 
@@ -180,7 +193,8 @@ class Faults:
             f"Connection: close\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         slow = socket.socket()
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SLOW_RECEIVE_BYTES)
         slow.setblocking(False)
         port = urlsplit(self._server.url).port
         await asyncio.get_running_loop().sock_connect(slow, ("127.0.0.1", port))
@@ -190,9 +204,15 @@ class Faults:
             await writer.drain()
             await asyncio.sleep(rng.uniform(0.5, 3.0))  # what makes it slow
             received = bytearray()
-            while data := await reader.read(4096):
-                received += data
-                await asyncio.sleep(0)
+            try:
+                async with asyncio.timeout(_LONGEST_STREAM_S):
+                    while data := await reader.read(4096):
+                        received += data
+                        await asyncio.sleep(0)
+            except TimeoutError:
+                num_events = received.count(b"data: {")
+                came = f"{len(received)} bytes, {num_events} events"
+                raise AssertionError(f"no end in {_LONGEST_STREAM_S:g} s; {came}") from None
         # Chunks begin with lines of their own; an event is a line.
         lines = bytes(received).split(b"\n")
         events = [line[6:] for line in lines if line.startswith(b"data: {")]
@@ -241,11 +261,12 @@ async def _pause(process: psutil.Process, rng: random.Random) -> None:
 
 
 async def _send(port: int | None, pieces: tuple[bytes, ...]) -> None:
-    """Write to a connection of its own, read until it ends."""
+    """Write to a connection of its own, read until it ends or nothing more comes for a while."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.closing(writer), contextlib.suppress(ConnectionError):
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-        while await reader.read(65_536):
-            pass
+        with contextlib.suppress(TimeoutError):
+            while await asyncio.wait_for(reader.read(65_536), _SILENCE_S):
+                pass

@@ -25,6 +25,12 @@ def check_refusal(error: Mapping[str, Any]) -> None:
     raise RefusedError(error["code"])
 
 
+def described(error: BaseException) -> str:
+    """The error in words, with what caused it: those of httpx often say nothing themselves."""
+    text = f"{type(error).__name__}: {error}"
+    return text if error.__cause__ is None else f"{text} ({error.__cause__!r})"
+
+
 async def _raise_if_refused(answer: httpx.Response) -> None:
     if answer.status_code == 503:
         await answer.aread()

@@ -20,6 +20,7 @@ import psutil
 
 from tests.live.live_server import LiveServer
 from tests.soak.faults import Faults
+from tests.soak.refusals import described
 from tests.soak.resident_memory import ResidentMemory, is_growing
 
 FLAGS = (
@@ -145,7 +146,7 @@ class Soak:
             except AssertionError as error:
                 self._fail(str(error))
             except (httpx.HTTPError, openai.OpenAIError) as error:
-                self._fail(f"{type(error).__name__}: {error}")
+                self._fail(described(error))
 
     def _fail(self, text: str) -> None:
         failure = " ".join(text.split())[:_FAILURE_CHARS]
