@@ -1,8 +1,8 @@
 """The table of messages to the engine: what each does, and how a client sends it.
 
 A new call is a message (`core/messages.py`), a row here and the method that the row names: the
-engine finds the method by the row (`EngineCore`, for sessions `SessionService`), and the server makes
-the route, its body and its description of row and message (`server/call_routes.py`).
+engine finds the method by the row (`EngineCore`, for sessions `SessionService`), and the server
+makes the route, its body and its description of row and message (`server/call_routes.py`).
 
 The body of a `route` holds the message's fields but `rid`, by their annotations; those with a
 default may be left out. Its description is the first paragraph of the message's docstring.
