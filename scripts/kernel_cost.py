@@ -37,19 +37,20 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from sgl_jax.aot.chips import CHIPS  # noqa: E402
 from sgl_jax.aot.topology import Topology, topology_mesh  # noqa: E402
+from sgl_jax.kernels.attention.batch import AttentionBatch  # noqa: E402
+from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS  # noqa: E402
+from sgl_jax.kernels.attention.scores import ScoreOptions  # noqa: E402
+from sgl_jax.kernels.attention.tpu.decode import decode_attention  # noqa: E402
+from sgl_jax.kernels.attention.tpu.prefill import prefill_attention  # noqa: E402
+from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, prefill_blocks  # noqa: E402
+from sgl_jax.kernels.attention.tpu.write import write_kv  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tiles import choose_tiles  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul  # noqa: E402
-from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch  # noqa: E402
-from sgl_jax.kernels.ragged_paged_attention.block_sizes import decode_blocks  # noqa: E402
-from sgl_jax.kernels.ragged_paged_attention.cache_dtype import EIGHT_BITS  # noqa: E402
-from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import prefill_blocks  # noqa: E402
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention  # noqa: E402
-from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention  # noqa: E402
-from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv  # noqa: E402
 from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402
 
 Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16
 ROWS, CONTEXT, CHUNK = 64, 4096, 2048
+OPTIONS = ScoreOptions(HEAD_DIM**-0.5)
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 192
 
 
@@ -133,7 +134,7 @@ def our_decode(page_size: int, dtype: Any = DTYPE) -> Kernel:
 
     def decode(q, cache, layer, *rows):
         batch = AttentionBatch.build(*rows, ROWS)
-        return decode_attention(q, cache, layer, batch, scale=HEAD_DIM**-0.5)
+        return decode_attention(q, cache, layer, batch, OPTIONS)
 
     q = ((ROWS, Q_HEADS, HEAD_DIM), DTYPE)
     keys = max(blocks.block_keys, page_size)
@@ -154,7 +155,7 @@ def our_prefill(page_size: int, dtype: Any = DTYPE) -> Kernel:
 
     def prefill(q, cache, layer, *rows):
         batch = AttentionBatch.build(*rows, CHUNK)
-        return prefill_attention(q, cache, layer, batch, scale=HEAD_DIM**-0.5)
+        return prefill_attention(q, cache, layer, batch, OPTIONS)
 
     q = ((CHUNK, Q_HEADS, HEAD_DIM), DTYPE)
     q_heads = blocks.heads * Q_HEADS // KV_HEADS

@@ -5,13 +5,13 @@
 
 Decode: for rows of several lengths, a block takes the longest of: its bundles; its bytes at the
 chip's memory bandwidth; and half of the way there and back, as two blocks are in flight. The table
-goes into `sgl_jax/kernels/ragged_paged_attention/block_sizes.py`, beside it the model's cycles.
+goes into `sgl_jax/kernels/attention/tpu/tuned.py`, beside it the model's cycles.
 
 Prefill: the formula's sizes, with as many queries again, and with as many heads again; half of
 either is slower (docs/kernels.md), and so are twice as many keys. What counts is the bundles of the
 loops over keys for rows of several lengths, those for blocks on the diagonal and for the rest of a
 row included, for 10**9 operations that causality leaves. A choice must be 2 % better than the
-formula's to take its place, and compile soon. The table goes into `prefill_blocks.py`, beside it
+formula's to take its place, and compile soon. The table goes into the same file, beside it
 bundles for 10**9 operations of the loop without masks, then of the rows, and of the rows with the
 formula's sizes. What was tried is printed as comments.
 """
@@ -27,17 +27,17 @@ from kernel_cost import Kernel, compile_for, hot_loop, step_rows
 
 from sgl_jax.aot.chips import CHIPS, Chip
 from sgl_jax.bench.kernel_schedule import Loop, Schedule
-from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.block_sizes import MAX_BLOCK_BYTES, DecodeBlocks
-from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import (
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.tpu.decode import decode_attention
+from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
+from sgl_jax.kernels.attention.tpu.tuned import (
+    MAX_BLOCK_BYTES,
+    DecodeBlocks,
     PrefillBlocks,
     Sizes,
     blocks_of,
     default_sizes,
 )
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention
-from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention
-from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.memory import Shape
 
 HEAD_DIM, PAGE_SIZE, GROUP = 128, 128, 4
 KV_HEADS = (1, 2, 4, 8)  # on a chip
@@ -59,7 +59,7 @@ def arguments(kv_heads: int, tokens: int) -> list[kernel_cost.Shape]:
 def decode_kernel(kv_heads: int, blocks: DecodeBlocks) -> Kernel:
     def decode(q, cache, layer, *rows):
         batch = AttentionBatch.build(*rows, kernel_cost.ROWS)
-        return decode_attention(q, cache, layer, batch, scale=HEAD_DIM**-0.5, blocks=blocks)
+        return decode_attention(q, cache, layer, batch, kernel_cost.OPTIONS, blocks=blocks)
 
     shapes = arguments(kv_heads, kernel_cost.ROWS)
     return Kernel("decode", decode, shapes, 0, "KV token", kernel_cost.per(1), "")
@@ -103,7 +103,7 @@ def best_blocks(chip_name: str, kv_heads: int) -> tuple[DecodeBlocks, float]:
 def prefill_kernel(kv_heads: int, blocks: PrefillBlocks) -> Kernel:
     def prefill(q, cache, layer, *rows):
         batch = AttentionBatch.build(*rows, kernel_cost.CHUNK)
-        return prefill_attention(q, cache, layer, batch, scale=HEAD_DIM**-0.5, blocks=blocks)
+        return prefill_attention(q, cache, layer, batch, kernel_cost.OPTIONS, blocks=blocks)
 
     shapes = arguments(kv_heads, kernel_cost.CHUNK)
     return Kernel("prefill", prefill, shapes, 0, "GFLOP", kernel_cost.per(1), "")
@@ -146,9 +146,8 @@ def prefill_costs(schedule: Schedule, kv_heads: int, blocks: PrefillBlocks) -> t
     """
     hot = hot_loop(schedule)
     with_masks = next(loop for loop in schedule.hot_loops if loop is not hot)
-    shape = Shape(kv_heads, GROUP, PAGE_SIZE, HEAD_DIM, False, blocks)
     clear = KeyLoops.of(schedule, hot, kv_heads // blocks.heads, with_masks)
-    masked = KeyLoops.of(schedule, with_masks, kv_heads // shape.part_heads, None)
+    masked = KeyLoops.of(schedule, with_masks, kv_heads // blocks.masked_heads(kv_heads), None)
     gflop = 4 * kv_heads * GROUP * HEAD_DIM / 1e9  # of a query and a key
     bundles = pairs = 0.0
     for tokens, before in CHUNKS:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.errors import CheckpointError
-from sgl_jax.kernels.ragged_paged_attention.cache_dtype import (
+from sgl_jax.kernels.attention.cache_dtype import (
     EIGHT_BITS,
     GREATEST,
     cache_dtype_name,

@@ -14,8 +14,8 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
 from sgl_jax.executor.row_tables import row_table_shapes
 from sgl_jax.executor.step import StepState
-from sgl_jax.kernels.ragged_paged_attention.cache_dtype import cache_dtype
-from sgl_jax.kernels.ragged_paged_attention.interface import check_pages
+from sgl_jax.kernels.attention.api import check_pages
+from sgl_jax.kernels.attention.cache_dtype import cache_dtype
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import KVPoolLayout, kv_pool_shape

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
+from sgl_jax.kernels.attention.api import AttentionBatch
 
 
 class LastQueries(NamedTuple):

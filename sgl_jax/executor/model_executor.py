@@ -28,7 +28,7 @@ from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
 from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
 from sgl_jax.executor.step import StepState
-from sgl_jax.kernels.ragged_paged_attention.cache_dtype import cache_dtype_name
+from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_kv_pool
 from sgl_jax.models.config import ModelConfig
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from sgl_jax.executor.last_queries import LastQueries, count_accepted
 from sgl_jax.executor.layout import RankControls
-from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
+from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
 from sgl_jax.layers.sampling import (
     SampledRows,

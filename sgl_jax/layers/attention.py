@@ -9,9 +9,10 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.kernels.ragged_paged_attention.interface import (
+from sgl_jax.kernels.attention.api import (
     AttentionBatch,
     RaggedPagedAttention,
+    ScoreOptions,
 )
 from sgl_jax.layers.kv_scales import KVScales
 from sgl_jax.layers.layer_weights import project, use_weight
@@ -97,8 +98,7 @@ class Attention(nnx.Module):
             kv_cache,
             layer,
             batch,
-            scale=q.shape[-1] ** -0.5,
-            sliding_window=self.sliding_window,
+            ScoreOptions(scale=q.shape[-1] ** -0.5, sliding_window=self.sliding_window),
         )
         if self.kv_scales is not None:
             out = self.kv_scales.after(out)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
+from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from sgl_jax.kernels.attention.api import attention_implementation
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
-from sgl_jax.kernels.ragged_paged_attention.interface import attention_implementation
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.layers.parameter import ParamTree, parameter_shapes, partition_specs
 from sgl_jax.models.config import ModelConfig
@@ -44,7 +44,7 @@ def place_model(
         dtype: of all parameters.
         weight_sharding: "replicated" gives each data-parallel rank all of its layers' weights;
             "data" splits them over the ranks and gathers each layer's when it runs.
-        attention_backend: see `kernels.ragged_paged_attention.interface`; a CPU that is to simulate
+        attention_backend: see `kernels.attention.api`; a CPU that is to simulate
             the TPU's attention simulates its grouped product, too.
         has_kv_scales: whether K and V are scaled for the cache; the scales are parameters.
 

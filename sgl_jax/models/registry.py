@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from jax.typing import DTypeLike
 
-from sgl_jax.kernels.grouped_matmul.blocked import blocked_grouped_matmul
-from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
-from sgl_jax.kernels.ragged_paged_attention.interface import RaggedPagedAttention
-from sgl_jax.kernels.ragged_paged_attention.xla import (
+from sgl_jax.kernels.attention.api import RaggedPagedAttention
+from sgl_jax.kernels.attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )
+from sgl_jax.kernels.grouped_matmul.blocked import blocked_grouped_matmul
+from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts

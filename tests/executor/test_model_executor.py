@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.checkpoint.loading import load_model
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.executor.model_executor import ModelExecutor
-from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
+from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.models.config import ModelConfig
 from tests.executor.step_driver import Driver, Row
 

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.xla import ragged_paged_attention
+from sgl_jax.kernels.attention.api import AttentionBatch
+from sgl_jax.kernels.attention.xla import ragged_paged_attention
 from sgl_jax.layers import kv_scales
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.parameter import parameter_shapes, partition_specs

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.checkpoint.loading import load_model
-from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
+from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.models.config import ModelConfig
 

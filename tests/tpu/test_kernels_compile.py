@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import pytest
 
-from sgl_jax.kernels.ragged_paged_attention import tpu
-from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.interface import MAX_ROW_PAGES
+from sgl_jax.kernels.attention.api import MAX_ROW_PAGES, ScoreOptions
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.tpu import ragged_paged_attention
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
 from tests.tpu.compiling import (
     MAX_COMPILE_S,
@@ -45,17 +45,14 @@ def assert_compiles_in_place(shape, mesh):
     """The attention call of one layer, its cache donated."""
 
     def run(q, k, v, cache, layer, sinks, *rows):
-        return tpu.ragged_paged_attention(
+        return ragged_paged_attention(
             q,
             k,
             v,
             cache,
             layer,
             AttentionBatch.build(*rows, shape.tokens, shape.max_drafts),
-            scale=shape.head_dim**-0.5,
-            sliding_window=shape.sliding_window,
-            soft_cap=shape.soft_cap,
-            sinks=sinks,
+            ScoreOptions(shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap, sinks),
         )
 
     pages = shape.context // shape.page_size

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import pytest
 
 from sgl_jax.aot.chips import CHIPS
-from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention
-from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention
-from sgl_jax.kernels.ragged_paged_attention.tpu_write import write_kv
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.scores import ScoreOptions
+from sgl_jax.kernels.attention.tpu.decode import decode_attention
+from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
+from sgl_jax.kernels.attention.tpu.write import write_kv
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
 from tests.tpu.compiling import (
@@ -79,10 +80,7 @@ def compile_attention(attend, shape, mesh):
             cache,
             layer,
             AttentionBatch.build(*rows, shape.tokens),
-            scale=shape.head_dim**-0.5,
-            sliding_window=shape.sliding_window,
-            soft_cap=shape.soft_cap,
-            sinks=sinks,
+            ScoreOptions(shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap, sinks),
             packed=width > shape.head_dim,
         )
 

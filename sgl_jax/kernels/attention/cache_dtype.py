@@ -1,10 +1,10 @@
-"""What the type of the KV cache means to those who write it and to those who read it.
+"""How K and V are stored in a KV cache of each type.
 
 A cache of 8 bits is an array of int8 that holds the bits of float8_e4m3fn: a compiler that knows no
 arrays of float8 would turn all of the cache into float16, and back, whenever a token is written.
 
-It holds what it is given. Whoever divides K and V by scales first, so that they use the range that
-there is, also multiplies by them afterwards (`layers/kv_scales.py`).
+Numbers are stored unscaled: a caller that divides K and V by scales, so that they use the type's
+range, also multiplies the result by them (`layers/kv_scales.py`).
 """
 
 import jax
@@ -46,6 +46,18 @@ def as_cached(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     normal = jnp.where(jnp.abs(x) < SMALLEST, jnp.round(x / SMALLEST) * SMALLEST, x)
     numbers = jnp.clip(normal, -GREATEST, GREATEST).astype(FLOAT8)
     return lax.bitcast_convert_type(numbers, EIGHT_BITS)
+
+
+def is_packed(kv_cache: jax.Array, head_dim: int) -> bool:
+    """Whether a slot of the cache holds a head's K and V side by side."""
+    return kv_cache.shape[4] == 2 * head_dim
+
+
+def new_slots(k: jax.Array, v: jax.Array, kv_cache: jax.Array) -> jax.Array:
+    """k, v [T, kv_heads, head_dim] as slots of the cache: [T, 2 * kv_heads, head_dim], or packed
+    [T, kv_heads, 2 * head_dim]."""
+    axis = 2 if is_packed(kv_cache, k.shape[2]) else 1
+    return as_cached(jnp.concatenate([k, v], axis=axis), kv_cache.dtype)
 
 
 def as_float32(cached: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks: NDArray | None = None,
 ) -> tuple[Float64Array, Float64Array]:
-    """Same meaning and shapes as `interface.RaggedPagedAttention`; returns (out, kv_cache).
+    """Same meaning and shapes as `api.RaggedPagedAttention`; returns (out, kv_cache).
 
     Padding tokens get an output of zero and write nothing, so page 0 is left as it was.
     """

@@ -1,4 +1,4 @@
-"""The attention call that models make, and the one place that chooses who answers it.
+"""The attention call that models make, and the one place that chooses its implementation.
 
 Every implementation has the signature of `RaggedPagedAttention` and is judged by `reference`.
 """
@@ -9,9 +9,10 @@ from typing import Protocol
 import jax
 from jax.typing import DTypeLike
 
-from sgl_jax.kernels.ragged_paged_attention.batch import AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.cache_dtype import cache_dtype_name
-from sgl_jax.kernels.ragged_paged_attention.xla import (
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
+from sgl_jax.kernels.attention.scores import ScoreOptions
+from sgl_jax.kernels.attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )
 from sgl_jax.kernels.tpu_chip import tile_slots
@@ -20,6 +21,7 @@ __all__ = [
     "ATTENTION_BACKENDS",
     "AttentionBatch",
     "RaggedPagedAttention",
+    "ScoreOptions",
     "attention_implementation",
     "check_pages",
 ]
@@ -42,11 +44,7 @@ class RaggedPagedAttention(Protocol):
         kv_cache: jax.Array,
         layer: jax.Array,
         batch: AttentionBatch,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
+        options: ScoreOptions,
     ) -> tuple[jax.Array, jax.Array]:
         """Attend with the shapes of one chip of one data-parallel rank.
 
@@ -62,10 +60,7 @@ class RaggedPagedAttention(Protocol):
                 Updated in place when the caller donates it or carries it through a loop.
             layer: int32 [] which layer of the cache.
             batch: rows and pages.
-            scale: multiplies q @ k.
-            sliding_window: a query at position p sees keys at (p - sliding_window, p].
-            soft_cap: scores become soft_cap * tanh(score / soft_cap).
-            sinks: [q_heads] logits that take part in the softmax with a value of zero.
+            options: the layer's scale, window, soft cap and sinks.
 
         Returns:
             out: [T, q_heads, head_dim] in q's dtype; finite but unspecified for padding tokens.
@@ -75,7 +70,7 @@ class RaggedPagedAttention(Protocol):
 
 
 def attention_implementation(backend: str, platform: str) -> RaggedPagedAttention:
-    """Who answers on `platform` ("cpu", "gpu", "tpu"): the one place that chooses.
+    """The implementation for `platform` ("cpu", "gpu", "tpu").
 
     "auto" is "pallas" on a TPU and "xla" elsewhere. "pallas" is the TPU's kernel; a CPU simulates
     it with its DMAs and semaphores, slowly.
@@ -85,10 +80,10 @@ def attention_implementation(backend: str, platform: str) -> RaggedPagedAttentio
     """
     if not _is_pallas(backend, platform):
         return xla_ragged_paged_attention
-    # Here and not above: who does not use Pallas does not wait for its import.
+    # Here and not above: without the Pallas kernels, a process does not wait for their import.
     from jax.experimental.pallas import tpu as pltpu
 
-    from sgl_jax.kernels.ragged_paged_attention.tpu import (
+    from sgl_jax.kernels.attention.tpu import (
         ragged_paged_attention as tpu_ragged_paged_attention,
     )
 
@@ -105,7 +100,7 @@ def attention_implementation(backend: str, platform: str) -> RaggedPagedAttentio
 def check_pages(
     backend: str, platform: str, page_size: int, row_pages: int, kv_cache_dtype: DTypeLike
 ) -> None:
-    """Refuse pages, or rows of up to `row_pages` of them, that who answers on `platform` cannot
+    """Refuse pages, or rows of up to `row_pages` of them, that `platform`'s implementation cannot
     read; XLA reads any.
 
     Raises:

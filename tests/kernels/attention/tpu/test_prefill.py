@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from sgl_jax.kernels.ragged_paged_attention.prefill_blocks import PrefillBlocks
-from sgl_jax.kernels.ragged_paged_attention.tpu_prefill import copies, kernel, softmax
-from sgl_jax.kernels.ragged_paged_attention.tpu_prefill.call import prefill_attention
-from tests.kernels.ragged_paged_attention.interpret_harness import (
+from sgl_jax.kernels.attention.tpu import prefill
+from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
+from sgl_jax.kernels.attention.tpu.shared import Pages, wait
+from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks
+from tests.kernels.attention.problems import (
     LAYER,
     Case,
     Program,
@@ -91,10 +92,9 @@ def attend(program, interpret):
             cache,
             jnp.int32(LAYER),
             make_batch(problem, program),
-            sinks=problem.sinks,
+            program.options._replace(sinks=problem.sinks),
             blocks=blocks_of(program),
             interpret=interpret,
-            **program.options,
         )
 
     return run
@@ -154,15 +154,15 @@ def test_two_rows_are_right_where_no_bug_was_seeded():
         check(TWO_ROWS, attend(TWO_ROWS.program, mode))
 
 
-def no_wait_for_keys(kernel, row, block, slot):
-    """Compute on whatever the slot holds."""
+def no_wait_for_keys(pages, block):
+    """Compute on whatever the buffer holds."""
 
 
-def keys_of_the_other_slot(kernel, work, attend_heads=softmax.attend_heads):
-    attend_heads(kernel, work._replace(slot=1 - work.slot))
+def keys_of_the_other_buffer(kernel, work, attend_heads=prefill.attend_heads):
+    attend_heads(kernel, work._replace(buffer=1 - work.buffer))
 
 
-def a_mask_off_by_one(kernel, work, seen=softmax.seen_keys):
+def a_mask_off_by_one(kernel, work, seen=prefill.seen_keys):
     return seen(kernel, work._replace(first=work.first + 1))
 
 
@@ -172,59 +172,59 @@ class PageBefore(NamedTuple):
     table: Any
 
     def __getitem__(self, at):
-        slot, zero, page = at
-        return self.table[slot, zero, jnp.maximum(page - 1, 0)]
+        table, zero, page = at
+        return self.table[table, zero, jnp.maximum(page - 1, 0)]
 
 
-def the_page_before(kernel, *where, start=kernel.start_keys):
-    table = PageBefore(kernel.buffers.table)
-    start(kernel._replace(buffers=kernel.buffers._replace(table=table)), *where)
+def the_page_before(pages, block, i, page_copy=Pages.page_copy):
+    table = PageBefore(pages.buffers.table)
+    return page_copy(pages._replace(buffers=pages.buffers._replace(table=table)), block, i)
 
 
-def values_of_unused_slots(kernel, block, keys, slot):
+def values_of_unused_slots(kernel, block, keys, buffer):
     """Leave NaN where no token lies."""
 
 
-def results_not_waited_for(kernel, block, do, out_copies=kernel.out_copies):
-    out_copies(kernel, block, lambda copy: None if do.__code__.co_names == ("wait",) else do(copy))
+def results_not_waited_for(kernel, block, do, out_copies=prefill.out_copies):
+    out_copies(kernel, block, lambda copy: None if do is wait else do(copy))
 
 
-def queries_not_waited_for(kernel, block, do, q_copies=kernel.q_copies):
+def queries_not_waited_for(kernel, block, do, q_copies=prefill.q_copies):
     q_copies(kernel, block, lambda copy: do(NoWait(copy)))
 
 
-def page_ids_not_waited_for(buffers, row, slot, table_copy=kernel.table_copy):
-    return NoWait(table_copy(buffers, row, slot))
+def page_ids_not_waited_for(pages, row, table, table_copy=Pages.table_copy):
+    return NoWait(table_copy(pages, row, table))
 
 
-def more_queries_than_the_row_has(kernel, block, do, runs=copies.for_each_run):
-    tokens = jnp.minimum(block.num_tokens + 1, kernel.shape.blocks.queries)
+def more_queries_than_the_row_has(kernel, block, do, runs=prefill.for_each_run):
+    tokens = jnp.minimum(block.num_tokens + 1, kernel.blocks.queries)
     runs(kernel, block._replace(num_tokens=jnp.where(block.num_tokens > 0, tokens, 0)), do)
 
 
-def masked_blocks_taken_for_clear(kernel, work, attend_heads=softmax.attend_heads):
+def masked_blocks_taken_for_clear(kernel, work, attend_heads=prefill.attend_heads):
     attend_heads(kernel, work._replace(position=None))
 
 
-def never_the_first_keys(kernel, work, attend_heads=softmax.attend_heads):
+def never_the_first_keys(kernel, work, attend_heads=prefill.attend_heads):
     attend_heads(kernel, work._replace(is_first=jnp.bool(False)))
 
 
 @pytest.mark.parametrize(
     ("module", "part", "bug", "mode"),
     [
-        (kernel, "wait_keys", no_wait_for_keys, "lazy"),
-        (kernel, "wait_keys", no_wait_for_keys, "eager"),
-        (softmax, "attend_heads", keys_of_the_other_slot, "lazy"),
-        (softmax, "seen_keys", a_mask_off_by_one, "lazy"),
-        (kernel, "start_keys", the_page_before, "lazy"),
-        (kernel, "clear_unseen_values", values_of_unused_slots, "lazy"),
-        (kernel, "q_copies", queries_not_waited_for, "lazy"),
-        (kernel, "table_copy", page_ids_not_waited_for, "lazy"),
-        (kernel, "out_copies", results_not_waited_for, "eager"),
-        (copies, "for_each_run", more_queries_than_the_row_has, "lazy"),
-        (softmax, "attend_heads", masked_blocks_taken_for_clear, "lazy"),
-        (softmax, "attend_heads", never_the_first_keys, "lazy"),
+        (Pages, "wait", no_wait_for_keys, "lazy"),
+        (Pages, "wait", no_wait_for_keys, "eager"),
+        (prefill, "attend_heads", keys_of_the_other_buffer, "lazy"),
+        (prefill, "seen_keys", a_mask_off_by_one, "lazy"),
+        (Pages, "page_copy", the_page_before, "lazy"),
+        (prefill, "clear_unseen_values", values_of_unused_slots, "lazy"),
+        (prefill, "q_copies", queries_not_waited_for, "lazy"),
+        (Pages, "table_copy", page_ids_not_waited_for, "lazy"),
+        (prefill, "out_copies", results_not_waited_for, "eager"),
+        (prefill, "for_each_run", more_queries_than_the_row_has, "lazy"),
+        (prefill, "attend_heads", masked_blocks_taken_for_clear, "lazy"),
+        (prefill, "attend_heads", never_the_first_keys, "lazy"),
     ],
 )
 def test_a_seeded_bug_is_noticed(module, part, bug, mode, monkeypatch):

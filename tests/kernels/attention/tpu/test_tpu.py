@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sgl_jax.kernels.ragged_paged_attention import tpu
-from tests.kernels.ragged_paged_attention.interpret_harness import (
+from sgl_jax.kernels.attention.tpu import ragged_paged_attention
+from tests.kernels.attention.problems import (
     LAYER,
     Case,
     Program,
@@ -33,16 +33,15 @@ EIGHT_BITS = Program(page_size=32, group=2, dtype=jnp.bfloat16, cache_dtype=jnp.
 def compiled(program, mode):
     @quick_jit
     def run(problem):
-        return tpu.ragged_paged_attention(
+        return ragged_paged_attention(
             problem.q,
             problem.k,
             problem.v,
             problem.kv_cache,
             jnp.int32(LAYER),
             make_batch(problem, program),
-            sinks=problem.sinks,
+            program.options._replace(sinks=problem.sinks),
             interpret=MODES[mode],
-            **program.options,
         )
 
     return run

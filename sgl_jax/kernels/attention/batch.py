@@ -57,15 +57,15 @@ class AttentionBatch:
         Static: `num_tokens` is T, at least the sum of `q_lens`; `max_draft_tokens` the most that
         any decode row has.
         """
-        num_slots = q_lens.shape[0]
+        bucket_rows = q_lens.shape[0]
         ends = jnp.cumsum(q_lens, dtype=jnp.int32)
         q_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
         rows = jnp.searchsorted(ends, tokens, side="right", method="compare_all")
-        token_rows = jnp.minimum(rows.astype(jnp.int32), num_slots - 1)
+        token_rows = jnp.minimum(rows.astype(jnp.int32), bucket_rows - 1)
         valid = tokens < ends[-1]
         positions = kv_starts[token_rows] + tokens - q_offsets[token_rows]
-        row_ids = jnp.arange(1, num_slots + 1, dtype=jnp.int32)
+        row_ids = jnp.arange(1, bucket_rows + 1, dtype=jnp.int32)
         return cls(
             page_table=page_table,
             kv_starts=kv_starts,
@@ -76,6 +76,6 @@ class AttentionBatch:
             token_rows=token_rows,
             positions=jnp.where(valid, positions, 0),
             valid=valid,
-            max_decode_tokens=min(num_tokens, num_slots * (1 + max_draft_tokens)),
+            max_decode_tokens=min(num_tokens, bucket_rows * (1 + max_draft_tokens)),
             max_draft_tokens=max_draft_tokens,
         )

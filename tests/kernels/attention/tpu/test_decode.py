@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sgl_jax.kernels.ragged_paged_attention.block_sizes import DecodeBlocks
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode import call, copies, kernel, softmax
-from sgl_jax.kernels.ragged_paged_attention.tpu_decode.call import decode_attention
-from tests.kernels.ragged_paged_attention.interpret_harness import (
+from sgl_jax.kernels.attention.tpu import decode
+from sgl_jax.kernels.attention.tpu.decode import decode_attention
+from sgl_jax.kernels.attention.tpu.shared import Pages
+from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks
+from tests.kernels.attention.problems import (
     LAYER,
     Case,
     Program,
@@ -70,10 +71,9 @@ def attend(program, interpret, blocks=BLOCKS):
             cache,
             jnp.int32(LAYER),
             make_batch(problem, program),
-            sinks=problem.sinks,
+            program.options._replace(sinks=problem.sinks),
             blocks=blocks,
             interpret=interpret,
-            **program.options,
         )
 
     return run
@@ -129,7 +129,7 @@ def test_a_cache_of_8_bits_gives_what_float64_makes_of_what_it_holds(program, mo
 
 
 def test_a_chip_that_converts_8_bits_by_itself_gives_the_same(monkeypatch):
-    monkeypatch.setattr(call, "should_move_bits", lambda *_: False)
+    monkeypatch.setattr(decode, "should_move_bits", lambda *_: False)
     case = Case(EIGHT_BITS[1], [(150, 1), (47, 1), (100, 1)], [(3, 1)], 0, seed=5)
     check(case, attend(case.program, LAZY))
 
@@ -148,56 +148,56 @@ DRAFTED = Case(PROGRAMS[0]._replace(max_drafts=2), [(150, 3), (47, 1), (100, 2)]
 
 
 def forget_to_wait_for_pages(monkeypatch):
-    monkeypatch.setattr(kernel, "wait_block", lambda *_: None)
+    monkeypatch.setattr(Pages, "wait", lambda *_: None)
 
 
 def forget_to_wait_for(name):
     def seed(monkeypatch):
-        copy = getattr(kernel, name)
-        monkeypatch.setattr(kernel, name, lambda *args: NoWait(copy(*args)))
+        copy = getattr(decode, name)
+        monkeypatch.setattr(decode, name, lambda *args: NoWait(copy(*args)))
 
     seed.__name__ = f"forget_to_wait_for_{name}"
     return seed
 
 
 def forget_to_wait_for_results(monkeypatch):
-    monkeypatch.setattr(kernel, "wait_out", lambda *_: None)
+    monkeypatch.setattr(decode, "wait_out", lambda *_: None)
 
 
 def read_the_other_buffer(monkeypatch):
-    attend_block = kernel.attend_block
-    monkeypatch.setattr(
-        kernel,
-        "attend_block",
-        lambda kernel, block: attend_block(kernel, block._replace(slot=1 - block.slot)),
-    )
+    attend_block = decode.attend_block
+
+    def wrong(kernel, row, block):
+        attend_block(kernel, row, block._replace(buffer=1 - block.buffer))
+
+    monkeypatch.setattr(decode, "attend_block", wrong)
 
 
 def fetch_another_page(monkeypatch):
-    copy = copies.page_copy
-    monkeypatch.setattr(copies, "page_copy", lambda kernel, block, i: copy(kernel, block, i ^ 1))
+    copy = Pages.page_copy
+    monkeypatch.setattr(Pages, "page_copy", lambda pages, block, i: copy(pages, block, i ^ 1))
 
 
 def see_a_key_too_many(monkeypatch):
-    seen = softmax.seen_keys
+    seen = decode.seen_keys
     monkeypatch.setattr(
-        softmax, "seen_keys", lambda kernel, row, position: seen(kernel, row, position - 1)
+        decode, "seen_keys", lambda kernel, row, position: seen(kernel, row, position - 1)
     )
 
 
 def see_a_key_too_few(monkeypatch):
-    seen = softmax.seen_keys
+    seen = decode.seen_keys
     monkeypatch.setattr(
-        softmax, "seen_keys", lambda kernel, row, position: seen(kernel, row, position + 1)
+        decode, "seen_keys", lambda kernel, row, position: seen(kernel, row, position + 1)
     )
 
 
 def leave_values_of_unused_slots(monkeypatch):
-    monkeypatch.setattr(softmax, "clear_unused_values", lambda *_: None)
+    monkeypatch.setattr(Pages, "clear_values", lambda *_: None)
 
 
 def give_rows_of_a_stack_to_its_first_head(monkeypatch):
-    monkeypatch.setattr(softmax, "own_columns", lambda shape, x: x[:, : shape.head_dim])
+    monkeypatch.setattr(decode, "own_columns", lambda stacks, x: x[:, : stacks.head_dim])
 
 
 MISSING_WAITS = (
@@ -220,7 +220,7 @@ FAULTS = (
 def test_keys_taken_in_another_order_than_masks_are_noticed(monkeypatch):
     """An 8-bit cache gives its even keys first."""
     monkeypatch.setattr(
-        softmax, "positions", lambda tile: jax.lax.broadcasted_iota(jnp.int32, tile, 1)
+        decode, "positions", lambda tile: jax.lax.broadcasted_iota(jnp.int32, tile, 1)
     )
     program = EIGHT_BITS[1]
     with pytest.raises(AssertionError):

@@ -7,9 +7,21 @@ reads nothing. Several runs are in flight at once, which is safe because no two 
 step touch the same tile: a page that is being written has one row, and each step of the grid
 waits for its own writes before it ends. Padding and the null page, which any number of rows may
 share, are never written.
+
+Grid: one step for each block of up to 512 of the step's tokens.
+
+Buffers, with H the cache's heads (K and V, or half as many if packed), D the head_dim of a slot, a
+chunk up to 128 lanes of one head's K or V, all chunks of a token C lanes together:
+
+    kv     [block, C]                               this grid step's K and V; brought by the grid
+    runs   int32 [block] each                       in scalar memory
+    rows   32 bits [chunks, block + 2 * tile, chunk]   the same as kv, one tile further down
+    tiles  [8, H, tile, D]                          of run r in r % 8; as the cache
+
+DMAs of run r: if it fills its tile only in part, read the tile, 4 runs ahead of its use; change it;
+write it, and wait for that before the buffer is used again, or before the grid step ends.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +30,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.cache_dtype import as_cached, cache_dtype_name
+from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch
+from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name, new_slots
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES, tile_slots
 
 BLOCK_TOKENS = 512  # tokens of one step of the grid
@@ -38,7 +50,7 @@ class _Tokens(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """The runs of one grid step, in scalar memory; int32 [BLOCK_TOKENS] each."""
+    """The runs of one grid step."""
 
     token: Any  # the first, as this step's block counts
     length: Any
@@ -46,18 +58,21 @@ class _Runs(NamedTuple):
     slot: Any  # of the first token in its page
 
 
-class _Buffers(NamedTuple):
-    """Memory of the kernel. A chunk is up to 128 lanes of one head's K or V."""
+class _Kernel(NamedTuple):
+    """What every function of the kernel needs."""
 
-    kv: Any  # [block, chunks * chunk] this step's new K and V
-    cache: Any  # [layers, pages, slots, page_size, head_dim], slots: K and V of all heads
-    rows: Any  # 32 bits [chunks, block + 2 * tile, chunk] the same, one tile further down
-    tiles: Any  # [IN_FLIGHT, slots, tile, head_dim]
-    read_sem: Any  # [IN_FLIGHT]
-    write_sem: Any  # [IN_FLIGHT]
+    layer: Any
+    kv: Any
+    cache: Any  # [layers, pages, H, page_size, D] in HBM
+    rows: Any
+    tiles: Any
+    read_sem: Any  # [8]
+    write_sem: Any  # [8]
+    runs: _Runs
 
     @property
     def tile(self) -> int:
+        """Slots of a tile."""
         return self.tiles.shape[2]
 
 
@@ -83,86 +98,84 @@ def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: i
     return count
 
 
-def _tile_of(buffers: _Buffers, layer: Any, runs: _Runs, run: Any) -> Any:
-    """Where a run's tile lies in the cache: [slots, tile, head_dim]."""
-    first = lax.div(runs.slot[run], jnp.int32(buffers.tile)) * buffers.tile
-    slots = pl.ds(pl.multiple_of(first, buffers.tile), buffers.tile)
-    return buffers.cache.at[layer, runs.page[run], :, slots]
+def _tile_of(kernel: _Kernel, run: Any) -> Any:
+    """Where a run's tile lies in the cache: [H, tile, D]."""
+    first = lax.div(kernel.runs.slot[run], jnp.int32(kernel.tile)) * kernel.tile
+    slots = pl.ds(pl.multiple_of(first, kernel.tile), kernel.tile)
+    return kernel.cache.at[kernel.layer, kernel.runs.page[run], :, slots]
 
 
-def _read(buffers: _Buffers, layer: Any, runs: _Runs, run: Any) -> Any:
+def _read(kernel: _Kernel, run: Any) -> Any:
     at = lax.rem(run, jnp.int32(IN_FLIGHT))
-    source = _tile_of(buffers, layer, runs, run)
-    return pltpu.make_async_copy(source, buffers.tiles.at[at], buffers.read_sem.at[at])
+    source = _tile_of(kernel, run)
+    return pltpu.make_async_copy(source, kernel.tiles.at[at], kernel.read_sem.at[at])
 
 
-def _write(buffers: _Buffers, layer: Any, runs: _Runs, run: Any) -> Any:
+def _write(kernel: _Kernel, run: Any) -> Any:
     at = lax.rem(run, jnp.int32(IN_FLIGHT))
-    target = _tile_of(buffers, layer, runs, run)
-    return pltpu.make_async_copy(buffers.tiles.at[at], target, buffers.write_sem.at[at])
+    target = _tile_of(kernel, run)
+    return pltpu.make_async_copy(kernel.tiles.at[at], target, kernel.write_sem.at[at])
 
 
-def _when_partial(buffers: _Buffers, runs: _Runs, run: Any) -> Any:
+def _when_partial(kernel: _Kernel, run: Any) -> Any:
     """Decorates what only a run does that leaves some of its tile as it was."""
-    return pl.when(runs.length[run] < buffers.tile)
+    return pl.when(kernel.runs.length[run] < kernel.tile)
 
 
-def _change_tile(buffers: _Buffers, runs: _Runs, run: Any) -> None:
+def _change_tile(kernel: _Kernel, run: Any) -> None:
     """Put a run's K and V into its tile."""
-    at = lax.rem(run, jnp.int32(IN_FLIGHT))
-    chunks, _, width = buffers.rows.shape
-    first = lax.rem(runs.slot[run], jnp.int32(buffers.tile))
+    at, runs, tiles = lax.rem(run, jnp.int32(IN_FLIGHT)), kernel.runs, kernel.tiles
+    chunks, _, width = kernel.rows.shape
+    first = lax.rem(runs.slot[run], jnp.int32(kernel.tile))
     # The tile's slots in order, of which the run fills some: the rows around it are others'.
-    source = pl.ds(runs.token[run] + buffers.tile - first, buffers.tile)
-    slot = lax.broadcasted_iota(jnp.int32, (buffers.tile, width), 0)
+    source = pl.ds(runs.token[run] + kernel.tile - first, kernel.tile)
+    slot = lax.broadcasted_iota(jnp.int32, (kernel.tile, width), 0)
     is_new = (slot >= first) & (slot < first + runs.length[run])
-    per_head = buffers.tiles.shape[3] // width
+    per_head = tiles.shape[3] // width
     for chunk in range(chunks):
         head, lanes = chunk // per_head, pl.ds(chunk % per_head * width, width)
-        old = buffers.tiles[at, head, :, lanes].astype(buffers.rows.dtype)
-        new = jnp.where(is_new, buffers.rows[chunk, source], old)
-        buffers.tiles[at, head, :, lanes] = new.astype(buffers.tiles.dtype)
+        old = tiles[at, head, :, lanes].astype(kernel.rows.dtype)
+        new = jnp.where(is_new, kernel.rows[chunk, source], old)
+        tiles[at, head, :, lanes] = new.astype(tiles.dtype)
 
 
-def _stage(buffers: _Buffers) -> None:
+def _stage(kernel: _Kernel) -> None:
     """Copy this step's K and V, chunk by chunk, to where any slots of them can be loaded.
 
     Only 32-bit rows can be loaded from any row on; there and back loses nothing.
     """
-    chunks, _, width = buffers.rows.shape
-    block = buffers.kv.shape[0]
+    chunks, _, width = kernel.rows.shape
+    block = kernel.kv.shape[0]
     for chunk in range(chunks):
-        rows = buffers.kv[:, chunk * width : (chunk + 1) * width]
-        buffers.rows[chunk, pl.ds(buffers.tile, block)] = rows.astype(buffers.rows.dtype)
+        rows = kernel.kv[:, chunk * width : (chunk + 1) * width]
+        kernel.rows[chunk, pl.ds(kernel.tile, block)] = rows.astype(kernel.rows.dtype)
 
 
-def _kernel(*refs: Any, page_size: int) -> None:
-    tokens, buffers = _Tokens(*refs[:5]), _Buffers(refs[5], *refs[7:12])
-    runs = _Runs(*refs[12:])
-    layer, block = tokens.sizes[0], buffers.kv.shape[0]
+def _kernel(tokens: _Tokens, kv: Any, _old: Any, *memory: Any) -> None:
+    kernel, block = _Kernel(tokens.sizes[0], kv, *memory), kv.shape[0]
 
     def start_read(run: jax.Array) -> None:
-        pl.when(run >= IN_FLIGHT)(lambda: _write(buffers, layer, runs, run - IN_FLIGHT).wait())
-        _when_partial(buffers, runs, run)(lambda: _read(buffers, layer, runs, run).start())
+        pl.when(run >= IN_FLIGHT)(lambda: _write(kernel, run - IN_FLIGHT).wait())
+        _when_partial(kernel, run)(lambda: _read(kernel, run).start())
 
     def finish(run: jax.Array) -> None:
-        _when_partial(buffers, runs, run)(lambda: _read(buffers, layer, runs, run).wait())
-        _change_tile(buffers, runs, run)
-        _write(buffers, layer, runs, run).start()
+        _when_partial(kernel, run)(lambda: _read(kernel, run).wait())
+        _change_tile(kernel, run)
+        _write(kernel, run).start()
 
     @pl.when(pl.program_id(0) * block < tokens.sizes[1])
     def _() -> None:
-        count = _find_runs(tokens, runs, block, page_size, buffers.tile)
-        _stage(buffers)
+        count = _find_runs(tokens, kernel.runs, block, kernel.cache.shape[3], kernel.tile)
+        _stage(kernel)
 
         @pl.loop(0, count + READ_AHEAD)
-        def _(turn: jax.Array) -> None:
-            pl.when(turn < count)(lambda: start_read(turn))
-            pl.when(turn >= READ_AHEAD)(lambda: finish(turn - READ_AHEAD))
+        def _(n: jax.Array) -> None:
+            pl.when(n < count)(lambda: start_read(n))
+            pl.when(n >= READ_AHEAD)(lambda: finish(n - READ_AHEAD))
 
         @pl.loop(jnp.maximum(count - IN_FLIGHT, 0), count)
         def _(run: jax.Array) -> None:
-            _write(buffers, layer, runs, run).wait()
+            _write(kernel, run).wait()
 
 
 def write_kv(
@@ -179,7 +192,7 @@ def write_kv(
     Raises:
         ValueError: pages do not hold whole tiles.
     """
-    _, _, slots, page_size, head_dim = kv_cache.shape
+    page_size, head_dim = kv_cache.shape[3:]
     tile = tile_slots(kv_cache.dtype)
     if page_size % tile:
         raise ValueError(
@@ -187,33 +200,31 @@ def write_kv(
             f"{cache_dtype_name(kv_cache.dtype)} cache, got {page_size}"
         )
     num_tokens = k.shape[0]
-    is_packed = head_dim == 2 * k.shape[2]
-    kv = as_cached(jnp.concatenate([k, v], axis=2 if is_packed else 1), kv_cache.dtype)
-    kv = kv.reshape(num_tokens, -1)
     block = min(BLOCK_TOKENS, -(-num_tokens // tile) * tile)
+    kv = new_slots(k, v, kv_cache).reshape(num_tokens, -1)
     kv = jnp.pad(kv, ((0, -num_tokens % block), (0, 0)))
     wide = jnp.int32 if jnp.issubdtype(kv.dtype, jnp.integer) else jnp.float32
     width = LANES if head_dim % LANES == 0 else head_dim
-    in_memory = pl.BlockSpec(memory_space=pl.ANY)
-    num_scalars = len(_Tokens._fields)
+    sems = pltpu.SemaphoreType.DMA((IN_FLIGHT,))
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     kernel = pl.pallas_call(
-        partial(_kernel, page_size=page_size),
+        _kernel,
         name="paged_write",
         out_shape=jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=num_scalars,
+            num_scalar_prefetch=1,
             grid=(kv.shape[0] // block,),
-            in_specs=[pl.BlockSpec((block, kv.shape[1]), lambda i, *_: (i, 0)), in_memory],
-            out_specs=in_memory,
+            in_specs=[pl.BlockSpec((block, kv.shape[1]), lambda i, _: (i, 0)), in_hbm],
+            out_specs=in_hbm,
             scratch_shapes=[
                 pltpu.VMEM((kv.shape[1] // width, block + 2 * tile, width), wide),
-                pltpu.VMEM((IN_FLIGHT, slots, tile, head_dim), kv_cache.dtype),
-                pltpu.SemaphoreType.DMA((IN_FLIGHT,)),
-                pltpu.SemaphoreType.DMA((IN_FLIGHT,)),
-                *[pltpu.SMEM((block,), jnp.int32)] * len(_Runs._fields),
+                pltpu.VMEM((IN_FLIGHT, kv_cache.shape[2], tile, head_dim), kv_cache.dtype),
+                sems,
+                sems,
+                _Runs(*[pltpu.SMEM((block,), jnp.int32)] * len(_Runs._fields)),
             ],
         ),
-        input_output_aliases={num_scalars + 1: 0},
+        input_output_aliases={len(_Tokens._fields) + 1: 0},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret,
     )
@@ -221,5 +232,4 @@ def write_kv(
     # The whole page table might not fit into scalar memory.
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
     tokens = _Tokens(sizes, batch.token_rows, batch.positions, pages, batch.q_offsets)
-    result: jax.Array = kernel(*tokens, kv, kv_cache)
-    return result
+    return kernel(tokens, kv, kv_cache)

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_jax.kernels.ragged_paged_attention import reference
-from sgl_jax.kernels.ragged_paged_attention.interface import (
+from sgl_jax.kernels.attention import reference
+from sgl_jax.kernels.attention.api import (
     AttentionBatch,
+    ScoreOptions,
     attention_implementation,
 )
-from tests.kernels.ragged_paged_attention.interpret_harness import as_float8
+from tests.kernels.attention.problems import as_float8
 
 LAYERS, PAGES, HEAD_DIM, KV_HEADS = 2, 2048, 8, 2
 ROWS, TOKENS = 6, 320  # buckets, so that few programs are compiled
@@ -129,10 +130,7 @@ def attend(problem, sliding_window, soft_cap):
         problem.cache,
         jnp.int32(1),
         batch,
-        scale=0.3,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        sinks=problem.sinks,
+        ScoreOptions(0.3, sliding_window, soft_cap, problem.sinks),
     )
 
 

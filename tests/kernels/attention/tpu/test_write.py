@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sgl_jax.kernels.ragged_paged_attention import tpu_write
-from tests.kernels.ragged_paged_attention.interpret_harness import (
+from sgl_jax.kernels.attention.tpu import write as module
+from tests.kernels.attention.problems import (
     LAYER,
     Case,
     Program,
@@ -34,7 +34,7 @@ def write(program, interpret):
     @quick_jit
     def run(problem):
         batch = make_batch(problem, program)
-        return tpu_write.write_kv(
+        return module.write_kv(
             problem.k, problem.v, problem.kv_cache, jnp.int32(LAYER), batch, interpret=interpret
         )
 
@@ -83,7 +83,7 @@ MANY_TILES = Case(PROGRAMS[0], [(15, 1), (31, 1), (8, 1), (0, 1)], [(5, 24), (16
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_of_several_blocks_of_tokens(mode, monkeypatch):
     """A row that crosses from one grid step to the next may share a tile with itself."""
-    monkeypatch.setattr(tpu_write, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(module, "BLOCK_TOKENS", 16)
     check(MANY_TILES, write(MANY_TILES.program, MODES[mode]))
 
 
@@ -120,42 +120,41 @@ def test_a_page_of_less_than_a_tile_is_refused(program, words):
 
 
 def forget_read_wait(monkeypatch):
-    read = tpu_write._read
-    monkeypatch.setattr(tpu_write, "_read", lambda *args: NoWait(read(*args)))
+    read = module._read
+    monkeypatch.setattr(module, "_read", lambda *args: NoWait(read(*args)))
 
 
 def forget_write_wait(monkeypatch):
-    write = tpu_write._write
-    monkeypatch.setattr(tpu_write, "_write", lambda *args: NoWait(write(*args)))
+    write = module._write
+    monkeypatch.setattr(module, "_write", lambda *args: NoWait(write(*args)))
 
 
 def change_another_buffer(monkeypatch):
-    change = tpu_write._change_tile
-    monkeypatch.setattr(
-        tpu_write, "_change_tile", lambda buffers, runs, run: change(buffers, runs, run // 2)
-    )
+    change = module._change_tile
+    monkeypatch.setattr(module, "_change_tile", lambda kernel, run: change(kernel, run // 2))
 
 
 def write_whole_tiles_without_reading(monkeypatch):
-    monkeypatch.setattr(tpu_write, "_when_partial", lambda *_: lambda do: None)
+    monkeypatch.setattr(module, "_when_partial", lambda *_: lambda do: None)
 
 
 def write_another_page(monkeypatch):
-    tile_of = tpu_write._tile_of
+    tile_of = module._tile_of
 
-    def wrong(buffers, layer, runs, run):
-        return tile_of(buffers, layer, runs._replace(page=runs.slot), run)
+    def wrong(kernel, run):
+        runs = kernel.runs._replace(page=kernel.runs.slot)
+        return tile_of(kernel._replace(runs=runs), run)
 
-    monkeypatch.setattr(tpu_write, "_tile_of", wrong)
+    monkeypatch.setattr(module, "_tile_of", wrong)
 
 
 def start_a_row_late(monkeypatch):
-    find = tpu_write._find_runs
+    find = module._find_runs
 
     def wrong(tokens, runs, *sizes):
         return find(tokens._replace(positions=tokens.token_rows), runs, *sizes)
 
-    monkeypatch.setattr(tpu_write, "_find_runs", wrong)
+    monkeypatch.setattr(module, "_find_runs", wrong)
 
 
 FAULTS = (

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from sgl_jax.kernels.ragged_paged_attention import reference
-from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
+from sgl_jax.kernels.attention import reference
+from sgl_jax.kernels.attention.api import AttentionBatch, ScoreOptions
 
 SCALE = 0.3
 NO_PAGE = 2**30  # out of any cache's range
@@ -41,13 +41,9 @@ class Program(NamedTuple):
         return np.asarray(x.view(jnp.float8_e4m3fn) if x.dtype == jnp.int8 else x, np.float64)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The static keyword arguments of the attention call."""
-        return {
-            "scale": SCALE,
-            "sliding_window": self.sliding_window,
-            "soft_cap": self.soft_cap,
-        }
+    def options(self) -> ScoreOptions:
+        """The layer's, without sinks."""
+        return ScoreOptions(SCALE, self.sliding_window, self.soft_cap)
 
 
 def as_float8(x: np.ndarray) -> np.ndarray:
@@ -111,7 +107,7 @@ def build(case: Case) -> Problem:
         kv_starts[i], q_lens[i] = start, length
     width = -(-program.max_len // program.page_size)
     num_pages = 2 + width * program.rows
-    # What lies beyond a row's last page is nobody's: pages full of NaN.
+    # Beyond a row's last page lie pages full of NaN.
     table = np.zeros((program.rows, width), np.int32)
     pages = iter(rng.permutation(np.arange(1, num_pages, dtype=np.int32)))
     for i in range(len(rows)):
@@ -171,8 +167,7 @@ def expected(problem: Problem, program: Program) -> tuple[np.ndarray, np.ndarray
         *cached,
         LAYER,
         *problem[4:7],
-        sinks=problem.sinks,
-        **program.options,
+        **program.options._replace(sinks=problem.sinks)._asdict(),
     )
 
 

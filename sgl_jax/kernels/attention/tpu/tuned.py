@@ -1,10 +1,16 @@
-"""How much the prefill kernel computes on at once, for each generation of TPU.
+"""How much decode and prefill compute on at once, for each generation of TPU.
 
-A thousand queries of a KV head stream past each weight that the matrix unit loads, and two heads'
-arithmetic overlaps with each other's matmuls. The table comes from `scripts/tune_kernel.py`, which
-compares that with more, by the compiler's schedules, without a TPU: it is hardly ever worse. Twice
-as many queries make the loop 7 to 13 % shorter on v6e and tpu7x, but rows that do not fill such
-blocks cost more than that. Four heads gain 4 % at most, and take twice as long to compile.
+Both tables come from `scripts/tune_kernel.py`, which goes by the compiler's schedules, without a
+TPU.
+
+Decode: large blocks cost fewer instructions for each key, and keep more bytes in flight; small
+parts waste less where a row ends.
+
+Prefill: a thousand queries of a KV head stream past each weight that the matrix unit loads, and two
+heads' arithmetic overlaps with each other's matmuls. The script compares that with more: it is
+hardly ever worse. Twice as many queries make the loop 7 to 13 % shorter on v6e and tpu7x, but rows
+that do not fill such blocks cost more than that. Four heads gain 4 % at most, and take twice as
+long to compile.
 """
 
 from collections.abc import Mapping
@@ -15,6 +21,47 @@ import jax.numpy as jnp
 
 from sgl_jax.kernels.tpu_chip import LANES, device_kind
 
+MAX_BLOCK_BYTES = 4 << 20  # of one of the kernel's two buffers
+
+
+class DecodeBlocks(NamedTuple):
+    """Sizes of the decode kernel, in keys; a page is the least."""
+
+    block_keys: int  # of one DMA buffer, of which there are two
+    part_keys: int  # of a part of a block where masks are needed
+
+
+_DEFAULT = DecodeBlocks(1024, 256)
+# By device kind, and KV heads on a chip.
+_DECODE: Mapping[tuple[str, int], DecodeBlocks] = MappingProxyType(
+    {
+        ("TPU v5 lite", 1): DecodeBlocks(2048, 128),
+        ("TPU v5 lite", 2): DecodeBlocks(2048, 128),
+        ("TPU v5 lite", 4): DecodeBlocks(1024, 128),
+        ("TPU v5 lite", 8): DecodeBlocks(1024, 128),
+        ("TPU v6 lite", 1): DecodeBlocks(2048, 256),
+        ("TPU v6 lite", 2): DecodeBlocks(2048, 128),
+        ("TPU v6 lite", 4): DecodeBlocks(2048, 128),
+        ("TPU v6 lite", 8): DecodeBlocks(1024, 256),
+        ("TPU v5", 1): DecodeBlocks(2048, 256),
+        ("TPU v5", 2): DecodeBlocks(2048, 256),
+        ("TPU v5", 4): DecodeBlocks(2048, 256),
+        ("TPU v5", 8): DecodeBlocks(1024, 256),
+        ("TPU7x", 1): DecodeBlocks(2048, 256),
+        ("TPU7x", 2): DecodeBlocks(2048, 256),
+        ("TPU7x", 4): DecodeBlocks(2048, 256),
+        ("TPU7x", 8): DecodeBlocks(1024, 256),
+    }
+)
+
+
+def decode_blocks(kv_heads: int, token_bytes: int) -> DecodeBlocks:
+    """Sizes for the chip that is compiled for, of which a token's K and V take `token_bytes`."""
+    blocks = _DECODE.get((device_kind(), kv_heads), _DEFAULT)
+    while blocks.block_keys * token_bytes > MAX_BLOCK_BYTES and blocks.block_keys > 256:
+        blocks = DecodeBlocks(blocks.block_keys // 2, blocks.part_keys)
+    return DecodeBlocks(blocks.block_keys, min(blocks.part_keys, blocks.block_keys))
+
 
 class PrefillBlocks(NamedTuple):
     """Sizes of the prefill kernel."""
@@ -24,6 +71,11 @@ class PrefillBlocks(NamedTuple):
     keys: int  # a multiple of 128 and of the page size
     part_keys: int  # as above, where masks are needed; divides it
     heads: int  # KV heads whose instructions may overlap; divides the number of KV heads
+
+    def masked_heads(self, kv_heads: int) -> int:
+        """As `heads`, where masks are needed: about as many instructions."""
+        wanted = self.heads * (self.keys // self.part_keys)
+        return max(n for n in range(1, wanted + 1) if kv_heads % n == 0)
 
 
 class Sizes(NamedTuple):

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.kernels.ragged_paged_attention.batch import NULL_PAGE, AttentionBatch
-from sgl_jax.kernels.ragged_paged_attention.cache_dtype import as_cached, as_float32
+from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch
+from sgl_jax.kernels.attention.cache_dtype import as_float32, is_packed, new_slots
+from sgl_jax.kernels.attention.scores import MASKED, ScoreOptions
 
 # Decode meets DECODE_BLOCKS blocks of keys at once, of whatever rows: one operation each would
 # be too small to be worth its launch.
@@ -26,28 +27,17 @@ PREFILL_QUERIES = 128
 SHORT_QUERIES = 4
 LEFT_TO_SHORT = 32  # queries of a row that are not worth a large block
 
-# Finite, so that a block whose keys are all masked leaves no NaN behind: what it adds is scaled
-# by exp(_MASKED - top) = 0 as soon as a visible key is met, and every query sees at least itself.
-_MASKED = -1e30
-
-
-class _Options(NamedTuple):
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    sinks: jax.Array | None
-
 
 class _Layer(NamedTuple):
     """One layer of the cache, read by blocks of pages."""
 
-    kv_cache: jax.Array  # as in `interface`
+    kv_cache: jax.Array  # as in `api`
     layer: jax.Array  # int32 []
     head_dim: int
 
     @property
     def is_packed(self) -> bool:
-        return self.kv_cache.shape[4] == 2 * self.head_dim
+        return is_packed(self.kv_cache, self.head_dim)
 
     @property
     def kv_heads(self) -> int:
@@ -79,11 +69,11 @@ class _Layer(NamedTuple):
 
 
 class _Partial(NamedTuple):
-    """Attention over some of the keys: the softmax's numerator and denominator, times exp(-top)."""
+    """Attention over some of the keys, not yet divided: the state of an online softmax."""
 
-    top: jax.Array  # [..., kv_heads, queries] greatest score
-    total: jax.Array  # [..., kv_heads, queries]
-    weighted: jax.Array  # [..., kv_heads, queries, head_dim]
+    m: jax.Array  # [..., kv_heads, queries] greatest score
+    l: jax.Array  # [..., kv_heads, queries] sum of exp(score - m)
+    acc: jax.Array  # [..., kv_heads, queries, head_dim] values, weighted by exp(score - m)
 
 
 def ragged_paged_attention(
@@ -93,14 +83,9 @@ def ragged_paged_attention(
     kv_cache: jax.Array,
     layer: jax.Array,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    options: ScoreOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `interface.RaggedPagedAttention`."""
-    options = _Options(scale, sliding_window, soft_cap, sinks)
+    """See `api.RaggedPagedAttention`."""
     kv_cache = write_kv(k, v, kv_cache, layer, batch)
     cached = _Layer(kv_cache, layer, q.shape[2])
     # Blocks of queries overrun the end of their row. That is harmless: rows are processed in
@@ -120,13 +105,13 @@ def write_kv(
     page_size = kv_cache.shape[3]
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
     pages = jnp.where(batch.valid, pages, NULL_PAGE)
-    is_packed = kv_cache.shape[4] == 2 * k.shape[2]
-    kv = as_cached(jnp.concatenate([k, v], axis=2 if is_packed else 1), kv_cache.dtype)
     slots = kv_cache.at[layer, pages, :, batch.positions % page_size]
-    return slots.set(kv, mode="promise_in_bounds")
+    return slots.set(new_slots(k, v, kv_cache), mode="promise_in_bounds")
 
 
-def _decode(q: jax.Array, cached: _Layer, batch: AttentionBatch, options: _Options) -> jax.Array:
+def _decode(
+    q: jax.Array, cached: _Layer, batch: AttentionBatch, options: ScoreOptions
+) -> jax.Array:
     """Attention of the decode rows' tokens, which come first; [max_decode_tokens, q_heads, D].
 
     Drafted tokens are looked at one by one, as if each were a row of its own. The blocks of keys of
@@ -169,13 +154,12 @@ def _decode(q: jax.Array, cached: _Layer, batch: AttentionBatch, options: _Optio
     sinks = None if options.sinks is None else options.sinks.reshape(queries.shape[1:3])
     nothing = _nothing((num_tokens + DECODE_BLOCKS, *queries.shape[1:]), sinks)
     state = lax.fori_loop(0, -(-ends[-1] // DECODE_BLOCKS), turn, nothing)
-    total = jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)
-    out = state.weighted / total[..., None]
+    out = state.acc / jnp.maximum(state.l, jnp.finfo(jnp.float32).tiny)[..., None]
     return out[:num_tokens].reshape(num_tokens, *q.shape[1:]).astype(q.dtype)
 
 
 def _prefill(
-    q: jax.Array, out: jax.Array, cached: _Layer, batch: AttentionBatch, options: _Options
+    q: jax.Array, out: jax.Array, cached: _Layer, batch: AttentionBatch, options: ScoreOptions
 ) -> jax.Array:
     """Put the attention of the rows from `num_decode` on into out; q and out [T + padding, ...]."""
     table = _BlockTable.of(batch.page_table, cached.page_size, PREFILL_KEYS)
@@ -200,7 +184,7 @@ class _QueryBlocks(NamedTuple):
     table: "_BlockTable"
     cached: _Layer
     batch: AttentionBatch
-    options: _Options
+    options: ScoreOptions
 
     def attend_in_turn(
         self, q: jax.Array, out: jax.Array, row: jax.Array, first: jax.Array, count: jax.Array
@@ -244,7 +228,7 @@ class _QueryBlocks(NamedTuple):
             sinks = jnp.repeat(sinks, self.num_queries).reshape(kv_heads, -1)
         nothing = _nothing(queries.shape, sinks)
         state = lax.fori_loop(first_block, stop_block, key_block, nothing)
-        result = (state.weighted / state.total[..., None]).reshape(-1, self.num_queries, head_dim)
+        result = (state.acc / state.l[..., None]).reshape(-1, self.num_queries, head_dim)
         result = result.transpose(1, 0, 2).astype(q.dtype)
         return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
@@ -271,13 +255,13 @@ class _BlockTable(NamedTuple):
         return self.ids.at[row, block].get(mode="clip")
 
 
-def _scaled_queries(q: jax.Array, kv_heads: int, options: _Options) -> jax.Array:
+def _scaled_queries(q: jax.Array, kv_heads: int, options: ScoreOptions) -> jax.Array:
     """q [n, q_heads, D] as float32 [n, kv_heads, group, D], times the scale."""
     grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
     return grouped.astype(jnp.float32) * options.scale
 
 
-def _first_visible(position: jax.Array, options: _Options) -> jax.Array:
+def _first_visible(position: jax.Array, options: ScoreOptions) -> jax.Array:
     """The first key position that a query at `position` sees."""
     if options.sliding_window is None:
         return jnp.zeros_like(position)
@@ -289,11 +273,11 @@ def _nothing(shape: tuple[int, ...], sinks: jax.Array | None) -> _Partial:
 
     A sink is one more key, always visible, whose value is zero.
     """
-    weighted = jnp.zeros(shape, jnp.float32)
+    acc = jnp.zeros(shape, jnp.float32)
     if sinks is None:
-        return _Partial(jnp.full(shape[:-1], _MASKED), jnp.zeros(shape[:-1]), weighted)
-    top = jnp.broadcast_to(sinks.astype(jnp.float32), shape[:-1])
-    return _Partial(top, jnp.ones_like(top), weighted)
+        return _Partial(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), acc)
+    m = jnp.broadcast_to(sinks.astype(jnp.float32), shape[:-1])
+    return _Partial(m, jnp.ones_like(m), acc)
 
 
 def _attend(
@@ -302,7 +286,7 @@ def _attend(
     pages: jax.Array,
     seen: jax.Array,
     used: jax.Array,
-    options: _Options,
+    options: ScoreOptions,
 ) -> _Partial:
     """Attention of queries [..., kv_heads, n, D] over the keys in pages [..., p].
 
@@ -312,33 +296,33 @@ def _attend(
     scores = jnp.einsum("...hqd,...hkd->...hqk", queries, cached.keys(pages))
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
-    scores = jnp.where(seen, scores, _MASKED)
-    top = scores.max(axis=-1)
-    weights = jnp.exp(scores - top[..., None])
+    scores = jnp.where(seen, scores, MASKED)
+    m = scores.max(axis=-1)
+    weights = jnp.exp(scores - m[..., None])
     values = jnp.where(used[..., None, :, None], cached.values(pages), 0)
-    weighted = jnp.einsum("...hqk,...hkd->...hqd", weights, values)
-    return _Partial(top, weights.sum(axis=-1), weighted)
+    acc = jnp.einsum("...hqk,...hkd->...hqd", weights, values)
+    return _Partial(m, weights.sum(axis=-1), acc)
 
 
 def _merge(a: _Partial, b: _Partial) -> _Partial:
     """Attention over the keys of both."""
-    top = jnp.maximum(a.top, b.top)
-    scale_a, scale_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
+    m = jnp.maximum(a.m, b.m)
+    scale_a, scale_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
     return _Partial(
-        top,
-        a.total * scale_a + b.total * scale_b,
-        a.weighted * scale_a[..., None] + b.weighted * scale_b[..., None],
+        m,
+        a.l * scale_a + b.l * scale_b,
+        a.acc * scale_a[..., None] + b.acc * scale_b[..., None],
     )
 
 
 def _merge_into_tokens(tokens: _Partial, blocks: _Partial, owner: jax.Array) -> _Partial:
     """Merge blocks [blocks, ...] into tokens [tokens, ...]; owner[i, j]: block i is of token j."""
     owner = owner[:, :, None, None]
-    top = jnp.maximum(tokens.top, jnp.where(owner, blocks.top[:, None], _MASKED).max(axis=0))
-    kept = jnp.exp(tokens.top - top)
-    scale = jnp.where(owner, jnp.exp(blocks.top[:, None] - top), 0)
+    m = jnp.maximum(tokens.m, jnp.where(owner, blocks.m[:, None], MASKED).max(axis=0))
+    kept = jnp.exp(tokens.m - m)
+    scale = jnp.where(owner, jnp.exp(blocks.m[:, None] - m), 0)
     return _Partial(
-        top,
-        tokens.total * kept + (scale * blocks.total[:, None]).sum(axis=0),
-        tokens.weighted * kept[..., None] + jnp.einsum("brhq,bhqd->rhqd", scale, blocks.weighted),
+        m,
+        tokens.l * kept + (scale * blocks.l[:, None]).sum(axis=0),
+        tokens.acc * kept[..., None] + jnp.einsum("brhq,bhqd->rhqd", scale, blocks.acc),
     )

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from sgl_jax.kernels.ragged_paged_attention import tpu, xla
-from sgl_jax.kernels.ragged_paged_attention.interface import attention_implementation
+from sgl_jax.kernels.attention import tpu, xla
+from sgl_jax.kernels.attention.api import attention_implementation
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

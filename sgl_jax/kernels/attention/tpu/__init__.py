@@ -1,0 +1,49 @@
+"""Ragged paged attention for TPU: three Pallas kernels, one after the other.
+
+`write` changes the cache in place. `decode` and `prefill` each find their rows' queries in an array
+and put the results where the queries were, so what one leaves alone is still the other's input,
+and no result is merged or copied. `shared` is what these two have in common, `tuned` their block
+sizes for each generation of TPU.
+
+Memory of a TPU comes in rows of 128 lanes, so heads of 64 are packed: see `api`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.cache_dtype import is_packed
+from sgl_jax.kernels.attention.scores import ScoreOptions
+from sgl_jax.kernels.attention.tpu.decode import decode_attention
+from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
+from sgl_jax.kernels.attention.tpu.write import write_kv
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    options: ScoreOptions,
+    *,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.RaggedPagedAttention`; padding tokens' outputs are their queries, or zeros.
+
+    `interpret` simulates the kernels on a CPU: `pltpu.InterpretParams`.
+
+    Raises:
+        ValueError: the page size is not a multiple of the cache's tile.
+    """
+    kv_cache = write_kv(k, v, kv_cache, layer, batch, interpret=interpret)
+    head_dim = q.shape[2]
+    packed = is_packed(kv_cache, head_dim)
+    # Queries of zeros where V lies make a packed cache one of twice the head_dim.
+    out = jnp.pad(q, ((0, 0), (0, 0), (0, head_dim))) if packed else q
+    for attend in (decode_attention, prefill_attention):
+        out = attend(out, kv_cache, layer, batch, options, packed=packed, interpret=interpret)
+    return out[:, :, head_dim:] if packed else out, kv_cache

@@ -1,0 +1,475 @@
+"""Attention of decode rows on TPU: one query a row, or one and its drafts, over all of its KV.
+
+Decode is bound by memory, so the kernel is built around its DMAs: a page of one layer is
+contiguous, K heads then V heads, and comes as one DMA; a block of pages is computed on while the
+next one is in flight, and the next block may be the first one of the next row.
+
+A block that all of the row's queries see is computed on at once, without masks. Where masks are
+needed, at a row's end or its window's edge, parts of a block follow each other, and parts that
+the row does not reach cost nothing.
+
+KV heads are stacked: their keys lie side by side and make one matrix of 256 columns or more, as
+wide as the matrix unit, and each head's queries are rows of their own, with zeros beside the
+columns of other heads. So scores of several heads share registers that a few queries would not
+fill, and the unit is loaded in fewer steps.
+
+Grid: none. One program takes the rows 0 .. num_decode in turn.
+
+Buffers, with S stacks of R rows and C columns (`Stacks`), D the head_dim of a slot:
+
+    table    int32 [4, 1, W]                            page ids of row r in r % 4; scalar memory
+    kv       [2, block_pages, *one page]                as the cache
+    q, out   [2, max_queries, kv_heads, group, D]       of row r in r % 2; as q
+    softmax  q [S, R, C], m, l [S, R, 128], acc [S, R, D]   float32; m and l the same in all lanes
+
+DMAs of row r, whose first block was started during row r - 1:
+
+    wait for the page ids of row r + 1; start its queries, and the page ids of row r + 2
+    wait for the queries of row r
+    for each block: start the next one, the first of row r + 1 after the last; wait for this one
+    wait until the results of row r - 2 are in memory; start those of row r
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.scores import MASKED, ScoreOptions
+from sgl_jax.kernels.attention.tpu.shared import (
+    HALF_BIAS,
+    HBM,
+    PageBlock,
+    PageBuffers,
+    Pages,
+    Rows,
+    Shape,
+    Softmax,
+    TokenBuffers,
+    call,
+    converted,
+    even_then_odd,
+    positions,
+    product,
+    should_move_bits,
+)
+from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, decode_blocks
+from sgl_jax.kernels.tpu_chip import LANES
+
+SUBLANES = 8
+MATRIX_UNIT = 256  # columns, of the largest
+TABLES = 4  # rows' page ids at hand: this row's, the next one's, and those under way
+
+
+class Stacks(NamedTuple):
+    """How the KV heads are stacked."""
+
+    kv_heads: int
+    head_rows: int  # rows of one KV head's queries
+    head_dim: int
+
+    @property
+    def heads_each(self) -> int:
+        """KV heads of a stack: a divisor of kv_heads."""
+        n = 1
+        while self.kv_heads % (2 * n) == 0 and (
+            2 * n * self.head_rows <= SUBLANES or 2 * n * self.head_dim <= MATRIX_UNIT
+        ):
+            n *= 2
+        return n
+
+    @property
+    def num_stacks(self) -> int:
+        return self.kv_heads // self.heads_each
+
+    @property
+    def rows(self) -> int:
+        """Rows of a stack, padded to whole registers."""
+        return -(-self.heads_each * self.head_rows // SUBLANES) * SUBLANES
+
+    @property
+    def columns(self) -> int:
+        return self.heads_each * self.head_dim
+
+    def heads(self, stack: int) -> range:
+        """The KV heads of a stack."""
+        return range(stack * self.heads_each, (stack + 1) * self.heads_each)
+
+    def place(self, head: int) -> tuple[int, int, slice]:
+        """Where a head lies: its stack, its first row there, its columns."""
+        stack, n = divmod(head, self.heads_each)
+        return stack, n * self.head_rows, slice(n * self.head_dim, (n + 1) * self.head_dim)
+
+
+class KeyPages(NamedTuple):
+    """Which of its pages each row needs, in scalar memory."""
+
+    first: Any  # int32 [B] the page of the first key that any query of the row sees
+    stop: Any  # int32 [B] one past the page of the row's last key
+
+
+class Kernel(NamedTuple):
+    """What every function of the kernel needs."""
+
+    shape: Shape
+    stacks: Stacks
+    options: ScoreOptions
+    part_pages: int  # of a masked part of a block; divides a block's pages
+    moves_bits: bool  # to read an 8-bit cache; see `shared`
+    rows: Rows
+    key_pages: KeyPages
+    sinks: Any  # float32 [S, R, 128], or None
+    tokens: Any  # [T, kv_heads, group, D] in HBM: queries, then results
+    pages: Pages
+    buffers: TokenBuffers
+    softmax: Softmax
+
+    @property
+    def max_queries(self) -> int:
+        """Tokens of a row at most: one, and its drafts."""
+        return self.buffers.q.shape[1]
+
+
+def decode_attention(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    options: ScoreOptions,
+    *,
+    packed: bool = False,
+    blocks: DecodeBlocks | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attention of the tokens of rows 0 .. num_decode, whose K and V are in the cache already.
+
+    Arguments as in `api.RaggedPagedAttention`; `blocks` is how much is computed on at once, by
+    default as tuned for the chip. `packed`: K and V of a head lie side by side in the cache, and
+    `q` has zeros where V is; in the result, that is where the attention is.
+
+    Returns:
+        [T, q_heads, head_dim] in q's dtype, in q's memory if the caller has no further use for it;
+        other tokens' entries are those of q.
+    """
+    shape = Shape.of(q, kv_cache, packed)
+    max_queries = 1 + batch.max_draft_tokens
+    stacks = Stacks(shape.kv_heads, shape.group * max_queries, shape.head_dim)
+    if blocks is None:
+        _, _, heads, _, head_dim = kv_cache.shape
+        blocks = decode_blocks(shape.kv_heads, heads * head_dim * kv_cache.dtype.itemsize)
+    part_pages = max(1, blocks.part_keys // shape.page_size)
+    parts = max(1, blocks.block_keys // (shape.page_size * part_pages))
+    grouped = q.reshape(q.shape[0], shape.kv_heads, shape.group, shape.head_dim)
+    tokens = pltpu.VMEM((2, max_queries, *grouped.shape[1:]), q.dtype)
+    sems = pltpu.SemaphoreType.DMA((2,))
+    lanes = pltpu.VMEM((stacks.num_stacks, stacks.rows, LANES), jnp.float32)
+    body = partial(
+        _kernel,
+        shape=shape,
+        stacks=stacks,
+        options=options._replace(sinks=None),
+        part_pages=part_pages,
+    )
+    out = call(
+        body,
+        "paged_decode",
+        (Rows.of(batch, layer), _key_pages(batch, shape.page_size, options.sliding_window)),
+        None if options.sinks is None else _stacked_sinks(options.sinks, shape, stacks),
+        HBM(batch.page_table[:, None], kv_cache, grouped),
+        [
+            PageBuffers.scratch(kv_cache, batch.page_table.shape[1], TABLES, parts * part_pages),
+            TokenBuffers(tokens, tokens, sems, sems),
+            Softmax(
+                q=pltpu.VMEM((stacks.num_stacks, stacks.rows, stacks.columns), jnp.float32),
+                m=lanes,
+                l=lanes,
+                acc=pltpu.VMEM((stacks.num_stacks, stacks.rows, shape.head_dim), jnp.float32),
+            ),
+        ],
+        interpret,
+    )
+    return out.reshape(q.shape)
+
+
+def _key_pages(batch: AttentionBatch, page_size: int, sliding_window: int | None) -> KeyPages:
+    kv_lens = batch.kv_starts + batch.q_offsets[1:] - batch.q_offsets[:-1]
+    first_keys = jnp.zeros_like(kv_lens)
+    if sliding_window is not None:
+        first_keys = jnp.maximum(batch.kv_starts - sliding_window + 1, 0)
+    return KeyPages(first_keys // page_size, -(-kv_lens // page_size))
+
+
+def _stacked_sinks(sinks: jax.Array, shape: Shape, stacks: Stacks) -> jax.Array:
+    """sinks [q_heads] -> float32 [S, R, 128], each beside its query."""
+    each = (stacks.num_stacks, stacks.heads_each, 1, shape.group)
+    by_head = sinks.astype(jnp.float32).reshape(each)
+    by_query = jnp.repeat(by_head, stacks.head_rows // shape.group, axis=2)
+    rows = by_query.reshape(stacks.num_stacks, -1)
+    rows = jnp.pad(rows, ((0, 0), (0, stacks.rows - rows.shape[1])))
+    return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
+
+
+def _kernel(
+    rows: Rows,
+    key_pages: KeyPages,
+    sinks: Any,
+    hbm: HBM,
+    tokens: Any,
+    page_buffers: PageBuffers,
+    buffers: TokenBuffers,
+    softmax: Softmax,
+    *,
+    shape: Shape,
+    stacks: Stacks,
+    options: ScoreOptions,
+    part_pages: int,
+) -> None:
+    moves_bits = should_move_bits(hbm.kv.dtype, shape.product_dtype)
+    pages = Pages(rows, hbm, page_buffers)
+    static = (shape, stacks, options, part_pages, moves_bits)
+    kernel = Kernel(*static, rows, key_pages, sinks, tokens, pages, buffers, softmax)
+
+    @pl.when(rows.num_decode > 0)
+    def _() -> None:
+        # Zeros beside other heads' columns, and in the places of queries that no row has, stay.
+        softmax.q[...] = jnp.zeros_like(softmax.q)
+        buffers.q[...] = jnp.zeros_like(buffers.q)
+        row, buffer = jnp.int32(0), jnp.int32(0)
+        table_copy(kernel, row).start()
+        table_copy(kernel, row).wait()
+        start_row(kernel, row)
+        pages.start(page_block(kernel, row, key_pages.first[0], buffer), unrolled=True)
+        lax.fori_loop(0, rows.num_decode, partial(attend_row, kernel), buffer)
+        pl.when(rows.num_decode > 1)(lambda: wait_out(kernel, rows.num_decode - 2))
+        wait_out(kernel, rows.num_decode - 1)
+
+
+def attend_row(kernel: Kernel, row: jax.Array, buffer: jax.Array) -> jax.Array:
+    """Attention of a row, whose first block is under way in `buffer`; the next row's buffer."""
+    rows, block_pages = kernel.rows, kernel.pages.block_pages
+    at = lax.rem(row, 2)
+
+    @pl.when(row + 1 < rows.num_decode)
+    def _() -> None:
+        table_copy(kernel, row + 1).wait()
+        start_row(kernel, row + 1)
+
+    for_each_query(kernel, row, lambda token, i: q_copy(kernel, token, at, i).wait())
+    begin_row(kernel, at)
+    first = kernel.key_pages.first[row]
+    blocks = lax.div(kernel.key_pages.stop[row] - first + block_pages - 1, jnp.int32(block_pages))
+    # At least one, even of an empty row: the row before has started it.
+    buffer = lax.fori_loop(
+        0,
+        jnp.maximum(blocks, 1),
+        lambda n, buffer: next_block(kernel, row, first + n * block_pages, buffer),
+        buffer,
+    )
+    pl.when(row >= 2)(lambda: wait_out(kernel, row - 2))
+    end_row(kernel, at)
+    for_each_query(kernel, row, lambda token, i: out_copy(kernel, token, at, i).start())
+    return buffer
+
+
+def start_row(kernel: Kernel, row: jax.Array) -> None:
+    """Start what a row needs but its KV, of which its page ids must be there first."""
+    at = lax.rem(row, 2)
+    for_each_query(kernel, row, lambda token, i: q_copy(kernel, token, at, i).start())
+    pl.when(row + 1 < kernel.rows.num_decode)(lambda: table_copy(kernel, row + 1).start())
+
+
+def next_block(kernel: Kernel, row: jax.Array, page: jax.Array, buffer: jax.Array) -> jax.Array:
+    """Attend to a row's block from `page` on, with the next block under way; the next buffer."""
+    rows, block_pages = kernel.rows, kernel.pages.block_pages
+    is_last = page + block_pages >= kernel.key_pages.stop[row]
+    next_row = jnp.where(is_last, row + 1, row)
+
+    @pl.when(next_row < rows.num_decode)
+    def _() -> None:
+        next_page = jnp.where(is_last, kernel.key_pages.first[next_row], page + block_pages)
+        kernel.pages.start(page_block(kernel, next_row, next_page, 1 - buffer), unrolled=True)
+
+    block = page_block(kernel, row, page, buffer)
+    kernel.pages.wait(block)
+    attend_block(kernel, row, block)
+    return 1 - buffer
+
+
+def page_block(kernel: Kernel, row: jax.Array, page: jax.Array, buffer: jax.Array) -> PageBlock:
+    """A row's block from `page` on, with as many pages as the row has of it, or none."""
+    num_pages = jnp.clip(kernel.key_pages.stop[row] - page, 0, kernel.pages.block_pages)
+    return PageBlock(lax.rem(row, jnp.int32(TABLES)), page, num_pages, buffer)
+
+
+def attend_block(kernel: Kernel, row: jax.Array, block: PageBlock) -> None:
+    """Attend to a block that has arrived."""
+    page_size, rows, window = kernel.shape.page_size, kernel.rows, kernel.options.sliding_window
+    position, kv_len = block.first * page_size, rows.kv_len(row)
+    all_seen = position + kernel.pages.block_pages * page_size <= rows.kv_starts[row] + 1
+    if window is not None:
+        all_seen &= position >= kv_len - window
+
+    @pl.when(all_seen)
+    def _() -> None:
+        attend(kernel, block.buffer, slice(None), None)
+
+    @pl.when(jnp.logical_not(all_seen))
+    def _() -> None:
+        part = jnp.int32(kernel.part_pages)
+
+        @pl.loop(0, lax.div(block.num_pages + part - 1, part))
+        def _(index: jax.Array) -> None:
+            first = index * part
+
+            @pl.loop(0, part)
+            def _(i: jax.Array) -> None:
+                used = kv_len - position - (first + i) * page_size
+                pl.when(used < page_size)(
+                    lambda: kernel.pages.clear_values(
+                        kernel.shape, block.buffer, first + i, None, used
+                    )
+                )
+
+            seen = seen_keys(kernel, row, position + first * page_size)
+            attend(kernel, block.buffer, pl.ds(first, kernel.part_pages), seen)
+
+
+def seen_keys(kernel: Kernel, row: Any, position: Any) -> jax.Array:
+    """bool [R, keys of a part]: which keys each query sees; `position` is the first key's."""
+    shape, stacks, window = kernel.shape, kernel.stacks, kernel.options.sliding_window
+    kv_start, kv_len = kernel.rows.kv_starts[row], kernel.rows.kv_len(row)
+    tile = (stacks.rows, kernel.part_pages * shape.page_size)
+    order = positions(tile) if kernel.moves_bits else lax.broadcasted_iota(jnp.int32, tile, 1)
+    keys = order + position
+    if kernel.max_queries == 1:
+        last = kv_start
+    else:
+        query = lax.broadcasted_iota(jnp.int32, (stacks.rows, 1), 0)
+        query = lax.div(lax.rem(query, jnp.int32(stacks.head_rows)), jnp.int32(shape.group))
+        # Queries that the row does not have see what its last one sees, never an unused slot.
+        last = jnp.minimum(kv_start + query, kv_len - 1)
+    seen = keys <= last
+    if window is not None:
+        seen &= keys > last - window
+    return seen
+
+
+def attend(kernel: Kernel, buffer: Any, pages: Any, seen: jax.Array | None) -> None:
+    """Merge the attention of a row's queries over some pages of a buffer into the softmax.
+
+    `seen` None: every query sees every key.
+    """
+    shape, stacks, options = kernel.shape, kernel.stacks, kernel.options
+    softmax, kv = kernel.softmax, kernel.pages.buffers.kv
+    bias = HALF_BIAS if kernel.moves_bits else 1.0
+
+    def side_by_side(heads: Iterable[int]) -> jax.Array:
+        """[keys, C] of some heads of the cache in the type of products."""
+        parts = [kv[buffer, pages, head].reshape(-1, shape.head_dim) for head in heads]
+        if kernel.moves_bits:
+            return jnp.concatenate([even_then_odd(part) for part in parts], axis=1)
+        return converted(jnp.concatenate(parts, axis=1), shape.product_dtype)
+
+    def times(x: jax.Array, kv: jax.Array, axis: int) -> jax.Array:
+        return product((x * bias).astype(shape.product_dtype), kv, axis) * bias
+
+    for stack in range(stacks.num_stacks):
+        keys = side_by_side(stacks.heads(stack))
+        scores = times(softmax.q[stack], keys, 1) * options.scale
+        if options.soft_cap is not None:
+            scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+        if seen is not None:
+            scores = jnp.where(seen, scores, MASKED)
+        old_m = softmax.m[stack]
+        m = jnp.maximum(old_m, scores.max(axis=1, keepdims=True))
+        weights = jnp.exp(scores - m[:, :1])
+        kept = jnp.exp(old_m - m)
+        softmax.m[stack] = m
+        softmax.l[stack] = softmax.l[stack] * kept + weights.sum(axis=1, keepdims=True)
+        values = side_by_side(map(shape.values_of, stacks.heads(stack)))
+        found = own_columns(stacks, times(weights, values, 0))
+        softmax.acc[stack] = softmax.acc[stack] * kept[:, :1] + found
+
+
+def own_columns(stacks: Stacks, x: jax.Array) -> jax.Array:
+    """Of x [R, C] each row's columns of its own head: [R, D]."""
+    row = lax.broadcasted_iota(jnp.int32, (stacks.rows, stacks.head_dim), 0)
+    result = x[:, : stacks.head_dim]
+    for head in range(1, stacks.heads_each):
+        _, first, columns = stacks.place(head)
+        result = jnp.where(row >= first, x[:, columns], result)
+    return result
+
+
+def for_each_place(kernel: Kernel, do: Callable[[int, int, int, slice, slice], None]) -> None:
+    """do(head, i, stack, rows, columns): where the i-th query of each KV head lies."""
+    group = kernel.shape.group
+    for head in range(kernel.shape.kv_heads):
+        stack, first, columns = kernel.stacks.place(head)
+        for i in range(kernel.max_queries):
+            do(head, i, stack, slice(first + i * group, first + (i + 1) * group), columns)
+
+
+def begin_row(kernel: Kernel, at: jax.Array) -> None:
+    """Spread the row's queries over stacks; no key is met yet, or a sink, whose value is zero."""
+    softmax = kernel.softmax
+
+    def spread(head: int, i: int, stack: int, rows: slice, columns: slice) -> None:
+        softmax.q[stack, rows, columns] = kernel.buffers.q[at, i, head].astype(jnp.float32)
+
+    for_each_place(kernel, spread)
+    if kernel.sinks is None:
+        softmax.m[...] = jnp.full_like(softmax.m, MASKED)
+        softmax.l[...] = jnp.zeros_like(softmax.l)
+    else:
+        softmax.m[...] = kernel.sinks[...]
+        softmax.l[...] = jnp.ones_like(softmax.l)
+    softmax.acc[...] = jnp.zeros_like(softmax.acc)
+
+
+def end_row(kernel: Kernel, at: jax.Array) -> None:
+    """Put the row's results into the buffer that they leave from."""
+    softmax, out = kernel.softmax, kernel.buffers.out
+
+    def collect(head: int, i: int, stack: int, rows: slice, _: slice) -> None:
+        result = softmax.acc[stack, rows] / softmax.l[stack, rows][:, :1]
+        out[at, i, head] = result.astype(out.dtype)
+
+    for_each_place(kernel, collect)
+
+
+def table_copy(kernel: Kernel, row: Any) -> Any:
+    return kernel.pages.table_copy(row, lax.rem(row, jnp.int32(TABLES)))
+
+
+def for_each_query(kernel: Kernel, row: jax.Array, do: Callable[[Any, Any], None]) -> None:
+    """do(token, i) for the i-th query of a row, at `token` of the step."""
+    token, q_len = kernel.rows.q_offsets[row], kernel.rows.q_len(row)
+    if kernel.max_queries == 1:
+        pl.when(q_len == 1)(lambda: do(token, 0))
+    else:
+        pl.loop(0, q_len)(lambda i: do(token + i, i))
+
+
+def q_copy(kernel: Kernel, token: Any, at: Any, i: Any) -> Any:
+    buffers = kernel.buffers
+    return pltpu.make_async_copy(kernel.tokens.at[token], buffers.q.at[at, i], buffers.q_sem.at[at])
+
+
+def out_copy(kernel: Kernel, token: Any, at: Any, i: Any) -> Any:
+    buffers = kernel.buffers
+    return pltpu.make_async_copy(
+        buffers.out.at[at, i], kernel.tokens.at[token], buffers.out_sem.at[at]
+    )
+
+
+def wait_out(kernel: Kernel, row: jax.Array) -> None:
+    """Wait until a row's results are in memory."""
+    at = lax.rem(row, 2)
+    for_each_query(kernel, row, lambda token, i: out_copy(kernel, token, at, i).wait())

@@ -1,0 +1,566 @@
+"""Attention of prefill chunks on TPU: many queries a row, over all of the row's KV.
+
+Prefill is bound by the matrix unit, so the kernel is built around its matmuls. A block of a row's
+queries stays in vector memory while the row's keys pass by in blocks; of each KV head, the queries
+of all heads of its group are one matrix. Softmax is in powers of two, m in all lanes, and l as a
+sum for each lane, so that nothing changes its layout between blocks.
+
+Keys that all queries of the block see come first, without any mask; then those on the diagonal, at
+the row's end or at the window's edge. While a block of keys is computed on, the next one is in
+flight, and the next one may be the first of the next block of queries, or of the next row.
+
+Grid: none. One program takes the rows num_decode .. num_rows in turn, of each row its blocks of
+queries.
+
+Buffers, with Q queries of a block, H KV heads of G queries each, D the head_dim of a slot:
+
+    next_rows  int32 [B + 1]                 the next row that has queries, or B; scalar memory
+    table      int32 [2, 1, W]               page ids of this row and the next; scalar memory
+    kv         [2, block_pages, *one page]   as the cache
+    q, out     [Q, H * G, D]                 as in HBM, by token
+    softmax    q [H, G, Q, D], by head, in the type of the products
+               m, l [H, G, Q, 128], acc [H, G, Q, D]   float32
+
+DMAs of a block of queries, whose queries and first keys were started during the block before:
+
+    in a row's first block: start the page ids of the next row; in its last one: wait for them
+    wait for the block's queries, put them by head; start the next block's queries
+    for each block of keys: start the next one, the first of the next block of queries after the
+        last; wait for this one
+    wait until the results of the block before are in memory; start this one's
+"""
+
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.scores import MASKED, ScoreOptions
+from sgl_jax.kernels.attention.tpu.shared import (
+    HBM,
+    PageBlock,
+    PageBuffers,
+    Pages,
+    Rows,
+    Shape,
+    Softmax,
+    TokenBuffers,
+    call,
+    converted,
+    div,
+    product,
+    start,
+    wait,
+)
+from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks, prefill_blocks
+from sgl_jax.kernels.tpu_chip import LANES
+
+LOG2_E = 1.4426950408889634
+# Tokens that change at once between the order of HBM, by token, and that of compute, by head.
+TRANSPOSED_TOKENS = 32
+# Tokens that travel at once where a row has less than a block of them.
+RUN_TOKENS = 16
+
+
+class Kernel(NamedTuple):
+    """What every function of the kernel needs."""
+
+    shape: Shape
+    blocks: PrefillBlocks
+    options: ScoreOptions
+    rows: Rows
+    sinks: Any  # float32 [H, G, 1, 128] in powers of two, or None
+    tokens: Any  # [T, q_heads, D] in HBM: queries, then results
+    next_rows: Any
+    pages: Pages
+    buffers: TokenBuffers
+    softmax: Softmax
+
+    @property
+    def no_row(self) -> int:
+        """B, the number that stands for no row."""
+        return self.next_rows.shape[0] - 1
+
+    @property
+    def transposed(self) -> int:
+        """Tokens that change their order at once; they divide a block of queries."""
+        return min(TRANSPOSED_TOKENS, self.blocks.few_queries)
+
+
+class QueryBlock(NamedTuple):
+    """Some of a row's queries, and the blocks of keys that they see.
+
+    Of the key blocks [first, stop), all queries see all keys of [clear, clear + num_clear).
+    """
+
+    row: jax.Array
+    table: jax.Array  # which buffer holds the row's page ids
+    token: jax.Array  # of the step, the first
+    position: jax.Array  # of the first query in its request
+    num_tokens: jax.Array
+    first: jax.Array
+    stop: jax.Array
+    clear: jax.Array
+    num_clear: jax.Array
+
+    @classmethod
+    def of(cls, kernel: Kernel, row: jax.Array, index: Any, table: Any) -> "QueryBlock":
+        """The block number `index` of a row whose page ids are in the buffer `table`."""
+        rows, window = kernel.rows, kernel.options.sliding_window
+        num_queries, num_keys = kernel.blocks.queries, kernel.blocks.keys
+        done = index * num_queries
+        num_tokens = jnp.minimum(rows.q_len(row) - done, num_queries)
+        position = rows.kv_starts[row] + done
+        last = position + num_tokens - 1
+        stop = div(last, num_keys) + 1
+        first = clear = jnp.int32(0)
+        if window is not None:
+            first = div(jnp.maximum(position - window + 1, 0), num_keys)
+            edge = jnp.maximum(last - window + 1, 0)
+            clear = jnp.minimum(div(edge + num_keys - 1, num_keys), stop)
+        num_clear = jnp.maximum(div(position + 1, num_keys) - clear, 0)
+        token = rows.q_offsets[row] + done
+        return cls(row, table, token, position, num_tokens, first, stop, clear, num_clear)
+
+    @property
+    def num_key_blocks(self) -> jax.Array:
+        return self.stop - self.first
+
+    def key_block(self, n: Any) -> jax.Array:
+        """Which block of keys is the n-th: the clear ones come first, then those to be masked."""
+        masked = self.first + n - self.num_clear
+        skipped = jnp.where(masked >= self.clear, self.num_clear, 0)
+        return jnp.where(n < self.num_clear, self.clear + n, masked + skipped)
+
+
+class Work(NamedTuple):
+    """Some queries of a block, and some keys of a block, to attend to."""
+
+    block: QueryBlock
+    buffer: Any  # of the keys
+    is_first: Any  # whether these are the first keys that the queries meet
+    first: Any  # token of the block
+    num_tokens: int
+    first_page: Any  # of the buffer
+    num_keys: int
+    position: Any  # of the first key, or None if all queries see all keys
+
+
+class Carry(NamedTuple):
+    """What a block of queries leaves to the next."""
+
+    buffer: jax.Array  # where its first keys are
+    table: jax.Array  # where its row's page ids are
+    leaving: QueryBlock  # the block whose result is leaving; no tokens if there is none
+
+
+def prefill_attention(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    options: ScoreOptions,
+    *,
+    packed: bool = False,
+    blocks: PrefillBlocks | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attention of the tokens of rows num_decode .. num_rows, whose K and V are in the cache.
+
+    Arguments and result as of `decode.decode_attention`.
+
+    Raises:
+        ValueError: a block of keys is no whole number of pages.
+    """
+    shape = Shape.of(q, kv_cache, packed)
+    kv_heads, group, page_size, head_dim, _, dtype = shape
+    if blocks is None:
+        blocks = prefill_blocks(kv_heads, group, head_dim, page_size, dtype, q.shape[0])
+    if blocks.part_keys % page_size:
+        raise ValueError(f"page_size must divide {blocks.part_keys}, got {page_size}")
+    sinks = options.sinks
+    if sinks is not None:
+        by_head = sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1) * LOG2_E
+        sinks = jnp.broadcast_to(by_head, (kv_heads, group, 1, LANES))
+    num_rows, table_width = batch.page_table.shape
+    by_token = pltpu.VMEM((blocks.queries, *q.shape[1:]), q.dtype)
+    by_head_shape = (kv_heads, group, blocks.queries)
+    lanes = pltpu.VMEM((*by_head_shape, LANES), jnp.float32)
+    sem = pltpu.SemaphoreType.DMA
+    return call(
+        partial(_kernel, shape=shape, blocks=blocks, options=options._replace(sinks=None)),
+        "paged_prefill",
+        (Rows.of(batch, layer),),
+        sinks,
+        HBM(batch.page_table[:, None], kv_cache, q),
+        [
+            pltpu.SMEM((num_rows + 1,), jnp.int32),
+            PageBuffers.scratch(kv_cache, table_width, 2, blocks.keys // page_size),
+            TokenBuffers(by_token, by_token, sem, sem),
+            Softmax(
+                q=pltpu.VMEM((*by_head_shape, head_dim), dtype),
+                m=lanes,
+                l=lanes,
+                acc=pltpu.VMEM((*by_head_shape, head_dim), jnp.float32),
+            ),
+        ],
+        interpret,
+    )
+
+
+def _kernel(
+    rows: Rows,
+    sinks: Any,
+    hbm: HBM,
+    tokens: Any,
+    next_rows: Any,
+    page_buffers: PageBuffers,
+    buffers: TokenBuffers,
+    softmax: Softmax,
+    *,
+    shape: Shape,
+    blocks: PrefillBlocks,
+    options: ScoreOptions,
+) -> None:
+    pages = Pages(rows, hbm, page_buffers)
+    static = (shape, blocks, options)
+    kernel = Kernel(*static, rows, sinks, tokens, next_rows, pages, buffers, softmax)
+    first_row = find_next_rows(kernel)
+
+    @pl.when(first_row < kernel.no_row)
+    def _() -> None:
+        zero = jnp.int32(0)
+        table = pages.table_copy(first_row, 0)
+        table.start()
+        block = QueryBlock.of(kernel, first_row, 0, zero)
+        q_copies(kernel, block, start)
+        table.wait()
+        pages.start(page_block(kernel, first_row, block.key_block(0), zero, zero))
+
+        def do_row(row: jax.Array, carry: Carry) -> Carry:
+            num_blocks = div(rows.q_len(row) + blocks.queries - 1, blocks.queries)
+            return lax.fori_loop(
+                0, num_blocks, lambda i, c: do_query_block(kernel, row, i, num_blocks, c), carry
+            )
+
+        nothing = QueryBlock(*[zero] * len(QueryBlock._fields))
+        carry = lax.fori_loop(rows.num_decode, rows.num_rows, do_row, Carry(zero, zero, nothing))
+        out_copies(kernel, carry.leaving, wait)
+
+
+def find_next_rows(kernel: Kernel) -> jax.Array:
+    """Fill `next_rows`, and return the first prefill row that has queries, or B."""
+    rows, next_rows = kernel.rows, kernel.next_rows
+
+    def step(i: jax.Array, following: jax.Array) -> jax.Array:
+        row = rows.num_rows - 1 - i
+        next_rows[row] = following
+        return jnp.where(rows.q_len(row) > 0, row, following)
+
+    return lax.fori_loop(0, rows.num_rows - rows.num_decode, step, jnp.int32(kernel.no_row))
+
+
+def do_query_block(kernel: Kernel, row: Any, index: Any, num_blocks: Any, carry: Carry) -> Carry:
+    """A block of queries from start to end; returns the carry of the next one."""
+    no_row, pages = kernel.no_row, kernel.pages
+    is_last = index + 1 == num_blocks
+    next_row = kernel.next_rows[row]
+    has_next_row = next_row < no_row
+
+    @pl.when((index == 0) & has_next_row)
+    def _() -> None:
+        pages.table_copy(next_row, 1 - carry.table).start()
+
+    @pl.when(is_last & has_next_row)
+    def _() -> None:
+        pages.table_copy(next_row, 1 - carry.table).wait()
+
+    block = QueryBlock.of(kernel, row, index, carry.table)
+    q_copies(kernel, block, wait)
+    begin_queries(kernel, block)
+    following_row = jnp.where(is_last, next_row, row)
+    table = jnp.where(is_last, 1 - carry.table, carry.table)
+    # Without a next row, only the sentinel is read.
+    following = QueryBlock.of(
+        kernel, jnp.minimum(following_row, no_row - 1), jnp.where(is_last, 0, index + 1), table
+    )._replace(row=following_row)
+    pl.when(following_row < no_row)(lambda: q_copies(kernel, following, start))
+    buffer = attend_queries(kernel, block, following, carry.buffer)
+    out_copies(kernel, carry.leaving, wait)
+    end_queries(kernel, block)
+    out_copies(kernel, block, start)
+    return Carry(buffer, table, block)
+
+
+def attend_queries(
+    kernel: Kernel, block: QueryBlock, following: QueryBlock, buffer: jax.Array
+) -> jax.Array:
+    """Attention of a block of queries over all its keys, the first of them in `buffer`.
+
+    `following` is the next block, whose first keys are started; its row is B if there is none.
+
+    Returns:
+        the buffer of the following block's first keys.
+    """
+
+    def arrive(n: jax.Array, buffer: jax.Array) -> jax.Array:
+        """Have the n-th block of keys here, and the next one in flight; return which this is."""
+        is_last = n + 1 == block.num_key_blocks
+        row = jnp.where(is_last, following.row, block.row)
+
+        @pl.when(row < kernel.no_row)
+        def _() -> None:
+            keys = jnp.where(is_last, following.key_block(0), block.key_block(n + 1))
+            table = jnp.where(is_last, following.table, block.table)
+            kernel.pages.start(page_block(kernel, row, keys, table, 1 - buffer))
+
+        keys = block.key_block(n)
+        kernel.pages.wait(page_block(kernel, block.row, keys, block.table, buffer))
+        return keys
+
+    def work(n: jax.Array, buffer: jax.Array) -> Work:
+        blocks = kernel.blocks
+        return Work(block, buffer, n == 0, 0, blocks.queries, 0, blocks.keys, None)
+
+    def clear(n: jax.Array, buffer: jax.Array) -> jax.Array:
+        arrive(n, buffer)
+        attend(kernel, work(n, buffer))
+        return 1 - buffer
+
+    def masked(n: jax.Array, buffer: jax.Array) -> jax.Array:
+        keys = arrive(n, buffer)
+        clear_unseen_values(kernel, block, keys, buffer)
+        attend_masked(kernel, work(n, buffer), keys)
+        return 1 - buffer
+
+    buffer = lax.fori_loop(0, block.num_clear, clear, buffer)
+    return lax.fori_loop(block.num_clear, block.num_key_blocks, masked, buffer)
+
+
+def page_block(kernel: Kernel, row: Any, keys: Any, table: Any, buffer: Any) -> PageBlock:
+    """The pages that a row has of a block of keys, at least one."""
+    page_size, block_pages = kernel.shape.page_size, kernel.pages.block_pages
+    first = keys * block_pages
+    row_pages = div(kernel.rows.kv_len(row) + page_size - 1, page_size)
+    return PageBlock(table, first, jnp.minimum(row_pages - first, block_pages), buffer)
+
+
+def clear_unseen_values(kernel: Kernel, block: QueryBlock, keys: Any, buffer: Any) -> None:
+    """Zero V in the slots of a block of keys that hold no token, or none that the window reaches;
+    why, `Pages.clear_values` says."""
+    page_size, window = kernel.shape.page_size, kernel.options.sliding_window
+    begin, end = keys * kernel.blocks.keys, kernel.rows.kv_len(block.row)
+    first_seen = None if window is None else block.position - window + 1
+
+    def is_partly_seen(first: Any, num_keys: int) -> Any:
+        unseen = first + num_keys > end
+        return unseen if first_seen is None else unseen | (first < first_seen)
+
+    @pl.when(is_partly_seen(begin, kernel.blocks.keys))
+    def _() -> None:
+        @pl.loop(0, kernel.pages.block_pages)
+        def _(page: jax.Array) -> None:
+            here = begin + page * page_size
+
+            @pl.when(is_partly_seen(here, page_size))
+            def _() -> None:
+                first = None if first_seen is None else first_seen - here
+                kernel.pages.clear_values(kernel.shape, buffer, page, first, end - here)
+
+
+def attend_masked(kernel: Kernel, work: Work, keys: Any) -> None:
+    """`attend` to those parts of a block of keys that any of the queries sees."""
+    block, window, part = work.block, kernel.options.sliding_window, kernel.blocks.part_keys
+    begin = keys * kernel.blocks.keys
+    seen = jnp.minimum(block.position + block.num_tokens - begin, kernel.blocks.keys)
+    first_part = jnp.int32(0)
+    if window is not None:
+        first_part = div(jnp.maximum(block.position - window + 1 - begin, 0), part)
+
+    @pl.loop(first_part, div(seen + part - 1, part))
+    def _(i: jax.Array) -> None:
+        masked = work._replace(
+            is_first=work.is_first & (i == first_part),
+            first_page=i * (part // kernel.shape.page_size),
+            num_keys=part,
+            position=begin + i * part,
+        )
+        attend(kernel, masked)
+
+
+def attend(kernel: Kernel, work: Work) -> None:
+    """Merge the attention of all queries of the work's block into the softmax."""
+    queries, few = kernel.blocks.queries, kernel.blocks.few_queries
+    if few == queries:
+        attend_heads(kernel, work)
+        return
+    num_tokens = work.block.num_tokens
+    is_short = num_tokens <= queries // 2
+    pl.when(jnp.logical_not(is_short))(lambda: attend_heads(kernel, work))
+
+    @pl.loop(0, jnp.where(is_short, div(num_tokens + few - 1, few), 0))
+    def _(i: jax.Array) -> None:
+        first = pl.multiple_of(i * few, few)
+        attend_heads(kernel, work._replace(first=first, num_tokens=few))
+
+
+def attend_heads(kernel: Kernel, work: Work) -> None:
+    """`attend_head` of all heads."""
+    is_masked, kv_heads = work.position is not None, kernel.shape.kv_heads
+    seen = seen_keys(kernel, work) if is_masked else None
+    heads = kernel.blocks.masked_heads(kv_heads) if is_masked else kernel.blocks.heads
+
+    @pl.loop(0, kv_heads // heads)
+    def _(n: jax.Array) -> None:
+        for i in range(heads):
+            attend_head(kernel, work, n * heads + i, seen)
+
+
+def seen_keys(kernel: Kernel, work: Work) -> jax.Array:
+    """bool [1, tokens, keys]: which keys each query sees."""
+    tile, window = (1, work.num_tokens, work.num_keys), kernel.options.sliding_window
+    query = lax.broadcasted_iota(jnp.int32, tile, 1) + (work.block.position + work.first)
+    key = lax.broadcasted_iota(jnp.int32, tile, 2) + work.position
+    seen = key <= query
+    if window is not None:
+        seen &= key > query - window
+    return seen
+
+
+def attend_head(kernel: Kernel, work: Work, head: Any, seen: jax.Array | None) -> None:
+    """Merge the attention of one KV head's queries over a block of keys into the softmax."""
+    shape, options, softmax = kernel.shape, kernel.options, kernel.softmax
+    num_keys, head_dim, kv = work.num_keys, shape.head_dim, kernel.pages.buffers.kv
+    by_token, rows = (shape.group, work.num_tokens), shape.group * work.num_tokens
+    at = pl.ds(work.first, work.num_tokens)
+    pages = pl.ds(work.first_page, num_keys // shape.page_size)
+    k = kv[work.buffer, pages, head].reshape(num_keys, head_dim)
+    v = kv[work.buffer, pages, shape.values_of(head)].reshape(num_keys, head_dim)
+    k, v = converted(k, shape.product_dtype), converted(v, shape.product_dtype)
+    scores = product(softmax.q[head, :, at].reshape(rows, head_dim), k, 1)
+    if options.soft_cap is None:
+        scores = scores * (options.scale * LOG2_E)
+    else:
+        scores = jnp.tanh(scores * (options.scale / options.soft_cap))
+        scores = scores * (options.soft_cap * LOG2_E)
+    if seen is not None:
+        scores = scores.reshape(*by_token, num_keys)
+        scores = jnp.where(seen, scores, MASKED).reshape(rows, num_keys)
+    old_m, old_l, old_acc = found_before(kernel, work, head, at)
+    m = jnp.maximum(old_m, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.exp2(scores - across(m, num_keys))
+    kept = jnp.exp2(old_m - m)
+    parts = [weights[:, i : i + LANES] for i in range(0, num_keys, LANES)]
+    sums = old_l * kept + reduce(jnp.add, parts)
+    found = product(weights.astype(shape.product_dtype), v, 0)
+    acc = old_acc * across(kept, head_dim) + found
+    softmax.m[head, :, at] = m.reshape(*by_token, LANES)
+    softmax.l[head, :, at] = sums.reshape(*by_token, LANES)
+    softmax.acc[head, :, at] = acc.reshape(*by_token, head_dim)
+
+
+def found_before(
+    kernel: Kernel, work: Work, head: Any, at: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """m, l and acc [group * tokens, ...] of a KV head's queries before these keys.
+
+    Before the first keys the softmax holds another block's results. What counts then is nothing,
+    or a sink, which is one more key, always visible, whose value is zero. To choose here costs
+    less than to write it to memory beforehand: arithmetic waits for the matrix unit anyway.
+    """
+    softmax, rows = kernel.softmax, kernel.shape.group * work.num_tokens
+    if kernel.sinks is None:
+        m, sums = jnp.float32(MASKED), jnp.float32(0)
+    else:
+        m, sums = kernel.sinks[head], jnp.float32(1 / LANES)
+    return (
+        jnp.where(work.is_first, m, softmax.m[head, :, at]).reshape(rows, LANES),
+        jnp.where(work.is_first, sums, softmax.l[head, :, at]).reshape(rows, LANES),
+        jnp.where(work.is_first, 0.0, softmax.acc[head, :, at]).reshape(rows, -1),
+    )
+
+
+def across(x: jax.Array, width: int) -> jax.Array:
+    """x [rows, 128], the same in all lanes, as [rows, width]."""
+    if width <= LANES:
+        return x[:, :width]
+    return jnp.concatenate([x] * (width // LANES), axis=1)
+
+
+def begin_queries(kernel: Kernel, block: QueryBlock) -> None:
+    """Order the queries by head."""
+    shape, softmax = kernel.shape, kernel.softmax
+    tile = (shape.kv_heads, shape.group, kernel.transposed, shape.head_dim)
+
+    def transpose(at: Any) -> None:
+        by_head = jnp.swapaxes(kernel.buffers.q[at].astype(softmax.q.dtype), 0, 1)
+        softmax.q[:, :, at] = by_head.reshape(tile)
+
+    for_each_slice(kernel, block, transpose)
+
+
+def end_queries(kernel: Kernel, block: QueryBlock) -> None:
+    """Put the results, ordered by token, into the buffer that they leave from."""
+    softmax, out = kernel.softmax, kernel.buffers.out
+
+    def transpose(at: Any) -> None:
+        share = 1 / jnp.sum(softmax.l[:, :, at], axis=3, keepdims=True)
+        by_head = (softmax.acc[:, :, at] * share).reshape(-1, kernel.transposed, out.shape[2])
+        out[at] = jnp.swapaxes(by_head, 0, 1).astype(out.dtype)
+
+    for_each_slice(kernel, block, transpose)
+
+
+def for_each_slice(kernel: Kernel, block: QueryBlock, do: Callable[[Any], None]) -> None:
+    """do(tokens) for slices of the buffers' tokens that hold all of the block's."""
+    size = kernel.transposed
+
+    @pl.loop(0, div(block.num_tokens + size - 1, size))
+    def _(i: jax.Array) -> None:
+        do(pl.ds(pl.multiple_of(i * size, size), size))
+
+
+def for_each_run(kernel: Kernel, block: QueryBlock, do: Callable[[Any, Any], None]) -> None:
+    """do(tokens of the step, tokens of the block) for runs of few static sizes.
+
+    A DMA has a static size, and one that is longer than the row would reach into the next.
+    """
+    done = jnp.int32(0)
+    for size in (kernel.blocks.queries, RUN_TOKENS, 1):
+        if size > kernel.tokens.shape[0]:
+            continue
+        count = div(block.num_tokens - done, size)
+        begin = done
+
+        @pl.loop(0, count)
+        def _(i: jax.Array, begin: jax.Array = begin, size: int = size) -> None:
+            first = begin + i * size
+            do(pl.ds(block.token + first, size), pl.ds(first, size))
+
+        done += count * size
+
+
+def q_copies(kernel: Kernel, block: QueryBlock, do: Callable[[Any], None]) -> None:
+    """do(copy) for the DMAs that bring a block's queries."""
+
+    def copy(tokens: Any, here: Any) -> None:
+        q, sem = kernel.buffers.q.at[here], kernel.buffers.q_sem
+        do(pltpu.make_async_copy(kernel.tokens.at[tokens], q, sem))
+
+    for_each_run(kernel, block, copy)
+
+
+def out_copies(kernel: Kernel, block: QueryBlock, do: Callable[[Any], None]) -> None:
+    """do(copy) for the DMAs that take a block's result away."""
+
+    def copy(tokens: Any, here: Any) -> None:
+        out, sem = kernel.buffers.out.at[here], kernel.buffers.out_sem
+        do(pltpu.make_async_copy(out, kernel.tokens.at[tokens], sem))
+
+    for_each_run(kernel, block, copy)

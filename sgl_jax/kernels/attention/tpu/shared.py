@@ -1,0 +1,306 @@
+"""What the decode and the prefill kernel share: rows, pages and their DMAs, softmax, the call.
+
+Both go through rows of a step. A row's page ids come into scalar memory first; by these its pages
+come into one of two buffers, a DMA each, while the pages in the other buffer are computed on.
+Softmax is online (arXiv 2205.14135), in float32. Results take the queries' place in HBM.
+
+Reading 8 bits: chips that know no float8 convert it in more instructions than the rest of decode's
+loop has. But its sign, 4 bits of exponent and 3 of mantissa are in their places in a bfloat16 once
+they are moved there; only the exponent's bias differs, so every number comes out 2^-120 times too
+small, which the products make good. That is exact for all but subnormals, which the cache does not
+hold (`cache_dtype.as_cached`). NaN comes out as a number. Four elements lie in a word, in the order
+of keys, and two of a bfloat16: the even keys of a block are taken first, then the odd ones, as the
+order of keys makes no difference to attention.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.cache_dtype import FLOAT8, is_narrow, product_dtype
+from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES, converts_float8
+
+# What keys and values of moved bits lack, in two halves: what they meet is multiplied by one
+# beforehand, lest small products are lost, and the products by the other.
+HALF_BIAS = 2.0**60
+
+_SIGNS = -0x7FFF8000  # bits 31 and 15
+_NUMBERS = 0x07F007F0
+
+
+class Rows(NamedTuple):
+    """Where the tokens of B rows are; arrays outside of a kernel, in scalar memory inside."""
+
+    sizes: Any  # int32 [3]: layer, num_decode, num_rows
+    kv_starts: Any  # int32 [B]
+    q_offsets: Any  # int32 [B + 1]
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, layer: jax.Array) -> "Rows":
+        """What a kernel is given."""
+        sizes = jnp.stack([layer, batch.num_decode, batch.num_rows]).astype(jnp.int32)
+        return cls(sizes, batch.kv_starts, batch.q_offsets)
+
+    @property
+    def layer(self) -> jax.Array:
+        return self.sizes[0]
+
+    @property
+    def num_decode(self) -> jax.Array:
+        return self.sizes[1]
+
+    @property
+    def num_rows(self) -> jax.Array:
+        """Rows up to the last one that has queries."""
+        return self.sizes[2]
+
+    def q_len(self, row: Any) -> jax.Array:
+        return self.q_offsets[row + 1] - self.q_offsets[row]
+
+    def kv_len(self, row: Any) -> jax.Array:
+        """Tokens in the cache, this step's included."""
+        return self.kv_starts[row] + self.q_len(row)
+
+
+class Shape(NamedTuple):
+    """The static sizes of a cache and of the queries that read it."""
+
+    kv_heads: int
+    group: int  # queries per KV head
+    page_size: int
+    head_dim: int  # of a slot of the cache
+    packed: bool  # whether a slot holds a head's K and V side by side
+    product_dtype: jnp.dtype  # of what the matrix unit multiplies
+
+    @classmethod
+    def of(cls, q: jax.Array, kv_cache: jax.Array, packed: bool) -> "Shape":
+        """Of q [T, q_heads, head_dim] and a cache as in `api.RaggedPagedAttention`."""
+        _, _, heads, page_size, head_dim = kv_cache.shape
+        kv_heads = heads if packed else heads // 2
+        dtype = product_dtype(q.dtype, kv_cache.dtype)
+        return cls(kv_heads, q.shape[1] // kv_heads, page_size, head_dim, packed, dtype)
+
+    def values_of(self, head: Any) -> Any:
+        """Where in a page a head's values lie."""
+        return head if self.packed else self.kv_heads + head
+
+
+class HBM(NamedTuple):
+    """The inputs of a kernel that stay in HBM."""
+
+    table: Any  # int32 [B, 1, W] page ids of each row
+    kv: Any  # [layers, pages, 2 * kv_heads, page_size, head_dim], or kv_heads if packed
+    q: Any  # [T, ...]; the result takes the same memory, so kernels read it there
+
+
+class PageBuffers(NamedTuple):
+    """Where page ids and pages arrive."""
+
+    table: Any  # int32 [tables, 1, W] in scalar memory: page ids of some rows
+    kv: Any  # [2, block_pages, *one page] in vector memory
+    table_sem: Any
+    kv_sem: Any  # [2]
+
+    @classmethod
+    def scratch(
+        cls, kv_cache: jax.Array, table_width: int, tables: int, block_pages: int
+    ) -> "PageBuffers":
+        """The memory to ask for."""
+        return cls(
+            table=pltpu.SMEM((tables, 1, table_width), jnp.int32),
+            kv=pltpu.VMEM((2, block_pages, *kv_cache.shape[2:]), kv_cache.dtype),
+            table_sem=pltpu.SemaphoreType.DMA,
+            kv_sem=pltpu.SemaphoreType.DMA((2,)),
+        )
+
+
+class TokenBuffers(NamedTuple):
+    """Where queries arrive and results leave; dimensions as each kernel says."""
+
+    q: Any
+    out: Any
+    q_sem: Any
+    out_sem: Any
+
+
+class Softmax(NamedTuple):
+    """Queries, and the online softmax over the keys that they have met; dimensions as each says."""
+
+    q: Any
+    m: Any  # float32 greatest score, in all of 128 lanes
+    l: Any  # float32 denominator: the sum of exp(score - m)
+    acc: Any  # float32 numerator: values, weighted by exp(score - m)
+
+
+class PageBlock(NamedTuple):
+    """Neighbouring pages of a row, and the buffers of its page ids and of these pages."""
+
+    table: Any  # which of `PageBuffers.table`
+    first: Any  # page, as the row counts
+    num_pages: Any  # at most as many as a buffer holds
+    buffer: Any  # which of `PageBuffers.kv`
+
+
+class Pages(NamedTuple):
+    """Brings page ids and pages of one layer from HBM into buffers."""
+
+    rows: Rows
+    hbm: HBM
+    buffers: PageBuffers
+
+    @property
+    def block_pages(self) -> int:
+        """Pages that a buffer holds."""
+        return self.buffers.kv.shape[1]
+
+    def table_copy(self, row: Any, table: Any) -> Any:
+        """The DMA of a row's page ids."""
+        return pltpu.make_async_copy(
+            self.hbm.table.at[row], self.buffers.table.at[table], self.buffers.table_sem
+        )
+
+    def page_copy(self, block: PageBlock, i: Any) -> Any:
+        """The DMA of the i-th page of a block."""
+        page_id = self.buffers.table[block.table, 0, block.first + i]
+        return pltpu.make_async_copy(
+            self.hbm.kv.at[self.rows.layer, page_id],
+            self.buffers.kv.at[block.buffer, i],
+            self.buffers.kv_sem.at[block.buffer],
+        )
+
+    def start(self, block: PageBlock, *, unrolled: bool = False) -> None:
+        """Start the DMAs of a block's pages; `unrolled`: those of a whole block without a loop.
+
+        That takes fewer instructions a page, and a few more in the kernel's other loops.
+        """
+        in_loop = block.num_pages
+        if unrolled:
+            is_whole = block.num_pages == self.block_pages
+            in_loop = jnp.where(is_whole, 0, block.num_pages)
+
+            @pl.when(is_whole)
+            def _() -> None:
+                for i in range(self.block_pages):
+                    self.page_copy(block, i).start()
+
+        pl.loop(0, in_loop)(lambda i: self.page_copy(block, i).start())
+
+    def wait(self, block: PageBlock) -> None:
+        """Wait until all pages of a block are there; a wait counts bytes, of whichever DMAs."""
+        here, sem = self.buffers.kv.at[block.buffer], self.buffers.kv_sem.at[block.buffer]
+
+        def wait_for(part: Any) -> None:
+            pltpu.make_async_copy(part, part, sem).wait()
+
+        pl.when(block.num_pages == self.block_pages)(lambda: wait_for(here))
+
+        @pl.when(block.num_pages < self.block_pages)
+        def _() -> None:
+            pl.loop(0, block.num_pages)(lambda i: wait_for(here.at[i]))
+
+    def clear_values(self, shape: Shape, buffer: Any, page: Any, first: Any, stop: Any) -> None:
+        """Zero V in the slots of one page of a buffer outside of [first, stop); None is no bound.
+
+        Their weight is zero, but zero times what lies there, another row's or no token's, may be
+        NaN. K needs no such care: a masked score is replaced, whatever it was.
+        """
+        kv = self.buffers.kv
+        slot = lax.broadcasted_iota(jnp.int32, kv.shape[3:], 0)
+        kept = slot < stop
+        if first is not None:
+            kept &= slot >= first
+        for head in map(shape.values_of, range(shape.kv_heads)):
+            values = kv[buffer, page, head]
+            kv[buffer, page, head] = jnp.where(kept, values, jnp.zeros_like(values))
+
+
+def start(copy: Any) -> None:
+    """Start a DMA."""
+    copy.start()
+
+
+def wait(copy: Any) -> None:
+    """Wait for a DMA."""
+    copy.wait()
+
+
+def product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
+    """x [rows, n] times keys or values y, whose `axis` has n elements; float32."""
+    return lax.dot_general(
+        x,
+        y,
+        (((1,), (axis,)), ((), ())),
+        precision=lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def div(a: Any, b: int) -> jax.Array:
+    """a // b of a >= 0, which costs less than the division that knows signs."""
+    return lax.div(jnp.int32(a), jnp.int32(b))
+
+
+def converted(cached: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A part [keys, lanes] of a cache of any type in `dtype`, as the chip or its compiler does."""
+    return (pltpu.bitcast(cached, FLOAT8) if is_narrow(cached.dtype) else cached).astype(dtype)
+
+
+def should_move_bits(cache_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
+    """Whether `even_then_odd` is the way to read a cache for products of `dtype`."""
+    return is_narrow(cache_dtype) and dtype == jnp.bfloat16 and not converts_float8()
+
+
+def even_then_odd(cached: jax.Array) -> jax.Array:
+    """A part [keys, lanes] of an 8-bit cache in bfloat16, times 2^-120: even keys, then odd."""
+    words = pltpu.bitcast(cached, jnp.int32)
+    even = ((words << 8) & _SIGNS) | ((words << 4) & _NUMBERS)
+    odd = (words & _SIGNS) | ((words >> 4) & _NUMBERS)
+    return jnp.concatenate([pltpu.bitcast(half, jnp.bfloat16) for half in (even, odd)], axis=0)
+
+
+def positions(tile: tuple[int, int]) -> jax.Array:
+    """int32 [rows, keys]: which key each column is, in the order of `even_then_odd`."""
+    column, half = lax.broadcasted_iota(jnp.int32, tile, 1), tile[1] // 2
+    return 2 * column - jnp.where(column < half, 0, tile[1] - 1)
+
+
+def call(
+    kernel: Callable[..., None],
+    name: str,
+    scalars: tuple[Any, ...],
+    sinks: jax.Array | None,
+    hbm: HBM,
+    scratch: list[Any],
+    interpret: Any,
+) -> jax.Array:
+    """Run kernel(*scalars, sinks, hbm, out, *scratch), all of them references; returns `out`.
+
+    `out` is the memory of `hbm.q`, its queries included until results take their place. `scalars`
+    are in scalar memory, `sinks` in vector memory.
+    """
+    in_vmem, in_hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pl.ANY))
+    inputs = (*scalars, sinks, hbm)
+    run = pl.pallas_call(
+        kernel,
+        name=name,
+        out_shape=jax.ShapeDtypeStruct(hbm.q.shape, hbm.q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            in_specs=[None if sinks is None else in_vmem, HBM(*[in_hbm] * 3)],
+            out_specs=in_hbm,
+            scratch_shapes=scratch,
+        ),
+        input_output_aliases={len(jax.tree.leaves(inputs)) - 1: 0},
+        # Page ids are the memory manager's: a check of each DMA's bounds would cost more than it.
+        compiler_params=pltpu.CompilerParams(
+            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES
+        ),
+        interpret=interpret,
+    )
+    return run(*inputs)
