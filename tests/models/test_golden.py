@@ -15,10 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.kernels.ragged_paged_attention.interface import AttentionBatch
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -50,14 +51,8 @@ class Server:
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
         self.mesh = Mesh(devices, ("data", "tensor"))
         config = ModelConfig.from_path(folder)
-        self.graphdef, self.params = load_model(
-            folder,
-            config,
-            self.mesh,
-            jnp.float32,
-            weight_sharding=weight_sharding,
-            attention_backend=attention_backend,
-        )
+        placed = place_model(config, self.mesh, jnp.float32, weight_sharding, attention_backend)
+        self.graphdef, self.params = placed.graphdef, load_params(placed, folder)
         self.dp, self.page_size, self.pages_per_row = dp, page_size, 80 // page_size
         kv_heads = replicated_kv_heads(config.num_heads, config.num_kv_heads, tp)
         num_pages = 1 + 3 * self.pages_per_row
