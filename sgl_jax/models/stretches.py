@@ -22,27 +22,35 @@ class Stretch(NamedTuple):
 
 
 def find_stretches(kinds: Sequence[Hashable]) -> tuple[Stretch, ...]:
-    """Cut layers of these kinds, in order, so that the sum of the periods is least."""
-    # From each layer to the end: the sum of periods, the number of stretches, and these.
-    best: list[tuple[int, int, tuple[Stretch, ...]]] = [(0, 0, ())]
-    for first in reversed(range(len(kinds))):
-        options = []
-        for stretch in _stretches_from(first, kinds):
-            rest = best[len(kinds) - first - stretch.period * stretch.repeats]
-            options.append((stretch.period + rest[0], 1 + rest[1], (stretch, *rest[2])))
-        best.append(min(options))
-    return best[-1][2]
+    """Cut layers of these kinds, in order, so that the sum of the periods is least.
 
-
-def _stretches_from(first: int, kinds: Sequence[Hashable]) -> list[Stretch]:
-    """All that begin with layer `first`; longer periods only where they repeat."""
-    found = [Stretch(first, 1, 1)]
-    for period in range(1, (len(kinds) - first) // 2 + 1):
-        repeats = 1
-        while True:
-            start = first + repeats * period
-            if kinds[start : start + period] != kinds[first : first + period]:
+    Of equals, into the fewest, of which the first are the longest.
+    """
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    names = [numbers[kind] for kind in kinds]  # faster to compare
+    # From each layer to the end: the sum of periods, and the stretches.
+    best: list[tuple[int, tuple[Stretch, ...]]] = [(0, ())]
+    for first in reversed(range(len(names))):
+        least: tuple[tuple[int, int, int], tuple[Stretch, ...]] | None = None
+        for period in range(1, len(names) - first + 1):
+            if least is not None and period > least[0][0]:
                 break
-            repeats += 1
-            found.append(Stretch(first, period, repeats))
-    return found
+            for repeats in range(1, 1 + _most_repeats(names, first, period)):
+                length = period * repeats
+                total, rest = best[len(names) - first - length]
+                stretches = (Stretch(first, period, repeats), *rest)
+                option = ((period + total, len(stretches), -length), stretches)
+                least = option if least is None else min(least, option)
+        assert least is not None
+        best.append((least[0][0], least[1]))
+    return best[-1][1]
+
+
+def _most_repeats(names: Sequence[int], first: int, period: int) -> int:
+    """How often the `period` layers from `first` on follow each other."""
+    repeats = 1
+    while True:
+        start = first + repeats * period
+        if list(names[start : start + period]) != list(names[first : first + period]):
+            return repeats
+        repeats += 1

@@ -70,6 +70,19 @@ def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path):
         read_kv_scales(tmp_path / "text", QWEN3)
 
 
+def test_each_layer_has_its_own_scales_where_layers_are_unlike(tmp_path):
+    config = ModelConfig.from_path(GOLDEN / "qwen3_moe_mixed")
+    of_layers = np.exp2(np.arange(14, dtype=np.float32)).reshape(7, 2)
+    write_kv_scales(tmp_path / "scales.json", ScalesByHead(of_layers, 2 * of_layers), config)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    placed = place_model(config, mesh, jnp.float32, has_kv_scales=True)
+    params = load_params(placed, "", "dummy", kv_cache_scales=tmp_path / "scales.json")
+    for first, layers in (("0", [0, 2]), ("1", [1, 3]), ("4", [4, 5, 6])):
+        own = params["layers"][first]["attention"]["kv_scales"]
+        np.testing.assert_array_equal(own["k"], of_layers[layers])
+        np.testing.assert_array_equal(own["v"], 2 * of_layers[layers])
+
+
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_each_chip_has_the_scales_of_its_heads_and_of_their_copies(load_format, tp, file):

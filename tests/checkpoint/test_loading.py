@@ -194,7 +194,7 @@ def test_a_folder_without_weights_is_refused(qwen3):
         load(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "qwen3_moe_mixed"])
 def test_an_orbax_checkpoint_holds_the_same_for_any_mesh(tmp_path, family):
     output = tmp_path / "converted"
     convert(GOLDEN / family, output, "float32")
@@ -228,6 +228,21 @@ def test_dummy_weights_are_random_and_do_not_depend_on_the_mesh():
     down = np.asarray(one["layers", "0", "mlp", "down", "weight"])
     assert 0.1 < down.std() < 0.2  # the config's initializer_range is 0.15
     assert np.all(np.asarray(one["norm", "weight"]) == 1)
+
+
+def test_unlike_layers_are_stacked_with_their_like_and_named_by_the_first():
+    params = load(GOLDEN / "qwen3_moe_mixed")
+    tensors = load_file(GOLDEN / "qwen3_moe_mixed" / "model.safetensors")
+    own = {path[1] for path in params if path[0] == "layers"}
+    assert own == {"0", "1", "4"}  # dense and sparse in turn, twice, then three dense ones
+    for first, layers in (("0", (0, 2)), ("4", (4, 5, 6))):
+        down = np.asarray(params["layers", first, "mlp", "down", "weight"])
+        for array, layer in zip(down, layers, strict=True):
+            stored = tensors[f"model.layers.{layer}.mlp.down_proj.weight"]
+            np.testing.assert_array_equal(array, stored.T)
+    down = np.asarray(params["layers", "1", "mlp", "down", "weight"])
+    stored = tensors["model.layers.3.mlp.experts.4.down_proj.weight"]
+    np.testing.assert_array_equal(down[1, 4], stored.T)
 
 
 @pytest.mark.parametrize("option", ["load_format", "weight_sharding"])

@@ -22,7 +22,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed")
 CACHE_SPEC = P(None, "data", "tensor", None, None)
 TOLERANCE = 1e-4
 
@@ -135,10 +135,12 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ("llama", TWO_CHIPS),
         ("llama", SPLIT_WEIGHTS),
         ("qwen3_moe", SPLIT_WEIGHTS),
+        ("qwen3_moe_mixed", SPLIT_WEIGHTS),
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
         ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
         pytest.param("qwen3_moe", SIMULATED_TPU, marks=pytest.mark.long),
+        pytest.param("qwen3_moe_mixed", SIMULATED_TPU, marks=pytest.mark.long),
     ],
     ids=str,
 )
