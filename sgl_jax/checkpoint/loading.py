@@ -71,7 +71,7 @@ def load_params(
 
 
 def _detect_format(folder: Path) -> str:
-    if (folder / PARAMS_FOLDER).is_dir():
+    if any(folder.glob("orbax_params*")):
         return "orbax"
     if any(folder.glob("*.safetensors")):
         return "safetensors"

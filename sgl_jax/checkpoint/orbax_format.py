@@ -44,7 +44,10 @@ def load_orbax(
     """
     path = (folder / PARAMS_FOLDER).absolute()
     if not path.is_dir():
-        raise CheckpointError(f"no {PARAMS_FOLDER} folder in {str(folder)!r}")
+        raise CheckpointError(
+            f"no {PARAMS_FOLDER} folder in {str(folder)!r}: what an earlier version wrote (to "
+            "orbax_params) must be converted again, by python -m sgl_jax.checkpoint.convert"
+        )
     with ocp.StandardCheckpointer() as checkpointer:
         stored = {"/".join(name): source.plain_shape for name, (_, source) in wanted.items()}
         check_shapes(folder, stored, _stored_shapes(checkpointer, path))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from sgl_jax.layers.mesh_axes import DATA_AXIS
-from sgl_jax.layers.sources import Shape, Source, Stacked, prefixes
+from sgl_jax.layers.sources import Shape, Source, Stacked
 
 # A tree of parameters, or of what belongs to each (specs, shardings): nested dictionaries.
 ParamTree = dict[str, Any]
@@ -82,6 +82,6 @@ def stack_layers(
                 if axes[dim] is None and size % data_shards == 0:
                     axes[dim] = DATA_AXIS
                     break
-        source = param.source and Stacked(prefixes(prefix, layers), param.source)
+        source = param.source and Stacked(tuple(map(prefix.format, layers)), param.source)
         param.set_value(jax.ShapeDtypeStruct((len(layers), *declared.shape), declared.dtype))
         param.set_metadata(spec=P(None, *axes), source=source, layers=tuple(layers))

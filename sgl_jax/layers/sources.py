@@ -6,7 +6,6 @@ by tensor, straight into one buffer of the right type. Tensor names are relative
 layer's or the expert's name before them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -223,8 +222,3 @@ class FusedHeads:
         q = q.reshape(*inputs, heads.num_kv, heads.group, heads.head_dim)
         kv = jnp.repeat(kv, heads.num_kv // heads.num_stored_kv, axis=-3)
         return jnp.concatenate([q, kv], axis=-2).reshape(self.shape)
-
-
-def prefixes(template: str, numbers: Sequence[int]) -> tuple[str, ...]:
-    """`template`, which has one "{}", for each number."""
-    return tuple(template.format(number) for number in numbers)

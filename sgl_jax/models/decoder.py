@@ -7,7 +7,8 @@ cache is carried through and updated in place.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
-from sgl_jax.layers.rotary import RopeScaling, Rotation, inverse_frequencies, rotation
+from sgl_jax.layers.rotary import Rotation, inverse_frequencies, rotation
 from sgl_jax.layers.sources import Padded, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
 from sgl_jax.models.stretches import Stretch, find_stretches
@@ -131,7 +132,9 @@ class CausalLM(nnx.Module):
             hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_cache.
         """
         turned = {
-            rope: rotation(batch.positions, _frequencies(self.config.head_dim, rope))
+            rope: rotation(
+                batch.positions, inverse_frequencies(self.config.head_dim, **asdict(rope))
+            )
             for rope in dict.fromkeys(spec.rope for spec in self.config.layers)
         }
         carry = (self.embedding(token_ids), kv_cache)
@@ -175,17 +178,3 @@ class CausalLM(nnx.Module):
         """Whether a checkpoint may hold this tensor although no parameter is made of it."""
         tied_head = self.lm_head is None and tensor == "lm_head.weight"
         return tied_head or tensor.endswith(_SPARE_SUFFIX)
-
-
-def _frequencies(head_dim: int, rope: RopeConfig) -> Any:
-    if rope.kind == "linear":
-        return inverse_frequencies(head_dim, rope.theta, linear_factor=rope.factor)
-    if rope.kind == "llama3":
-        scaling = RopeScaling(
-            rope.factor,
-            rope.low_freq_factor,
-            rope.high_freq_factor,
-            rope.original_max_position_embeddings,
-        )
-        return inverse_frequencies(head_dim, rope.theta, llama3=scaling)
-    return inverse_frequencies(head_dim, rope.theta)

@@ -4,7 +4,7 @@ from functools import partial
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import MixtureOfExperts
-from sgl_jax.layers.sources import Stacked, Tensor, prefixes
+from sgl_jax.layers.sources import Stacked, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
 from sgl_jax.models.llama import llama_layer, require_divisible
@@ -28,8 +28,8 @@ def _experts(config: ModelConfig, moe: MoeConfig, options: BuildOptions) -> Mixt
     def matrices(name: str, *, inwards: bool) -> ExpertLinear:
         # [experts, width, hidden] all three, as the grouped product wants them.
         one = Tensor(f"{name}_proj.weight", (width, hidden), transposed=not inwards)
-        source = Stacked(prefixes("mlp.experts.{}.", range(moe.num_experts)), one)
-        return ExpertLinear(source, dtype, options.multiply_groups, transposed=inwards)
+        names = tuple(f"mlp.experts.{expert}." for expert in range(moe.num_experts))
+        return ExpertLinear(Stacked(names, one), dtype, options.multiply_groups, transposed=inwards)
 
     return MixtureOfExperts(
         Linear(router, dtype),

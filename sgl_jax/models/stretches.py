@@ -5,7 +5,10 @@ times over, and the second one layer with a window, twice over: seven layers to 
 """
 
 from collections.abc import Hashable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
+
+_MAX_PERIOD = 16
 
 
 class Stretch(NamedTuple):
@@ -26,31 +29,26 @@ def find_stretches(kinds: Sequence[Hashable]) -> tuple[Stretch, ...]:
 
     Of equals, into the fewest, of which the first are the longest.
     """
-    numbers = {kind: number for number, kind in enumerate(kinds)}
-    names = [numbers[kind] for kind in kinds]  # faster to compare
-    # From each layer to the end: the sum of periods, and the stretches.
-    best: list[tuple[int, tuple[Stretch, ...]]] = [(0, ())]
-    for first in reversed(range(len(names))):
-        least: tuple[tuple[int, int, int], tuple[Stretch, ...]] | None = None
-        for period in range(1, len(names) - first + 1):
-            if least is not None and period > least[0][0]:
-                break
-            for repeats in range(1, 1 + _most_repeats(names, first, period)):
-                length = period * repeats
-                total, rest = best[len(names) - first - length]
-                stretches = (Stretch(first, period, repeats), *rest)
-                option = ((period + total, len(stretches), -length), stretches)
-                least = option if least is None else min(least, option)
-        assert least is not None
-        best.append((least[0][0], least[1]))
-    return best[-1][1]
+    numbers = [kinds.index(kind) for kind in kinds]  # faster to compare
+    best: list[tuple[Stretch, ...]] = [()]  # of the last layers, by how many these are
+    for first in reversed(range(len(kinds))):
+        rest = numbers[first:]
+        options = [
+            (Stretch(first, period, repeats), *best[len(rest) - period * repeats])
+            for period in range(1, 1 + min(_MAX_PERIOD, len(rest)))
+            for repeats in range(1, 2 + _common_start(rest, rest[period:]) // period)
+        ]
+        best.append(min(options, key=_cost))
+    return best[-1]
 
 
-def _most_repeats(names: Sequence[int], first: int, period: int) -> int:
-    """How often the `period` layers from `first` on follow each other."""
-    repeats = 1
-    while True:
-        start = first + repeats * period
-        if list(names[start : start + period]) != list(names[first : first + period]):
-            return repeats
-        repeats += 1
+def _common_start(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many numbers are the same before the first that differs."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _cost(stretches: tuple[Stretch, ...]) -> tuple[int, int, int]:
+    first = stretches[0]
+    total = sum(stretch.period for stretch in stretches)
+    return total, len(stretches), -first.period * first.repeats

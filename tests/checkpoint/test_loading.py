@@ -216,6 +216,13 @@ def test_an_orbax_checkpoint_of_another_config_is_refused(tmp_path):
         load(output)
 
 
+def test_an_orbax_checkpoint_of_an_earlier_format_is_to_be_converted_again(tmp_path):
+    shutil.copyfile(GOLDEN / "llama" / "config.json", tmp_path / "config.json")
+    (tmp_path / "orbax_params").mkdir()
+    with pytest.raises(CheckpointError, match=r"no orbax_params_2 folder .* converted again"):
+        load(tmp_path)
+
+
 def test_converting_onto_an_existing_folder_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="exists already"):
         convert(GOLDEN / "qwen3", tmp_path, "float32")

@@ -22,7 +22,7 @@ from sgl_jax.layers.layer_weights import (
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
-from sgl_jax.layers.rotary import RopeScaling, inverse_frequencies, rotate, rotation
+from sgl_jax.layers.rotary import inverse_frequencies, rotate, rotation
 from sgl_jax.layers.sources import Tensor
 from tests.layers.modules import (
     declared_shapes,
@@ -173,8 +173,8 @@ def test_rotation_turns_pairs_by_their_angle():
 
 def test_linear_scaling_stretches_all_and_llama3_only_the_long_waves():
     plain = inverse_frequencies(64, 1e4)
-    np.testing.assert_allclose(inverse_frequencies(64, 1e4, linear_factor=4), plain / 4, rtol=1e-6)
-    scaled = inverse_frequencies(64, 1e4, llama3=RopeScaling(8.0, 1.0, 4.0, 256))
+    np.testing.assert_allclose(inverse_frequencies(64, 1e4, "linear", 4), plain / 4, rtol=1e-6)
+    scaled = inverse_frequencies(64, 1e4, "llama3", 8.0, 1.0, 4.0, 256)
     wavelengths = 2 * math.pi / plain
     np.testing.assert_allclose(scaled[wavelengths < 64], plain[wavelengths < 64], rtol=1e-6)
     np.testing.assert_allclose(scaled[wavelengths > 256], plain[wavelengths > 256] / 8, rtol=1e-6)
