@@ -140,7 +140,6 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ("qwen3", TWO_RANKS),
         ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
         pytest.param("qwen3_moe", SIMULATED_TPU, marks=pytest.mark.long),
-        pytest.param("qwen3_moe_mixed", SIMULATED_TPU, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -183,3 +182,13 @@ def test_ranks_do_not_disturb_each_other():
     assert_close(first, data["prompt_logits"])
     (alone,) = Server(GOLDEN / "qwen3").step([[half]], num_decode=0)
     assert_close(second, alone)
+
+
+@pytest.mark.long
+def test_simulated_kernels_find_the_weights_and_the_cache_of_unlike_layers():
+    data = golden("qwen3_moe_mixed")
+    server = Server(GOLDEN / "qwen3_moe_mixed", **SIMULATED_TPU._asdict())
+    (logits,) = server.step([[Chunk(0, 0, data["prompt"][:17])]], 0, num_tokens=32)
+    assert_close(logits, data["prompt_logits"][:17])
+    (logits,) = server.step([[Chunk(0, 17, data["prompt"][17:18])]], 1, num_tokens=32)
+    assert_close(logits, data["prompt_logits"][17:18])
