@@ -2,9 +2,9 @@
 
 Needs torch and transformers (never a dependency of the package):
 
-    python scripts/make_golden.py tests/golden
+    python scripts/make_golden.py tests/golden [NAME ...]
 
-For each architecture it writes a Hugging Face folder and `golden.npz` with, in float32,
+For each model, or those named, it writes a Hugging Face folder and `golden.npz` with, in float32,
     prompt [n]            token ids
     prompt_logits [n, V]  logits of every prompt position
     greedy [m]            the tokens that greedy decoding appends
@@ -76,6 +76,21 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             tie_word_embeddings=False,
         ),
     ),
+    # Dense layers among those with experts: a period of two, twice, and then three dense ones.
+    "qwen3_moe_mixed": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **COMMON | {"num_hidden_layers": 7, "hidden_size": 32, "intermediate_size": 48},
+            head_dim=16,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            norm_topk_prob=True,
+            decoder_sparse_step=2,
+            mlp_only_layers=[5],
+            tie_word_embeddings=False,
+        ),
+    ),
 }
 
 
@@ -110,9 +125,10 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
 
 
 def main() -> None:
-    root = Path(sys.argv[1])
+    root, names = Path(sys.argv[1]), sys.argv[2:] or MODELS
     for seed, (name, (kind, config)) in enumerate(MODELS.items()):
-        make(root / name, kind, config, seed)
+        if name in names:
+            make(root / name, kind, config, seed)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.devices import platform_of
 from sgl_jax.executor.engine_shape import EngineShape
 from sgl_jax.executor.programs import Programs
-from sgl_jax.layers.parameter import ParamTree
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.placement import place_model
+from sgl_jax.models.placement import PlacedModel, place_model
 
 
 class EngineProgramsOnPaper(NamedTuple):
@@ -19,8 +18,8 @@ class EngineProgramsOnPaper(NamedTuple):
 
     shape: EngineShape
     num_pages: int  # of a rank, the null page included
-    params: ParamTree  # jax.ShapeDtypeStruct, like the next two
-    state: Any
+    placed: PlacedModel
+    state: Any  # jax.ShapeDtypeStruct, like the next
     row_params: Any
     programs: Programs
 
@@ -33,12 +32,11 @@ def engine_programs(
     Raises ValueError as it does.
     """
     shape = EngineShape.decide(args, config, platform_of(mesh))
-    graphdef, params = place_model(
-        config, mesh, shape.dtype, args.weight_sharding, args.attention_backend
-    )
+    placed = place_model(config, mesh, shape.dtype, args.weight_sharding, args.attention_backend)
     state, row_params = shape.state_shapes(num_pages, mesh)
-    programs = Programs(graphdef, params, state, row_params, shape.sizes(num_pages), mesh)
-    return EngineProgramsOnPaper(shape, num_pages, params, state, row_params, programs)
+    sizes = shape.sizes(num_pages)
+    programs = Programs(placed.graphdef, placed.params, state, row_params, sizes, mesh)
+    return EngineProgramsOnPaper(shape, num_pages, placed, state, row_params, programs)
 
 
 def bytes_per_device(tree: Any) -> int:

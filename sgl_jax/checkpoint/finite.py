@@ -5,25 +5,25 @@ that was never filled or overflowed, and what it misses in a dense layer makes e
 token that ends the warm-up a NaN. All of them take some 2 s per GiB on a CPU with other work.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sgl_jax.checkpoint.paths import Path, flatten
-from sgl_jax.checkpoint.sources import Source
 from sgl_jax.checkpoint.tensor_files import TensorFiles
-from sgl_jax.layers.parameter import ParamTree
+from sgl_jax.layers.parameter import Path
+from sgl_jax.layers.sources import Source
 
 _WHOLE_SIZE = 2**20  # elements up to which a parameter is looked at whole
 _ROW_STRIDE = 16
 
 
-def non_finite_parameters(params: ParamTree, *, check_all: bool) -> list[Path]:
+def non_finite_parameters(params: Mapping[Path, jax.Array], *, check_all: bool) -> list[Path]:
     """Paths of the parameters with a NaN or an infinity.
 
     Without `check_all`, of a large one every sixteenth row of each matrix is looked at.
     """
-    flat = flatten(params)
 
     def is_finite(array: jax.Array) -> jax.Array:
         if not check_all and array.size > _WHOLE_SIZE:
@@ -33,7 +33,7 @@ def non_finite_parameters(params: ParamTree, *, check_all: bool) -> list[Path]:
     are_finite = jax.jit(lambda arrays: [is_finite(array) for array in arrays])
     return [
         path
-        for path, is_good in zip(flat, are_finite(list(flat.values())), strict=True)
+        for path, is_good in zip(params, are_finite(list(params.values())), strict=True)
         if not bool(is_good)
     ]
 

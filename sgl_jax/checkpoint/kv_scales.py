@@ -5,6 +5,7 @@ layer and KV head, for K and V apart. It names the shape so that another model's
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from sgl_jax.kernels.attention.cache_dtype import (
     GREATEST,
     cache_dtype_name,
 )
-from sgl_jax.layers.parameter import ParamTree
+from sgl_jax.layers.parameter import Declaration
+from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.models.config import ModelConfig
 
 KV_CACHE_DTYPE = cache_dtype_name(EIGHT_BITS)
@@ -87,19 +89,27 @@ def read_kv_scales(path: Path, config: ModelConfig) -> ScalesByHead:
     return scales
 
 
-def place_kv_scales(scales: ScalesByHead, declared: ParamTree) -> ParamTree:
-    """The parameters of `layers.kv_scales.KVScales`, stacked, where and as they are declared.
+def place_kv_scales(
+    scales: ScalesByHead, declared: Mapping[ParamPath, Declaration]
+) -> dict[ParamPath, jax.Array]:
+    """The parameters of `layers.kv_scales.KVScales`, where and as they are declared.
 
-    A KV head that several chips have copies of has its scale on each of them.
+    They are those that no checkpoint holds. A KV head that several chips have copies of has its
+    scale on each of them.
     """
 
-    def place(array: NDArray[np.float32], wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        copied = np.repeat(array, wanted.shape[1] // array.shape[1], axis=1)
+    def place(array: NDArray[np.float32], own: Declaration) -> jax.Array:
+        wanted = own.array
+        copied = np.repeat(array[list(own.layers)], wanted.shape[1] // array.shape[1], axis=1)
         return jax.make_array_from_callback(
             wanted.shape, wanted.sharding, lambda index: copied[index]
         )
 
-    return {name: place(array, declared[name]) for name, array in scales._asdict().items()}
+    return {
+        path: place(getattr(scales, path[-1]), own)
+        for path, own in declared.items()
+        if own.source is None
+    }
 
 
 def _shape_of(config: ModelConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Float32Array, Int32Array, RankPlan, RankResult, StepPlan
 from sgl_jax.executor.buckets import Bucket
@@ -31,6 +31,7 @@ from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_kv_pool
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.placement import place_model
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +51,19 @@ class ModelExecutor:
         platform = platform_of(self._mesh)
         config = ModelConfig.from_path(args.model_path)
         shape = EngineShape.decide(args, config, platform)
-        graphdef, params = load_model(
-            args.model_path,
+        placed = place_model(
             config,
             self._mesh,
             shape.dtype,
-            load_format=args.load_format,
-            weight_sharding=args.weight_sharding,
+            args.weight_sharding,
+            args.attention_backend,
+            has_kv_scales=args.kv_cache_scales is not None,
+        )
+        params = load_params(
+            placed,
+            args.model_path,
+            args.load_format,
             seed=args.random_seed,
-            attention_backend=args.attention_backend,
             kv_cache_scales=args.kv_cache_scales,
             check_all_weights=args.check_weights == "all",
         )
@@ -81,7 +86,7 @@ class ModelExecutor:
         self.sizes = shape.sizes(num_pages)
         self._state, self._row_params = self._make_state()
         self._programs = Programs(
-            graphdef, params, self._state, self._row_params, self.sizes, self._mesh
+            placed.graphdef, params, self._state, self._row_params, self.sizes, self._mesh
         )
         self._skip_warmup = args.skip_warmup
         self._watch = CompileWatch()

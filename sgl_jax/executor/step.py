@@ -29,7 +29,7 @@ _SCORED_BLOCK = 32
 
 
 class Model(Protocol):
-    """What a step needs of a model; see `sgl_jax.models.causal_lm.CausalLM`."""
+    """What a step needs of a model; see `sgl_jax.models.decoder.CausalLM`."""
 
     def __call__(
         self, token_ids: jax.Array, batch: AttentionBatch, kv_cache: jax.Array

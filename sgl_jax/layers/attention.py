@@ -1,13 +1,8 @@
 """Self-attention with grouped queries, its KV heads split over the tensor axis."""
 
-import math
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
 from sgl_jax.kernels.attention.api import (
     AttentionBatch,
@@ -15,11 +10,10 @@ from sgl_jax.kernels.attention.api import (
     ScoreOptions,
 )
 from sgl_jax.layers.kv_scales import KVScales
-from sgl_jax.layers.layer_weights import project, use_weight
-from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
+from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.rotary import Rotation, rotate
+from sgl_jax.layers.sources import Heads
 
 
 def replicated_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> int:
@@ -43,7 +37,7 @@ def replicated_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> int:
 class Attention(nnx.Module):
     """Rotary attention over the paged KV cache.
 
-    The projections of Q, K and V are one matrix, [hidden, kv_heads * (group + 2) * head_dim]: for
+    The projections of Q, K and V are one matrix, [hidden, num_kv * kv_width] (`FusedHeads`): for
     each KV head its queries, its key, its value. So the heads that belong together stay together
     however many chips share them. It is a matrix and not an array of heads because a TPU would
     copy such an array, in every step, into a layout that it can multiply.
@@ -51,28 +45,24 @@ class Attention(nnx.Module):
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: Heads,
+        qkv: Linear,
+        output: Linear,
         *,
-        dtype: DTypeLike,
-        qkv_bias: bool = False,
-        qk_norm_eps: float | None = None,
         attend: RaggedPagedAttention,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
         sliding_window: int | None = None,
         has_kv_scales: bool = False,
     ) -> None:
-        """`num_kv_heads` counts copies (`replicated_kv_heads`); `qk_norm_eps` adds Q, K norms;
-        `attend` is the kernel; `has_kv_scales` adds the scales of an 8-bit cache."""
-        heads = (num_kv_heads, num_heads // num_kv_heads + 2, head_dim)
-        self.qkv = parameter((hidden_size, math.prod(heads)), dtype, None, TENSOR_AXIS)
-        self.qkv_bias = parameter(heads, dtype, TENSOR_AXIS) if qkv_bias else None
-        self.heads_shape = heads[1:]
-        self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype) if qk_norm_eps is not None else None
-        self.output = parameter((num_heads * head_dim, hidden_size), dtype, TENSOR_AXIS)
-        self.kv_scales = KVScales(num_kv_heads) if has_kv_scales else None
+        """`qkv` is split by its outputs, `output` by its inputs; `attend` is the kernel; the norms
+        are those of each query and key; `has_kv_scales` adds the scales of an 8-bit cache."""
+        self.heads = heads
+        self.qkv = qkv
+        self.output = output
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.kv_scales = KVScales(heads.num_kv) if has_kv_scales else None
         self.sliding_window = sliding_window
         self.attend = attend
 
@@ -86,8 +76,8 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, hidden] -> (result [T, hidden], kv_cache with this layer's new K and V)."""
         q, k, v = self._project(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
         q, k = rotate(q, by), rotate(k, by)
         if self.kv_scales is not None:
             q, k, v = self.kv_scales.before(q, k, v)
@@ -102,16 +92,13 @@ class Attention(nnx.Module):
         )
         if self.kv_scales is not None:
             out = self.kv_scales.after(out)
-        out = project(out.reshape(x.shape[0], -1), self.output)
-        return sum_over_tensor(out), kv_cache
+        return self.output(out.reshape(x.shape[0], -1)), kv_cache
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, q_heads, head_dim], k and v [T, kv_heads, head_dim] of this chip."""
         # Behind the barrier the split into heads cannot reach the product: there it makes the TPU's
         # compiler transpose the weights in every step, at eight times the product's cost.
-        qkv = lax.optimization_barrier(project(x, self.qkv))
-        qkv = qkv.reshape(x.shape[0], -1, *self.heads_shape)
-        if self.qkv_bias is not None:
-            qkv = use_weight(self.qkv_bias, partial(jnp.add, qkv))
+        qkv = lax.optimization_barrier(self.qkv(x))
+        qkv = qkv.reshape(x.shape[0], -1, self.heads.group + 2, self.heads.head_dim)
         q = qkv[:, :, :-2].reshape(x.shape[0], -1, qkv.shape[-1])
         return q, qkv[:, :, -2], qkv[:, :, -1]

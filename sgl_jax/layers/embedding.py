@@ -6,6 +6,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import (
     TENSOR_AXIS,
     concatenate_over_tensor,
@@ -13,6 +14,7 @@ from sgl_jax.layers.mesh_axes import (
     sum_over_tensor,
 )
 from sgl_jax.layers.parameter import parameter
+from sgl_jax.layers.sources import Source
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -23,9 +25,9 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 class Embedding(nnx.Module):
     """Token vectors, one slice of the vocabulary on each chip."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp_size: int, dtype: DTypeLike) -> None:
-        rows = padded_vocab_size(vocab_size, tp_size)
-        self.weight = parameter((rows, hidden_size), dtype, TENSOR_AXIS)
+    def __init__(self, weight: Source, vocab_size: int, dtype: DTypeLike, *, is_head: bool) -> None:
+        """`weight` is [padded vocabulary, hidden]; `is_head`: logits are made with it, too."""
+        self.weight = parameter(weight, dtype, TENSOR_AXIS, read="all" if is_head else "rows")
         self.vocab_size = vocab_size
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
@@ -42,12 +44,12 @@ class Embedding(nnx.Module):
         return _gather_logits(_matmul_f32(hidden, self.weight[...].T), self.vocab_size)
 
 
-class LMHead(nnx.Module):
+class LMHead(Linear):
     """Logits from hidden states, one slice of the vocabulary on each chip."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp_size: int, dtype: DTypeLike) -> None:
-        columns = padded_vocab_size(vocab_size, tp_size)
-        self.weight = parameter((hidden_size, columns), dtype, None, TENSOR_AXIS)
+    def __init__(self, weight: Source, vocab_size: int, dtype: DTypeLike) -> None:
+        """`weight` is [hidden, padded vocabulary]."""
+        super().__init__(weight, dtype, "outputs")
         self.vocab_size = vocab_size
 
     def logits(self, hidden: jax.Array) -> jax.Array:

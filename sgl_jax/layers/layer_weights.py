@@ -45,13 +45,13 @@ class SeparateLayers(NamedTuple):
 def separate_matrices(layers: ParamTree) -> None:
     """Replace each stacked matrix by a tuple of arrays, one per layer, in the same sharding.
 
-    Norms and biases, which are small, stay stacked. The tree is changed in place, one weight at a
-    time, so that memory never holds all weights twice.
+    Vectors (norms, biases), which are small, stay stacked. The tree is changed in place, one weight
+    at a time, so that memory never holds all weights twice.
     """
     for name in layers:
         if isinstance(layers[name], dict):
             separate_matrices(layers[name])
-        elif layers[name].ndim > 2 and not name.endswith("bias"):
+        elif layers[name].ndim > 2:
             layers[name] = _cut(layers[name])
 
 
@@ -116,8 +116,3 @@ def use_stack(
     if isinstance(value, StackedLayers):
         return use(value.array, value.layer)
     return use_weight(weight, lambda array: use(array[None], jnp.int32(0)))
-
-
-def project(x: jax.Array, weight: nnx.Param[Any]) -> jax.Array:
-    """x [T, in] times weight [in, out] -> [T, out]."""
-    return use_weight(weight, lambda matrix: x @ matrix)

@@ -7,13 +7,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from sgl_jax.layers.parameter import parameter
+from sgl_jax.layers.sources import Source
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * weight over the last axis, computed in float32 (arXiv 1910.07467)."""
 
-    def __init__(self, size: int, eps: float, dtype: DTypeLike) -> None:
-        self.weight = parameter((size,), dtype)
+    def __init__(self, weight: Source, eps: float, dtype: DTypeLike) -> None:
+        self.weight = parameter(weight, dtype, initial="ones")
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:

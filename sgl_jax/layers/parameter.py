@@ -1,11 +1,13 @@
-"""Parameters as they are declared: a shape, a dtype, and how they are split over the mesh.
+"""Parameters as they are declared: shape, split over the mesh, source, and how they are read.
 
 Modules hold abstract arrays until a checkpoint fills them, so building a model costs nothing.
-Inside the step a module sees one chip's shard and takes its sizes from the shapes it sees; nothing
-here knows a concrete mesh.
+Loading, dummy weights and the planner walk these declarations (`declarations`), and nothing else
+says what parameters a model has. Inside the step a module sees one chip's shard and takes its
+sizes from the shapes it sees; nothing here knows a concrete mesh.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -13,33 +15,64 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from sgl_jax.layers.mesh_axes import DATA_AXIS
+from sgl_jax.layers.sources import Shape, Source, Stacked
 
 # A tree of parameters, or of what belongs to each (specs, shardings): nested dictionaries.
 ParamTree = dict[str, Any]
+Path = tuple[str, ...]  # of a leaf of such a tree: ("norm", "weight")
+
+Initial = Literal["normal", "ones"]
+# What a step reads of it: all, the rows of its tokens, or the experts that its tokens are sent to.
+Read = Literal["all", "rows", "experts"]
 
 
-def parameter(shape: tuple[int, ...], dtype: DTypeLike, *axes: str | None) -> nnx.Param[Any]:
-    """Declare a parameter of the whole model's shape; `axes` name the mesh axis of each dim."""
+class Declaration(NamedTuple):
+    """One parameter of the whole model, before it has values."""
+
+    array: jax.ShapeDtypeStruct
+    spec: P
+    source: Source | None  # None: no part of a checkpoint
+    initial: Initial  # of a dummy
+    read: Read
+    layers: tuple[int, ...]  # stacked on axis 0, in this order; () where it is no layer's
+
+
+def parameter(
+    source: Source | Shape,
+    dtype: DTypeLike,
+    *axes: str | None,
+    initial: Initial = "normal",
+    read: Read = "all",
+) -> nnx.Param[Any]:
+    """Declare a parameter of the whole model; `axes` name the mesh axis of each dimension.
+
+    In place of a source a shape will do, for what no checkpoint holds.
+    """
+    own = None if isinstance(source, tuple) else source
+    shape = source if isinstance(source, tuple) else source.shape
     spec = P(*axes, *[None] * (len(shape) - len(axes)))
-    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), spec=spec)
+    array = jax.ShapeDtypeStruct(shape, dtype)
+    return nnx.Param(array, spec=spec, source=own, initial=initial, read=read, layers=())
 
 
-def parameter_shapes(module: nnx.Module) -> ParamTree:
-    """Shape and dtype (`jax.ShapeDtypeStruct`) of each parameter of the whole model."""
-    return nnx.to_pure_dict(nnx.state(module))
+def declarations(module: nnx.Module) -> dict[Path, Declaration]:
+    """What is declared of each parameter, by path."""
+    return {
+        tuple(map(str, path)): Declaration(
+            param.get_value(), param.spec, param.source, param.initial, param.read, param.layers
+        )
+        for path, param in nnx.to_flat_state(nnx.state(module))
+    }
 
 
-def partition_specs(module: nnx.Module) -> ParamTree:
-    """The PartitionSpec of each parameter, as a tree like `parameter_shapes`."""
-    specs = nnx.map_state(lambda _, param: param.spec, nnx.state(module))
-    return nnx.to_pure_dict(specs)
+def stack_layers(
+    layer: nnx.Module, layers: Sequence[int], data_shards: int, prefix: str = "{}."
+) -> None:
+    """Turn a layer's declarations, in place, into those of `layers`, stacked on a new axis 0.
 
-
-def stack_layers(layer: nnx.Module, num_layers: int, data_shards: int) -> None:
-    """Turn a layer's declarations, in place, into those of `num_layers` stacked on a new axis 0.
-
-    With `data_shards` above 1 each parameter is also split over 'data', along its first axis that
-    is whole and divides; a parameter without such an axis stays replicated.
+    `prefix`, with a layer's number, stands before the names of its tensors. With `data_shards`
+    above 1 each parameter is also split over 'data', along its first axis that is whole and
+    divides; a parameter without such an axis stays replicated.
     """
     for _, param in nnx.to_flat_state(nnx.state(layer)):
         declared = param.get_value()
@@ -49,6 +82,6 @@ def stack_layers(layer: nnx.Module, num_layers: int, data_shards: int) -> None:
                 if axes[dim] is None and size % data_shards == 0:
                     axes[dim] = DATA_AXIS
                     break
-        shape = (num_layers, *declared.shape)
-        param.set_value(jax.ShapeDtypeStruct(shape, declared.dtype))
-        param.set_metadata(spec=P(None, *axes))
+        source = param.source and Stacked(tuple(map(prefix.format, layers)), param.source)
+        param.set_value(jax.ShapeDtypeStruct((len(layers), *declared.shape), declared.dtype))
+        param.set_metadata(spec=P(None, *axes), source=source, layers=tuple(layers))

@@ -12,15 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class RopeScaling(NamedTuple):
-    """How Llama 3 stretches low frequencies for contexts longer than it was pre-trained on."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
 class Rotation(NamedTuple):
     """Cosine and sine of each token's angles, float32 [T, 1, head_dim / 2]."""
 
@@ -29,23 +20,29 @@ class Rotation(NamedTuple):
 
 
 def inverse_frequencies(
-    head_dim: int, theta: float, linear_factor: float = 1.0, llama3: RopeScaling | None = None
+    head_dim: int,
+    theta: float,
+    kind: str = "default",
+    factor: float = 1.0,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    original_max_position_embeddings: int = 8192,
 ) -> NDArray[np.float32]:
     """Angle per position of each pair of dimensions, [head_dim / 2].
 
-    `linear_factor` divides all of them. `llama3` divides those whose wavelength exceeds
+    "linear" divides all of them by `factor`. "llama3" divides those whose wavelength exceeds
     original / low_freq_factor by `factor`, leaves those below original / high_freq_factor, and
-    blends in between.
+    blends in between: for contexts longer than Llama 3 was pre-trained on.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
-    frequencies = (1.0 / theta**exponents).astype(np.float64) / linear_factor
-    if llama3 is not None:
-        turns = llama3.original_max_positions * frequencies / (2 * math.pi)
-        blend = (turns - llama3.low_freq_factor) / (
-            llama3.high_freq_factor - llama3.low_freq_factor
-        )
+    frequencies = (1.0 / theta**exponents).astype(np.float64)
+    if kind == "linear":
+        frequencies = frequencies / factor
+    if kind == "llama3":
+        turns = original_max_position_embeddings * frequencies / (2 * math.pi)
+        blend = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
         blend = np.clip(blend, 0.0, 1.0)
-        frequencies = frequencies * (blend + (1.0 - blend) / llama3.factor)
+        frequencies = frequencies * (blend + (1.0 - blend) / factor)
     return frequencies.astype(np.float32)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 RopeKind = Literal["default", "linear", "llama3"]
 CONFIG_FILE = "config.json"
@@ -52,25 +52,54 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class LayerSpec:
+    """What one layer is, as far as layers of a model may differ."""
+
+    rope: RopeConfig
+    sliding_window: int | None  # None: attention to all tokens
+    moe: MoeConfig | None  # None: a dense feed-forward layer
+
+
+class CacheGroup(NamedTuple):
+    """Layers whose KV a sequence needs for the same time: they share its page table."""
+
+    sliding_window: int | None
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One model. Sizes are those of the whole model, not of one chip."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
-    rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
     initializer_range: float
     eos_token_ids: tuple[int, ...]
-    sliding_window: int | None = None  # of every layer
-    moe: MoeConfig | None = None
+    layers: tuple[LayerSpec, ...]  # the first is next to the embedding
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def moe(self) -> MoeConfig | None:
+        """Of the layers that have experts; None if none has."""
+        return next((spec.moe for spec in self.layers if spec.moe), None)
+
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Layers by what they need of a sequence's KV, in order of each group's first layer."""
+        groups: dict[int | None, list[int]] = {}
+        for layer, spec in enumerate(self.layers):
+            groups.setdefault(spec.sliding_window, []).append(layer)
+        return tuple(CacheGroup(window, tuple(layers)) for window, layers in groups.items())
 
     @classmethod
     def from_path(cls, model_path: str | Path) -> "ModelConfig":
@@ -121,19 +150,16 @@ class ModelConfig:
             architecture=_architecture(raw),
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             intermediate_size=_positive_int(raw, "intermediate_size"),
             rms_norm_eps=_positive_float(raw, "rms_norm_eps"),
-            rope=_rope(raw, max_positions),
             max_position_embeddings=max_positions,
             tie_word_embeddings=_switch(raw, "tie_word_embeddings"),
             initializer_range=_positive_float(raw, "initializer_range", default=0.02),
             eos_token_ids=_eos_token_ids(raw, generation or {}),
-            sliding_window=_sliding_window(raw, num_layers),
-            moe=_moe(raw),
+            layers=_layers(raw, num_layers, max_positions),
         )
 
 
@@ -213,6 +239,13 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ModelConfigError(f"partial_rotary_factor must be 1.0, got {partial!r}")
 
 
+def _layers(raw: Mapping[str, Any], num_layers: int, max_positions: int) -> tuple[LayerSpec, ...]:
+    rope, window = _rope(raw, max_positions), _sliding_window(raw, num_layers)
+    moe = _moe(raw)
+    is_sparse = [False] * num_layers if moe is None else _sparse_layers(raw, num_layers)
+    return tuple(LayerSpec(rope, window, moe if sparse else None) for sparse in is_sparse)
+
+
 def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -274,15 +307,6 @@ def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
     count_name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
     if raw.get(count_name) is None:
         return None
-    if raw.get("mlp_only_layers"):
-        raise ModelConfigError(
-            f"mlp_only_layers must be empty (every layer has experts), got {raw['mlp_only_layers']}"
-        )
-    if raw.get("decoder_sparse_step", 1) != 1:
-        raise ModelConfigError(
-            f"decoder_sparse_step must be 1 (every layer has experts), "
-            f"got {raw['decoder_sparse_step']}"
-        )
     num_experts = _positive_int(raw, count_name)
     top_k = _positive_int(raw, "num_experts_per_tok")
     if top_k > num_experts:
@@ -295,3 +319,16 @@ def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
         intermediate_size=_positive_int(raw, "moe_intermediate_size"),
         norm_topk_prob=_switch(raw, "norm_topk_prob"),
     )
+
+
+def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Which layers have experts: every `decoder_sparse_step`-th, but not `mlp_only_layers`."""
+    step = _positive_int(raw, "decoder_sparse_step", default=1)
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(
+        _is_int(layer) and 0 <= layer < num_layers for layer in dense
+    ):
+        raise ModelConfigError(
+            f"mlp_only_layers must be a list of layers in [0, {num_layers}), got {dense!r}"
+        )
+    return [(layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)]

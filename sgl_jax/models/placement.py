@@ -5,18 +5,18 @@ Needs no weights and touches no device, so that it also serves meshes of chips t
 
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
+from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.attention.api import attention_implementation
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
-from sgl_jax.layers.parameter import ParamTree, parameter_shapes, partition_specs
+from sgl_jax.layers.parameter import Declaration, ParamTree, Path, declarations
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.registry import BuildOptions, build_model
+from sgl_jax.models.decoder import BuildOptions, CausalLM
+from sgl_jax.models.registry import build_model
 
 WEIGHT_SHARDINGS = ("replicated", "data")
 
@@ -24,8 +24,19 @@ WEIGHT_SHARDINGS = ("replicated", "data")
 class PlacedModel(NamedTuple):
     """A model before it has weights."""
 
-    graphdef: Any  # `nnx.merge(graphdef, params)` is the model
-    params: ParamTree  # jax.ShapeDtypeStruct of each parameter, its sharding included
+    model: CausalLM
+    declared: dict[Path, Declaration]  # of each parameter; the arrays have their shardings
+    separates_layers: bool  # whether matrices of layers are to lie apart, see `layer_weights`
+
+    @property
+    def graphdef(self) -> Any:
+        """`nnx.merge(graphdef, params)` is the model."""
+        return nnx.graphdef(self.model)
+
+    @property
+    def params(self) -> ParamTree:
+        """A jax.ShapeDtypeStruct of each parameter, its sharding included."""
+        return unflatten_mapping({path: own.array for path, own in self.declared.items()})
 
 
 def place_model(
@@ -67,14 +78,9 @@ def place_model(
     )
     model = build_model(config, options)
 
-    def place(spec: P, declared: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(declared.shape, declared.dtype, sharding=sharding)
-
-    params = jax.tree.map(
-        place,
-        partition_specs(model),
-        parameter_shapes(model),
-        is_leaf=lambda leaf: isinstance(leaf, P),
-    )
-    return PlacedModel(nnx.graphdef(model), params)
+    declared = {
+        path: own._replace(array=own.array.update(sharding=NamedSharding(mesh, own.spec)))
+        for path, own in declarations(model).items()
+    }
+    is_stacked = platform != "cpu" or weight_sharding == "data" or attention_backend == "pallas"
+    return PlacedModel(model, declared, separates_layers=not is_stacked)

@@ -8,7 +8,6 @@ import jax
 from sgl_jax.aot.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
 from sgl_jax.aot.program_cost import ProgramCost, program_cost
 from sgl_jax.aot.topology import topology_mesh
-from sgl_jax.checkpoint.paths import flatten
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.plan.arguments import PlanRequest
@@ -141,15 +140,13 @@ def device_bytes(
 ) -> DeviceBytes:
     """The weights that a device reads in a step, and how they are laid out."""
     experts = layers_and_head = 0
-    for path, leaf in flatten(engine.params).items():
-        size = bytes_per_device(leaf)
-        if DATA_AXIS in leaf.sharding.spec:
+    for own in engine.placed.declared.values():
+        size = bytes_per_device(own.array)
+        if DATA_AXIS in own.spec:
             size *= request.args.dp_size  # gathered from the other ranks, then read whole
-        if path[0] == "embedding" and not request.config.tie_word_embeddings:
-            continue  # a few rows are read
-        if request.config.moe and path[-1] in ("gate", "up", "down"):
+        if own.read == "experts":
             experts += size
-        else:
+        elif own.read == "all":
             layers_and_head += size
     return DeviceBytes(
         layer_and_head_bytes=layers_and_head,
@@ -162,5 +159,7 @@ def device_bytes(
 
 
 def _visible(context: int, request: PlanRequest) -> int:
-    window = request.config.sliding_window
-    return context if window is None else min(context, window)
+    """Tokens of a context that a query sees, on the average of all layers."""
+    groups = request.config.cache_groups()
+    seen = sum(len(own.layers) * min(context, own.sliding_window or context) for own in groups)
+    return seen // request.config.num_layers

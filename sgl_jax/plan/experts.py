@@ -66,7 +66,7 @@ def experts_time(
         return ExpertsTime(0.0, 0.0)
     touched = experts_touched(tokens, moe)
     lines, inner = tokens * moe.top_k, moe.intermediate_size // tp_size
-    products = config.num_layers * _PRODUCTS
+    products = sum(spec.moe is not None for spec in config.layers) * _PRODUCTS
     line_bytes = products * lines * (config.hidden_size + inner) * itemsize
     tile = choose_tiles(lines, moe.num_experts, config.hidden_size, inner, itemsize).lines
     # A tile that does not end where a group does is visited by the next group, too.

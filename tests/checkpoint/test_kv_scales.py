@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.kv_scales import ScalesByHead, read_kv_scales, write_kv_scales
-from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 QWEN3 = ModelConfig.from_path(GOLDEN / "qwen3")  # two layers, two KV heads
@@ -56,8 +57,9 @@ def test_a_file_that_does_not_fit_the_model_is_refused_before_weights_are_read(
     change(content)
     file.write_text(json.dumps(content))
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    placed = place_model(QWEN3, mesh, jnp.float32, has_kv_scales=True)
     with pytest.raises(CheckpointError, match=words):
-        load_model(tmp_path / "nowhere", QWEN3, mesh, jnp.float32, kv_cache_scales=file)
+        load_params(placed, tmp_path / "nowhere", kv_cache_scales=file)
 
 
 def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path):
@@ -68,16 +70,28 @@ def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path):
         read_kv_scales(tmp_path / "text", QWEN3)
 
 
+def test_each_layer_has_its_own_scales_where_layers_are_unlike(tmp_path):
+    config = ModelConfig.from_path(GOLDEN / "qwen3_moe_mixed")
+    of_layers = np.exp2(np.arange(14, dtype=np.float32)).reshape(7, 2)
+    write_kv_scales(tmp_path / "scales.json", ScalesByHead(of_layers, 2 * of_layers), config)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    placed = place_model(config, mesh, jnp.float32, has_kv_scales=True)
+    params = load_params(placed, "", "dummy", kv_cache_scales=tmp_path / "scales.json")
+    for first, layers in (("0", [0, 2]), ("1", [1, 3]), ("4", [4, 5, 6])):
+        own = params["layers"][first]["attention"]["kv_scales"]
+        np.testing.assert_array_equal(own["k"], of_layers[layers])
+        np.testing.assert_array_equal(own["v"], 2 * of_layers[layers])
+
+
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_each_chip_has_the_scales_of_its_heads_and_of_their_copies(load_format, tp, file):
     mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
-    _, params = load_model(
-        GOLDEN / "qwen3", QWEN3, mesh, jnp.float32, load_format, kv_cache_scales=file
-    )
-    placed = params["layers"]["attention"]["kv_scales"]
+    placed = place_model(QWEN3, mesh, jnp.float32, has_kv_scales=True)
+    params = load_params(placed, GOLDEN / "qwen3", load_format, kv_cache_scales=file)
+    own = params["layers"]["0"]["attention"]["kv_scales"]
     for name, scales in SCALES._asdict().items():
-        for shard in placed[name].addressable_shards:
+        for shard in own[name].addressable_shards:
             chip = shard.device.id
             heads = [chip * 2 // tp] if tp > 1 else [0, 1]
             np.testing.assert_array_equal(shard.data, scales[:, heads])

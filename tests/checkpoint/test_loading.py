@@ -9,23 +9,24 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax.nnx.traversals import flatten_mapping
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.finite import non_finite_parameters
-from sgl_jax.checkpoint.loading import load_model, load_stacked
-from sgl_jax.checkpoint.paths import flatten
+from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def load(folder, dp=1, tp=1, dtype=jnp.float32, **options):
+def load(folder, dp=1, tp=1, weight_sharding="replicated", **options):
     mesh = Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("data", "tensor"))
-    config = ModelConfig.from_path(folder)
-    return flatten(load_stacked(folder, config, mesh, dtype, **options)[1])
+    placed = place_model(ModelConfig.from_path(folder), mesh, jnp.float32, weight_sharding)
+    return flatten_mapping(load_params(placed._replace(separates_layers=False), folder, **options))
 
 
 def assert_same(actual, expected):
@@ -44,7 +45,7 @@ def qwen3(tmp_path):
 
 def test_q_k_and_v_lie_side_by_side_for_each_kv_head(qwen3):
     folder, tensors = qwen3
-    qkv = np.asarray(load(folder)["layers", "attention", "qkv"])
+    qkv = np.asarray(load(folder)["layers", "0", "attention", "qkv", "weight"])
     assert qkv.shape == (2, 64, 2 * 4 * 32)
     qkv = qkv.reshape(2, 64, 2, 4, 32)
     prefix = "model.layers.1.self_attn"
@@ -56,10 +57,11 @@ def test_q_k_and_v_lie_side_by_side_for_each_kv_head(qwen3):
 
 def test_on_a_cpu_each_layers_matrices_are_arrays_of_their_own(qwen3):
     folder, _ = qwen3
-    stacked = load(folder)["layers", "mlp", "down"]
+    stacked = load(folder)["layers", "0", "mlp", "down", "weight"]
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
-    _, params = load_model(folder, ModelConfig.from_path(folder), mesh, jnp.float32)
-    for layer, down in enumerate(params["layers"]["mlp"]["down"]):
+    placed = place_model(ModelConfig.from_path(folder), mesh, jnp.float32)
+    params = load_params(placed, folder)
+    for layer, down in enumerate(params["layers"]["0"]["mlp"]["down"]["weight"]):
         np.testing.assert_array_equal(np.asarray(down), np.asarray(stacked)[layer])
 
 
@@ -78,10 +80,10 @@ def test_a_weight_that_is_no_number_is_named_with_its_file(qwen3, value, tp):
 def test_of_a_large_parameter_a_sample_is_looked_at_in_every_layer(layer):
     large = np.zeros((2, 4096, 256), np.float32)
     large[layer, 32] = np.nan
-    assert non_finite_parameters({"a": {"b": large}}, check_all=False) == [("a", "b")]
+    assert non_finite_parameters({("a", "b"): large}, check_all=False) == [("a", "b")]
     large[layer, 32], large[layer, 33, 5] = 0, np.inf
-    assert non_finite_parameters({"a": {"b": large}}, check_all=False) == []
-    assert non_finite_parameters({"a": {"b": large}}, check_all=True) == [("a", "b")]
+    assert non_finite_parameters({("a", "b"): large}, check_all=False) == []
+    assert non_finite_parameters({("a", "b"): large}, check_all=True) == [("a", "b")]
 
 
 def test_a_weight_of_an_orbax_checkpoint_that_is_no_number_is_named(qwen3, tmp_path, monkeypatch):
@@ -93,14 +95,14 @@ def test_a_weight_of_an_orbax_checkpoint_that_is_no_number_is_named(qwen3, tmp_p
             "sgl_jax.checkpoint.hf_loading.non_finite_parameters", lambda params, check_all: []
         )
         convert(folder, tmp_path / "orbax", "float32")
-    with pytest.raises(CheckpointError, match=r"norm/weight in '.*orbax_params' holds values"):
+    with pytest.raises(CheckpointError, match=r"norm/weight in '.*orbax_params_2' holds values"):
         load(tmp_path / "orbax")
 
 
 def test_each_chip_holds_its_part_only(qwen3):
     folder, _ = qwen3
     params = load(folder, dp=2, tp=2, weight_sharding="data")
-    down = params["layers", "mlp", "down"]
+    down = params["layers", "0", "mlp", "down", "weight"]
     assert {shard.data.shape for shard in down.addressable_shards} == {(2, 48, 32)}
     embedding = params["embedding", "weight"]
     assert {shard.data.shape for shard in embedding.addressable_shards} == {(125, 64)}
@@ -109,7 +111,7 @@ def test_each_chip_holds_its_part_only(qwen3):
 def test_kv_heads_are_copied_to_the_chips_that_need_them(qwen3):
     folder, _ = qwen3
     one, four = load(folder), load(folder, tp=4)
-    qkv, copied = (np.asarray(p["layers", "attention", "qkv"]) for p in (one, four))
+    qkv, copied = (np.asarray(p["layers", "0", "attention", "qkv", "weight"]) for p in (one, four))
     assert copied.shape == (2, 64, 4 * 3 * 32)
     qkv, copied = qkv.reshape(2, 64, 2, 4, 32), copied.reshape(2, 64, 4, 3, 32)
     for head in range(4):
@@ -130,7 +132,7 @@ def test_half_precision_is_cast_to_the_wanted_type(qwen3, stored):
     folder, tensors = qwen3
     halves = {name: tensor.astype(stored) for name, tensor in tensors.items()}
     save_file(halves, folder / "model.safetensors")
-    down = load(folder)["layers", "mlp", "down"]
+    down = load(folder)["layers", "0", "mlp", "down", "weight"]
     assert down.dtype == jnp.float32
     expected = halves["model.layers.0.mlp.down_proj.weight"].astype(np.float32).T
     np.testing.assert_array_equal(np.asarray(down)[0], expected)
@@ -162,7 +164,7 @@ def test_every_wrong_tensor_is_named(qwen3):
         load(folder)
     assert str(caught.value).splitlines()[1:] == [
         "  lm_head.weight has shape [7, 64], config.json asks for [250, 64]",
-        "  model.layers.0.mlp.surprise is not part of Qwen3ForCausalLM",
+        "  model.layers.0.mlp.surprise is unexpected",
         "  model.layers.1.mlp.up_proj.weight is missing",
         "  model.norm.weight is missing",
     ]
@@ -192,7 +194,7 @@ def test_a_folder_without_weights_is_refused(qwen3):
         load(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "qwen3_moe_mixed"])
 def test_an_orbax_checkpoint_holds_the_same_for_any_mesh(tmp_path, family):
     output = tmp_path / "converted"
     convert(GOLDEN / family, output, "float32")
@@ -210,8 +212,15 @@ def test_an_orbax_checkpoint_of_another_config_is_refused(tmp_path):
     output = tmp_path / "converted"
     convert(GOLDEN / "qwen3", output, "float32")
     shutil.copyfile(GOLDEN / "llama" / "config.json", output / "config.json")
-    with pytest.raises(CheckpointError, match=r"layers/attention/q_norm/weight is unexpected"):
+    with pytest.raises(CheckpointError, match=r"layers/0/attention/q_norm/weight is unexpected"):
         load(output)
+
+
+def test_an_orbax_checkpoint_of_an_earlier_format_is_to_be_converted_again(tmp_path):
+    shutil.copyfile(GOLDEN / "llama" / "config.json", tmp_path / "config.json")
+    (tmp_path / "orbax_params").mkdir()
+    with pytest.raises(CheckpointError, match=r"no orbax_params_2 folder .* converted again"):
+        load(tmp_path)
 
 
 def test_converting_onto_an_existing_folder_is_refused(tmp_path):
@@ -223,9 +232,24 @@ def test_dummy_weights_are_random_and_do_not_depend_on_the_mesh():
     one = load(GOLDEN / "llama", load_format="dummy", seed=5)
     two = load(GOLDEN / "llama", tp=2, load_format="dummy", seed=5)
     assert_same(two, one)
-    down = np.asarray(one["layers", "mlp", "down"])
+    down = np.asarray(one["layers", "0", "mlp", "down", "weight"])
     assert 0.1 < down.std() < 0.2  # the config's initializer_range is 0.15
     assert np.all(np.asarray(one["norm", "weight"]) == 1)
+
+
+def test_unlike_layers_are_stacked_with_their_like_and_named_by_the_first():
+    params = load(GOLDEN / "qwen3_moe_mixed")
+    tensors = load_file(GOLDEN / "qwen3_moe_mixed" / "model.safetensors")
+    own = {path[1] for path in params if path[0] == "layers"}
+    assert own == {"0", "1", "4"}  # dense and sparse in turn, twice, then three dense ones
+    for first, layers in (("0", (0, 2)), ("4", (4, 5, 6))):
+        down = np.asarray(params["layers", first, "mlp", "down", "weight"])
+        for array, layer in zip(down, layers, strict=True):
+            stored = tensors[f"model.layers.{layer}.mlp.down_proj.weight"]
+            np.testing.assert_array_equal(array, stored.T)
+    down = np.asarray(params["layers", "1", "mlp", "down", "weight"])
+    stored = tensors["model.layers.3.mlp.experts.4.down_proj.weight"]
+    np.testing.assert_array_equal(down[1, 4], stored.T)
 
 
 @pytest.mark.parametrize("option", ["load_format", "weight_sharding"])

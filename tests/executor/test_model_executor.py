@@ -8,11 +8,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.placement import place_model
 from tests.executor.step_driver import Driver, Row
 
 CONTEXT = 64
@@ -27,10 +28,11 @@ def reference_logits(model_folder):
     """tokens -> logits [len(tokens), vocab], computing everything anew each time."""
     config = ModelConfig.from_path(model_folder)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
-    graphdef, params = load_model(model_folder, config, mesh, jnp.float32, "dummy")
+    placed = place_model(config, mesh, jnp.float32)
+    params = load_params(placed, model_folder, "dummy")
 
     def forward(params, tokens, length):
-        model = nnx.merge(graphdef, params)
+        model = nnx.merge(placed.graphdef, params)
         pages = jnp.arange(1, 17, dtype=jnp.int32)[None]
         zero = jnp.zeros(1, jnp.int32)
         batch = AttentionBatch.build(pages, zero, length[None], jnp.int32(0), CONTEXT)

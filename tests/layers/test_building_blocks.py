@@ -12,29 +12,43 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
-from sgl_jax.layers.embedding import Embedding, LMHead
-from sgl_jax.layers.layer_weights import project, separate_matrices, use_stack, weights_of_layer
-from sgl_jax.layers.mlp import GatedMLP
-from sgl_jax.layers.moe import MixtureOfExperts
+from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
+from sgl_jax.layers.layer_weights import (
+    separate_matrices,
+    use_stack,
+    use_weight,
+    weights_of_layer,
+)
+from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.parameter import parameter_shapes, partition_specs, stack_layers
-from sgl_jax.layers.rotary import RopeScaling, inverse_frequencies, rotate, rotation
+from sgl_jax.layers.parameter import stack_layers
+from sgl_jax.layers.rotary import inverse_frequencies, rotate, rotation
+from sgl_jax.layers.sources import Tensor
+from tests.layers.modules import (
+    declared_shapes,
+    declared_specs,
+    gated_mlp,
+    mixture_of_experts,
+)
 
 TOLERANCE = 1e-5
 
 
-def run(module, method, *inputs, tp=1):
+WHOLE = P()
+
+
+def run(module, method, *inputs, tp=1, in_spec=WHOLE, out_spec=WHOLE):
     """Fill a module with random numbers and call it on `tp` chips; returns (result, params)."""
     rng = np.random.default_rng(0)
-    shapes = parameter_shapes(module)
+    shapes = declared_shapes(module)
     params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
     mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
     graphdef = nnx.graphdef(module)
     call = jax.shard_map(
         lambda params, *inputs: getattr(nnx.merge(graphdef, params), method)(*inputs),
         mesh=mesh,
-        in_specs=(partition_specs(module), *[P()] * len(inputs)),
-        out_specs=P(),
+        in_specs=(declared_specs(module), *[in_spec] * len(inputs)),
+        out_specs=out_spec,
         check_vma=False,
     )
     return np.asarray(jax.jit(call)(params, *inputs)), jax.tree.map(np.float64, params)
@@ -46,7 +60,7 @@ def silu(x):
 
 def test_rms_norm():
     x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
-    actual, params = run(RMSNorm(16, 1e-3, jnp.float32), "__call__", x)
+    actual, params = run(RMSNorm(Tensor("norm", (16,)), 1e-3, jnp.float32), "__call__", x)
     scale = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-3)
     np.testing.assert_allclose(actual, x * scale * params["weight"], atol=TOLERANCE)
 
@@ -54,9 +68,20 @@ def test_rms_norm():
 @pytest.mark.parametrize("tp", [1, 2])
 def test_gated_mlp(tp):
     x = np.random.default_rng(1).normal(size=(5, 8)).astype(np.float32) / 4
-    actual, params = run(GatedMLP(8, 12, jnp.float32), "__call__", x, tp=tp)
-    gate, up = x @ params["gate"], x @ params["up"]
-    np.testing.assert_allclose(actual, silu(gate) * up @ params["down"], atol=TOLERANCE)
+    actual, params = run(gated_mlp(8, 12), "__call__", x, tp=tp)
+    gate, up, down = (params[name]["weight"] for name in ("gate", "up", "down"))
+    np.testing.assert_allclose(actual, silu(x @ gate) * (x @ up) @ down, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("split", ["inputs", "outputs", "neither"])
+def test_a_bias_is_added_once_however_the_matrix_is_split(split):
+    x = np.random.default_rng(1).normal(size=(5, 8)).astype(np.float32)
+    bias = Tensor("bias", (4,))
+    module = Linear(Tensor("weight", (8, 4)), jnp.float32, split, bias)
+    local = {"inputs": P(None, "tensor"), "outputs": P(), "neither": P()}[split]
+    result = P(None, "tensor") if split == "outputs" else P()
+    actual, params = run(module, "__call__", x, tp=2, in_spec=local, out_spec=result)
+    np.testing.assert_allclose(actual, x @ params["weight"] + params["bias"], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
@@ -64,22 +89,18 @@ def test_gated_mlp(tp):
 @pytest.mark.parametrize("simulate", [False, True], ids=["XLA", "the TPU's kernel"])
 def test_mixture_of_experts(simulate, tp, norm_topk_prob):
     x = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32) / 4
-    module = MixtureOfExperts(
-        *(8, 12, 5, 2),
-        norm_topk_prob=norm_topk_prob,
-        dtype=jnp.float32,
-        multiply=grouped_matmul_implementation("cpu", simulate=simulate),
-    )
+    multiply = grouped_matmul_implementation("cpu", simulate=simulate)
+    module = mixture_of_experts(multiply, norm_topk_prob=norm_topk_prob)
     actual, params = run(module, "__call__", x, tp=tp)
     expected = np.zeros_like(x, np.float64)
     for token, vector in enumerate(x.astype(np.float64)):
-        logits = vector @ params["router"]
+        logits = vector @ params["router"]["weight"]
         weights = np.exp(logits) / np.exp(logits).sum()
         chosen = np.argsort(-weights)[:2]
         total = weights[chosen].sum() if norm_topk_prob else 1.0
         for expert in chosen:
-            gate, up = params["gate"][expert] @ vector, params["up"][expert] @ vector
-            out = silu(gate) * up @ params["down"][expert]
+            gate, up, down = (params[name]["weight"][expert] for name in ("gate", "up", "down"))
+            out = silu(gate @ vector) * (up @ vector) @ down
             expected[token] += out * weights[expert] / total
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
 
@@ -89,10 +110,8 @@ class ExpertLayers(nnx.Module):
 
     def __init__(self, simulate):
         multiply = grouped_matmul_implementation("cpu", simulate=simulate)
-        self.layer = MixtureOfExperts(
-            *(8, 12, 5, 2), norm_topk_prob=True, dtype=jnp.float32, multiply=multiply
-        )
-        stack_layers(self.layer, num_layers=3, data_shards=1)
+        self.layer = mixture_of_experts(multiply, norm_topk_prob=True)
+        stack_layers(self.layer, range(3), data_shards=1)
 
     def __call__(self, x):
         graphdef, weights = nnx.split(self.layer)
@@ -113,7 +132,8 @@ def test_the_tpus_kernel_finds_each_layers_experts_in_the_stack():
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_embedding_and_tied_logits_with_a_vocabulary_that_does_not_divide(tp):
-    module = Embedding(7, 4, tp, jnp.float32)
+    table = Tensor("table", (padded_vocab_size(7, tp), 4))
+    module = Embedding(table, 7, jnp.float32, is_head=True)
     tokens = np.array([6, 0, 3, 3], np.int32)
     vectors, params = run(module, "__call__", tokens, tp=tp)
     np.testing.assert_allclose(vectors, params["weight"][tokens], atol=TOLERANCE)
@@ -122,10 +142,15 @@ def test_embedding_and_tied_logits_with_a_vocabulary_that_does_not_divide(tp):
     np.testing.assert_allclose(logits, hidden @ params["weight"][:7].T, atol=TOLERANCE)
 
 
+def head(vocab_size, tp):
+    source = Tensor("head", (4, padded_vocab_size(vocab_size, tp)))
+    return LMHead(source, vocab_size, jnp.float32)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_head_with_a_vocabulary_that_does_not_divide(tp):
     hidden = np.ones((2, 4), np.float32)
-    logits, params = run(LMHead(7, 4, tp, jnp.float32), "logits", hidden, tp=tp)
+    logits, params = run(head(7, tp), "logits", hidden, tp=tp)
     np.testing.assert_allclose(logits, hidden @ params["weight"][:, :7], atol=TOLERANCE)
 
 
@@ -133,7 +158,7 @@ def test_head_with_a_vocabulary_that_does_not_divide(tp):
 @pytest.mark.parametrize("num_rows", [1, 4, 7])
 def test_rows_of_any_number_have_the_logits_of_all_chips_in_order(num_rows, tp):
     hidden = np.random.default_rng(1).normal(size=(num_rows, 4)).astype(np.float32)
-    logits, params = run(LMHead(11, 4, tp, jnp.float32), "logits", hidden, tp=tp)
+    logits, params = run(head(11, tp), "logits", hidden, tp=tp)
     np.testing.assert_allclose(logits, hidden @ params["weight"][:, :11], atol=TOLERANCE)
 
 
@@ -148,8 +173,8 @@ def test_rotation_turns_pairs_by_their_angle():
 
 def test_linear_scaling_stretches_all_and_llama3_only_the_long_waves():
     plain = inverse_frequencies(64, 1e4)
-    np.testing.assert_allclose(inverse_frequencies(64, 1e4, linear_factor=4), plain / 4, rtol=1e-6)
-    scaled = inverse_frequencies(64, 1e4, llama3=RopeScaling(8.0, 1.0, 4.0, 256))
+    np.testing.assert_allclose(inverse_frequencies(64, 1e4, "linear", 4), plain / 4, rtol=1e-6)
+    scaled = inverse_frequencies(64, 1e4, "llama3", 8.0, 1.0, 4.0, 256)
     wavelengths = 2 * math.pi / plain
     np.testing.assert_allclose(scaled[wavelengths < 64], plain[wavelengths < 64], rtol=1e-6)
     np.testing.assert_allclose(scaled[wavelengths > 256], plain[wavelengths > 256] / 8, rtol=1e-6)
@@ -159,20 +184,20 @@ def test_linear_scaling_stretches_all_and_llama3_only_the_long_waves():
 
 
 def test_stacked_layers_are_split_over_data_along_the_first_axis_that_divides():
-    module = GatedMLP(6, 12, jnp.float32)
-    stack_layers(module, num_layers=3, data_shards=2)
-    assert partition_specs(module) == {
-        "gate": P(None, "data", "tensor"),
-        "up": P(None, "data", "tensor"),
-        "down": P(None, "tensor", "data"),
+    module = gated_mlp(6, 12)
+    stack_layers(module, range(3), data_shards=2)
+    assert declared_specs(module) == {
+        "gate": {"weight": P(None, "data", "tensor")},
+        "up": {"weight": P(None, "data", "tensor")},
+        "down": {"weight": P(None, "tensor", "data")},
     }
-    assert parameter_shapes(module)["down"].shape == (3, 12, 6)
+    assert declared_shapes(module)["down"]["weight"].shape == (3, 12, 6)
 
 
 def test_a_parameter_that_does_not_divide_stays_whole_on_every_rank():
-    module = RMSNorm(5, 1e-6, jnp.float32)
-    stack_layers(module, num_layers=3, data_shards=2)
-    assert partition_specs(module) == {"weight": P(None, None)}
+    module = RMSNorm(Tensor("norm", (5,)), 1e-6, jnp.float32)
+    stack_layers(module, range(3), data_shards=2)
+    assert declared_specs(module) == {"weight": P(None, None)}
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -193,7 +218,7 @@ def test_each_layer_is_given_its_own_weights_however_they_lie(separate):
     @jax.jit
     def products(weights, layer):
         matrix = nnx.Param(weights_of_layer(weights, layer)["matrix"])
-        return project(x, matrix), use_stack(matrix, of_stack)
+        return use_weight(matrix, lambda own: x @ own), use_stack(matrix, of_stack)
 
     for layer in range(3):
         expected = x @ np.asarray(stacked)[layer]

@@ -14,8 +14,10 @@ from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.kernels.attention.xla import ragged_paged_attention
 from sgl_jax.layers import kv_scales
 from sgl_jax.layers.attention import Attention
-from sgl_jax.layers.parameter import parameter_shapes, partition_specs
+from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.rotary import inverse_frequencies, rotation
+from sgl_jax.layers.sources import FusedHeads, Heads, Tensor
+from tests.layers.modules import declared_shapes, declared_specs
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, TOKENS = 16, 4, 2, 8, 12
 CACHE_SPEC = P(None, None, "tensor", None, None)
@@ -28,20 +30,26 @@ def attend(scales=None, *, cache_dtype=jnp.float32, tp=1, v_times=1.0):
     Returns:
         its result [TOKENS, HIDDEN], and the cache's K and V, [2, KV_HEADS, TOKENS, HEAD_DIM].
     """
+    heads = Heads(HEADS, KV_HEADS, KV_HEADS, HEAD_DIM)
+    width = HEADS * HEAD_DIM
     module = Attention(
-        *(HIDDEN, HEADS, KV_HEADS, HEAD_DIM),
-        dtype=jnp.float32,
+        heads,
+        Linear(FusedHeads(("q", "k", "v"), (HIDDEN,), heads), jnp.float32, "outputs"),
+        Linear(Tensor("o", (width, HIDDEN)), jnp.float32, "inputs"),
         attend=ragged_paged_attention,
         has_kv_scales=scales is not None,
     )
     rng = np.random.default_rng(0)
     x = rng.normal(size=(TOKENS, HIDDEN)).astype(np.float32)
-    shapes = parameter_shapes(module)
+    shapes = declared_shapes(module)
     qkv, output = (
-        rng.normal(size=shapes[name].shape).astype(np.float32) for name in ("qkv", "output")
+        rng.normal(size=shapes[name]["weight"].shape).astype(np.float32)
+        for name in ("qkv", "output")
     )
     qkv.reshape(HIDDEN, KV_HEADS, -1, HEAD_DIM)[:, :, -1] *= v_times
-    params = {"qkv": qkv, "output": output, **({} if scales is None else {"kv_scales": scales})}
+    params = {"qkv": {"weight": qkv}, "output": {"weight": output}}
+    if scales is not None:
+        params["kv_scales"] = scales
     graphdef = nnx.graphdef(module)
 
     def forward(params, x, cache):
@@ -53,7 +61,7 @@ def attend(scales=None, *, cache_dtype=jnp.float32, tp=1, v_times=1.0):
     run = jax.shard_map(
         forward,
         mesh=Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor")),
-        in_specs=(partition_specs(module), P(), CACHE_SPEC),
+        in_specs=(declared_specs(module), P(), CACHE_SPEC),
         out_specs=(P(), CACHE_SPEC),
         check_vma=False,
     )

@@ -5,8 +5,15 @@ import re
 
 import pytest
 
-from sgl_jax.models.config import ModelConfig, ModelConfigError, RopeConfig
-from sgl_jax.models.registry import BuildOptions, build_model
+from sgl_jax.models.config import (
+    CacheGroup,
+    LayerSpec,
+    ModelConfig,
+    ModelConfigError,
+    RopeConfig,
+)
+from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.registry import build_model
 
 PLAIN = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -19,6 +26,7 @@ PLAIN = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 128,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -34,10 +42,9 @@ def read(**changes):
 def test_defaults_follow_hugging_face():
     config = read()
     assert config.head_dim == 8
-    assert config.rope == RopeConfig(10000.0)
+    assert config.layers == (LayerSpec(RopeConfig(10000.0), None, None),) * 2
     assert not config.tie_word_embeddings
-    assert config.sliding_window is None
-    assert config.moe is None
+    assert config.cache_groups() == (CacheGroup(None, (0, 1)),)
     assert config.eos_token_ids == ()
 
 
@@ -50,7 +57,7 @@ def test_defaults_follow_hugging_face():
     ],
 )
 def test_rope_is_read_in_every_spelling(spelling):
-    assert read(**spelling).rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
+    assert read(**spelling).layers[0].rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
 
 
 def test_end_tokens_of_both_files_are_joined(tmp_path):
@@ -66,12 +73,27 @@ def test_experts_are_counted_in_either_spelling(name):
     assert (moe.num_experts, moe.top_k, moe.intermediate_size) == (6, 2, 16)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"decoder_sparse_step": 2}, [1, 3, 5]),
+        ({"mlp_only_layers": [0, 4]}, [1, 2, 3, 5]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3, 4]}, [1, 5]),
+    ],
+)
+def test_which_layers_have_experts(changes, sparse):
+    layers = read(num_hidden_layers=6, **EXPERTS, **changes).layers
+    assert [layer for layer, spec in enumerate(layers) if spec.moe] == sparse
+
+
 def test_a_window_on_every_layer_is_honoured():
-    assert read(use_sliding_window=True, sliding_window=9, max_window_layers=0).sliding_window == 9
-    assert read(use_sliding_window=False, sliding_window=9).sliding_window is None
-    assert (
-        read(use_sliding_window=True, sliding_window=9, max_window_layers=5).sliding_window is None
-    )
+    def windows(**changes):
+        return {spec.sliding_window for spec in read(sliding_window=9, **changes).layers}
+
+    assert windows(use_sliding_window=True, max_window_layers=0) == {9}
+    assert windows(use_sliding_window=False) == {None}
+    assert windows(use_sliding_window=True, max_window_layers=5) == {None}
 
 
 @pytest.mark.parametrize(
@@ -89,8 +111,9 @@ def test_a_window_on_every_layer_is_honoured():
             {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
             "use_sliding_window",
         ),
-        ({"num_experts": 4, "mlp_only_layers": [0]}, "mlp_only_layers"),
-        ({"num_experts": 4, "decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({**EXPERTS, "mlp_only_layers": [2]}, r"layers in \[0, 2\), got \[2\]"),
+        ({**EXPERTS, "mlp_only_layers": 0.5}, "mlp_only_layers must be a list"),
+        ({**EXPERTS, "decoder_sparse_step": "2"}, "decoder_sparse_step must be a positive integer"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "must not exceed"),
         ({"vocab_size": 10**12}, "vocab_size must be a positive integer"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number"),

@@ -15,13 +15,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.checkpoint.loading import load_model
+from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed")
 CACHE_SPEC = P(None, "data", "tensor", None, None)
 TOLERANCE = 1e-4
 
@@ -50,14 +51,8 @@ class Server:
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
         self.mesh = Mesh(devices, ("data", "tensor"))
         config = ModelConfig.from_path(folder)
-        self.graphdef, self.params = load_model(
-            folder,
-            config,
-            self.mesh,
-            jnp.float32,
-            weight_sharding=weight_sharding,
-            attention_backend=attention_backend,
-        )
+        placed = place_model(config, self.mesh, jnp.float32, weight_sharding, attention_backend)
+        self.graphdef, self.params = placed.graphdef, load_params(placed, folder)
         self.dp, self.page_size, self.pages_per_row = dp, page_size, 80 // page_size
         kv_heads = replicated_kv_heads(config.num_heads, config.num_kv_heads, tp)
         num_pages = 1 + 3 * self.pages_per_row
@@ -140,6 +135,7 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ("llama", TWO_CHIPS),
         ("llama", SPLIT_WEIGHTS),
         ("qwen3_moe", SPLIT_WEIGHTS),
+        ("qwen3_moe_mixed", SPLIT_WEIGHTS),
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
         ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
@@ -186,3 +182,13 @@ def test_ranks_do_not_disturb_each_other():
     assert_close(first, data["prompt_logits"])
     (alone,) = Server(GOLDEN / "qwen3").step([[half]], num_decode=0)
     assert_close(second, alone)
+
+
+@pytest.mark.long
+def test_simulated_kernels_find_the_weights_and_the_cache_of_unlike_layers():
+    data = golden("qwen3_moe_mixed")
+    server = Server(GOLDEN / "qwen3_moe_mixed", **SIMULATED_TPU._asdict())
+    (logits,) = server.step([[Chunk(0, 0, data["prompt"][:17])]], 0, num_tokens=32)
+    assert_close(logits, data["prompt_logits"][:17])
+    (logits,) = server.step([[Chunk(0, 17, data["prompt"][17:18])]], 1, num_tokens=32)
+    assert_close(logits, data["prompt_logits"][17:18])

@@ -1,5 +1,7 @@
 """The time of a step's experts, by hand."""
 
+import dataclasses
+
 import pytest
 
 from sgl_jax.aot.chips import CHIPS
@@ -38,6 +40,13 @@ def test_a_visit_computes_a_whole_tile_for_each_group_that_has_a_line_in_it():
 def test_the_longer_of_the_two_is_what_it_takes():
     time = experts_time(64, MOE, 8 * ONE_GB, 2, 4, CHIP)
     assert time.total_s == max(time.hbm_s, time.instructions_s) > 0
+
+
+def test_only_layers_that_have_experts_wait_for_them():
+    dense = dataclasses.replace(MOE.layers[0], moe=None)
+    mixed = dataclasses.replace(MOE, layers=(dense, *MOE.layers[:3]) * 12)
+    whole, part = (experts_time(64, config, ONE_GB, 2, 4, CHIP) for config in (MOE, mixed))
+    assert part.instructions_s == pytest.approx(whole.instructions_s * 3 / 4)
 
 
 def test_a_model_without_experts_waits_for_none():

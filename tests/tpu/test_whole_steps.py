@@ -4,6 +4,7 @@ The steps are those the executor runs (`executor/programs.py`), with as many KV 
 has room for.
 """
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -53,7 +54,7 @@ def _cases():
             yield pytest.param(model, topology, dp, tp, step, id=name, marks=marks)
 
 
-def _compile(model, topology_name, dp, tp, step, **settings):
+def _compile(model, topology_name, dp, tp, step, layers=None, **settings):
     """The engine on paper, what its step costs, and the bucket it was compiled for."""
     args = ServerArgs(
         model_path=model,
@@ -65,7 +66,9 @@ def _compile(model, topology_name, dp, tp, step, **settings):
         **settings,
     )
     topology = Topology.parse(topology_name)
-    request = PlanRequest(args, read_config(model), topology, Workload(1024, 1024))
+    config = read_config(model)
+    config = dataclasses.replace(config, layers=layers or config.layers)
+    request = PlanRequest(args, config, topology, Workload(1024, 1024))
     mesh = topology_mesh(topology, dp, tp)
     engine = engine_programs(args, request.config, mesh, plan_memory(request).num_pages + 1)
     buckets = engine.shape.buckets
@@ -125,3 +128,18 @@ def test_a_cache_of_8_bits_is_neither_copied_nor_converted(step):
     pool_bytes = bytes_per_device(engine.state.kv_pool)
     assert cost.alias_bytes >= pool_bytes
     assert cost.temp_bytes < pool_bytes / 100
+
+
+@pytest.mark.long
+def test_unlike_layers_are_compiled_once_each_and_nothing_is_copied():
+    sparse = read_config("qwen3-30b-a3b").layers[0]
+    dense = dataclasses.replace(sparse, moe=None)
+    layers = (dense, sparse) * 22 + (dense,) * 4
+    engine, cost, _ = _compile("qwen3-30b-a3b", "v6e-4", 1, 4, "decode", layers)
+    assert cost.alias_bytes >= bytes_per_device(engine.state.kv_pool)
+    assert cost.temp_bytes < engine.shape.logit_bytes
+    kernels = Counter(cost.kernels)
+    assert kernels["paged_decode"] == 3
+    assert kernels["grouped_matmul"] == 3
+    exchanges = {c.times for c in cost.collectives if c.kind == "all-reduce" and c.in_loop}
+    assert exchanges == {2 * len(layers)}

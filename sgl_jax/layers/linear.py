@@ -1,0 +1,64 @@
+"""Linear layers: the one place that says how a matrix is declared, split, stored and multiplied.
+
+A matrix is [in, out], of the source's shape. How its layers lie in memory is `layer_weights`.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
+from sgl_jax.layers.layer_weights import use_stack, use_weight
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
+from sgl_jax.layers.parameter import parameter
+from sgl_jax.layers.sources import Source
+
+# Which side of a matrix the chips of a rank share: each has all inputs and some of the outputs, or
+# some inputs, and then the results of all are summed.
+Split = Literal["inputs", "outputs", "neither"]
+
+
+class Linear(nnx.Module):
+    """x times a matrix, plus a bias if there is one."""
+
+    def __init__(
+        self, weight: Source, dtype: DTypeLike, split: Split = "neither", bias: Source | None = None
+    ) -> None:
+        by_input = TENSOR_AXIS if split == "inputs" else None
+        by_output = TENSOR_AXIS if split == "outputs" else None
+        self.weight = parameter(weight, dtype, by_input, by_output)
+        self.bias = None if bias is None else parameter(bias, dtype, by_output)
+        self.split = split
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, in] -> [T, out]; of what is split, this chip's columns."""
+        out = use_weight(self.weight, lambda matrix: jnp.matmul(x, matrix))
+        if self.split == "inputs":
+            out = sum_over_tensor(out)
+        return out if self.bias is None else out + self.bias[...]
+
+
+class ExpertLinear(nnx.Module):
+    """A matrix for each expert, of which the axis before the last is split over the tensor axis.
+
+    [experts, out, in] if `transposed`, else [experts, in, out]. Results of the latter are sums of
+    this chip's inputs only: the caller adds them up over the tensor axis.
+    """
+
+    def __init__(
+        self, weight: Source, dtype: DTypeLike, multiply: GroupedMatmul, *, transposed: bool
+    ) -> None:
+        self.weight = parameter(weight, dtype, None, TENSOR_AXIS, read="experts")
+        self.multiply = multiply
+        self.transposed = transposed
+
+    def __call__(self, lines: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """lines [n, in], group_sizes[e] of them for expert e -> [n, out]."""
+
+        def multiply(matrices: jax.Array, layer: jax.Array) -> jax.Array:
+            return self.multiply(lines, matrices, layer, group_sizes, transposed=self.transposed)
+
+        return use_stack(self.weight, multiply)

@@ -1,0 +1,224 @@
+"""Where a parameter comes from: the tensors of a Hugging Face checkpoint that make it.
+
+A source is part of a parameter's declaration. It knows the parameter's shape, which tensors it
+needs, and fills any slice of the parameter from them, so that a chip's shard is read alone, tensor
+by tensor, straight into one buffer of the right type. Tensor names are relative: `Stacked` puts the
+layer's or the expert's name before them.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+Shape = tuple[int, ...]
+Index = tuple[slice, ...]  # one slice per axis, start and stop given, step 1
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint."""
+
+    def read(self, name: str, index: Index) -> NDArray[Any]:
+        """Part of a tensor in the type it is stored in."""
+        ...
+
+
+class Source(Protocol):
+    """One parameter of the model, or one layer's part of it."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the parameter on the whole mesh."""
+        ...
+
+    @property
+    def plain_shape(self) -> Shape:
+        """Of the parameter for one chip: nothing padded, no head copied."""
+        ...
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        """Names of the tensors that are needed, with the shapes they must have."""
+        ...
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        """Write the parameter's part `index` to `out`, whose shape and dtype are the part's."""
+        ...
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        """The parameter of the whole mesh, of an array of `plain_shape`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor as it is, or a matrix [in, out] that is stored as [out, in]."""
+
+    name: str
+    shape: Shape  # of the parameter
+    transposed: bool = False
+
+    @property
+    def plain_shape(self) -> Shape:
+        return self.shape
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        return {prefix + self.name: self.shape[::-1] if self.transposed else self.shape}
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        if self.transposed:
+            out[...] = tensors.read(prefix + self.name, index[::-1]).T
+        else:
+            out[...] = tensors.read(prefix + self.name, index)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        return plain
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Equal parts along a new first axis, one for each prefix: layers, or experts."""
+
+    prefixes: tuple[str, ...]
+    part: Source
+
+    @property
+    def shape(self) -> Shape:
+        return (len(self.prefixes), *self.part.shape)
+
+    @property
+    def plain_shape(self) -> Shape:
+        return (len(self.prefixes), *self.part.plain_shape)
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        found: dict[str, Shape] = {}
+        for own in self.prefixes:
+            found |= self.part.tensors(prefix + own)
+        return found
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        for part, own in zip(out, self.prefixes[index[0]], strict=True):
+            self.part.fill(part, index[1:], tensors, prefix + own)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        fitted: jax.Array = jax.vmap(self.part.fit)(plain)
+        return fitted
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A part followed by zeros along axis `axis`, `size` long together."""
+
+    part: Source
+    size: int
+    axis: int
+
+    @property
+    def shape(self) -> Shape:
+        shape = self.part.shape
+        return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
+
+    @property
+    def plain_shape(self) -> Shape:
+        return self.part.plain_shape
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        return self.part.tensors(prefix)
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        start, stop = index[self.axis].start, index[self.axis].stop
+        part_size = self.part.shape[self.axis]
+        within = slice(min(start, part_size), min(stop, part_size))
+        length = within.stop - within.start
+        rows = np.moveaxis(out, self.axis, 0)
+        rows[length:] = 0
+        if length:
+            part_index = (*index[: self.axis], within, *index[self.axis + 1 :])
+            self.part.fill(np.moveaxis(rows[:length], 0, self.axis), part_index, tensors, prefix)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        widths = [(0, size - own) for own, size in zip(plain.shape, self.shape, strict=True)]
+        return jnp.pad(plain, widths)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of one layer on a whole mesh."""
+
+    num_q: int
+    num_stored_kv: int  # of the checkpoint
+    num_kv: int  # copies included, where there are more chips than KV heads
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_q // self.num_kv
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of a KV head in `FusedHeads`: its queries, its key, its value."""
+        return (self.group + 2) * self.head_dim
+
+
+@dataclass(frozen=True)
+class FusedHeads:
+    """Q, K and V projections side by side, [*inputs, num_kv * kv_width]; see `layers.attention`.
+
+    Stored apart, q as [num_q * head_dim, *inputs], k and v as [num_stored_kv * head_dim, *inputs],
+    where `inputs` is (hidden,) for a weight and () for a bias. With more KV heads than are stored,
+    each stored one serves as many neighbouring copies. Parts of it hold whole KV heads.
+    """
+
+    names: tuple[str, ...]  # of q, k and v
+    inputs: Shape
+    heads: Heads
+
+    @property
+    def shape(self) -> Shape:
+        return (*self.inputs, self.heads.num_kv * self.heads.kv_width)
+
+    @property
+    def plain_shape(self) -> Shape:
+        num_heads = self.heads.num_q + 2 * self.heads.num_stored_kv
+        return (*self.inputs, num_heads * self.heads.head_dim)
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        kv_shape = (self.heads.num_stored_kv * self.heads.head_dim, *self.inputs)
+        q_shape = (self.heads.num_q * self.heads.head_dim, *self.inputs)
+        shapes = (q_shape, kv_shape, kv_shape)
+        return {prefix + name: own for name, own in zip(self.names, shapes, strict=True)}
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        *inputs, columns = index
+        heads, width = self.heads, self.heads.kv_width
+        assert columns.start % width == columns.stop % width == 0
+        first, stop = columns.start // width, columns.stop // width
+        sizes = [part.stop - part.start for part in inputs]
+        fused = np.empty((stop - first, heads.group + 2, heads.head_dim, *sizes), out.dtype)
+
+        def read(name: str, first: int, stop: int) -> NDArray[Any]:
+            """Heads [first, stop) of a tensor, [heads, head_dim, *inputs]."""
+            rows = slice(first * heads.head_dim, stop * heads.head_dim)
+            tensor = tensors.read(prefix + name, (rows, *inputs))
+            return tensor.reshape(stop - first, heads.head_dim, *sizes)
+
+        q = read(self.names[0], first * heads.group, stop * heads.group)
+        fused[:, : heads.group] = q.reshape(-1, heads.group, *q.shape[1:])
+        copies = heads.num_kv // heads.num_stored_kv
+        first_stored = first // copies
+        for place, name in enumerate(self.names[1:], heads.group):
+            stored = read(name, first_stored, (stop - 1) // copies + 1)
+            fused[:, place] = stored[np.arange(first, stop) // copies - first_stored]
+        out[...] = np.moveaxis(fused.reshape(-1, *sizes), 0, -1)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        """Copy KV heads, with smaller groups."""
+        heads, inputs = self.heads, self.inputs
+        grouped = plain.reshape(*inputs, heads.num_stored_kv, -1, heads.head_dim)
+        q, kv = grouped[..., :-2, :], grouped[..., -2:, :]
+        q = q.reshape(*inputs, heads.num_kv, heads.group, heads.head_dim)
+        kv = jnp.repeat(kv, heads.num_kv // heads.num_stored_kv, axis=-3)
+        return jnp.concatenate([q, kv], axis=-2).reshape(self.shape)

@@ -1,0 +1,180 @@
+"""A decoder-only language model: embedding, layers as the config specifies them, a head.
+
+Written as one chip sees it, inside one `jax.shard_map` over ('data', 'tensor'): shapes are local
+and collectives are explicit. Equal layers are stacked on axis 0 of their parameters, and each
+stretch of equal periods is run by one `lax.scan`, so compile time does not grow with depth; the KV
+cache is carried through and updated in place.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from sgl_jax.kernels.attention.api import AttentionBatch, RaggedPagedAttention
+from sgl_jax.kernels.attention.xla import (
+    ragged_paged_attention as xla_ragged_paged_attention,
+)
+from sgl_jax.kernels.grouped_matmul.blocked import blocked_grouped_matmul
+from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
+from sgl_jax.layers.attention import Attention
+from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
+from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
+from sgl_jax.layers.mlp import GatedMLP
+from sgl_jax.layers.moe import MixtureOfExperts
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.parameter import stack_layers
+from sgl_jax.layers.rotary import Rotation, inverse_frequencies, rotation
+from sgl_jax.layers.sources import Padded, Tensor
+from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
+from sgl_jax.models.stretches import Stretch, find_stretches
+
+LAYER_PREFIX = "model.layers.{}."  # of the names of a layer's tensors
+# Tensors some checkpoints carry that no parameter needs.
+_SPARE_SUFFIX = ".rotary_emb.inv_freq"
+
+
+class BuildOptions(NamedTuple):
+    """What a model is built for, beside its config."""
+
+    dtype: DTypeLike
+    tp_size: int = 1
+    data_shards: int = 1  # parts each layer's weights are split into over the data axis
+    attend: RaggedPagedAttention = xla_ragged_paged_attention
+    multiply_groups: GroupedMatmul = blocked_grouped_matmul
+    has_kv_scales: bool = False  # of an 8-bit KV cache
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, then a feed-forward layer, each normalised before and added to its input."""
+
+    def __init__(
+        self,
+        input_norm: RMSNorm,
+        attention: Attention,
+        post_attention_norm: RMSNorm,
+        mlp: GatedMLP | MixtureOfExperts,
+    ) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.post_attention_norm = post_attention_norm
+        self.mlp = mlp
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        by: Rotation,
+        batch: AttentionBatch,
+        kv_cache: jax.Array,
+        layer: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """hidden [T, hidden_size] -> (the same after this layer, kv_cache)."""
+        attended, kv_cache = self.attention(self.input_norm(hidden), by, batch, kv_cache, layer)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_norm(hidden)), kv_cache
+
+
+# How an architecture declares one layer; tensors are named without `LAYER_PREFIX`.
+LayerBuilder = Callable[[ModelConfig, LayerSpec, BuildOptions], DecoderLayer]
+
+
+class CausalLM(nnx.Module):
+    """The whole model.
+
+    Layers are declared once for each place in each stretch's period, with the parameters of all
+    layers of that place stacked on axis 0: `layers[str(n)]`, where n is the first of them.
+    """
+
+    def __init__(
+        self, config: ModelConfig, build_layer: LayerBuilder, options: BuildOptions
+    ) -> None:
+        """Declare it, of layers that `build_layer` makes."""
+        self.config = config
+        self.stretches = find_stretches(config.layers)
+        self.layers = nnx.Dict(
+            {
+                str(layers[0]): self._stack(build_layer, layers, options)
+                for stretch in self.stretches
+                for layers in map(stretch.layers_like, range(stretch.period))
+            }
+        )
+        hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
+        rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings
+        table = Padded(Tensor("model.embed_tokens.weight", (vocab, hidden)), rows, axis=0)
+        head = Tensor("lm_head.weight", (hidden, vocab), transposed=True)
+        self.embedding = Embedding(table, vocab, dtype, is_head=tied)
+        self.norm = RMSNorm(Tensor("model.norm.weight", (hidden,)), config.rms_norm_eps, dtype)
+        self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
+
+    def _stack(
+        self, build_layer: LayerBuilder, layers: range, options: BuildOptions
+    ) -> DecoderLayer:
+        layer = build_layer(self.config, self.config.layers[layers[0]], options)
+        stack_layers(layer, layers, options.data_shards, LAYER_PREFIX)
+        return layer
+
+    def __call__(
+        self, token_ids: jax.Array, batch: AttentionBatch, kv_cache: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run one step's tokens.
+
+        Args:
+            token_ids: int32 [T], as `batch` lays them out.
+            batch: rows and pages of this rank.
+            kv_cache: as in `RaggedPagedAttention`, this chip's part.
+
+        Returns:
+            hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_cache.
+        """
+        turned = {
+            rope: rotation(
+                batch.positions, inverse_frequencies(self.config.head_dim, **asdict(rope))
+            )
+            for rope in dict.fromkeys(spec.rope for spec in self.config.layers)
+        }
+        carry = (self.embedding(token_ids), kv_cache)
+        for stretch in self.stretches:
+            carry = self._run(stretch, carry, turned, batch)
+        hidden, kv_cache = carry
+        return self.norm(hidden), kv_cache
+
+    def _run(
+        self,
+        stretch: Stretch,
+        carry: tuple[jax.Array, jax.Array],
+        turned: dict[RopeConfig, Rotation],
+        batch: AttentionBatch,
+    ) -> tuple[jax.Array, jax.Array]:
+        """All layers of a stretch on (hidden, kv_cache)."""
+        places = range(stretch.first, stretch.first + stretch.period)
+        split = {place: nnx.split(self.layers[str(place)]) for place in places}
+
+        def run_period(
+            carry: tuple[jax.Array, jax.Array], turn: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array], None]:
+            hidden, kv_cache = carry
+            for place, (graphdef, weights) in split.items():
+                layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
+                gather_over_data(layer)
+                by = turned[self.config.layers[place].rope]
+                number = place + turn * stretch.period
+                hidden, kv_cache = layer(hidden, by, batch, kv_cache, number)
+            return (hidden, kv_cache), None
+
+        turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
+        return lax.scan(run_period, carry, turns)[0]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 [n, vocab_size] of hidden [n, hidden_size], the same on all tensor chips."""
+        head = self.embedding if self.lm_head is None else self.lm_head
+        return head.logits(hidden)
+
+    def is_spare(self, tensor: str) -> bool:
+        """Whether a checkpoint may hold this tensor although no parameter is made of it."""
+        tied_head = self.lm_head is None and tensor == "lm_head.weight"
+        return tied_head or tensor.endswith(_SPARE_SUFFIX)

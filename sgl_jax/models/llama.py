@@ -1,0 +1,84 @@
+"""Llama: the plain decoder layer, which the other families vary, and its tensors' names."""
+
+from sgl_jax.layers.attention import Attention, replicated_kv_heads
+from sgl_jax.layers.linear import Linear
+from sgl_jax.layers.mlp import GatedMLP
+from sgl_jax.layers.moe import MixtureOfExperts
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.sources import FusedHeads, Heads, Tensor
+from sgl_jax.models.config import LayerSpec, ModelConfig
+from sgl_jax.models.decoder import BuildOptions, DecoderLayer
+
+
+def llama_layer(
+    config: ModelConfig,
+    spec: LayerSpec,
+    options: BuildOptions,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    experts: MixtureOfExperts | None = None,
+) -> DecoderLayer:
+    """Declare one layer.
+
+    Args:
+        config: of the model.
+        spec: of the layer.
+        options: of the build.
+        qkv_bias: the projections of Q, K and V have biases.
+        qk_norm: each query and key is normalised.
+        experts: in place of the dense feed-forward layer.
+
+    Raises ValueError if heads or widths cannot be dealt out to `tp_size` chips.
+    """
+
+    def norm(name: str, size: int) -> RMSNorm:
+        return RMSNorm(Tensor(f"{name}.weight", (size,)), config.rms_norm_eps, options.dtype)
+
+    heads = Heads(
+        config.num_heads,
+        config.num_kv_heads,
+        replicated_kv_heads(config.num_heads, config.num_kv_heads, options.tp_size),
+        config.head_dim,
+    )
+    hidden, width = config.hidden_size, config.num_heads * config.head_dim
+    qkv, bias = (
+        FusedHeads(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), inputs, heads)
+        for kind, inputs in (("weight", (hidden,)), ("bias", ()))
+    )
+    output = Tensor("self_attn.o_proj.weight", (width, hidden), transposed=True)
+    return DecoderLayer(
+        norm("input_layernorm", hidden),
+        Attention(
+            heads,
+            Linear(qkv, options.dtype, "outputs", bias if qkv_bias else None),
+            Linear(output, options.dtype, "inputs"),
+            attend=options.attend,
+            q_norm=norm("self_attn.q_norm", config.head_dim) if qk_norm else None,
+            k_norm=norm("self_attn.k_norm", config.head_dim) if qk_norm else None,
+            sliding_window=spec.sliding_window,
+            has_kv_scales=options.has_kv_scales,
+        ),
+        norm("post_attention_layernorm", hidden),
+        experts or _gated_mlp(config, options),
+    )
+
+
+def _gated_mlp(config: ModelConfig, options: BuildOptions) -> GatedMLP:
+    hidden, width = config.hidden_size, config.intermediate_size
+    require_divisible("intermediate_size", width, options.tp_size)
+
+    def matrix(name: str, *shape: int) -> Tensor:
+        return Tensor(f"mlp.{name}_proj.weight", shape, transposed=True)
+
+    return GatedMLP(
+        Linear(matrix("gate", hidden, width), options.dtype, "outputs"),
+        Linear(matrix("up", hidden, width), options.dtype, "outputs"),
+        Linear(matrix("down", width, hidden), options.dtype, "inputs"),
+    )
+
+
+def require_divisible(name: str, size: int, tp_size: int) -> None:
+    """Raise ValueError if `size`, that of the config's `name`, cannot be split over the chips."""
+    if size % tp_size:
+        raise ValueError(f"tp_size ({tp_size}) must divide {name} ({size})")
