@@ -23,6 +23,7 @@ from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import RopeScaling, Rotation, inverse_frequencies, rotation
+from sgl_jax.layers.sampling import SplitLogits
 from sgl_jax.models.config import ModelConfig, RopeConfig
 
 
@@ -109,8 +110,8 @@ class CausalLM(nnx.Module):
         (hidden, kv_cache), _ = lax.scan(run_layer, carry, layer_indices)
         return self.norm(hidden), kv_cache
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [n, vocab_size] of hidden [n, hidden_size], the same on all tensor chips."""
+    def logits(self, hidden: jax.Array) -> SplitLogits:
+        """Of hidden [n, hidden_size], this chip's slice of the vocabulary."""
         head = self.embedding if self.lm_head is None else self.lm_head
         return head.logits(hidden)
 

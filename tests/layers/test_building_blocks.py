@@ -14,24 +14,36 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.embedding import Embedding, LMHead
 from sgl_jax.layers.layer_weights import project, separate_matrices, use_stack, weights_of_layer
+from sgl_jax.layers.mesh_axes import join_shares
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter_shapes, partition_specs, stack_layers
 from sgl_jax.layers.rotary import RopeScaling, inverse_frequencies, rotate, rotation
+from sgl_jax.layers.sampling import SplitLogits
 
 TOLERANCE = 1e-5
 
 
 def run(module, method, *inputs, tp=1):
-    """Fill a module with random numbers and call it on `tp` chips; returns (result, params)."""
+    """Fill a module with random numbers and call it on `tp` chips; returns (result, params).
+
+    Logits come back as whole rows.
+    """
     rng = np.random.default_rng(0)
     shapes = parameter_shapes(module)
     params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
     mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
     graphdef = nnx.graphdef(module)
+
+    def local(params, *inputs):
+        result = getattr(nnx.merge(graphdef, params), method)(*inputs)
+        if isinstance(result, SplitLogits):
+            return join_shares(result.whole_rows(), inputs[0].shape[0])
+        return result
+
     call = jax.shard_map(
-        lambda params, *inputs: getattr(nnx.merge(graphdef, params), method)(*inputs),
+        local,
         mesh=mesh,
         in_specs=(partition_specs(module), *[P()] * len(inputs)),
         out_specs=P(),
