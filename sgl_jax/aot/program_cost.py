@@ -1,7 +1,8 @@
 """Reading what a compiled TPU program needs: memory, collectives, and the compiler's own estimate.
 
 The scheduled HLO carries `estimated_cycles` on most fusions; Pallas kernels and collectives have
-none. What runs in a loop counts as often as the loop turns, where the compiler knows that; of a
+none. What a SparseCore does beside the program, such as a tpu7x's collectives, adds no cycles to
+it. What runs in a loop counts as often as the loop turns, where the compiler knows that; of a
 conditional the cheapest branch counts, which in an engine's step is the one of plain greedy rows.
 """
 
@@ -130,10 +131,8 @@ class _Walk:
         if kind in COLLECTIVES:
             return 0, {_collective_key(instruction, kind, in_loop): 1}
         if opcode == "while":
-            body = re.search(r"body=%([\w.-]+)", text)
-            assert body is not None
             turns = self._turns(text)
-            cycles, counts = self.visit(body[1], in_loop=turns > 1 or in_loop)
+            cycles, counts = self.visit(_callee(text, "body"), in_loop=turns > 1 or in_loop)
             return turns * cycles, {key: turns * count for key, count in counts.items()}
         if opcode == "conditional":
             names = re.search(r"branch_computations=\{([^}]*)\}", text)
@@ -144,6 +143,8 @@ class _Walk:
                 self.visit(branch, in_loop) for branch in re.findall(r"%([\w.-]+)", branches)
             ]
             return min(results, key=lambda result: result[0])
+        if opcode == "call-start":  # of a SparseCore, whose cycles are not the program's
+            return 0, self.visit(_callee(text, "to_apply"), in_loop)[1]
         own = re.search(r'"estimated_cycles":"(\d+)"', text)
         cycles = int(own[1]) if own else 0
         called = re.search(r"calls=%([\w.-]+)", text) or re.search(
@@ -163,9 +164,7 @@ class _Walk:
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop)
         if known:
             return int(known[1])
-        condition = re.search(r"condition=%([\w.-]+)", loop)
-        assert condition is not None
-        instructions = self._reached(condition[1])
+        instructions = self._reached(_callee(loop, "condition"))
         compares = [i for i in instructions if "direction=LT" in i.text]
         bounds = [
             int(value[1])
@@ -180,6 +179,13 @@ class _Walk:
             if called := re.search(r"calls=%([\w.-]+)", instruction.text):
                 found += self._reached(called[1])
         return found
+
+
+def _callee(text: str, role: str) -> str:
+    """The computation that an instruction calls in this role."""
+    named = re.search(rf"{role}=%([\w.-]+)", text)
+    assert named is not None
+    return named[1]
 
 
 def _add(counts: _Counts, more: _Counts) -> None:

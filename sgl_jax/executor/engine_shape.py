@@ -71,8 +71,9 @@ class EngineShape(NamedTuple):
     def logit_bytes(self) -> int:
         """Logits of the largest step, float32; and of a block of its rows, what drawing makes.
 
-        That is at most six arrays of the block's logits: changed, with noise, probabilities, and
-        twice the counts of tokens in prompts and in outputs.
+        Several chips share the logits, which leaves the rest of this to other temporaries. What
+        drawing makes is at most six arrays of the block's logits: changed, with noise,
+        probabilities, and twice the counts of tokens in prompts and in outputs.
         """
         num_drawn = self.limits.decode_tokens
         return 4 * self.vocab_size * (num_drawn + 6 * min(num_drawn, BLOCK_ROWS))

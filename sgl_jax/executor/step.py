@@ -1,8 +1,8 @@
 """One step on the device, as one chip sees it: read tokens, draft, run the model, sample, record.
 
 A function of arrays, traced once per bucket inside `jax.shard_map`: rows and page ids are the
-rank's own, and no rank reads another's. Sampling runs on every chip of a rank alike, from the
-same logits, so that the token table stays equal on all of them without a collective.
+rank's own, and no rank reads another's. Every chip of a rank learns the tokens that were drawn, so
+that the token table stays equal on all of them.
 """
 
 from typing import NamedTuple, Protocol
@@ -17,10 +17,11 @@ from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
 from sgl_jax.layers.sampling import (
     SampledRows,
+    SplitLogits,
     TokenLogprobs,
+    draw_tokens,
     no_logprobs,
-    sample_tokens,
-    token_logprobs,
+    score_tokens,
     unpack_row_params,
 )
 
@@ -37,8 +38,8 @@ class Model(Protocol):
         """Hidden states [T, hidden_size] and the updated cache."""
         ...
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32[n, vocab] of hidden [n, hidden_size], equal on all tensor chips."""
+    def logits(self, hidden: jax.Array) -> SplitLogits:
+        """Of hidden [n, hidden_size], this chip's slice of the vocabulary."""
         ...
 
 
@@ -95,13 +96,7 @@ def run_step(
     where = SampledRows(
         controls.rows[sampled.rows], batch.positions[sampled.tokens] + 1, sampled.valid
     )
-    params = unpack_row_params(row_params[where.rows])
-    drawn = sample_tokens(logits, params, token_table, where)
-    wanted: TokenLogprobs = lax.cond(
-        controls.wants_logprobs,
-        lambda: token_logprobs(logits, drawn, params.logprob_ids),
-        lambda: no_logprobs(drawn.shape[0]),
-    )
+    drawn, wanted = draw_tokens(logits, row_params, token_table, where, controls.wants_logprobs)
 
     new_tokens = sampled.by_row(drawn, 1 + max_drafts)
     counts = 1 + count_accepted(new_tokens, queries.guesses, queries.drafts)
@@ -191,7 +186,7 @@ def _score(model: Model, hidden: jax.Array, successors: jax.Array, ids: jax.Arra
 
     def score_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
         states, tokens, own_ids = block
-        return token_logprobs(model.logits(states), tokens, own_ids)
+        return score_tokens(model.logits(states), tokens, own_ids)
 
     blocks: TokenLogprobs = lax.map(
         score_block, (in_blocks(hidden), in_blocks(successors), in_blocks(ids))

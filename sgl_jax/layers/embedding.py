@@ -7,13 +7,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from sgl_jax.layers.linear import Linear
-from sgl_jax.layers.mesh_axes import (
-    TENSOR_AXIS,
-    concatenate_over_tensor,
-    split_rows_over_tensor,
-    sum_over_tensor,
-)
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
+from sgl_jax.layers.sampling import SplitLogits
 from sgl_jax.layers.sources import Source
 
 
@@ -39,9 +35,9 @@ class Embedding(nnx.Module):
         )
         return sum_over_tensor(vectors)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array) -> SplitLogits:
         """Logits when embedding and head are tied; as `LMHead`."""
-        return _gather_logits(_matmul_f32(hidden, self.weight[...].T), self.vocab_size)
+        return SplitLogits(_matmul_f32(hidden, self.weight[...].T), self.vocab_size)
 
 
 class LMHead(Linear):
@@ -52,23 +48,10 @@ class LMHead(Linear):
         super().__init__(weight, dtype, "outputs")
         self.vocab_size = vocab_size
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [n, vocab] of hidden [n, hidden], the same on all chips of the tensor axis."""
-        return _gather_logits(_matmul_f32(hidden, self.weight[...]), self.vocab_size)
+    def logits(self, hidden: jax.Array) -> SplitLogits:
+        """Of hidden [n, hidden], this chip's slice of the vocabulary."""
+        return SplitLogits(_matmul_f32(hidden, self.weight[...]), self.vocab_size)
 
 
 def _matmul_f32(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
-
-
-def _gather_logits(local: jax.Array, vocab_size: int) -> jax.Array:
-    """Each chip's columns [n, vocab / chips] as whole rows [n, vocab], on all chips.
-
-    First each chip gets its share of the rows whole, then all get all rows. To concatenate columns
-    at once would be one exchange instead of two, but a TPU does it only for columns that are
-    contiguous in memory, and turns the whole result afterwards: a second array of all logits.
-    """
-    num_rows = local.shape[0]
-    padding = -num_rows % lax.axis_size(TENSOR_AXIS)
-    rows = split_rows_over_tensor(jnp.pad(local, ((0, padding), (0, 0))))
-    return concatenate_over_tensor(rows[:, :vocab_size], axis=0)[:num_rows]

@@ -5,6 +5,7 @@ CPU keeps a collective of one participant, and runs it.
 """
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 DATA_AXIS = "data"  # data-parallel ranks
@@ -36,6 +37,39 @@ def split_rows_over_tensor(x: jax.Array) -> jax.Array:
         return x
     result: jax.Array = lax.all_to_all(x, TENSOR_AXIS, split_axis=0, concat_axis=1, tiled=True)
     return result
+
+
+def pad_to_shares(x: jax.Array) -> jax.Array:
+    """x [n, ...] with so many lines of zeros behind it that the tensor chips divide it."""
+    padding = -x.shape[0] % lax.axis_size(TENSOR_AXIS)
+    return jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))) if padding else x
+
+
+def own_share(x: jax.Array) -> jax.Array:
+    """This tensor chip's share of x [n, ...], which is equal on all of them: ceil(n / chips) lines.
+
+    Shares are in the order of the chips; what lies past n is zeros.
+    """
+    chips = lax.axis_size(TENSOR_AXIS)
+    if chips == 1:
+        return x
+    size = -(-x.shape[0] // chips)
+    start = lax.axis_index(TENSOR_AXIS) * size
+    share: jax.Array = lax.dynamic_slice_in_dim(pad_to_shares(x), start, size)
+    return share
+
+
+def join_shares(share: jax.Array, num_lines: int) -> jax.Array:
+    """The [num_lines, ...] of which every tensor chip has its `own_share`."""
+    return concatenate_over_tensor(share, axis=0)[:num_lines]
+
+
+def any_over_data(flag: jax.Array) -> jax.Array:
+    """Whether flag, bool[], is set on any data-parallel rank."""
+    if lax.axis_size(DATA_AXIS) == 1:
+        return flag
+    flags: jax.Array = lax.psum(flag.astype(jnp.int32), DATA_AXIS)
+    return flags > 0
 
 
 def concatenate_over_data(x: jax.Array, axis: int) -> jax.Array:

@@ -30,6 +30,7 @@ from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import Rotation, inverse_frequencies, rotation
+from sgl_jax.layers.sampling import SplitLogits
 from sgl_jax.layers.sources import Padded, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
 from sgl_jax.models.stretches import Stretch, find_stretches
@@ -169,8 +170,8 @@ class CausalLM(nnx.Module):
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
         return lax.scan(run_period, carry, turns)[0]
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [n, vocab_size] of hidden [n, hidden_size], the same on all tensor chips."""
+    def logits(self, hidden: jax.Array) -> SplitLogits:
+        """Of hidden [n, hidden_size], this chip's slice of the vocabulary."""
         head = self.embedding if self.lm_head is None else self.lm_head
         return head.logits(hidden)
 

@@ -26,37 +26,50 @@ def compile_for(mesh, function, *shapes, donate=()):
         return jax.jit(function, donate_argnums=donate).lower(*arrays).compile()
 
 
-def test_a_loop_counts_as_often_as_it_turns():
-    mesh = topology_mesh(Topology.parse("v6e-4"), 1, 4)
+def layers_cost(slice_name, num_devices, num_layers, tokens, width):
+    """Of a loop over layers, each a product of [tokens, width] whose parts the devices add up."""
+    mesh = topology_mesh(Topology.parse(slice_name), 1, num_devices)
 
     def layers(x, weights):
         def layer(x, weight):
-            return lax.psum(x @ weight, "tensor"), None
+            return lax.psum(x[:, : weight.shape[0]] @ weight, "tensor"), None
 
         return lax.scan(layer, x, weights)[0]
 
-    def cycles(num_layers):
-        sharded = jax.shard_map(
-            layers,
-            mesh=mesh,
-            in_specs=(P(None, "tensor"), P(None, "tensor", None)),
-            out_specs=P(None, None),
-            check_vma=False,
-        )
+    sharded = jax.shard_map(
+        layers,
+        mesh=mesh,
+        in_specs=(P(), P(None, "tensor")),
+        out_specs=P(),
+        check_vma=False,
+    )
 
-        def program(x, weights):
-            return sharded(x, weights)
+    def program(x, weights):
+        return sharded(x, weights)
 
-        shapes = (((64, 512), P(None, "tensor")), ((num_layers, 512, 128), P(None, "tensor", None)))
-        return program_cost(compile_for(mesh, program, *shapes))
+    shapes = (((tokens, width), P()), ((num_layers, width, width), P(None, "tensor")))
+    return program_cost(compile_for(mesh, program, *shapes))
 
-    few, many = cycles(8), cycles(32)
+
+def test_a_loop_counts_as_often_as_it_turns():
+    few, many = (layers_cost("v6e-4", 4, num_layers, 64, 512) for num_layers in (8, 32))
     assert [c.times for c in few.collectives] == [8]
     (reduced,) = many.collectives
     assert (reduced.kind, reduced.times, reduced.group_size) == ("all-reduce", 32, 4)
     assert reduced.in_loop
-    assert reduced.num_bytes == 64 * 128 * 2
+    assert reduced.num_bytes == 64 * 512 * 2
     assert 2 < many.estimated_cycles / few.estimated_cycles < 5
+
+
+# A tpu7x has SparseCores do this one: the program calls it, and computes on meanwhile.
+@pytest.mark.parametrize("slice_name", ["v5e-8", "v5p-16", "v6e-8", "tpu7x-8"])
+def test_every_generation_counts_the_exchange_of_each_layer(slice_name):
+    cost = layers_cost(slice_name, 8, 4, 128, 4096)
+    (reduced,) = cost.collectives
+    assert (reduced.kind, reduced.times, reduced.group_size) == ("all-reduce", 4, 8)
+    assert reduced.in_loop
+    assert reduced.num_bytes == 128 * 4096 * 2
+    assert 0 < cost.estimated_cycles < 1_000_000  # a SparseCore's are not the program's
 
 
 def test_of_a_conditional_the_cheapest_branch_counts():

@@ -20,9 +20,11 @@ from sgl_jax.layers.layer_weights import (
     weights_of_layer,
 )
 from sgl_jax.layers.linear import Linear
+from sgl_jax.layers.mesh_axes import join_shares
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import inverse_frequencies, rotate, rotation
+from sgl_jax.layers.sampling import SplitLogits
 from sgl_jax.layers.sources import Tensor
 from tests.layers.modules import (
     declared_shapes,
@@ -38,14 +40,24 @@ WHOLE = P()
 
 
 def run(module, method, *inputs, tp=1, in_spec=WHOLE, out_spec=WHOLE):
-    """Fill a module with random numbers and call it on `tp` chips; returns (result, params)."""
+    """Fill a module with random numbers and call it on `tp` chips; returns (result, params).
+
+    Logits come back as whole rows.
+    """
     rng = np.random.default_rng(0)
     shapes = declared_shapes(module)
     params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
     mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
     graphdef = nnx.graphdef(module)
+
+    def local(params, *inputs):
+        result = getattr(nnx.merge(graphdef, params), method)(*inputs)
+        if isinstance(result, SplitLogits):
+            return join_shares(result.whole_rows(), inputs[0].shape[0])
+        return result
+
     call = jax.shard_map(
-        lambda params, *inputs: getattr(nnx.merge(graphdef, params), method)(*inputs),
+        local,
         mesh=mesh,
         in_specs=(declared_specs(module), *[in_spec] * len(inputs)),
         out_specs=out_spec,

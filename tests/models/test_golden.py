@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.attention import replicated_kv_heads
+from sgl_jax.layers.mesh_axes import join_shares
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
 
@@ -101,7 +102,7 @@ class Server:
         model = nnx.merge(self.graphdef, params)
         batch = AttentionBatch.build(table[0], starts[0], lens[0], num_decode[0], tokens.shape[1])
         hidden, cache = model(tokens[0], batch, cache)
-        return model.logits(hidden)[None], cache
+        return join_shares(model.logits(hidden).whole_rows(), tokens.shape[1])[None], cache
 
 
 def golden(family):

@@ -45,13 +45,17 @@ def sample_tokens(
         token_table: int32[num_rows, max_context_len], read only if a row has penalties.
         where: which rows draw.
     """
-    elaborate = _is_random(params, where) | _is_adjusted(params, where)
     tokens: jax.Array = lax.cond(
-        jnp.any(elaborate),
+        jnp.any(is_elaborate(params, where)),
         lambda: _sample_in_blocks(logits, params, token_table, where),
         lambda: first_argmax(logits),
     )
     return tokens
+
+
+def is_elaborate(params: RowParams, where: SampledRows) -> jax.Array:
+    """Rows that draw, and need more than the argmax of their logits: bool[n]."""
+    return _is_random(params, where) | _is_adjusted(params, where)
 
 
 def _is_random(params: RowParams, where: SampledRows) -> jax.Array:

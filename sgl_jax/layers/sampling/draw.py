@@ -1,0 +1,64 @@
+"""A step's next tokens, and what it reports of them, from logits split over the tensor chips."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgl_jax.layers.mesh_axes import any_over_data, join_shares, own_share
+from sgl_jax.layers.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
+from sgl_jax.layers.sampling.row_params import unpack_row_params
+from sgl_jax.layers.sampling.sample import SampledRows, is_elaborate, sample_tokens
+from sgl_jax.layers.sampling.split_logits import SplitLogits
+
+
+def draw_tokens(
+    logits: SplitLogits,
+    row_params: jax.Array,
+    token_table: jax.Array,
+    where: SampledRows,
+    wants_logprobs: jax.Array,
+) -> tuple[jax.Array, TokenLogprobs]:
+    """The next token of n rows, int32[n], and their log-probabilities, zeros if not wanted.
+
+    Both are equal on all tensor chips. A batch of plain greedy rows exchanges no logits.
+
+    Args:
+        logits: as the model gave them.
+        row_params: int32[num_rows, PACKED_WIDTH] sampling parameters of all rows.
+        token_table: int32[num_rows, max_context_len].
+        where: which rows draw.
+        wants_logprobs: bool[], of this rank.
+    """
+    num_rows = where.rows.shape[0]
+
+    def from_whole_rows() -> tuple[jax.Array, TokenLogprobs]:
+        own = SampledRows(*map(own_share, where))
+        rows = logits.whole_rows()
+        params = unpack_row_params(row_params[own.rows])
+        tokens = sample_tokens(rows, params, token_table, own)
+        logprobs = lax.cond(
+            wants_logprobs,
+            lambda: token_logprobs(rows, tokens, params.logprob_ids),
+            lambda: no_logprobs(tokens.shape[0]),
+        )
+        results: tuple[jax.Array, TokenLogprobs] = jax.tree.map(
+            lambda share: join_shares(share, num_rows), (tokens, logprobs)
+        )
+        return results
+
+    params = unpack_row_params(row_params[where.rows])
+    needs_rows = jnp.any(is_elaborate(params, where)) | wants_logprobs
+    # All ranks take the same branch: logits are exchanged in it.
+    drawn: tuple[jax.Array, TokenLogprobs] = lax.cond(
+        any_over_data(needs_rows),
+        from_whole_rows,
+        lambda: (logits.greedy_tokens(), no_logprobs(num_rows)),
+    )
+    return drawn
+
+
+def score_tokens(logits: SplitLogits, tokens: jax.Array, ids: jax.Array) -> TokenLogprobs:
+    """As `token_logprobs`, equal on all tensor chips."""
+    scored = token_logprobs(logits.whole_rows(), own_share(tokens), own_share(ids))
+    joined: TokenLogprobs = jax.tree.map(lambda share: join_shares(share, tokens.shape[0]), scored)
+    return joined

@@ -1,0 +1,52 @@
+"""Logits as the head leaves them: each tensor chip has the columns of its slice of the vocabulary.
+
+A greedy token needs one value and one index of each chip. Whatever looks at whole rows (sampling,
+log-probabilities) does so on one chip for each row, and only its results are sent to the others:
+rows of a large vocabulary, in float32, are the largest arrays that a step could exchange.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgl_jax.layers.mesh_axes import (
+    TENSOR_AXIS,
+    concatenate_over_tensor,
+    pad_to_shares,
+    split_rows_over_tensor,
+)
+from sgl_jax.layers.sampling.sample import first_argmax
+
+
+class SplitLogits(NamedTuple):
+    """Logits of n rows, inside `jax.shard_map`."""
+
+    columns: jax.Array  # float32[n, columns of this chip]; those past the vocabulary are padding
+    vocab_size: int
+
+    def greedy_tokens(self) -> jax.Array:
+        """The lowest id of each row's largest logit, int32[n], equal on all tensor chips.
+
+        Always a valid id, even where logits are NaN.
+        """
+        width = self.columns.shape[1]
+        first = lax.axis_index(TENSOR_AXIS) * width
+        columns = self.columns
+        if width * lax.axis_size(TENSOR_AXIS) > self.vocab_size:
+            columns = jnp.where(first + jnp.arange(width) < self.vocab_size, columns, -jnp.inf)
+        ids = jnp.minimum(first + first_argmax(columns), self.vocab_size - 1)
+        if lax.axis_size(TENSOR_AXIS) == 1:
+            return ids
+        # One exchange of both: an integer array holds the values' bits.
+        largest = lax.bitcast_convert_type(jnp.max(columns, axis=-1), jnp.int32)
+        pairs = concatenate_over_tensor(jnp.stack([largest, ids])[None], axis=0)
+        values = lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
+        # Chips are in the order of their ids, so of equal values the lowest id wins.
+        chip = first_argmax(values.T)
+        return jnp.take_along_axis(pairs[:, 1], chip[None], axis=0)[0]
+
+    def whole_rows(self) -> jax.Array:
+        """This chip's share of the rows, float32[ceil(n / chips), vocab_size], as `own_share`."""
+        return split_rows_over_tensor(pad_to_shares(self.columns))[:, : self.vocab_size]

@@ -1,0 +1,143 @@
+"""Logits split over chips by vocabulary: the same tokens as of whole rows, and the same reports."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.step_plan import RowAdmission
+from sgl_jax.layers.sampling import (
+    SampledRows,
+    SplitLogits,
+    draw_tokens,
+    pack_row_params,
+    score_tokens,
+)
+
+VOCAB = 22  # not divided by 4
+ROWS = 6
+
+
+@functools.cache  # compiled once for all values
+def on_chips(tp, function, vocab_size=VOCAB, dp=1):
+    """`function(SplitLogits, *inputs)` on dp x tp chips, of whole rows and inputs of all ranks.
+
+    Returns every chip's results, stacked.
+    """
+    mesh = Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("data", "tensor"))
+
+    def local(columns, inputs):
+        results = function(SplitLogits(columns, vocab_size), *inputs)
+        return jax.tree.map(lambda x: x[None], results)
+
+    run = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P("data", "tensor"), P("data")),
+            out_specs=P(("data", "tensor")),
+            check_vma=False,
+        )
+    )
+
+    def call(logits, *inputs):
+        # What lies past the vocabulary would win if it counted.
+        padding = ((0, 0), (0, -vocab_size % tp))
+        padded = np.pad(logits, padding, constant_values=np.inf)
+        return jax.tree.map(np.asarray, run(padded, inputs))
+
+    return call
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_of_equal_logits_the_lowest_id_is_greedy(tp):
+    rng = np.random.default_rng(0)
+    logits = rng.integers(0, 3, (64, VOCAB)).astype(np.float32)  # many ties, within and across
+    logits[0], logits[1] = -np.inf, 0.0
+    logits[2, :-1], logits[2, -1] = -1.0, -0.5
+    every_chip = on_chips(tp, SplitLogits.greedy_tokens)(logits)
+    for tokens in every_chip:
+        np.testing.assert_array_equal(tokens, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_greedy_token_is_in_the_vocabulary_even_where_logits_are_nan(tp):
+    logits = np.zeros((VOCAB + 1, VOCAB), np.float32)
+    np.fill_diagonal(logits[:VOCAB], np.nan)
+    logits[VOCAB] = np.nan
+    every_chip = on_chips(tp, SplitLogits.greedy_tokens)(logits)
+    assert (every_chip == every_chip[0]).all()
+    assert every_chip.min() >= 0
+    assert every_chip.max() < VOCAB
+
+
+SAMPLINGS = {
+    "greedy": [{"temperature": 0.0}] * ROWS,
+    "one random": [{"temperature": 0.0}] * (ROWS - 1) + [{"temperature": 1.0}],
+    "random": [{"temperature": 1.5}] * ROWS,
+    "filters": [{"temperature": 1.0, "top_k": 2 + i, "top_p": 0.9} for i in range(ROWS)],
+    "bias": [{"temperature": 0.0, "logit_bias": {20 - i: 30.0}} for i in range(ROWS)],
+}
+
+
+def draw_rows(logits, packed, table, rows, lengths, samples, flags):
+    return draw_tokens(logits, packed, table, SampledRows(rows, lengths, samples), flags[0])
+
+
+def draw(tp, samplings, wants_logprobs, dp=1):
+    """(tokens, log-probabilities) on every chip, of as many ranks, all alike."""
+    logits = np.random.default_rng(1).normal(size=(ROWS, VOCAB)).astype(np.float32)
+    packed = np.stack(
+        [
+            pack_row_params(
+                RowAdmission(i, np.zeros(3, np.int32), 3, SamplingParams(**sampling), 7 + i, ())
+            )
+            for i, sampling in enumerate(samplings)
+        ]
+    )
+    rows, lengths = np.arange(ROWS, dtype=np.int32), np.full(ROWS, 3, np.int32)
+    inputs = (packed, np.zeros((ROWS, 8), np.int32), rows, lengths, np.ones(ROWS, bool))
+    flags = np.zeros(dp, bool)
+    flags[-1] = wants_logprobs  # of the last rank
+
+    repeated = [np.concatenate([x] * dp) for x in (logits, *inputs)]
+    return on_chips(tp, draw_rows, dp=dp)(*repeated, flags)
+
+
+@pytest.mark.parametrize("wants_logprobs", [False, True])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_chips_draw_together_what_one_draws_alone(name, wants_logprobs):
+    alone, alone_logprobs = draw(1, SAMPLINGS[name], wants_logprobs)
+    tokens, logprobs = draw(4, SAMPLINGS[name], wants_logprobs)
+    for chip in range(4):
+        np.testing.assert_array_equal(tokens[chip], alone[0])
+        for got, expected in zip(logprobs, alone_logprobs, strict=True):
+            np.testing.assert_allclose(got[chip], expected[0], rtol=1e-6)
+    assert bool(logprobs.logprobs.any()) == wants_logprobs
+
+
+def test_a_rank_reports_though_the_others_want_nothing():
+    tokens, logprobs = draw(2, SAMPLINGS["greedy"], True, dp=2)
+    assert (tokens == tokens[0]).all()
+    assert not logprobs.logprobs[:2].any()  # chips of the first rank
+    assert (logprobs.logprobs[2:] < 0).all()
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_scores_are_those_of_the_given_tokens(tp):
+    logits = np.random.default_rng(2).normal(size=(5, VOCAB)).astype(np.float32)
+    tokens = jnp.array([3, 0, 21, 7, 7])
+    ids = jnp.array([[0, 21], [20, 1], [5, 5], [2, 4], [21, 0]])
+    scores = on_chips(tp, score_tokens)(logits, tokens, ids)
+    normaliser = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    expected = logits[np.arange(5), tokens] - normaliser
+    for chip in range(tp):
+        np.testing.assert_allclose(scores.logprobs[chip], expected, atol=1e-5)
+        named = np.take_along_axis(logits, np.asarray(ids), -1) - normaliser[:, None]
+        np.testing.assert_allclose(scores.id_logprobs[chip], named, atol=1e-5)
+        np.testing.assert_array_equal(scores.top_ids[chip][:, 0], logits.argmax(-1))
