@@ -81,7 +81,8 @@ class SessionService(Generic[T]):
         except SessionsFullError as error:
             data = {"status_code": 503, "code": "too_many_sessions"}
             return Reply(rid=message.rid, ok=False, message=str(error), data=data)
-        return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(told))
+        # Within one process, an id may be of a subclass of str, such as numpy's.
+        return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(told, enc_hook=str))
 
     def home_of(self, request: T) -> RankMemory | None:
         """The memory with the lease of the request's session, if it can go on with that."""
