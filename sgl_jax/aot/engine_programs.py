@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.devices import platform_of
-from sgl_jax.executor.engine_shape import EngineShape
+from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.programs import Programs
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import PlacedModel, place_model
@@ -16,7 +16,7 @@ from sgl_jax.models.placement import PlacedModel, place_model
 class EngineProgramsOnPaper(NamedTuple):
     """An engine's programs, and the arrays they would take."""
 
-    shape: EngineShape
+    config: EngineConfig
     num_pages: int  # of a rank, the null page included
     placed: PlacedModel
     state: Any  # jax.ShapeDtypeStruct, like the next
@@ -25,18 +25,18 @@ class EngineProgramsOnPaper(NamedTuple):
 
 
 def engine_programs(
-    args: ServerArgs, config: ModelConfig, mesh: Mesh, num_pages: int
+    args: ServerArgs, model: ModelConfig, mesh: Mesh, num_pages: int
 ) -> EngineProgramsOnPaper:
     """What `ModelExecutor` would make on `mesh`, with `num_pages` on each rank.
 
     Raises ValueError as it does.
     """
-    shape = EngineShape.decide(args, config, platform_of(mesh))
-    placed = place_model(config, mesh, shape.dtype, args.weight_sharding, args.attention_backend)
-    state, row_params = shape.state_shapes(num_pages, mesh)
-    sizes = shape.sizes(num_pages)
+    config = EngineConfig.resolve(args, model, platform_of(mesh))
+    placed = place_model(model, mesh, config.build_options)
+    state, row_params = config.state_shapes(num_pages, mesh)
+    sizes = config.sizes(num_pages)
     programs = Programs(placed.graphdef, placed.params, state, row_params, sizes, mesh)
-    return EngineProgramsOnPaper(shape, num_pages, placed, state, row_params, programs)
+    return EngineProgramsOnPaper(config, num_pages, placed, state, row_params, programs)
 
 
 def bytes_per_device(tree: Any) -> int:

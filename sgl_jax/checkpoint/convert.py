@@ -20,6 +20,7 @@ from sgl_jax.checkpoint.orbax_format import save_orbax
 from sgl_jax.checkpoint.tensor_files import INDEX_FILE
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.models.config import ModelConfig, ModelConfigError
+from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 
 _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -37,7 +38,7 @@ def convert(model_path: Path, output: Path, dtype: str) -> None:
     config = ModelConfig.from_path(model_path)
     devices = np.array(jax.devices("cpu")[:1]).reshape(1, 1)
     mesh = Mesh(devices, (DATA_AXIS, TENSOR_AXIS))
-    placed = place_model(config, mesh, jnp.dtype(dtype))._replace(separates_layers=False)
+    placed = place_model(config, mesh, BuildOptions(jnp.dtype(dtype)))
     params = load_params(placed, model_path, "safetensors")
     output.mkdir(parents=True)
     for pattern in _SIDE_FILES:

@@ -13,13 +13,13 @@ from sgl_jax.layers.layer_weights import separate_matrices
 from sgl_jax.layers.parameter import ParamTree
 from sgl_jax.models.placement import PlacedModel
 
-LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+LOAD_FORMATS = ("safetensors", "orbax", "dummy")
 
 
 def load_params(
     placed: PlacedModel,
     model_path: str | Path,
-    load_format: str = "auto",
+    load_format: str,
     *,
     seed: int = 0,
     kv_cache_scales: str | Path | None = None,
@@ -30,7 +30,7 @@ def load_params(
     Args:
         placed: the model, declared for a mesh.
         model_path: model folder; not read when `load_format` is "dummy".
-        load_format: one of `LOAD_FORMATS`; "auto" looks at what the folder holds.
+        load_format: one of `LOAD_FORMATS`; see `detect_format`.
         seed: of dummy weights.
         kv_cache_scales: file with the scales of an 8-bit KV cache (see `kv_scales`), if any, for
             a model that was placed with `has_kv_scales`.
@@ -52,8 +52,6 @@ def load_params(
     # First, for it is read in no time and may be refused.
     kv_scales = None if kv_cache_scales is None else read_kv_scales(Path(kv_cache_scales), config)
     folder = Path(model_path)
-    if load_format == "auto":
-        load_format = _detect_format(folder)
     wanted = {path: (own.array, own.source) for path, own in placed.declared.items() if own.source}
     if load_format == "dummy":
         params = dummy_params(placed.declared, config.initializer_range, seed)
@@ -70,7 +68,8 @@ def load_params(
     return tree
 
 
-def _detect_format(folder: Path) -> str:
+def detect_format(folder: Path) -> str:
+    """The format of the weights in a model folder. Raises CheckpointError if there are none."""
     if any(folder.glob("orbax_params*")):
         return "orbax"
     if any(folder.glob("*.safetensors")):

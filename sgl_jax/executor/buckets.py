@@ -14,10 +14,6 @@ from sgl_jax.core.server_args import ServerArgs
 _CPU_TOKENS = (2, 8, 32, 128, 512)
 # With drafts: so many rows, all of them drafting; and the sizes around them.
 _CPU_DRAFTING_ROWS = (1, 4, 16)
-_CPU_CHUNK_TOKENS = 512
-_ACCELERATOR_CHUNK_TOKENS = 2048
-_CPU_RUNNING_REQUESTS = 32
-_ACCELERATOR_RUNNING_REQUESTS = 256
 # Fewer tokens than this cost an accelerator the same: it waits for the weights.
 _ACCELERATOR_MIN_TOKENS = 8
 _PROMPT_LOGPROB_TOKENS = 128
@@ -59,16 +55,9 @@ class Buckets(NamedTuple):
         return next(bucket for bucket in self.all if bucket.tokens >= tokens)
 
 
-def step_limits(args: ServerArgs, platform: str) -> StepLimits:
-    """What one rank may do in a step: the arguments, or the platform's default where they say 0."""
-    on_cpu = platform == "cpu"
-    requests = args.max_running_requests or (
-        _CPU_RUNNING_REQUESTS if on_cpu else _ACCELERATOR_RUNNING_REQUESTS
-    )
-    chunk = args.chunked_prefill_size or (
-        _CPU_CHUNK_TOKENS if on_cpu else _ACCELERATOR_CHUNK_TOKENS
-    )
-    rows = -(-requests // args.dp_size)
+def step_limits(args: ServerArgs) -> StepLimits:
+    """What one rank may do in a step, of arguments that leave nothing to decide."""
+    rows, chunk = -(-args.max_running_requests // args.dp_size), args.chunked_prefill_size
     return StepLimits(rows, chunk, min(_PROMPT_LOGPROB_TOKENS, chunk), args.num_draft_tokens)
 
 

@@ -7,19 +7,20 @@ Knows nothing of requests, pages' owners or sessions: what a plan says is done a
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from sgl_jax.checkpoint.loading import load_params
+from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Float32Array, Int32Array, RankPlan, RankResult, StepPlan
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
-from sgl_jax.executor.engine_shape import EngineShape
+from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.first_token import check_first_token, first_token_plan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_num_pages
@@ -48,17 +49,14 @@ class ModelExecutor:
         """Choose devices, load weights, make the pool. Compiles no step; see `warm_up`."""
         self._mesh = make_mesh(args)
         set_compilation_cache(args.compilation_cache_dir)
-        platform = platform_of(self._mesh)
-        config = ModelConfig.from_path(args.model_path)
-        shape = EngineShape.decide(args, config, platform)
-        placed = place_model(
-            config,
-            self._mesh,
-            shape.dtype,
-            args.weight_sharding,
-            args.attention_backend,
-            has_kv_scales=args.kv_cache_scales is not None,
-        )
+        given = args
+        model = ModelConfig.from_path(args.model_path)
+        if args.load_format == "auto":
+            args = replace(args, load_format=detect_format(Path(args.model_path)))
+        config = EngineConfig.resolve(args, model, platform_of(self._mesh))
+        args, decided = config.args, config.decided(given)
+        logger.info("settings: %s", ", ".join(f"{name}={decided[name]}" for name in decided))
+        placed = place_model(model, self._mesh, config.build_options)
         params = load_params(
             placed,
             args.model_path,
@@ -73,17 +71,17 @@ class ModelExecutor:
                 "scripts/calibrate_kv_scales finds scales for --kv-cache-scales"
             )
         self._weights = tuple(jax.tree.leaves(params))
-        self._pool_layout = shape.pool_layout
-        self._buckets = shape.buckets
+        self._pool_layout = config.pool_layout
+        self._buckets = config.buckets
         num_pages = choose_num_pages(
             args,
-            shape.pool_layout,
+            config.pool_layout,
             self._mesh,
-            shape.limits.rows,
-            shape.pages_per_row,
-            shape.logit_bytes,
+            config.limits.rows,
+            config.pages_per_row,
+            config.logit_bytes,
         )
-        self.sizes = shape.sizes(num_pages)
+        self.sizes = config.sizes(num_pages)
         self._state, self._row_params = self._make_state()
         self._programs = Programs(
             placed.graphdef, params, self._state, self._row_params, self.sizes, self._mesh
@@ -94,14 +92,15 @@ class ModelExecutor:
         self._in_flight: deque[LaunchedStep] = deque()
         self.info: dict[str, Any] = {
             "model_path": args.model_path,
-            "architecture": config.architecture,
-            "dtype": shape.dtype.name,
+            "architecture": model.architecture,
+            "dtype": args.dtype,
             "kv_cache_dtype": cache_dtype_name(self._pool_layout.dtype),
-            "platform": platform,
+            "platform": config.platform,
             "devices": [str(device) for device in self._mesh.devices.flat],
-            "eos_token_ids": list(config.eos_token_ids),
+            "eos_token_ids": list(model.eos_token_ids),
             "weight_bytes": sum(leaf.nbytes for leaf in self._weights),
             "kv_pool_bytes": self._state.kv_pool.nbytes,
+            "settings": decided,
             **self.sizes._asdict(),
         }
 

@@ -44,11 +44,13 @@ class BuildOptions(NamedTuple):
     """What a model is built for, beside its config."""
 
     dtype: DTypeLike
-    tp_size: int = 1
-    data_shards: int = 1  # parts each layer's weights are split into over the data axis
+    shards_weights: bool = False  # each rank holds its part of a layer, and gathers it to run it
     attend: RaggedPagedAttention = xla_ragged_paged_attention
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
     has_kv_scales: bool = False  # of an 8-bit KV cache
+    separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
+    tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
+    dp_size: int = 1
 
 
 class DecoderLayer(nnx.Module):
@@ -116,7 +118,8 @@ class CausalLM(nnx.Module):
         self, build_layer: LayerBuilder, layers: range, options: BuildOptions
     ) -> DecoderLayer:
         layer = build_layer(self.config, self.config.layers[layers[0]], options)
-        stack_layers(layer, layers, options.data_shards, LAYER_PREFIX)
+        shards = options.dp_size if options.shards_weights else 1
+        stack_layers(layer, layers, shards, LAYER_PREFIX)
         return layer
 
     def __call__(

@@ -1,6 +1,6 @@
 """What to change, read off a plan."""
 
-from sgl_jax.executor.buckets import step_limits
+from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.plan.estimate import Plan
 from sgl_jax.plan.memory import MemoryPlan, plan_memory, smallest_fit
 
@@ -31,7 +31,7 @@ def advise(plan: Plan) -> list[str]:
             f"collectives take {share:.0%} of a decode step: less --tp-size, more --dp-size"
         )
     rows = plan.decode.rows
-    wanted = step_limits(args, "tpu").rows
+    wanted = EngineConfig.resolve(args, config, "tpu").limits.rows
     if plan.concurrency < wanted:
         found.append(
             f"memory holds {plan.concurrency} requests of this load on a rank, {wanted} may run: "

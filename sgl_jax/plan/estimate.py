@@ -72,12 +72,12 @@ def make_plan(request: PlanRequest) -> Plan:
         )
     mesh = topology_mesh(request.topology, request.args.dp_size, request.args.tp_size)
     engine = engine_programs(request.args, request.config, mesh, memory.num_pages + 1)
-    limits = engine.shape.limits
+    limits = engine.config.limits
     pages = math.ceil(workload.tokens / memory.page_size)
     concurrency = min(limits.rows, memory.num_pages // pages)
     chunk = limits.chunk_tokens
-    decode_bucket = engine.shape.buckets.smallest(concurrency * (1 + limits.draft_tokens))
-    prefill_bucket = engine.shape.buckets.smallest(chunk)
+    decode_bucket = engine.config.buckets.smallest(concurrency * (1 + limits.draft_tokens))
+    prefill_bucket = engine.config.buckets.smallest(chunk)
     device = device_bytes(engine, memory, request)
 
     def plan_step(bucket: Bucket, work: StepWork) -> StepPlan:
@@ -151,9 +151,9 @@ def device_bytes(
     return DeviceBytes(
         layer_and_head_bytes=layers_and_head,
         expert_bytes=experts,
-        weight_itemsize=engine.shape.dtype.itemsize,
+        weight_itemsize=engine.config.dtype.itemsize,
         kv_token_bytes=memory.kv_token_bytes,
-        kv_itemsize=engine.shape.pool_layout.dtype.itemsize,
+        kv_itemsize=engine.config.pool_layout.dtype.itemsize,
         tp_size=request.args.tp_size,
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sgl_jax.aot.chips import GIB
 from sgl_jax.aot.engine_programs import bytes_per_device
 from sgl_jax.aot.topology import Topology, topology_mesh
-from sgl_jax.executor.engine_shape import EngineShape
+from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.pool_size import pages_that_fit
 from sgl_jax.models.placement import place_model
 from sgl_jax.plan.arguments import PlanRequest, on_mesh
@@ -42,11 +42,9 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     """
     args, chip = request.args, request.topology.chip
     mesh = topology_mesh(request.topology, args.dp_size, args.tp_size)
-    shape = EngineShape.decide(args, request.config, "tpu")
-    placed = place_model(
-        request.config, mesh, shape.dtype, args.weight_sharding, args.attention_backend
-    )
-    state, row_params = shape.state_shapes(1, mesh)
+    config = EngineConfig.resolve(args, request.config, "tpu")
+    placed = place_model(request.config, mesh, config.build_options)
+    state, row_params = config.state_shapes(1, mesh)
     weights = bytes_per_device(placed.params)
     tables = bytes_per_device((state.token_table, state.row_lens, row_params))
     usable = int(chip.usable_hbm_bytes * args.mem_fraction_static)
@@ -57,13 +55,13 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
             pages = 0
     else:
         free = usable - weights - tables
-        pages = pages_that_fit(free, shape.pool_layout, args.tp_size, shape.logit_bytes)
-    page_bytes = shape.pool_layout.page_bytes // args.tp_size
+        pages = pages_that_fit(free, config.pool_layout, args.tp_size, config.logit_bytes)
+    page_bytes = config.pool_layout.page_bytes // args.tp_size
     return MemoryPlan(
         usable_hbm_bytes=chip.usable_hbm_bytes,
         weight_bytes=weights,
         table_bytes=tables,
-        reserved_bytes=chip.usable_hbm_bytes - usable + shape.logit_bytes,
+        reserved_bytes=chip.usable_hbm_bytes - usable + config.logit_bytes,
         kv_bytes=(max(0, pages) + 1) * page_bytes,
         kv_token_bytes=page_bytes // args.page_size,
         num_pages=pages,

@@ -69,7 +69,8 @@ async def get_model_info(request: Request) -> Response:
 async def get_server_info(request: Request) -> Response:
     """Settings, the engine's facts, and the memory and load of every rank."""
     context = context_of(request)
-    settings = context.args.public()
+    # What was left to decide is told as it was decided.
+    settings = context.args.public() | context.engine_info.get("settings", {})
     state = (await context.ask(lambda rid: GetState(rid=rid))).data
     return json_response(
         {

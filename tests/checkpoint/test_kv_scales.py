@@ -13,10 +13,12 @@ from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.kv_scales import ScalesByHead, read_kv_scales, write_kv_scales
 from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 QWEN3 = ModelConfig.from_path(GOLDEN / "qwen3")  # two layers, two KV heads
+BUILT = BuildOptions(jnp.float32, has_kv_scales=True)
 SCALES = ScalesByHead(np.float32([[0.5, 1], [2, 4]]), np.float32([[8, 16], [32, 64]]))
 
 
@@ -57,9 +59,9 @@ def test_a_file_that_does_not_fit_the_model_is_refused_before_weights_are_read(
     change(content)
     file.write_text(json.dumps(content))
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
-    placed = place_model(QWEN3, mesh, jnp.float32, has_kv_scales=True)
+    placed = place_model(QWEN3, mesh, BUILT)
     with pytest.raises(CheckpointError, match=words):
-        load_params(placed, tmp_path / "nowhere", kv_cache_scales=file)
+        load_params(placed, tmp_path / "nowhere", "safetensors", kv_cache_scales=file)
 
 
 def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path):
@@ -75,7 +77,7 @@ def test_each_layer_has_its_own_scales_where_layers_are_unlike(tmp_path):
     of_layers = np.exp2(np.arange(14, dtype=np.float32)).reshape(7, 2)
     write_kv_scales(tmp_path / "scales.json", ScalesByHead(of_layers, 2 * of_layers), config)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
-    placed = place_model(config, mesh, jnp.float32, has_kv_scales=True)
+    placed = place_model(config, mesh, BUILT)
     params = load_params(placed, "", "dummy", kv_cache_scales=tmp_path / "scales.json")
     for first, layers in (("0", [0, 2]), ("1", [1, 3]), ("4", [4, 5, 6])):
         own = params["layers"][first]["attention"]["kv_scales"]
@@ -87,7 +89,7 @@ def test_each_layer_has_its_own_scales_where_layers_are_unlike(tmp_path):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_each_chip_has_the_scales_of_its_heads_and_of_their_copies(load_format, tp, file):
     mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
-    placed = place_model(QWEN3, mesh, jnp.float32, has_kv_scales=True)
+    placed = place_model(QWEN3, mesh, BUILT)
     params = load_params(placed, GOLDEN / "qwen3", load_format, kv_cache_scales=file)
     own = params["layers"]["0"]["attention"]["kv_scales"]
     for name, scales in SCALES._asdict().items():

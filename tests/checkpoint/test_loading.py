@@ -16,17 +16,21 @@ from safetensors.numpy import load_file, save_file
 from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.finite import non_finite_parameters
-from sgl_jax.checkpoint.loading import load_params
+from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def load(folder, dp=1, tp=1, weight_sharding="replicated", **options):
+def load(folder, dp=1, tp=1, *, load_format=None, shards_weights=False, **options):
     mesh = Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("data", "tensor"))
-    placed = place_model(ModelConfig.from_path(folder), mesh, jnp.float32, weight_sharding)
-    return flatten_mapping(load_params(placed._replace(separates_layers=False), folder, **options))
+    built = BuildOptions(jnp.float32, shards_weights=shards_weights)
+    placed = place_model(ModelConfig.from_path(folder), mesh, built)
+    return flatten_mapping(
+        load_params(placed, folder, load_format or detect_format(folder), **options)
+    )
 
 
 def assert_same(actual, expected):
@@ -59,8 +63,9 @@ def test_on_a_cpu_each_layers_matrices_are_arrays_of_their_own(qwen3):
     folder, _ = qwen3
     stacked = load(folder)["layers", "0", "mlp", "down", "weight"]
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
-    placed = place_model(ModelConfig.from_path(folder), mesh, jnp.float32)
-    params = load_params(placed, folder)
+    built = BuildOptions(jnp.float32, separates_layers=True)
+    placed = place_model(ModelConfig.from_path(folder), mesh, built)
+    params = load_params(placed, folder, detect_format(folder))
     for layer, down in enumerate(params["layers"]["0"]["mlp"]["down"]["weight"]):
         np.testing.assert_array_equal(np.asarray(down), np.asarray(stacked)[layer])
 
@@ -101,7 +106,7 @@ def test_a_weight_of_an_orbax_checkpoint_that_is_no_number_is_named(qwen3, tmp_p
 
 def test_each_chip_holds_its_part_only(qwen3):
     folder, _ = qwen3
-    params = load(folder, dp=2, tp=2, weight_sharding="data")
+    params = load(folder, dp=2, tp=2, shards_weights=True)
     down = params["layers", "0", "mlp", "down", "weight"]
     assert {shard.data.shape for shard in down.addressable_shards} == {(2, 48, 32)}
     embedding = params["embedding", "weight"]
@@ -200,9 +205,9 @@ def test_an_orbax_checkpoint_holds_the_same_for_any_mesh(tmp_path, family):
     convert(GOLDEN / family, output, "float32")
     assert (output / "config.json").is_file()
     assert not list(output.glob("*.safetensors"))
-    for dp, tp, sharding in ((1, 1, "replicated"), (2, 2, "data"), (1, 4, "replicated")):
-        expected = load(GOLDEN / family, dp, tp, weight_sharding=sharding)
-        actual = load(output, dp, tp, weight_sharding=sharding)
+    for dp, tp, shards_weights in ((1, 1, False), (2, 2, True), (1, 4, False)):
+        expected = load(GOLDEN / family, dp, tp, shards_weights=shards_weights)
+        actual = load(output, dp, tp, shards_weights=shards_weights)
         assert_same(actual, expected)
         for path, array in expected.items():
             assert actual[path].sharding == array.sharding
@@ -252,7 +257,6 @@ def test_unlike_layers_are_stacked_with_their_like_and_named_by_the_first():
     np.testing.assert_array_equal(down[1, 4], stored.T)
 
 
-@pytest.mark.parametrize("option", ["load_format", "weight_sharding"])
-def test_unknown_options_are_refused(option):
-    with pytest.raises(ValueError, match=f"{option} must be one of"):
-        load(GOLDEN / "qwen3", **{option: "torch"})
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="load_format must be one of"):
+        load(GOLDEN / "qwen3", load_format="torch")

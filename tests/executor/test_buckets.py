@@ -4,6 +4,7 @@ import pytest
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Bucket, StepLimits, choose_buckets, step_limits
+from sgl_jax.executor.engine_config import resolve_for_device
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
@@ -59,9 +60,9 @@ def test_decode_rows_and_their_drafts_come_on_top_of_a_chunk():
 
 
 def test_limits_come_from_the_arguments_and_else_from_the_platform():
-    assert step_limits(ServerArgs(), "cpu") == (32, 512, 128, 0)
-    assert step_limits(ServerArgs(), "tpu") == (256, 2048, 128, 0)
+    assert step_limits(resolve_for_device(ServerArgs(), "cpu")) == (32, 512, 128, 0)
+    assert step_limits(resolve_for_device(ServerArgs(), "tpu")) == (256, 2048, 128, 0)
     drafting = ServerArgs(speculative_algorithm="NGRAM", speculative_num_draft_tokens=3)
-    assert step_limits(drafting, "cpu") == (32, 512, 128, 3)
+    assert step_limits(resolve_for_device(drafting, "cpu")) == (32, 512, 128, 3)
     args = ServerArgs(max_running_requests=100, dp_size=3, chunked_prefill_size=16)
-    assert step_limits(args, "tpu") == (34, 16, 16, 0)
+    assert step_limits(resolve_for_device(args, "tpu")) == (34, 16, 16, 0)

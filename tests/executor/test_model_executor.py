@@ -13,6 +13,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from tests.executor.step_driver import Driver, Row
 
@@ -28,7 +29,7 @@ def reference_logits(model_folder):
     """tokens -> logits [len(tokens), vocab], computing everything anew each time."""
     config = ModelConfig.from_path(model_folder)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
-    placed = place_model(config, mesh, jnp.float32)
+    placed = place_model(config, mesh, BuildOptions(jnp.float32, separates_layers=True))
     params = load_params(placed, model_folder, "dummy")
 
     def forward(params, tokens, length):

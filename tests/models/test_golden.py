@@ -15,7 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.checkpoint.loading import load_params
+from sgl_jax.checkpoint.loading import detect_format, load_params
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.mesh_axes import join_shares
@@ -52,8 +54,17 @@ class Server:
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
         self.mesh = Mesh(devices, ("data", "tensor"))
         config = ModelConfig.from_path(folder)
-        placed = place_model(config, self.mesh, jnp.float32, weight_sharding, attention_backend)
-        self.graphdef, self.params = placed.graphdef, load_params(placed, folder)
+        args = ServerArgs(
+            dp_size=dp,
+            tp_size=tp,
+            page_size=page_size,
+            weight_sharding=weight_sharding,
+            attention_backend=attention_backend,
+        )
+        options = EngineConfig.resolve(args, config, "cpu").build_options
+        placed = place_model(config, self.mesh, options)
+        self.graphdef = placed.graphdef
+        self.params = load_params(placed, folder, detect_format(folder))
         self.dp, self.page_size, self.pages_per_row = dp, page_size, 80 // page_size
         kv_heads = replicated_kv_heads(config.num_heads, config.num_kv_heads, tp)
         num_pages = 1 + 3 * self.pages_per_row

@@ -6,7 +6,7 @@ import pytest
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.executor.engine_shape import EngineShape
+from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.plan.arguments import read_config
 from sgl_jax.scheduler.config import SchedulerConfig
 from tests.scheduler.driver import Driver, generate
@@ -18,7 +18,7 @@ def server_sizes(**args: object) -> EngineSizes:
     """Of a server with these arguments, on a CPU."""
     settings = {"chunked_prefill_size": CHUNK, "max_running_requests": ROWS, "context_length": 512}
     config = dataclasses.replace(read_config("llama-3.1-8b"), vocab_size=50)
-    shape = EngineShape.decide(ServerArgs(**(settings | args)), config, "cpu")
+    shape = EngineConfig.resolve(ServerArgs(**(settings | args)), config, "cpu")
     return shape.sizes(num_pages=2000)
 
 

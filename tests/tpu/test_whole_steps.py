@@ -71,7 +71,7 @@ def _compile(model, topology_name, dp, tp, step, layers=None, **settings):
     request = PlanRequest(args, config, topology, Workload(1024, 1024))
     mesh = topology_mesh(topology, dp, tp)
     engine = engine_programs(args, request.config, mesh, plan_memory(request).num_pages + 1)
-    buckets = engine.shape.buckets
+    buckets = engine.config.buckets
     bucket = {
         "decode": buckets.smallest(ROWS),
         "mixed": buckets.all[-1],
@@ -93,7 +93,7 @@ def test_a_step_fits_its_chip_copies_no_cache_and_exchanges_no_more_than_it_must
     assert cost.alias_bytes >= pool_bytes
     assert cost.temp_bytes < pool_bytes / 100
     # What the engine sets aside for logits has room here for all else, too.
-    assert cost.temp_bytes < engine.shape.logit_bytes
+    assert cost.temp_bytes < engine.config.logit_bytes
     products = [name for name in cost.kernels if name == "grouped_matmul"]
     assert len(products) == (3 if config.moe else 0)
     attention = Counter(name for name in cost.kernels if name.startswith("paged_"))
@@ -136,7 +136,7 @@ def test_unlike_layers_are_compiled_once_each_and_nothing_is_copied():
     layers = (dense, sparse) * 22 + (dense,) * 4
     engine, cost, _ = _compile("qwen3-30b-a3b", "v6e-4", 1, 4, "decode", layers)
     assert cost.alias_bytes >= bytes_per_device(engine.state.kv_pool)
-    assert cost.temp_bytes < engine.shape.logit_bytes
+    assert cost.temp_bytes < engine.config.logit_bytes
     kernels = Counter(cost.kernels)
     assert kernels["paged_decode"] == 3
     assert kernels["grouped_matmul"] == 3

@@ -20,6 +20,7 @@ from sgl_jax.bench.trace.step_time import LinearStepTime, StepTime
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs, add_arguments
 from sgl_jax.executor.buckets import step_limits
+from sgl_jax.executor.engine_config import resolve_for_device
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
 from sgl_jax.plan.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
@@ -216,7 +217,7 @@ def _engine(
             f"dp {args.dp_size} x tp {args.tp_size}"
         )
         return sizes, planned, about
-    limits = step_limits(args, "tpu")
+    limits = step_limits(resolve_for_device(args, "tpu"))
     num_tokens = args.max_total_tokens or _DEFAULT_TOTAL_TOKENS
     sizes = EngineSizes(
         dp_size=args.dp_size,

@@ -82,9 +82,9 @@ def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes
     mesh = topology_mesh(topology, args.dp_size, args.tp_size)
     engine = engine_programs(args, request.config, mesh, memory.num_pages + 1)
     device = device_bytes(engine, memory, request)
-    shapes = tuple(bucket.tokens for bucket in engine.shape.buckets.all)
+    shapes = tuple(bucket.tokens for bucket in engine.config.buckets.all)
     seconds = _shape_seconds(engine, shapes, request, device)
-    sizes = engine.shape.sizes(memory.num_pages + 1)
+    sizes = engine.config.sizes(memory.num_pages + 1)
     return sizes, PlannedStepTime(shapes, seconds, request.config, device, topology.chip)
 
 
@@ -96,7 +96,7 @@ def _shape_seconds(
     seconds = []
     for tokens in compiled:
         print(f"compiling a step of {tokens} tokens ...", file=sys.stderr, flush=True)
-        bucket = engine.shape.buckets.smallest(tokens)
+        bucket = engine.config.buckets.smallest(tokens)
         cost = program_cost(engine.programs.lower_step(bucket).compile())
         work = StepWork(tokens, kv_tokens_read=0, query_key_pairs=0)
         chip = request.topology.chip

@@ -26,7 +26,7 @@ __all__ = [
     "check_pages",
 ]
 
-ATTENTION_BACKENDS = ("auto", "pallas", "xla")
+ATTENTION_BACKENDS = ("pallas", "xla")
 # Of the Pallas kernels: whole pages lie in vector memory, four rows' page ids in scalar memory,
 # of which there is 1 MiB.
 MAX_PAGE_SIZE = 256
@@ -69,16 +69,18 @@ class RaggedPagedAttention(Protocol):
         ...
 
 
-def attention_implementation(backend: str, platform: str) -> RaggedPagedAttention:
-    """The implementation for `platform` ("cpu", "gpu", "tpu").
+def attention_implementation(backend: str, *, simulate: bool = False) -> RaggedPagedAttention:
+    """The implementation called "xla" or "pallas", the TPU's kernel.
 
-    "auto" is "pallas" on a TPU and "xla" elsewhere. "pallas" is the TPU's kernel; a CPU simulates
-    it with its DMAs and semaphores, slowly.
+    With `simulate`, a CPU interprets the latter with its DMAs and semaphores, slowly.
 
     Raises:
-        ValueError: the backend is unknown, or cannot run on that platform.
+        ValueError: the backend is unknown.
     """
-    if not _is_pallas(backend, platform):
+    if backend not in ATTENTION_BACKENDS:
+        known = ", ".join(ATTENTION_BACKENDS)
+        raise ValueError(f"the attention backend must be one of {known}, got {backend!r}")
+    if backend == "xla":
         return xla_ragged_paged_attention
     # Here and not above: without the Pallas kernels, a process does not wait for their import.
     from jax.experimental.pallas import tpu as pltpu
@@ -87,28 +89,19 @@ def attention_implementation(backend: str, platform: str) -> RaggedPagedAttentio
         ragged_paged_attention as tpu_ragged_paged_attention,
     )
 
-    if platform == "tpu":
-        return tpu_ragged_paged_attention
-    if platform == "cpu":
+    if simulate:
         return partial(tpu_ragged_paged_attention, interpret=pltpu.InterpretParams())
-    raise ValueError(
-        f"--attention-backend pallas runs on a TPU and is simulated on a CPU; on a {platform} "
-        "choose xla"
-    )
+    return tpu_ragged_paged_attention
 
 
-def check_pages(
-    backend: str, platform: str, page_size: int, row_pages: int, kv_cache_dtype: DTypeLike
-) -> None:
-    """Refuse pages, or rows of up to `row_pages` of them, that `platform`'s implementation cannot
-    read; XLA reads any.
+def check_pages(page_size: int, row_pages: int, kv_cache_dtype: DTypeLike) -> None:
+    """Refuse pages, or rows of up to `row_pages` of them, that the Pallas kernels cannot read; XLA
+    reads any.
 
     Raises:
-        ValueError: the backend is unknown; or, for Pallas, a page does not hold whole tiles, is
-            larger than any that its kernels were compiled for, or a row's page ids are too many.
+        ValueError: a page does not hold whole tiles, is larger than any that the kernels were
+            compiled for, or a row's page ids are too many.
     """
-    if not _is_pallas(backend, platform):
-        return
     if page_size % tile_slots(kv_cache_dtype) or page_size > MAX_PAGE_SIZE:
         sizes = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
         allowed = ", ".join(str(size) for size in sizes if size >= tile_slots(kv_cache_dtype))
@@ -123,10 +116,3 @@ def check_pages(
             f"kernels read at most {MAX_ROW_PAGES} a request: choose a larger --page-size (up to "
             f"{MAX_PAGE_SIZE}), a shorter --context-length, or --attention-backend xla"
         )
-
-
-def _is_pallas(backend: str, platform: str) -> bool:
-    if backend not in ATTENTION_BACKENDS:
-        known = ", ".join(ATTENTION_BACKENDS)
-        raise ValueError(f"--attention-backend must be one of {known}, got {backend!r}")
-    return backend == "pallas" or (backend == "auto" and platform == "tpu")

@@ -123,7 +123,7 @@ def attend(problem, sliding_window, soft_cap):
         TOKENS,
         MAX_DRAFTS,
     )
-    return attention_implementation("xla", "cpu")(
+    return attention_implementation("xla")(
         problem.q,
         problem.k,
         problem.v,

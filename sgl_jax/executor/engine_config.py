@@ -1,0 +1,179 @@
+"""Every setting of an engine, resolved from its arguments, its model and its platform alone.
+
+Nothing behind this looks at what was left to decide ("auto", 0) again. No device is asked and no
+array made, so a planner decides the same for chips it does not have. What is still open is how many
+KV pages there are, which memory decides.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
+from sgl_jax.executor.row_tables import row_table_shapes
+from sgl_jax.executor.step import StepState
+from sgl_jax.kernels.attention.api import attention_implementation, check_pages
+from sgl_jax.kernels.attention.cache_dtype import cache_dtype
+from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
+from sgl_jax.layers.attention import replicated_kv_heads
+from sgl_jax.layers.sampling.sample import BLOCK_ROWS
+from sgl_jax.mem_cache.device_pool import KVPoolLayout, kv_pool_shape
+from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.decoder import BuildOptions
+
+_CPU_CHUNK_TOKENS = 512
+_ACCELERATOR_CHUNK_TOKENS = 2048
+_CPU_RUNNING_REQUESTS = 32
+_ACCELERATOR_RUNNING_REQUESTS = 256
+
+
+class EngineConfig(NamedTuple):
+    """What an engine is built from."""
+
+    args: ServerArgs  # with a value for each setting that may be left to decide
+    platform: str  # "cpu", "gpu" or "tpu"
+    model: ModelConfig
+    pool_layout: KVPoolLayout
+    limits: StepLimits
+    buckets: Buckets
+
+    @classmethod
+    def resolve(cls, args: ServerArgs, model: ModelConfig, platform: str) -> "EngineConfig":
+        """Decide what `args` leave open, for "cpu", "gpu" or "tpu".
+
+        Raises ValueError for a context beyond the model's, heads that cannot be dealt out, a
+        backend that the platform has not, or pages that the attention kernel cannot read or that
+        are too many for it.
+        """
+        args = _resolve_for_model(resolve_for_device(args, platform), model)
+        pool_layout = KVPoolLayout(
+            num_layers=model.num_layers,
+            num_kv_heads=replicated_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
+            page_size=args.page_size,
+            head_dim=model.head_dim,
+            dtype=cache_dtype(args.kv_cache_dtype),
+        )
+        if args.attention_backend == "pallas":
+            row_pages = -(-_context_len(args) // args.page_size)
+            check_pages(args.page_size, row_pages, pool_layout.dtype)
+        limits = step_limits(args)
+        buckets = choose_buckets(limits, platform)
+        return cls(args, platform, model, pool_layout, limits, buckets)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of weights and activations."""
+        return jnp.dtype(self.args.dtype)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of a request at most."""
+        return _context_len(self.args)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self.model.vocab_size
+
+    @property
+    def pages_per_row(self) -> int:
+        """Pages of a request of the full context."""
+        return -(-self.context_len // self.args.page_size)
+
+    @property
+    def build_options(self) -> BuildOptions:
+        """How the model is built."""
+        simulates = self.platform == "cpu" and self.args.attention_backend == "pallas"
+        return BuildOptions(
+            dtype=self.dtype,
+            shards_weights=self.args.weight_sharding == "data",
+            attend=attention_implementation(self.args.attention_backend, simulate=simulates),
+            multiply_groups=grouped_matmul_implementation(self.platform, simulate=simulates),
+            has_kv_scales=self.args.kv_cache_scales is not None,
+            # Elsewhere, a program reads a layer's weights out of the stack in place.
+            separates_layers=self.platform == "cpu"
+            and not simulates
+            and self.args.weight_sharding == "replicated",
+        )
+
+    def decided(self, given: ServerArgs) -> dict[str, Any]:
+        """The settings that `given` left to decide, and what was decided."""
+        own, theirs = dataclasses.asdict(self.args), dataclasses.asdict(given)
+        return {name: value for name, value in own.items() if value != theirs[name]}
+
+    @property
+    def logit_bytes(self) -> int:
+        """Logits of the largest step, float32; and of a block of its rows, what drawing makes.
+
+        Several chips share the logits, which leaves the rest of this to other temporaries. What
+        drawing makes is at most six arrays of the block's logits: changed, with noise,
+        probabilities, and twice the counts of tokens in prompts and in outputs.
+        """
+        num_drawn = self.limits.decode_tokens
+        return 4 * self.vocab_size * (num_drawn + 6 * min(num_drawn, BLOCK_ROWS))
+
+    def sizes(self, num_pages: int) -> EngineSizes:
+        """Everything the scheduler must stay within, with `num_pages` on each rank."""
+        return EngineSizes(
+            dp_size=self.args.dp_size,
+            page_size=self.args.page_size,
+            num_pages=num_pages,
+            num_rows=self.limits.rows + 1,
+            max_context_len=self.context_len,
+            max_step_tokens=self.limits.tokens,
+            max_prompt_logprob_tokens=self.limits.prompt_logprob_tokens,
+            vocab_size=self.vocab_size,
+            step_token_shapes=tuple(bucket.tokens for bucket in self.buckets.all),
+            max_draft_tokens=self.limits.draft_tokens,
+        )
+
+    def state_shapes(self, num_pages: int, mesh: Mesh) -> tuple[Any, Any]:
+        """State and row parameters of the engine as `jax.ShapeDtypeStruct`, with shardings."""
+        tables = row_table_shapes(self.sizes(num_pages), mesh)
+        pool: Any = kv_pool_shape(self.pool_layout, num_pages, mesh)
+        return StepState(tables.tokens, tables.lens, pool), tables.params
+
+
+def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
+    """`args` with a value in place of what says that it depends on the device."""
+    on_cpu = platform == "cpu"
+    backend = args.attention_backend
+    if backend == "auto":
+        backend = "pallas" if platform == "tpu" else "xla"
+    if backend == "pallas" and platform == "gpu":
+        raise ValueError(
+            "--attention-backend pallas runs on a TPU and is simulated on a CPU; on a gpu "
+            "choose xla"
+        )
+    # XLA on the CPU is some 30 times slower in bfloat16.
+    dtype = ("float32" if on_cpu else "bfloat16") if args.dtype == "auto" else args.dtype
+    return dataclasses.replace(
+        args,
+        device=platform,
+        dtype=dtype,
+        kv_cache_dtype=dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
+        attention_backend=backend,
+        max_running_requests=args.max_running_requests
+        or (_CPU_RUNNING_REQUESTS if on_cpu else _ACCELERATOR_RUNNING_REQUESTS),
+        chunked_prefill_size=args.chunked_prefill_size
+        or (_CPU_CHUNK_TOKENS if on_cpu else _ACCELERATOR_CHUNK_TOKENS),
+    )
+
+
+def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
+    context_len = args.context_length or model.max_position_embeddings
+    if context_len > model.max_position_embeddings:
+        raise ValueError(
+            f"--context-length {context_len} exceeds the model's own limit of "
+            f"{model.max_position_embeddings} positions"
+        )
+    return dataclasses.replace(args, context_length=context_len)
+
+
+def _context_len(args: ServerArgs) -> int:
+    assert args.context_length is not None, "resolved"
+    return args.context_length

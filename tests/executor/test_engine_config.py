@@ -1,0 +1,106 @@
+"""What an engine decides, and refuses, before anything is loaded."""
+
+import dataclasses
+
+import pytest
+
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.engine_config import EngineConfig
+from sgl_jax.plan.arguments import read_config
+
+LLAMA = read_config("llama-3.1-8b")
+
+
+def resolve(platform, **args):
+    return EngineConfig.resolve(ServerArgs(**args), LLAMA, platform)
+
+
+def test_a_context_beyond_the_models_is_refused():
+    with pytest.raises(ValueError, match=r"--context-length 200000 exceeds .* of 131072"):
+        resolve("cpu", context_length=200_000)
+
+
+@pytest.mark.parametrize(
+    ("platform", "args", "least"),
+    [
+        ("tpu", {"page_size": 8}, 16),
+        ("tpu", {"page_size": 1, "kv_cache_dtype": "float32"}, 8),
+        ("cpu", {"page_size": 4, "attention_backend": "pallas"}, 8),
+        ("tpu", {"page_size": 512}, 16),
+        ("tpu", {"page_size": 16, "kv_cache_dtype": "fp8_e4m3"}, 32),
+    ],
+)
+def test_pages_that_a_tpu_cannot_move_are_refused_with_the_way_out(platform, args, least):
+    with pytest.raises(ValueError, match=f"one of {least}, .*, 256 with .* xla takes any"):
+        resolve(platform, **args)
+
+
+def test_a_request_of_too_many_pages_for_scalar_memory_is_refused_with_the_way_out():
+    config = dataclasses.replace(LLAMA, max_position_embeddings=1 << 20)
+    with pytest.raises(ValueError, match=r"65536 pages of 16 .* larger --page-size"):
+        EngineConfig.resolve(ServerArgs(page_size=16), config, "tpu")
+    assert EngineConfig.resolve(ServerArgs(page_size=32), config, "tpu").pages_per_row == 32_768
+    assert EngineConfig.resolve(ServerArgs(page_size=16), config, "cpu").pages_per_row == 65_536
+
+
+def test_xla_takes_any_page():
+    assert resolve("tpu", page_size=1, attention_backend="xla").pool_layout.page_size == 1
+    assert resolve("cpu", page_size=1).pool_layout.page_size == 1
+
+
+def test_a_cache_of_8_bits_takes_half_the_bytes_of_bfloat16():
+    wide, narrow = (
+        resolve("tpu", page_size=32, kv_cache_dtype=name).pool_layout
+        for name in ("bfloat16", "fp8_e4m3")
+    )
+    assert narrow.dtype == "int8"
+    assert 2 * narrow.page_bytes == wide.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("platform", "wanted"),
+    [
+        ("cpu", ("float32", "float32", "xla", 32, 512)),
+        ("gpu", ("bfloat16", "bfloat16", "xla", 256, 2048)),
+        ("tpu", ("bfloat16", "bfloat16", "pallas", 256, 2048)),
+    ],
+)
+def test_what_is_left_to_decide_depends_on_the_platform(platform, wanted):
+    args = resolve(platform).args
+    assert wanted == (
+        args.dtype,
+        args.kv_cache_dtype,
+        args.attention_backend,
+        args.max_running_requests,
+        args.chunked_prefill_size,
+    )
+    assert (args.device, args.context_length) == (platform, LLAMA.max_position_embeddings)
+
+
+def test_what_was_asked_for_stays():
+    asked = {"dtype": "bfloat16", "max_running_requests": 7, "context_length": 1000}
+    config = resolve("cpu", kv_cache_dtype="fp8_e4m3", **asked)
+    assert {name: getattr(config.args, name) for name in asked} == asked
+    assert config.args.kv_cache_dtype == "fp8_e4m3"
+
+
+def test_what_was_decided_is_told_and_nothing_else():
+    decided = resolve("cpu", dtype="float32").decided(ServerArgs(dtype="float32"))
+    assert decided == {
+        "device": "cpu",
+        "kv_cache_dtype": "float32",
+        "context_length": LLAMA.max_position_embeddings,
+        "attention_backend": "xla",
+        "max_running_requests": 32,
+        "chunked_prefill_size": 512,
+    }
+
+
+def test_a_resolved_config_is_resolved_to_itself():
+    config = resolve("tpu")
+    assert EngineConfig.resolve(config.args, LLAMA, "tpu") == config
+
+
+def test_a_gpu_is_told_that_it_has_no_kernel():
+    with pytest.raises(ValueError, match="on a gpu choose xla"):
+        resolve("gpu", attention_backend="pallas")
