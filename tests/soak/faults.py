@@ -30,13 +30,13 @@ from tests.soak.refusals import (
 )
 
 MAX_QUEUED = 32
-FLAGS = ("--max-queued-requests", str(MAX_QUEUED), "--receive-timeout", "2")
+FLAGS = ("--max-queued-requests", str(MAX_QUEUED))
 _FLOOD = 2 * MAX_QUEUED + 32
 _NUM_PROMPTS = 12
 _NUM_OUTPUT = 24
 _MAX_PAUSE_S = 1.0
 _MALFORMED_AT_ONCE = 20
-_SILENCE_S = 5.0
+_SILENCE_S = 5.0  # after which such a client leaves
 _SLOW_STREAM_TOKENS = 120
 # As over Ethernet. With the segments of loopback, 64 KiB, the server's kernel takes a whole stream,
 # and a small receive buffer has no room for one: then the receiver often announces no room at all,
