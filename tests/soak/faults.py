@@ -43,8 +43,9 @@ _SLOW_STREAM_TOKENS = 120
 # and gets 2 KiB each time that the sender asks, 5 times a second.
 _SEGMENT_BYTES = 1460
 _SLOW_RECEIVE_BYTES = 16 * _SEGMENT_BYTES
-_LONGEST_S = 120.0
-_LONGEST_STREAM_S = 90.0
+# A stream may be slow, where the engine gets little of the processor, but not stand still.
+_LONGEST_STILL_S = 60.0
+_LONGEST_S = 600.0
 # Longer texts than the event loop encodes itself: their words go to a text worker.
 _TEXT = "The code of Anna is 471. What is 11 + 14? " * 52
 
@@ -205,14 +206,12 @@ class Faults:
             await asyncio.sleep(rng.uniform(0.5, 3.0))  # what makes it slow
             received = bytearray()
             try:
-                async with asyncio.timeout(_LONGEST_STREAM_S):
-                    while data := await reader.read(4096):
-                        received += data
-                        await asyncio.sleep(0)
+                while data := await asyncio.wait_for(reader.read(4096), _LONGEST_STILL_S):
+                    received += data
+                    await asyncio.sleep(0)
             except TimeoutError:
-                num_events = received.count(b"data: {")
-                came = f"{len(received)} bytes, {num_events} events"
-                raise AssertionError(f"no end in {_LONGEST_STREAM_S:g} s; {came}") from None
+                came = f"{len(received)} bytes, {received.count(b'data: {')} events"
+                raise AssertionError(f"nothing in {_LONGEST_STILL_S:g} s after {came}") from None
         # Chunks begin with lines of their own; an event is a line.
         lines = bytes(received).split(b"\n")
         events = [line[6:] for line in lines if line.startswith(b"data: {")]
