@@ -1,7 +1,14 @@
 """The soak, for as many minutes as SGL_JAX_SOAK_MINUTES says, and what it notices."""
 
+import asyncio
 import os
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -77,3 +84,57 @@ def test_the_warm_up_does_not_count_as_growth() -> None:
     memory = ResidentMemory(psutil.Process().pid)
     memory.samples = [Sample(float(i), {"server": min(i, 15) * 20 * MIB}) for i in range(60)]
     assert not is_growing(*memory.growth()["server"])
+
+
+@dataclass
+class OneStream:
+    """A server of one event; `segment_bytes` are those of its connections."""
+
+    url: str = ""
+    segment_bytes: list[int] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def one_stream(*, ends: bool) -> AsyncIterator[OneStream]:
+    """Streams an event to whoever connects, and then ends or stands still."""
+    stream = OneStream()
+    gone = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        connection = writer.get_extra_info("socket")
+        stream.segment_bytes.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))
+        writer.write(b'HTTP/1.1 200 OK\r\n\r\ndata: {"n": 1}\n\n')
+        if not ends:
+            await gone.wait()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    stream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield stream
+    finally:
+        gone.set()
+        server.close()
+
+
+async def slowly_read(stream: OneStream) -> list[bytes]:
+    return await faults.read_slowly(stream.url, random.Random(0), {"a": 1})
+
+
+@pytest.mark.anyio
+async def test_a_slow_reader_has_room_for_segments() -> None:
+    """Without, its kernel announces none after a read, and a stream takes minutes."""
+    async with one_stream(ends=True) as stream:
+        assert await slowly_read(stream) == [b'{"n": 1}']
+        assert 8 * stream.segment_bytes[0] <= faults.SLOW_RECEIVE_BYTES
+
+
+@pytest.mark.anyio
+async def test_a_stream_that_stands_still_is_noticed() -> None:
+    async with one_stream(ends=False) as stream:
+        with (
+            patch.object(faults, "LONGEST_STILL_S", 0.2),
+            pytest.raises(AssertionError, match=r"nothing in 0.2 s after 35 bytes, 1 events"),
+        ):
+            await slowly_read(stream)
