@@ -20,16 +20,16 @@ class KernelBundles(NamedTuple):
 # docs/kernels.md: 32 query and 8 KV heads of 128, page 128, queries in bfloat16.
 BUNDLES: Mapping[str, KernelBundles] = MappingProxyType(
     {
-        "TPU v5 lite": KernelBundles(1.52, 7610),
-        "TPU v6 lite": KernelBundles(1.23, 4930),
+        "TPU v5 lite": KernelBundles(1.50, 7610),
+        "TPU v6 lite": KernelBundles(1.21, 4930),
         "TPU v5": KernelBundles(1.51, 7790),
         "TPU7x": KernelBundles(1.29, 5130),
     }
 )
 BUNDLES_8_BITS: Mapping[str, KernelBundles] = MappingProxyType(
     {
-        "TPU v5 lite": KernelBundles(1.92, 8510),
-        "TPU v6 lite": KernelBundles(1.75, 5430),
+        "TPU v5 lite": KernelBundles(1.91, 8510),
+        "TPU v6 lite": KernelBundles(1.74, 5430),
         "TPU v5": KernelBundles(1.89, 8410),
         "TPU7x": KernelBundles(1.39, 5140),
     }
