@@ -64,14 +64,14 @@ class Admission:
         than the threshold, on the rank where the fewest have to go, and none if it would not fit
         even so. Answers those retracted; the caller queues them again.
         """
-        request = self._waiting.first_by_priority()
-        if request is None:
+        if not len(self._waiting):
             return []
+        below = self._waiting.highest_priority - self._config.preemption_threshold
+        if not any(rank.running.priorities.has_below(below) for rank in ranks):
+            return []
+        request = self._waiting.first_by_priority()
         held = {dp_rank for rid, dp_rank in self._holds.items() if rid != request.rid}
         allowed = [rank for rank in _allowed(ranks, request) if rank.dp_rank not in held]
-        below = request.priority - self._config.preemption_threshold
-        if not any(rank.running.has_priority_below(below) for rank in allowed):
-            return []
         if self._waiting.leader_of(request) is not None:
             return []
         cursors = self._waiting.cursors(request)
@@ -154,8 +154,8 @@ class Admission:
         """Start what was passed over too often, or hold a rank for it."""
         due = self._waiting.due()
         self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}
-        for request, is_following in zip(due, self._waiting.are_following(due), strict=True):
-            if is_following or not self._waiting.is_due(request):
+        for request in due:
+            if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):
                 continue  # not due any more: an older one that was due has just started
             if request.rid in self._holds and not any(room.is_open for room in rooms):
                 continue  # its rank is held, or takes nothing anyway

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.step_plan import BoolArray, Int32Array, RowIndex
+from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 
 NO_TOKEN = -1
@@ -88,6 +89,7 @@ class RunningRows(RowColumns):
     def __init__(self, columns: RowColumns) -> None:
         super().__init__(*(getattr(columns, field.name) for field in fields(columns)))
         self.active: RowIndex = np.zeros(0, np.intp)
+        self.priorities = PriorityCounts()
         self.num_stop_ids = 0  # columns of `stop_ids` that were ever used
         self.requests: list[Request | None] = [None] * len(self.known_len)
 
@@ -111,6 +113,7 @@ class RunningRows(RowColumns):
         self.min_len[row] = request.prompt_len + sampling.min_new_tokens
         self.max_len[row] = request.max_len
         self.priority[row] = request.priority
+        self.priorities.add(request.priority)
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
@@ -126,24 +129,15 @@ class RunningRows(RowColumns):
     def remove(self, row: int) -> Int32Array:
         """Take a request out of its row; returns a copy of its known tokens."""
         tokens = self.known_tokens(row).copy()
+        self.priorities.remove(int(self.priority[row]))
         self.requests[row] = None
         self.rids[row] = ""
         self.active = self.active[self.active != row]
         return tokens
 
-    def has_priority_below(self, priority: int) -> bool:
-        """Whether a request runs whose priority is lower than that."""
-        return bool(np.count_nonzero(self.priority[self.active] < priority))
-
     def known_tokens(self, row: int) -> Int32Array:
         """The tokens of `row` the host knows, int32[known_len]; a view."""
         return self.tokens[row, : self.known_len[row]]
-
-    def prefilling(self, committed_len: Int32Array) -> RowIndex:
-        """Active rows with more than one token to compute, oldest first; `committed_len` is that
-        of all rows."""
-        rows = self.active
-        return rows[self.planned_len[rows] - committed_len[rows] > 1]
 
     def runnable(self) -> RowIndex:
         """Active rows that still need a step, oldest first."""

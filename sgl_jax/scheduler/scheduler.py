@@ -35,7 +35,7 @@ from sgl_jax.scheduler.request_len import max_request_len
 from sgl_jax.scheduler.runnable import choose_runnable
 from sgl_jax.scheduler.session_book import SessionsFullError
 from sgl_jax.scheduler.session_desk import SessionDesk
-from sgl_jax.scheduler.step_builder import build_plans
+from sgl_jax.scheduler.step_builder import build_plan
 from sgl_jax.scheduler.step_planner import StepDraft
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
@@ -271,7 +271,7 @@ class Scheduler:
             self._admission.admit_into(drafts, self._steps)
         if all(draft.is_empty for draft in drafts):
             return None
-        plan = StepPlan(self._steps, build_plans(self._all_ranks, drafts))
+        plan = build_plan(self._all_ranks, drafts, self._steps)
         self._steps += 1
         return plan
 
