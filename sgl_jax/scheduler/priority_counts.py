@@ -2,32 +2,36 @@
 
 
 class PriorityCounts:
-    """How many requests have each priority; costs as many operations as there are priorities."""
+    """How many requests have each priority. Only when the last one of an extreme leaves, the next
+    is looked for among the priorities that are left.
+
+    `lowest` and `highest` are None while there is no request.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
+        self.lowest: int | None = None
+        self.highest: int | None = None
 
     def add(self, priority: int) -> None:
         """A request joins."""
-        self._counts[priority] = self._counts.get(priority, 0) + 1
+        count = self._counts.get(priority, 0)
+        self._counts[priority] = count + 1
+        if not count:
+            self._find_extremes()
 
     def remove(self, priority: int) -> None:
         """A request leaves."""
-        if self._counts[priority] > 1:
-            self._counts[priority] -= 1
-        else:
+        self._counts[priority] -= 1
+        if not self._counts[priority]:
             del self._counts[priority]
+            self._find_extremes()
+
+    def _find_extremes(self) -> None:
+        self.lowest = min(self._counts, default=None)
+        self.highest = max(self._counts, default=None)
 
     @property
     def differ(self) -> bool:
         """Whether not all are equal."""
         return len(self._counts) > 1
-
-    @property
-    def highest(self) -> int:
-        """Of at least one request."""
-        return max(self._counts)
-
-    def has_below(self, priority: int) -> bool:
-        """Whether a request has a lower one than that."""
-        return bool(self._counts) and min(self._counts) < priority

@@ -231,7 +231,7 @@ class Scheduler:
         if request.state is not RequestState.WAITING:
             raise KeyError(f"{rid} does not wait")
         reason = self._admission.why_waiting(request, self.ranks, self._steps)
-        if reason.kind == "step" and not self._forced_retract.may_start(self.num_running):
+        if reason.kind == "step" and not self._forced_retract.may_start(self.ranks):
             return WaitReason("paused")
         return reason
 
@@ -253,7 +253,7 @@ class Scheduler:
         if not self._requests:
             return None
         taken = self._forced_retract.take(self.ranks, self._steps)
-        may_start = not taken and self._forced_retract.may_start(self.num_running)
+        may_start = not taken and self._forced_retract.may_start(self.ranks)
         preempted = self._admission.preempt(self.ranks) if may_start else []
         chunk_size = self.config.chunked_prefill_size
         drafts = [

@@ -54,7 +54,8 @@ class _JointStep(NamedTuple):
         num_drafts = np.zeros(len(rows), np.int32)
         for draft, first, end in zip(drafts, bounds[:-1], bounds[1:], strict=True):
             first_chunk = first + len(draft.decode_rows)
-            num_drafts[first:first_chunk] = draft.num_drafts
+            if draft.rank.drafts.is_on:
+                num_drafts[first:first_chunk] = draft.num_drafts
             if draft.chunk_lens:
                 num_tokens[first_chunk:end] = draft.chunk_lens
         kv_starts = ranks.tables.kv_committed_len[rows]

@@ -250,8 +250,8 @@ class WaitingQueue:
         return [self._by_line[line] for line in lines.tolist()]
 
     @property
-    def highest_priority(self) -> int:
-        """Of the requests that wait, at least one."""
+    def highest_priority(self) -> int | None:
+        """Of the requests that wait; None if none does."""
         return self._priorities.highest
 
     def first_by_priority(self) -> Request:
@@ -310,6 +310,8 @@ class WaitingQueue:
     def _staying(self, is_open: BoolArray, step: int) -> Int64Array:
         """The lines of requests that wait for a better rank than those that have room."""
         lines = (self._stay_until[: self._end] > step).nonzero()[0]
+        if not len(lines):
+            return lines
         ranks = self._stay_rank[lines]
         staying: Int64Array = lines[(ranks != _NO_RANK) & ~is_open[ranks]]
         return staying

@@ -30,6 +30,7 @@ _LOCKED = "sgl_jax/mem_cache/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_planner.py"
 _BUILDER = "sgl_jax/scheduler/step_builder.py"
+_RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _COMMIT = "sgl_jax/scheduler/commit.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
@@ -595,6 +596,18 @@ MUTATIONS = (
         _PLANNER,
         "        return freed > 0\n",
         "        return False\n",
+    ),
+    Mutation(
+        "lose the tokens of every sixteenth step's block",
+        _RUNNING,
+        "            blocks[rows[full], lens[full] // TOKEN_BLOCK] = self.latest[rows[full]]\n",
+        "",
+    ),
+    Mutation(
+        "leave the last tokens of a request out when it ends",
+        _RUNNING,
+        "        self.tokens[row, last_block:count] = self.latest[row, : count - last_block]\n",
+        "",
     ),
     Mutation(
         "commit drafts at launch",
@@ -1227,8 +1240,8 @@ MUTATIONS = (
     Mutation(
         "preempt for any difference of priority",
         _ADMISSION,
-        "below = self._waiting.highest_priority - self._config.preemption_threshold",
-        "below = self._waiting.highest_priority",
+        "below = highest - self._config.preemption_threshold",
+        "below = highest",
     ),
     Mutation(
         "preempt in vain",
