@@ -22,6 +22,7 @@ from sgl_jax.core.messages import (
     OutputBatch,
     Shutdown,
 )
+from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import RankPlan, StepPlan
@@ -75,18 +76,19 @@ def decode_plan(sizes: EngineSizes, batch_size: int, context_len: int) -> StepPl
     """A decode step of `batch_size` rows, each with pages of its own, on the first rank alone."""
     pages_per_row = -(-(context_len + 1) // sizes.page_size)
     rows = np.arange(1, batch_size + 1, dtype=np.int32)
-    pages = 1 + np.arange(batch_size * pages_per_row, dtype=np.int32).reshape(batch_size, -1)
+    pages = 1 + np.arange(batch_size * pages_per_row).reshape(batch_size, -1)
     plan = RankPlan(
         rows=rows,
         epochs=np.zeros_like(rows),
         kv_starts=np.full_like(rows, context_len),
         q_lens=np.ones_like(rows),
         samples=np.ones(batch_size, np.bool_),
-        page_table=pages,
+        num_pages=pages_per_row,
         num_decode=batch_size,
         relayed=np.zeros(batch_size, np.bool_),
     )
-    return StepPlan(step_id=0, ranks=(plan,))
+    listed = {(0, row): pages[row - 1].tolist() for row in rows.tolist()}
+    return StepPlan(0, (plan,), PageChanges.listing(sizes, listed))
 
 
 def measure(args: ServerArgs, batch_size: int, output_len: int) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_jax.core.page_tables import NO_PAGE_CHANGES, PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 
 Int32Array = NDArray[np.int32]
@@ -58,8 +59,9 @@ class RankPlan(NamedTuple):
     """The rows of one rank in one step. Row order: `num_decode` decode rows, then prefill chunks.
 
     With n rows: row i computes positions [kv_starts[i], kv_starts[i] + q_lens[i]) of its request,
-    reads the KV of all positions before them through `page_table[i]`, and, where `samples[i]`,
-    draws the token at position kv_starts[i] + q_lens[i] and records it in the token table.
+    reads the KV of all positions before them in the pages that its row lists, and, where
+    `samples[i]`, draws the token at position kv_starts[i] + q_lens[i] and records it in the token
+    table.
 
     A decode row's first query is the last token of its request; q_lens[i] - 1 drafts follow it,
     and a token is drawn after each query. Where `relayed[i]`, kv_starts[i] is only the least that
@@ -71,7 +73,7 @@ class RankPlan(NamedTuple):
     kv_starts: Int32Array  # [n]
     q_lens: Int32Array  # [n], 1 + drafts for decode rows
     samples: BoolArray  # [n]
-    page_table: Int32Array  # [n, pages] page ids, 0 (the null page) beyond each row's last page
+    num_pages: int  # that the longest of the rows may read or write
     num_decode: int
     relayed: BoolArray  # [n] False for prefill rows
     admissions: tuple[RowAdmission, ...] = ()
@@ -99,10 +101,15 @@ class RankPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step over all ranks; `ranks[r]` has zero rows if rank r has nothing to do."""
+    """One step over all ranks; `ranks[r]` has zero rows if rank r has nothing to do.
+
+    `page_changes` is what rows list otherwise than when the step before was planned: of all rows,
+    not only those of the step.
+    """
 
     step_id: int
     ranks: tuple[RankPlan, ...]
+    page_changes: PageChanges = NO_PAGE_CHANGES
 
 
 class PromptLogprobs(NamedTuple):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import RankPlan, RankResult, RowAdmission, StepPlan
 
@@ -35,13 +36,14 @@ def first_token_plan(sizes: EngineSizes) -> StepPlan:
         kv_starts=np.zeros(1, np.int32),
         q_lens=np.array([length], np.int32),
         samples=np.array([True]),
-        page_table=np.array([[1]], np.int32),
+        num_pages=1,
         num_decode=0,
         relayed=np.array([False]),
         admissions=(admission,),
         return_logprob=True,
     )
-    return StepPlan(step_id=0, ranks=(rank,) * sizes.dp_size)
+    pages = PageChanges.listing(sizes, {(k, 1): [1] for k in range(sizes.dp_size)})
+    return StepPlan(step_id=0, ranks=(rank,) * sizes.dp_size, page_changes=pages)
 
 
 def check_first_token(results: Sequence[RankResult], vocab_size: int, model_path: str) -> None:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.step_plan import Int32Array, RankPlan
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -56,8 +57,11 @@ class DPLayout(NamedTuple):
         """Control words of one rank."""
         return _NUM_ROW_WORDS * self.rows_per_rank + _NUM_RANK_WORDS
 
-    def pack(self, ranks: Sequence[RankPlan]) -> StepInput:
-        """Fresh arrays with every rank's rows in place; padding rows are row 0 with no tokens."""
+    def pack(self, ranks: Sequence[RankPlan], tables: PageTables) -> StepInput:
+        """Fresh arrays with every rank's rows in place; padding rows are row 0 with no tokens.
+
+        `tables` must know of the plan's page changes.
+        """
         controls = np.zeros((self.dp_size, self.control_words), np.int32)
         by_row = controls[:, :-_NUM_RANK_WORDS].reshape(
             self.dp_size, _NUM_ROW_WORDS, self.rows_per_rank
@@ -76,7 +80,9 @@ class DPLayout(NamedTuple):
             controls[rank, -3] = plan.num_decode
             controls[rank, -2] = plan.return_logprob or plan.top_logprobs_num > 0
             first = rank * self.rows_per_rank
-            page_table[first : first + n, : plan.page_table.shape[1]] = plan.page_table
+            page_table[first : first + n, : plan.num_pages] = tables.of(
+                rank, plan.rows, plan.num_pages
+            )
         return StepInput(controls, page_table)
 
     def unpack_controls(self, words: jax.Array) -> RankControls:

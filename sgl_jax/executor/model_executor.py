@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from sgl_jax.checkpoint.loading import detect_format, load_params
+from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Float32Array, Int32Array, RankPlan, RankResult, StepPlan
 from sgl_jax.executor.buckets import Bucket
@@ -90,6 +91,7 @@ class ModelExecutor:
         self._watch = CompileWatch()
         self._profiler = Profiler()
         self._in_flight: deque[LaunchedStep] = deque()
+        self._page_tables = PageTables(self.sizes)
         self.info: dict[str, Any] = {
             "model_path": args.model_path,
             "architecture": model.architecture,
@@ -132,6 +134,7 @@ class ModelExecutor:
         error the device's state is lost: call `reset` and admit every request again.
         """
         check_plan(plan, self.sizes)
+        self._page_tables.apply(plan.page_changes)
         if any(rank.admissions for rank in plan.ranks):
             for piece in cut_admissions([rank.admissions for rank in plan.ranks]):
                 self._write(piece)
@@ -155,6 +158,7 @@ class ModelExecutor:
     def reset(self) -> None:
         """Start over after a failed step: empty pool and tables, nothing in flight."""
         self._in_flight.clear()
+        self._page_tables = PageTables(self.sizes)
         was_ready = self._watch.disarm()
         # The old pool must be gone before there is room for the new one.
         del self._state, self._row_params
@@ -171,7 +175,9 @@ class ModelExecutor:
         """
         check_plan(plan, self.sizes)
         bucket = self._buckets.smallest(max(rank.num_tokens for rank in plan.ranks))
-        step_input = jax.device_put(self._programs.layout(bucket).pack(plan.ranks))
+        tables = PageTables(self.sizes)
+        tables.apply(plan.page_changes)
+        step_input = jax.device_put(self._programs.layout(bucket).pack(plan.ranks, tables))
         program = self._programs.step(bucket)
         jax.block_until_ready(self._state)
         start = time.perf_counter()
@@ -210,7 +216,7 @@ class ModelExecutor:
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> LaunchedStep:
         layout = self._programs.layout(bucket)
-        step_input = layout.pack(plan.ranks)
+        step_input = layout.pack(plan.ranks, self._page_tables)
         self._state, output = self._programs.step(bucket)(
             self._weights, self._state, self._row_params, *step_input
         )
@@ -238,7 +244,7 @@ def _idle_rank() -> RankPlan:
         kv_starts=nothing,
         q_lens=nothing,
         samples=np.zeros(0, np.bool_),
-        page_table=np.zeros((0, 1), np.int32),
+        num_pages=1,
         num_decode=0,
         relayed=np.zeros(0, np.bool_),
     )

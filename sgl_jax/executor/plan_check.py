@@ -4,14 +4,15 @@ The device itself checks nothing: an index out of range would be clamped, or wri
 """
 
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.step_plan import RankPlan, StepPlan
 
 
 def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
     """Raise ValueError, naming rank and limit, if `plan` exceeds `sizes`.
 
-    Of relayed rows only the least is known of where they lie; that their page tables are wide
-    enough is the scheduler's care.
+    Of relayed rows only the least is known of where they lie; that enough of their pages are read
+    is the scheduler's care.
     """
     if len(plan.ranks) != sizes.dp_size:
         raise ValueError(f"the plan has {len(plan.ranks)} ranks, the engine {sizes.dp_size}")
@@ -19,6 +20,9 @@ def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
         problem = _problem(rank, sizes)
         if problem:
             raise ValueError(f"step {plan.step_id}, rank {index}: {problem}")
+    problem = _page_problem(plan.page_changes, sizes)
+    if problem:
+        raise ValueError(f"step {plan.step_id}: {problem}")
 
 
 def _problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
@@ -69,13 +73,22 @@ def _length_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
     ends = rank.kv_starts + rank.q_lens
     if ends.max() > sizes.max_context_len:
         return f"a row reaches {ends.max()} tokens, at most {sizes.max_context_len} fit"
-    n, width = rank.page_table.shape
     needed = -(-int(ends.max()) // sizes.page_size)
-    if n != len(rank.rows) or not needed <= width <= sizes.pages_per_row:
-        return (
-            f"page table {rank.page_table.shape}: {len(rank.rows)} rows of {needed} to "
-            f"{sizes.pages_per_row} pages are wanted"
-        )
-    if rank.page_table.min() < 0 or rank.page_table.max() >= sizes.num_pages:
-        return f"the page table names pages outside 0 to {sizes.num_pages - 1}"
+    if not needed <= rank.num_pages <= sizes.pages_per_row:
+        wanted = f"{needed} to {sizes.pages_per_row} pages are wanted"
+        return f"num_pages {rank.num_pages}: rows of {wanted}"
+    return None
+
+
+def _page_problem(changes: PageChanges, sizes: EngineSizes) -> str | None:
+    cells, pages = changes
+    if len(cells) != len(pages):
+        return f"{len(pages)} pages for {len(cells)} cells of the page tables"
+    if len(cells) == 0:
+        return None
+    if pages.min() < 0 or pages.max() >= sizes.num_pages:
+        return f"a row is to list pages outside 0 to {sizes.num_pages - 1}"
+    num_cells = sizes.dp_size * sizes.num_rows * sizes.pages_per_row
+    if cells.min() < 0 or cells.max() >= num_cells:
+        return f"page tables of {num_cells} cells are changed at {cells.min()} to {cells.max()}"
     return None

@@ -3,8 +3,12 @@
 A page has exactly one owner at every moment: nobody (`FREE`), the engine (`RESERVED`, page 0),
 the prefix tree (`TREE`), or the lease that holds row r of the row pool (owner r, at least 1).
 Every move names the owner it expects, so a double free or a foreign page raises at once.
-The allocator never evicts and never decides: it only keeps the books.
+The allocator never evicts and never decides: it only keeps the books. `alloc_each` takes pages for
+the rows of all ranks in one call.
 """
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -54,6 +58,7 @@ class PageAllocator:
         self._owner = np.full(num_pages, FREE, np.int32)
         self._last_owner = np.full(num_pages, FREE, np.int32)
         self._stamp = np.zeros(num_pages, np.int32)
+        self._order = np.arange(num_pages, dtype=np.int32)
         self._log = TransitionLog()
         # A stack: the lowest ids come out first, and pages freed last are reused first while
         # they are still warm in some cache.
@@ -97,28 +102,24 @@ class PageAllocator:
 
         Raises `OutOfPagesError`, changing nothing, if fewer are free.
         """
-        return self._take(num_pages, owner, owner)
+        if owner < 1:
+            raise OwnershipError(f"{self.name}: only rows take pages, not owner {owner}")
+        pages = self._top(num_pages).copy()
+        self._take(pages.astype(np.intp), owner)
+        return pages
 
-    def alloc_each(self, owners: Int32Array) -> Int32Array:
-        """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].
-
-        Raises `OutOfPagesError`, changing nothing, if fewer are free.
-        """
-        count = len(owners)
-        return self._take(count, owners, int(np.minimum.reduce(owners)) if count else 1)
-
-    def _take(self, count: int, owners: int | Int32Array, least: int) -> Int32Array:
-        """Take `count` pages for `owners`, the least of which is `least`."""
-        if least < 1:
-            raise OwnershipError(f"{self.name}: only rows take pages, not owner {least}")
+    def _top(self, count: int) -> Int32Array:
+        """The free pages that are taken next; a view."""
         if count > self._num_free:
             raise OutOfPagesError(f"{self.name}: {count} pages asked, {self._num_free} free")
         top = self._num_free
-        pages = self._free_stack[top - count : top][::-1].copy()
-        self._num_free -= count
-        self._owner[pages] = owners
-        self._log.note("take", owners, pages)
-        return pages
+        return self._free_stack[top - count : top][::-1]
+
+    def _take(self, top: IntpArray, owners: int | Int32Array) -> None:
+        """`owners` take the pages that `_top` answered; nobody writes to the arrays again."""
+        self._num_free -= len(top)
+        self._owner[top] = owners
+        self._log.note("take", owners, top)
 
     def free(self, pages: Int32Array, owner: int) -> None:
         """Give back pages that `owner` holds. Raises `OwnershipError`, changing nothing, else."""
@@ -131,7 +132,7 @@ class PageAllocator:
         self._num_free += count
         if owner == TREE:
             self._num_tree -= count
-        self._log.note("free", owner, pages)
+        self._log.note("free", owner, index)
 
     def give_to_tree(self, pages: Int32Array, owner: int) -> None:
         """Move pages from row `owner` to the tree. Raises `OwnershipError`, changing nothing."""
@@ -140,7 +141,7 @@ class PageAllocator:
         self._last_owner[index] = owner
         self._owner[index] = TREE
         self._num_tree += len(pages)
-        self._log.note("give to the tree", owner, pages)
+        self._log.note("give to the tree", owner, index)
 
     def owners(self) -> Int32Array:
         """A copy of the owner of every page, int32[num_pages]."""
@@ -192,7 +193,7 @@ class PageAllocator:
         if len(pages) == 1:
             return
         # Distinctness in O(n) without sorting: of two equal pages only the last keeps its stamp.
-        order = np.arange(len(pages), dtype=np.int32)
+        order = self._order[: len(pages)]
         self._stamp[pages] = order
         repeated = self._stamp[pages] != order
         if np.count_nonzero(repeated):
@@ -200,3 +201,22 @@ class PageAllocator:
                 f"{self.name}: cannot {action} a page twice in one call: "
                 f"{pages[repeated][:8].tolist()}"
             )
+
+
+def alloc_each(
+    allocators: Sequence[PageAllocator], owners: Int32Array, bounds: Sequence[int]
+) -> Int32Array:
+    """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].
+
+    The rows of allocator k, and the pages that it gives them, are those in
+    [bounds[k], bounds[k + 1]). Raises `OutOfPagesError`, changing nothing, if fewer are free.
+    """
+    if len(owners) and np.minimum.reduce(owners) < 1:
+        raise OwnershipError(f"only rows take pages, not owner {owners.min()}")
+    parts = list(zip(allocators, pairwise(bounds), strict=True))
+    pages = np.concatenate([allocator._top(end - first) for allocator, (first, end) in parts])
+    index = pages.astype(np.intp)
+    for allocator, (first, end) in parts:
+        if first < end:
+            allocator._take(index[first:end], owners[first:end])
+    return pages

@@ -6,6 +6,7 @@ Leases begin here (`open_lease`), grow here, and end in `release.py`, nowhere el
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.locked_pages import LockedPages
-from sgl_jax.mem_cache.page_allocator import PageAllocator
+from sgl_jax.mem_cache.page_allocator import PageAllocator, alloc_each
 from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_cache import RadixCache
@@ -130,7 +131,7 @@ class RankMemory:
         match = self.cache.match_prefix(prefix, namespace)
         lease.node = match.node
         self.locked.lock(match.pages)
-        self.rows.pages[row, : len(match.pages)] = match.pages
+        self.rows.list_pages(row, 0, match.pages)
         lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
         self.leases[row] = lease
         return lease
@@ -175,10 +176,11 @@ class RankMemory:
         cost the host little more than few.
         """
         deficit = num_pages - self.allocator.num_free
+        if deficit <= 0:
+            return True
         if deficit > self.cache.num_evictable:
             return False
-        if deficit > 0:
-            self.cache.evict(deficit + self._num_evicted_ahead)
+        self.cache.evict(deficit + self._num_evicted_ahead)
         return True
 
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
@@ -196,7 +198,7 @@ class RankMemory:
         if wanted > held:
             if not self.make_room(wanted - held):
                 return False
-            self.rows.pages[row, held:wanted] = self.allocator.alloc(wanted - held, row)
+            self.rows.list_pages(row, held, self.allocator.alloc(wanted - held, row))
         self.rows.kv_allocated_len[row] = max(held_len, allocated_len)
         return True
 
@@ -243,32 +245,35 @@ def grow_rows(
     the rank is as it was.
     """
     page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
-    fits = [True] * len(memories)
     held_lens = tables.kv_allocated_len[rows]
     lens = np.maximum(held_lens, allocated_lens)
     lacking = _pages_beyond(held_lens, allocated_lens, page_size)
-    # Of each page that is lacking: whose it is, and where the row is to list it.
     growing = lacking.nonzero()[0]
+    if not len(growing):
+        tables.kv_allocated_len[rows] = lens
+        return [True] * len(memories)
+    # Of each page that is lacking: whose it is, and where the row is to list it.
     columns = _num_pages(held_lens[growing], page_size)
     total = int(np.add.reduce(lacking))
     if total > len(growing):  # some grow by more than a page: those follow one another
         counts = lacking[growing]
         within = np.arange(total) - np.repeat(np.add.accumulate(counts) - counts, counts)
         growing, columns = np.repeat(growing, counts), np.repeat(columns, counts) + within
+    page_bounds = growing.searchsorted(bounds).tolist()
+    fits = [
+        memory.make_room(end - first)
+        for memory, (first, end) in zip(memories, pairwise(page_bounds), strict=True)
+    ]
+    if not all(fits):
+        has_room = np.repeat(fits, np.diff(page_bounds))
+        growing, columns = growing[has_room], columns[has_room]
+        page_bounds = growing.searchsorted(bounds).tolist()
+        for i in np.flatnonzero(~np.array(fits)).tolist():
+            lens[bounds[i] : bounds[i + 1]] = held_lens[bounds[i] : bounds[i + 1]]
     growing_rows = rows[growing]
     owners = (growing_rows % num_rows).astype(np.int32)
-    taken = np.zeros(total, np.int32)  # stays 0, as beyond a row's last page, where they do not fit
-    page_bounds = growing.searchsorted(bounds).tolist()
-    for i, memory in enumerate(memories):
-        first, end = page_bounds[i], page_bounds[i + 1]
-        if first == end:
-            continue
-        if memory.make_room(end - first):
-            taken[first:end] = memory.allocator.alloc_each(owners[first:end])
-        else:
-            fits[i] = False
-            lens[bounds[i] : bounds[i + 1]] = held_lens[bounds[i] : bounds[i + 1]]
-    tables.pages[growing_rows, columns] = taken
+    taken = alloc_each([memory.allocator for memory in memories], owners, page_bounds)
+    tables.list_page_each(growing_rows, columns, taken)
     tables.kv_allocated_len[rows] = lens
     return fits
 

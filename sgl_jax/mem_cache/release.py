@@ -48,11 +48,11 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
         return _NO_PAGES
     lease.node = kept.node
     first = protected // page_size
-    rows.pages[lease.row, first : length // page_size] = kept.pages
     rows.cache_protected_len[lease.row] = length
     fresh = offered[first:]
     duplicates = fresh[fresh != kept.pages]
     if len(duplicates):
+        rows.list_pages(lease.row, first, kept.pages)
         memory.allocator.free(duplicates, lease.row)
     return kept.pages
 
@@ -129,7 +129,7 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
     own = lease.pages(memory.page_size, lease.cache_protected_len)
     memory.allocator.free(own, lease.row)
     lease.node = match.node
-    memory.rows.pages[lease.row, first : match.length // memory.page_size] = match.pages
+    memory.rows.list_pages(lease.row, first, match.pages)
     lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
     return True
 
@@ -176,7 +176,7 @@ def free_tail(memory: RankMemory, lease: KVLease, length: int) -> int:
     first = -(-length // page_size)
     pages = lease.pages(page_size, first * page_size)
     memory.allocator.free(pages, owner=row)
-    memory.rows.pages[row, first:] = 0
+    memory.rows.unlist_pages(row, first)
     lease.set_lengths(
         protected=lease.cache_protected_len,
         committed=min(lease.kv_committed_len, length),

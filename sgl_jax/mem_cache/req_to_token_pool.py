@@ -7,10 +7,44 @@ Row 0 is the null row: padding refers to it, nobody holds it.
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.page_tables import PageChanges
+from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import LeaseError
 
 NULL_ROW = 0
+
+
+class PageChangeLog:
+    """Cells of `pages` that were written since the last `take`, in order."""
+
+    def __init__(self, pages: Int32Array) -> None:
+        self._pages = pages
+        self._forget()
+
+    def _forget(self) -> None:
+        # Not empty, so that there is always something to concatenate.
+        self._cells: list[IntpArray] = [np.zeros(0, np.intp)]
+        self._written: list[Int32Array] = [np.zeros(0, np.int32)]
+        self._num_written = 0
+        self._is_too_long = False
+
+    def note(self, cells: IntpArray, pages: Int32Array) -> None:
+        """Cells, by their index into the flattened table, hold `pages` now. Keeps the arrays."""
+        self._cells.append(cells)
+        self._written.append(pages)
+        self._num_written += len(cells)
+        if self._num_written > self._pages.size:  # it was not taken for long
+            self._forget()
+            self._is_too_long = True
+
+    def take(self) -> PageChanges:
+        """What was written: arrays of their own."""
+        if self._is_too_long:
+            changes = PageChanges(np.arange(self._pages.size), self._pages.reshape(-1).copy())
+        else:
+            changes = PageChanges(np.concatenate(self._cells), np.concatenate(self._written))
+        self._forget()
+        return changes
 
 
 class RowTables:
@@ -22,27 +56,70 @@ class RowTables:
     allocated; all are 0 for a free row), and `epoch` int32[num_rows], which grows whenever a row
     is given back: a step's result belongs to the row's holder only if the epoch is still that of
     the launch.
+
+    `pages` is written through methods alone, which keep a log of it for the executor. The rows are
+    those from `first_row` on of the table that the log is of.
     """
 
-    def __init__(self, pages: Int32Array, lengths: Int32Array, epoch: Int32Array) -> None:
+    def __init__(
+        self,
+        pages: Int32Array,
+        lengths: Int32Array,
+        epoch: Int32Array,
+        page_log: PageChangeLog,
+        first_row: int = 0,
+    ) -> None:
         self.pages = pages
         # One array, so that all lengths of all rows are proved in order by one comparison.
         self.lengths = lengths
         _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = lengths
         self.epoch = epoch
+        self.page_log = page_log
+        self.first_row = first_row
 
     @classmethod
     def empty(cls, num_rows: int, pages_per_row: int) -> "RowTables":
         """Columns of `num_rows` rows that hold nothing."""
+        pages = np.zeros((num_rows, pages_per_row), np.int32)
         return cls(
-            pages=np.zeros((num_rows, pages_per_row), np.int32),
+            pages=pages,
             lengths=np.zeros((4, num_rows), np.int32),
             epoch=np.zeros(num_rows, np.int32),
+            page_log=PageChangeLog(pages),
         )
 
     def part(self, rows: slice) -> "RowTables":
         """Views of some of the rows."""
-        return RowTables(self.pages[rows], self.lengths[:, rows], self.epoch[rows])
+        first_row = self.first_row + rows.start
+        return RowTables(
+            self.pages[rows], self.lengths[:, rows], self.epoch[rows], self.page_log, first_row
+        )
+
+    @property
+    def pages_per_row(self) -> int:
+        """Pages a row can list."""
+        return int(self.pages.shape[1])
+
+    def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
+        """`row` lists `pages`, which nobody writes to again, from column `first` on."""
+        end = first + len(pages)
+        self.pages[row, first:end] = pages
+        start = (self.first_row + row) * self.pages_per_row
+        self.page_log.note(np.arange(start + first, start + end), pages)
+
+    def list_page_each(self, rows: IntpArray, columns: Int32Array, pages: Int32Array) -> None:
+        """Row `rows[i]` lists `pages[i]`, which nobody writes to again, at `columns[i]`."""
+        cells: IntpArray = rows * self.pages_per_row + columns
+        self.pages.reshape(-1)[cells] = pages
+        self.page_log.note(cells + self.first_row * self.pages_per_row, pages)
+
+    def unlist_pages(self, row: int, first: int = 0) -> None:
+        """`row` lists nothing from column `first` on."""
+        listed = self.pages[row, first:].nonzero()[0]
+        listed += first
+        self.pages[row, listed] = 0
+        listed += (self.first_row + row) * self.pages_per_row
+        self.page_log.note(listed, np.zeros(len(listed), np.int32))
 
 
 class ReqToTokenPool(RowTables):
@@ -57,14 +134,17 @@ class ReqToTokenPool(RowTables):
                 f"a row pool needs at least 2 rows of 1 page, got {num_rows} of {pages_per_row}"
             )
         tables = tables or RowTables.empty(num_rows, pages_per_row)
-        super().__init__(tables.pages, tables.lengths, tables.epoch)
+        super().__init__(
+            tables.pages, tables.lengths, tables.epoch, tables.page_log, tables.first_row
+        )
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, NULL_ROW, -1))
         self._held = np.zeros(num_rows, np.bool_)
 
     def reset(self) -> None:
         """Every row is free and clean, and of a new epoch."""
-        self.pages.fill(0)
+        for row in range(self.num_rows):
+            self.unlist_pages(row)
         self.lengths.fill(0)
         self.epoch += 1
         self._free = list(range(self.num_rows - 1, NULL_ROW, -1))
@@ -74,11 +154,6 @@ class ReqToTokenPool(RowTables):
     def num_free(self) -> int:
         """Rows nobody holds."""
         return len(self._free)
-
-    @property
-    def pages_per_row(self) -> int:
-        """Pages a row can list."""
-        return int(self.pages.shape[1])
 
     @property
     def num_held(self) -> int:
@@ -106,7 +181,7 @@ class ReqToTokenPool(RowTables):
         if not self._held[row]:
             raise LeaseError(f"row {row} is given back, but nobody holds it")
         self._held[row] = False
-        self.pages[row] = 0
+        self.unlist_pages(row)
         self.lengths[:, row] = 0
         self.epoch[row] += 1
         self._free.append(row)

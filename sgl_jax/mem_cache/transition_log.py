@@ -1,7 +1,7 @@
 """The last moves of a pool's pages: who took them, gave them to the tree, freed them, in order.
 
-Written on every call to the allocator, read only when the books are wrong. Owns copies of what it
-was told; bounded in calls and in pages. Its clock counts calls, so it reads no time.
+Written on every call to the allocator, read only when the books are wrong. Keeps the arrays that it
+is told, bounded in calls and in pages. Its clock counts calls, so it reads no time.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import Int32Array, IntpArray
 
 Action = Literal["take", "give to the tree", "free"]
 
@@ -24,7 +24,7 @@ class Transition(NamedTuple):
     clock: int
     action: Action
     owners: int | Int32Array
-    pages: Int32Array
+    pages: IntpArray
 
 
 class TransitionLog:
@@ -33,17 +33,20 @@ class TransitionLog:
     def __init__(self) -> None:
         self.clock = 0
         # Plain tuples of a transition's fields: this is written far more often than read.
-        self._ring: deque[tuple[int, Action, int | Int32Array, Int32Array]] = deque()
+        self._ring: deque[tuple[int, Action, int | Int32Array, IntpArray]] = deque()
         self._num_pages = 0
 
-    def note(self, action: Action, owners: int | Int32Array, pages: Int32Array) -> None:
-        """Remember a call. O(pages); a call of more than `MAX_PAGES` is remembered in part."""
+    def note(self, action: Action, owners: int | Int32Array, pages: IntpArray) -> None:
+        """Remember a call, and its arrays, which nobody writes to again.
+
+        A call of more than `MAX_PAGES` is remembered in part.
+        """
         self.clock += 1
-        if not isinstance(owners, int):
-            owners = owners[:MAX_PAGES].copy()
-        kept = pages[:MAX_PAGES].copy()
-        self._ring.append((self.clock, action, owners, kept))
-        self._num_pages += len(kept)
+        if len(pages) > MAX_PAGES:
+            pages = pages[:MAX_PAGES]
+            owners = owners if isinstance(owners, int) else owners[:MAX_PAGES]
+        self._ring.append((self.clock, action, owners, pages))
+        self._num_pages += len(pages)
         while self._num_pages > MAX_PAGES or len(self._ring) > MAX_CALLS:
             self._num_pages -= len(self._ring.popleft()[3])
 

@@ -20,7 +20,6 @@ from sgl_jax.scheduler.events import (
     FailedAll,
     Flushed,
     Noted,
-    PageTableMirror,
     Planned,
     Raised,
     Rebuilt,
@@ -57,7 +56,6 @@ class Player:
         self.num_raised = 0  # exceptions, as recorded
         self.notes: list[str] = []
         self._check_memory = check_memory
-        self._mirror = PageTableMirror(started.sizes)
         self._unread: dict[int, StepPlan] = {}  # planned, not committed, by step id
         self._reply: Reply | None = None  # to the last question about sessions
         self._error: str | None = None  # raised by the last event
@@ -125,12 +123,8 @@ class Player:
                 raise DifferenceError(f"event {self.num_events}: a second beginning")
 
     def _plan(self, event: Planned) -> None:
-        try:
-            recorded = self._mirror.put_back(event)
-        except (IndexError, ValueError) as error:
-            raise RecordingError(f"event {self.num_events}: no such page table: {error}") from error
         plan = self.scheduler.plan()
-        self._compare(event, "plan", recorded, plan)
+        self._compare(event, "plan", event.plan, plan)
         if plan is not None:
             self._unread[plan.step_id] = plan
 

@@ -66,14 +66,16 @@ class Admission:
         than the threshold, on the rank where the fewest have to go, and none if it would not fit
         even so. Answers those retracted; the caller queues them again.
         """
-        request = self._waiting.first_by_priority()
-        if request is None:
+        highest = self._waiting.highest_priority
+        if highest is None:
             return []
+        below = highest - self._config.preemption_threshold
+        lowest = [rank.running.priorities.lowest for rank in ranks]
+        if not any(priority is not None and priority < below for priority in lowest):
+            return []
+        request = self._waiting.first_by_priority()
         held = {dp_rank for rid, dp_rank in self._holds.items() if rid != request.rid}
         allowed = [rank for rank in _allowed(ranks, request) if rank.dp_rank not in held]
-        below = request.priority - self._config.preemption_threshold
-        if not any(rank.running.has_priority_below(below) for rank in allowed):
-            return []
         if self._waiting.leader_of(request) is not None:
             return []
         cursors = self._waiting.cursors(request)
@@ -92,8 +94,12 @@ class Admission:
         """Start what can start in step number `step`, of which `drafts` are the ranks' shares."""
         if not len(self._waiting):
             return
+        due = self._waiting.due()
+        if not due and not any(draft.can_admit and draft.rank.has_row for draft in drafts):
+            self._holds.clear()
+            return
         rooms = [RankRoom(draft, self._config.chunked_prefill_size) for draft in drafts]
-        self._start_due(rooms)
+        self._start_due(rooms, due)
         is_open = np.array([room.is_open for room in rooms])
         if not is_open.any():
             return
@@ -152,12 +158,11 @@ class Admission:
 
     # -- requests that are due ----------------------------------------------------------------
 
-    def _start_due(self, rooms: list[RankRoom]) -> None:
+    def _start_due(self, rooms: list[RankRoom], due: list[Request]) -> None:
         """Start what was passed over too often, or hold a rank for it."""
-        due = self._waiting.due()
         self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}
-        for request, is_following in zip(due, self._waiting.are_following(due), strict=True):
-            if is_following or not self._waiting.is_due(request):
+        for request in due:
+            if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):
                 continue  # not due any more: an older one that was due has just started
             if request.rid in self._holds and not any(room.is_open for room in rooms):
                 continue  # its rank is held, or takes nothing anyway

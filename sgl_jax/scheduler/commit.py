@@ -92,10 +92,7 @@ def _append_token(
     running: RowColumns, rows: RowIndex, tokens: Int32Array, num_stop_ids: int
 ) -> _Gains:
     """Append one new token int32[n] to each row: what most steps do."""
-    known = running.known_len[rows]
-    running.tokens[rows, known] = tokens
-    known += 1
-    running.known_len[rows] = known
+    known = running.append_token(rows, tokens)
     is_stop = np.zeros(len(rows), np.bool_)
     for stop_id in running.stop_ids.T[:num_stop_ids]:
         is_stop |= stop_id[rows] == tokens
@@ -123,7 +120,7 @@ def _append_tokens(
     last = is_end.argmax(axis=1)
     counts = np.where(is_finished, last + 1, is_token.sum(axis=1))
     kept = lens <= running.known_len[rows, None] + counts[:, None]
-    running.tokens[np.repeat(rows, counts), lens[kept] - 1] = tokens[kept]
+    running.append_tokens(np.repeat(rows, counts), lens[kept] - 1, tokens[kept])
     running.known_len[rows] += counts
     return _Gains(counts, is_finished, is_finished & is_stop[np.arange(len(rows)), last])
 

@@ -33,6 +33,11 @@ class DraftPolicy:
         self.num_drafted = 0  # tokens whose result was read, and of these:
         self.num_accepted = 0  # past a stop as well
 
+    @property
+    def is_on(self) -> bool:
+        """Whether any row may ever draft."""
+        return self._most > 0
+
     def add(self, row: int) -> None:
         """A request starts in `row`, be it after a retract: it drafts until it proves useless."""
         self._accepted_per_step[row] = self._most
@@ -41,8 +46,6 @@ class DraftPolicy:
 
     def choose(self, rows: RowIndex, known_lens: Int32Array) -> Int32Array:
         """Drafts for each of `rows`, int32[len(rows)]."""
-        if self._most == 0:
-            return np.zeros(len(rows), np.int32)
         drafts = np.where(known_lens >= self._resume_len[rows], self._most, 0)
         return drafts.astype(np.int32)
 

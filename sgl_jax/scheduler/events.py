@@ -19,8 +19,8 @@ from sgl_jax.core.messages import (
     StopRequest,
     TokenLogprobs,
 )
+from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.step_plan import (
-    Int32Array,
     PromptLogprobs,
     RankPlan,
     RankResult,
@@ -83,19 +83,10 @@ class Ticked(msgspec.Struct, frozen=True, tag=True):
     now_s: float
 
 
-class PageChanges(msgspec.Struct, frozen=True, array_like=True):
-    """How a plan's page table differs from what its rows listed when they last ran."""
-
-    num_pages: int  # columns of the table
-    where: Int32Array  # [m] index into the flattened table
-    pages: Int32Array  # [m] page ids there
-
-
 class Planned(msgspec.Struct, frozen=True, tag=True):
-    """What `plan` answered. Page tables are left out of `plan` and told by `page_changes`."""
+    """What `plan` answered."""
 
     plan: StepPlan | None
-    page_changes: tuple[PageChanges, ...] = ()
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True):
@@ -142,8 +133,11 @@ Event: TypeAlias = (
 
 
 # These are recorded by position: a file is only read by code with the same fields.
-_TUPLES = (EngineSizes, SchedulerConfig, RowAdmission, RankPlan, PromptLogprobs, RankResult)
-_STRUCTS = (PageChanges, RequestOutput, TokenLogprobs)
+_TUPLES = (
+    *(EngineSizes, SchedulerConfig, RowAdmission, RankPlan, PageChanges),
+    *(PromptLogprobs, RankResult),
+)
+_STRUCTS = (RequestOutput, TokenLogprobs)
 LAYOUT = "; ".join(
     [f"{kind.__name__}: {' '.join(kind._fields)}" for kind in _TUPLES]
     + [f"{kind.__name__}: {' '.join(kind.__struct_fields__)}" for kind in _STRUCTS]
@@ -171,41 +165,3 @@ def _encode_array(value: Any) -> Any:
 def _decode_array(kind: type, value: Any) -> Any:
     dtype, shape, data = value
     return np.frombuffer(data, dtype).reshape(shape)
-
-
-class PageTableMirror:
-    """What every row of every rank listed when it last ran, so that only changes are written.
-
-    A page table is most of a plan, and hardly changes from one step to the next.
-    """
-
-    def __init__(self, sizes: EngineSizes) -> None:
-        shape = (sizes.dp_size, sizes.num_rows, sizes.pages_per_row)
-        self._pages = np.zeros(shape, np.int32)
-
-    def take_out(self, plan: StepPlan) -> Planned:
-        """`plan` without its page tables, and how these differ from the mirror."""
-        changes = []
-        for mirror, rank in zip(self._pages, plan.ranks, strict=True):
-            num_pages = rank.page_table.shape[1]
-            where = np.flatnonzero(mirror[rank.rows, :num_pages] != rank.page_table)
-            pages = rank.page_table.reshape(-1)[where]
-            changes.append(PageChanges(num_pages, where.astype(np.int32), pages))
-            mirror[rank.rows, :num_pages] = rank.page_table
-        none = np.zeros((0, 0), np.int32)
-        ranks = tuple(rank._replace(page_table=none) for rank in plan.ranks)
-        return Planned(StepPlan(plan.step_id, ranks), tuple(changes))
-
-    def put_back(self, event: Planned) -> StepPlan | None:
-        """The plan as it was."""
-        if event.plan is None:
-            return None
-        ranks = []
-        for mirror, rank, change in zip(
-            self._pages, event.plan.ranks, event.page_changes, strict=True
-        ):
-            table = mirror[rank.rows, : change.num_pages]
-            table.reshape(-1)[change.where] = change.pages
-            mirror[rank.rows, : change.num_pages] = table
-            ranks.append(rank._replace(page_table=table))
-        return StepPlan(event.plan.step_id, tuple(ranks))

@@ -29,9 +29,11 @@ class ForcedRetract:
         turn = num_steps // self._interval
         return [rank.retract(row, "forced") for rank in ranks for row in _victims(rank, turn)]
 
-    def may_start(self, num_running: int) -> bool:
-        """Whether a request may start while `num_running` run, over all ranks."""
-        return self._interval == 0 or not 0 < self._most_running < num_running
+    def may_start(self, ranks: Sequence[RankScheduler]) -> bool:
+        """Whether a request may start while so many run on `ranks` as do."""
+        if self._interval == 0 or self._most_running == 0:
+            return True
+        return sum(len(rank.running) for rank in ranks) <= self._most_running
 
 
 def _victims(rank: RankScheduler, turn: int) -> list[int]:

@@ -5,6 +5,7 @@ has still to compute of its prompt is its share in flight: a waiting request who
 alike can wait for that instead of computing it a second time.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,15 +29,16 @@ class InFlight:
 
     Args:
         rank: whose running requests they are.
+        rows: of those, oldest first.
         min_tokens: less than this is not worth waiting for: it is computed again.
     """
 
-    def __init__(self, rank: RankScheduler, min_tokens: int) -> None:
+    def __init__(self, rank: RankScheduler, rows: Sequence[int], min_tokens: int) -> None:
         self._rank = rank
         self._min_tokens = max(min_tokens, rank.memory.page_size)
         # By where the row's published part ends in the tree, and the page that comes next.
         self._rows: dict[tuple[int, bytes], int] = {}
-        for row in rank.running.prefilling(rank.memory.rows.kv_committed_len).tolist():
+        for row in rows:
             self.add(row)
 
     def add(self, row: int) -> None:

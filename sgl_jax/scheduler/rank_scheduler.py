@@ -79,11 +79,14 @@ class RankScheduler:
         """Pages that a new request may take: those of idle sessions counted, the reserve not."""
         return self.memory.num_reclaimable_pages - self.reserve.pages(self.memory, self.running)
 
+    def num_pages_at_most(self, request: Request) -> int:
+        """Pages that `request` would take if nobody else read its prefix."""
+        return self.memory.pages_for(len(request.tokens) + 1)
+
     def num_pages_needed(self, request: Request, cursor: PrefixCursor) -> int:
         """Pages that `request` would take: of its known tokens and one more, but for those that
         running requests read as well."""
-        memory = self.memory
-        return memory.pages_for(len(request.tokens) + 1) - memory.num_pages_in_use(cursor)
+        return self.num_pages_at_most(request) - self.memory.num_pages_in_use(cursor)
 
     def fits(self, request: Request, cursor: PrefixCursor) -> bool:
         """Whether a row, the request's pages and the reserve are there, or with idle sessions."""
@@ -96,14 +99,11 @@ class RankScheduler:
             return cursor.length
         return max(cursor.length, min(slot.kv_committed_len, request.slot_len))
 
-    def expected_steps_to_ends(self) -> list[int]:
-        """In how many steps the first, the second, ... of the running requests may end, if they
-        generate half of what they still may."""
+    def expected_steps_to_ends(self) -> Int32Array:
+        """In how many steps each of the running requests may end, if they generate half of what
+        they still may."""
         rows = self.running.active
-        steps: list[int] = np.sort(
-            (self.running.max_len[rows] - self.running.planned_len[rows]) // 2
-        ).tolist()
-        return steps
+        return (self.running.max_len[rows] - self.running.planned_len[rows]) // 2
 
     def victims_for(self, request: Request, cursor: PrefixCursor, below: int) -> list[int] | None:
         """Rows of running requests of a priority lower than `below` that must go for `request`.

@@ -36,6 +36,8 @@ class Ranks:
         self._num_rows = sizes.num_rows
         self.num_generated_tokens = 0  # by requests of all ranks
         self._memories = [rank.memory for rank in self.ranks]
+        self._active_parts = [rank.running.active for rank in self.ranks]
+        self._active = self.join(self._active_parts)
 
     def join(self, rows: Sequence[Int32Array | IntpArray]) -> tuple[RowIndex, list[int]]:
         """The joint rows of each rank's `rows`, rank by rank, and where each rank's begin.
@@ -46,6 +48,14 @@ class Ranks:
         joint = np.concatenate(rows, dtype=np.intp)
         joint += self._first_rows[:-1].repeat(counts)
         return joint, [0, *accumulate(counts)]
+
+    def active(self) -> tuple[RowIndex, list[int]]:
+        """The joint rows of all running requests, oldest first on each rank, as `join` answers."""
+        parts = [rank.running.active for rank in self.ranks]
+        # A rank's rows are another array as soon as they change.
+        if any(now is not before for now, before in zip(parts, self._active_parts, strict=True)):
+            self._active_parts, self._active = parts, self.join(parts)
+        return self._active
 
     def bounds(self, joint: RowIndex) -> list[int]:
         """Where each rank's rows begin among `joint` rows that are listed rank by rank."""

@@ -26,7 +26,6 @@ from sgl_jax.scheduler.events import (
     FailedAll,
     Flushed,
     Noted,
-    PageTableMirror,
     Planned,
     Raised,
     Rebuilt,
@@ -66,7 +65,6 @@ class Recorder:
     def __init__(self, scheduler: Scheduler, writer: EventWriter) -> None:
         self._scheduler = scheduler
         self._writer = writer
-        self._mirror = PageTableMirror(scheduler.sizes)
         writer.write(Started(scheduler.sizes, scheduler.config))
 
     def close(self) -> None:
@@ -118,7 +116,7 @@ class Recorder:
             self._writer.write(Planned(None))
             self._writer.write(Raised(describe(error)))
             raise
-        self._writer.write(Planned(None) if plan is None else self._mirror.take_out(plan))
+        self._writer.write(Planned(plan))
         return plan
 
     def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:

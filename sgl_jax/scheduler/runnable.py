@@ -26,7 +26,7 @@ class Runnable(NamedTuple):
 def choose_runnable(ranks: Ranks) -> list[Runnable]:
     """What runs on each rank; takes pages for the tokens of decode rows where it can."""
     running, tables = ranks.running, ranks.tables
-    rows, bounds = ranks.join([rank.running.active for rank in ranks.ranks])
+    rows, bounds = ranks.active()
     wants_any = running.may_run(rows)
     wanted = running.planned_len[rows] - tables.kv_committed_len[rows]
     wants_one = wants_any & (wanted == 1) & (running.score_start[rows] == NOT_SCORED)

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.step_plan import BoolArray, Int32Array, RowIndex
+from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 
 NO_TOKEN = -1
+TOKEN_BLOCK = 16  # tokens that are written to a row's table together: a cache line of them
 NOT_SCORED = np.iinfo(np.int32).max
 
 
@@ -29,7 +31,10 @@ NOT_SCORED = np.iinfo(np.int32).max
 class RowColumns:
     """What the scheduler knows of n rows; those of a rank are views of all ranks' columns."""
 
-    tokens: Int32Array  # [n, max_context_len]
+    tokens: Int32Array  # [n, max_context_len, in whole blocks]; the last block may lack the latest
+    # At p % TOKEN_BLOCK the token at position p, of the last positions. A token a step for each row
+    # goes here, close together, where their places in `tokens` are far apart.
+    latest: Int32Array  # [n, TOKEN_BLOCK]
     known_len: Int32Array  # [n], as all that follow
     planned_len: Int32Array
     unread_drafts: Int32Array
@@ -53,7 +58,8 @@ class RowColumns:
         lens = np.zeros((6, num_rows), np.int32)
         return cls(
             # Zeroed lazily by the operating system: only rows and positions in use take memory.
-            tokens=np.zeros((num_rows, max_context_len), np.int32),
+            tokens=np.zeros((num_rows, -(-max_context_len // TOKEN_BLOCK) * TOKEN_BLOCK), np.int32),
+            latest=np.zeros((num_rows, TOKEN_BLOCK), np.int32),
             known_len=lens[0],
             planned_len=lens[1],
             unread_drafts=lens[2],
@@ -74,6 +80,24 @@ class RowColumns:
         """Views of some of the rows."""
         return RowColumns(*(getattr(self, field.name)[rows] for field in fields(self)))
 
+    def append_token(self, rows: RowIndex, tokens: Int32Array) -> Int32Array:
+        """A row of `rows` gains one token each, int32[len(rows)]; answers their lengths then."""
+        lens: Int32Array = self.known_len[rows]
+        place = lens & (TOKEN_BLOCK - 1)
+        self.latest[rows, place] = tokens
+        full = (place == TOKEN_BLOCK - 1).nonzero()[0]
+        if len(full):
+            blocks = self.tokens.reshape(len(self.tokens), -1, TOKEN_BLOCK)
+            blocks[rows[full], lens[full] // TOKEN_BLOCK] = self.latest[rows[full]]
+        lens += 1
+        self.known_len[rows] = lens
+        return lens
+
+    def append_tokens(self, rows: RowIndex, positions: Int32Array, tokens: Int32Array) -> None:
+        """Write tokens, in order, at `positions` of `rows`: int32[m] each, rows repeated."""
+        self.tokens[rows, positions] = tokens
+        self.latest[rows, positions & (TOKEN_BLOCK - 1)] = tokens
+
     def may_run(self, rows: RowIndex) -> BoolArray:
         """Which of `rows` still need a step.
 
@@ -90,6 +114,7 @@ class RunningRows(RowColumns):
     def __init__(self, columns: RowColumns) -> None:
         super().__init__(*(getattr(columns, field.name) for field in fields(columns)))
         self.active: RowIndex = np.zeros(0, np.intp)
+        self.priorities = PriorityCounts()
         self.num_stop_ids = 0  # columns of `stop_ids` that were ever used
         self.requests: list[Request | None] = [None] * len(self.known_len)
 
@@ -106,6 +131,8 @@ class RunningRows(RowColumns):
         """Let `request`, with all its known tokens, run in `row`."""
         sampling, count = request.message.sampling, len(request.tokens)
         self.tokens[row, :count] = request.tokens
+        last_block = count // TOKEN_BLOCK * TOKEN_BLOCK
+        self.latest[row, : count - last_block] = request.tokens[last_block:]
         self.known_len[row] = count
         self.planned_len[row] = count
         self.unread_drafts[row] = 0
@@ -113,6 +140,7 @@ class RunningRows(RowColumns):
         self.min_len[row] = request.prompt_len + sampling.min_new_tokens
         self.max_len[row] = request.max_len
         self.priority[row] = request.priority
+        self.priorities.add(request.priority)
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
@@ -129,24 +157,18 @@ class RunningRows(RowColumns):
     def remove(self, row: int) -> Int32Array:
         """Take a request out of its row; returns a copy of its known tokens."""
         tokens = self.known_tokens(row).copy()
+        self.priorities.remove(int(self.priority[row]))
         self.requests[row] = None
         self.rids[row] = ""
         self.active = self.active[self.active != row]
         return tokens
 
-    def has_priority_below(self, priority: int) -> bool:
-        """Whether a request runs whose priority is lower than that."""
-        return bool(np.count_nonzero(self.priority[self.active] < priority))
-
     def known_tokens(self, row: int) -> Int32Array:
         """The tokens of `row` the host knows, int32[known_len]; a view."""
-        return self.tokens[row, : self.known_len[row]]
-
-    def prefilling(self, committed_len: Int32Array) -> RowIndex:
-        """Active rows with more than one token to compute, oldest first; `committed_len` is that
-        of all rows."""
-        rows = self.active
-        return rows[self.planned_len[rows] - committed_len[rows] > 1]
+        count = int(self.known_len[row])
+        last_block = count // TOKEN_BLOCK * TOKEN_BLOCK
+        self.tokens[row, last_block:count] = self.latest[row, : count - last_block]
+        return self.tokens[row, :count]
 
     def runnable(self) -> RowIndex:
         """Active rows that still need a step, oldest first."""

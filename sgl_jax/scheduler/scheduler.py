@@ -33,7 +33,7 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.request_len import max_request_len
 from sgl_jax.scheduler.runnable import choose_runnable
-from sgl_jax.scheduler.step_builder import build_plans
+from sgl_jax.scheduler.step_builder import build_plan
 from sgl_jax.scheduler.step_planner import StepDraft
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
@@ -235,7 +235,7 @@ class Scheduler:
         if request.state is not RequestState.WAITING:
             raise KeyError(f"{rid} does not wait")
         reason = self._admission.why_waiting(request, self.ranks, self._steps)
-        if reason.kind == "step" and not self._forced_retract.may_start(self.num_running):
+        if reason.kind == "step" and not self._forced_retract.may_start(self.ranks):
             return WaitReason("paused")
         return reason
 
@@ -257,7 +257,7 @@ class Scheduler:
         if not self._requests:
             return None
         taken = self._forced_retract.take(self.ranks, self._steps)
-        may_start = not taken and self._forced_retract.may_start(self.num_running)
+        may_start = not taken and self._forced_retract.may_start(self.ranks)
         preempted = self._admission.preempt(self.ranks) if may_start else []
         chunk_size = self.config.chunked_prefill_size
         drafts = [
@@ -275,7 +275,7 @@ class Scheduler:
             self._admission.admit_into(drafts, self._steps)
         if all(draft.is_empty for draft in drafts):
             return None
-        plan = StepPlan(self._steps, build_plans(self._all_ranks, drafts))
+        plan = build_plan(self._all_ranks, drafts, self._steps)
         self._steps += 1
         return plan
 

@@ -10,27 +10,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import BoolArray, Int32Array, RankPlan, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Int32Array, RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.release import publish_prefix
 from sgl_jax.scheduler.ranks import Ranks, largest_of_each
 from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.step_planner import StepDraft
 
-_TABLE_COLUMNS = 16  # page tables are made of so many columns, or twice as many, ...
 
-
-def build_plans(ranks: Ranks, drafts: Sequence[StepDraft]) -> tuple[RankPlan, ...]:
-    """Each rank's plan, of its draft. Lengths are committed, prefill chunks published."""
+def build_plan(ranks: Ranks, drafts: Sequence[StepDraft], step_id: int) -> StepPlan:
+    """The plan, of each rank's draft. Lengths are committed, prefill chunks published."""
     for draft in drafts:
         draft.trim_to_shape()
     step = _JointStep.of(ranks, drafts)
-    plans = _plans(ranks, drafts, step)
+    # Before chunks are published: that may give a row pages of the tree for its own, which the
+    # step still writes.
+    plan = StepPlan(step_id, _plans(ranks, drafts, step), ranks.tables.page_log.take())
     _commit(ranks, step)
     for draft in drafts:
         _publish_chunks(draft)
         if not draft.retracted:
             draft.rank.reserve.after_step()
-    return plans
+    return plan
 
 
 class _JointStep(NamedTuple):
@@ -54,7 +54,8 @@ class _JointStep(NamedTuple):
         num_drafts = np.zeros(len(rows), np.int32)
         for draft, first, end in zip(drafts, bounds[:-1], bounds[1:], strict=True):
             first_chunk = first + len(draft.decode_rows)
-            num_drafts[first:first_chunk] = draft.num_drafts
+            if draft.rank.drafts.is_on:
+                num_drafts[first:first_chunk] = draft.num_drafts
             if draft.chunk_lens:
                 num_tokens[first_chunk:end] = draft.chunk_lens
         kv_starts = ranks.tables.kv_committed_len[rows]
@@ -82,7 +83,7 @@ def _plans(ranks: Ranks, drafts: Sequence[StepDraft], step: _JointStep) -> tuple
     epochs = ranks.tables.epoch[step.rows]
     q_lens = step.num_tokens + step.num_drafts
     relayed = step.unread > 0
-    page_tables = _page_tables(ranks, step)
+    num_pages = _num_pages(ranks, step)
     num_scored = _num_scored(ranks, step)
     top_logprobs_nums = _top_logprobs_nums(ranks, step)
     return tuple(
@@ -92,7 +93,7 @@ def _plans(ranks: Ranks, drafts: Sequence[StepDraft], step: _JointStep) -> tuple
             kv_starts=step.kv_starts[part],
             q_lens=q_lens[part],
             samples=step.samples[part],
-            page_table=page_tables[k],
+            num_pages=num_pages[k],
             num_decode=len(draft.decode_rows),
             relayed=relayed[part],
             admissions=draft.rank.take_admissions(),
@@ -107,20 +108,10 @@ def _plans(ranks: Ranks, drafts: Sequence[StepDraft], step: _JointStep) -> tuple
     )
 
 
-def _page_tables(ranks: Ranks, step: _JointStep) -> list[Int32Array]:
-    """For each rank, the pages of its rows, as many as the longest of them may need."""
-    pages, page_size = ranks.tables.pages, ranks.page_size
+def _num_pages(ranks: Ranks, step: _JointStep) -> list[int]:
+    """For each rank, as many pages as the longest of its rows may need."""
     lens = step.ends + step.unread + step.num_drafts
-    widths = [-(-length // page_size) for length in largest_of_each(lens, step.bounds)]
-    parts = step.parts
-    needed = sum(width * (p.stop - p.start) for width, p in zip(widths, parts, strict=True))
-    # Of a size that comes again: what a step before gave back is then given out again, where a
-    # table a little larger would be memory that the operating system has yet to clear.
-    widest = -(-max(widths) // _TABLE_COLUMNS) * _TABLE_COLUMNS
-    if widest * len(lens) <= 2 * needed:
-        table = pages[step.rows, :widest]
-        return [table[part, :width] for part, width in zip(parts, widths, strict=True)]
-    return [pages[step.rows[part], :width] for part, width in zip(parts, widths, strict=True)]
+    return [-(-length // ranks.page_size) for length in largest_of_each(lens, step.bounds)]
 
 
 def _num_scored(ranks: Ranks, step: _JointStep) -> list[Int32Array | None]:

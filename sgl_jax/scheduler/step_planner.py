@@ -39,6 +39,7 @@ class StepDraft:
         self._shapes = sizes.step_token_shapes
         self.chunk_rows: list[int] = []
         self.chunk_lens: list[int] = []
+        self._prefilling = runnable.prefilling
         self.decode_rows = runnable.decoding
         if not runnable.has_slots:
             self.decode_rows = self._grow_or_retract(runnable.decoding)
@@ -47,7 +48,7 @@ class StepDraft:
         self._score_budget = sizes.max_prompt_logprob_tokens
         # Wanted, in this step or later.
         self.num_prefill_tokens = runnable.num_prefill_tokens
-        self._continue_prefills(runnable.prefilling)
+        self._continue_prefills()
 
     @property
     def is_empty(self) -> bool:
@@ -69,8 +70,19 @@ class StepDraft:
         self.num_prefill_tokens += (
             len(request.tokens) - self.rank.memory.leases[row].kv_committed_len
         )
+        self._prefilling.append(row)
         self._add_chunk(row)
         return row
+
+    def prefilling_rows(self) -> list[int]:
+        """The rows with more than one token to compute, in this step or later, oldest first."""
+        running, committed_len = self.rank.running, self.rank.memory.rows.kv_committed_len
+        return [
+            row
+            for row in self._prefilling
+            if running.requests[row] is not None
+            and running.planned_len[row] - committed_len[row] > 1
+        ]
 
     def rows(self) -> RowIndex:
         """The rows of the step: those that decode, then those with a prefill chunk."""
@@ -138,6 +150,8 @@ class StepDraft:
     def _grow_for_drafts(self) -> Int32Array:
         """Choose each decode row's drafts and reserve their slots; none if memory is short."""
         rows, running = self.decode_rows, self.rank.running
+        if not self.rank.drafts.is_on:
+            return np.zeros(len(rows), np.int32)
         drafts = self.rank.drafts.choose(rows, running.known_len[rows])
         if not np.count_nonzero(drafts):
             return drafts
@@ -161,10 +175,10 @@ class StepDraft:
         self.retracted.append(self.rank.retract(victim))
         return victim
 
-    def _continue_prefills(self, rows: list[int]) -> None:
+    def _continue_prefills(self) -> None:
         """Add a chunk of each prefilling row that budget and memory allow, oldest first."""
         running = self.rank.running
-        for row in rows:
+        for row in self._prefilling:
             if running.requests[row] is not None:
                 self._add_chunk(row)
         # Prefills that block each other would wait forever: retract until one can go on.

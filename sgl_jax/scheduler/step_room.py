@@ -4,9 +4,11 @@ Costs are counted in prompt tokens, the work that a step has a budget of. So "co
 another rank has cached" and "waiting there until it has room" can be held against each other.
 """
 
-from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.in_flight import InFlight, Leader
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
@@ -41,6 +43,11 @@ class RankRoom:
         self._draft = draft
         self._chunk_size = chunk_size
         self._is_held = False
+        # Looked up when they are first asked for.
+        self._num_pages: int | None = None
+        self._num_reserved: int | None = None
+        self._steps_to_ends: Int32Array | None = None
+        self._in_flight: InFlight | None = None
         self._look()
 
     def _look(self) -> None:
@@ -48,19 +55,19 @@ class RankRoom:
         self.num_running = len(self.rank.running)
         self._has_row = self.rank.has_row
         # Whether the step takes another request here, if that fits.
-        self.is_open = self._draft.can_admit and self._has_row and not self._is_held
-        self._num_pages: int | None = None
+        self.is_open = self._has_row and not self._is_held and self._draft.can_admit
 
     @property
     def num_pages(self) -> int:
         """Pages that another request may take: the reserve of those that run is left out."""
         if self._num_pages is None:
-            self._num_pages = self.rank.memory.num_reclaimable_pages - self._num_reserved
+            self._num_pages = self.rank.memory.num_reclaimable_pages - self._reserve()
         return self._num_pages
 
-    @cached_property
-    def _num_reserved(self) -> int:
-        return self.rank.reserve.pages(self.rank.memory, self.rank.running)
+    def _reserve(self) -> int:
+        if self._num_reserved is None:
+            self._num_reserved = self.rank.reserve.pages(self.rank.memory, self.rank.running)
+        return self._num_reserved
 
     def num_short(self, request: Request, cursor: PrefixCursor) -> int:
         """Pages that `request` lacks here; not above 0 if it has enough."""
@@ -68,7 +75,13 @@ class RankRoom:
 
     def fits(self, request: Request, cursor: PrefixCursor) -> bool:
         """Whether `request` can start here in this step."""
-        return self.is_open and self.num_short(request, cursor) <= 0
+        return self.is_open and self._has_pages(request, cursor)
+
+    def _has_pages(self, request: Request, cursor: PrefixCursor) -> bool:
+        # Mostly there are enough without a look at how much of its prefix is in use.
+        if self.rank.num_pages_at_most(request) <= self.num_pages:
+            return True
+        return self.num_short(request, cursor) <= 0
 
     def option(
         self, request: Request, cursor: PrefixCursor, num_unskewed: int, *, fits: bool
@@ -77,23 +90,26 @@ class RankRoom:
 
         `fits` is what the method of that name says.
         """
-        rank = self.rank
-        may_fit_next = not self.is_open and self._has_row and not self._is_held
-        has_room = fits or (may_fit_next and self.num_short(request, cursor) <= 0)
-        num_read, leader = rank.reusable_len(request, cursor), self.leader(request, cursor)
+        may_fit_next = self._has_row and not self.is_open and not self._is_held
+        has_room = fits or (may_fit_next and self._has_pages(request, cursor))
+        num_read, leader = self.rank.reusable_len(request, cursor), self.leader(request, cursor)
         if leader is not None and leader.length > num_read:
             num_read = leader.length
         else:
             leader = None
-        num_excess = max(self.num_running - num_unskewed, 0)
-        num_ahead = self._draft.num_prefill_tokens + self._chunk_size * num_excess
+        num_ahead = self._draft.num_prefill_tokens
+        if self.num_running > num_unskewed:
+            num_ahead += self._chunk_size * (self.num_running - num_unskewed)
         if not has_room:
             num_ahead += self._chunk_size * self._steps_to_room()
         cost = len(request.tokens) - num_read + num_ahead
-        return Option(cost, self.num_running, rank.dp_rank, fits, leader)
+        return Option(cost, self.num_running, self.rank.dp_rank, fits, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor) -> Leader | None:
         """Who computes more of the request's tokens here than the tree has."""
+        if self._in_flight is None:
+            min_tokens = self._chunk_size // _MIN_SHARED_PART
+            self._in_flight = InFlight(self.rank, self._draft.prefilling_rows(), min_tokens)
         return self._in_flight.leader(request, cursor)
 
     def hold(self) -> None:
@@ -103,22 +119,22 @@ class RankRoom:
 
     def start(self, request: Request, cursor: PrefixCursor) -> None:
         """Start a request that fits."""
-        row = self._draft.admit(request, cursor, self._num_reserved)
+        num_reserved = self._reserve()
+        row = self._draft.admit(request, cursor, num_reserved)
         # The reserve of the others is as it was.
-        self._num_reserved += self.rank.reserve.pages_of(row, self.rank.memory, self.rank.running)
+        more = self.rank.reserve.pages_of(row, self.rank.memory, self.rank.running)
+        self._num_reserved, self._num_pages = num_reserved + more, None
         self._look()
-        if "_in_flight" in self.__dict__:
+        if self._in_flight is not None:
             self._in_flight.add(row)
-
-    @cached_property
-    def _in_flight(self) -> InFlight:
-        return InFlight(self.rank, self._chunk_size // _MIN_SHARED_PART)
-
-    @cached_property
-    def _steps_to_ends(self) -> list[int]:
-        return self.rank.expected_steps_to_ends()
 
     def _steps_to_room(self) -> int:
         """Steps until so many requests have ended as wait for room, and one more."""
+        if self._steps_to_ends is None:
+            self._steps_to_ends = self.rank.expected_steps_to_ends()
         ends = self._steps_to_ends
-        return ends[min(self.num_staying, len(ends) - 1)] if ends else 1
+        if not len(ends):
+            return 1
+        if not self.num_staying:
+            return int(ends.min())
+        return int(np.sort(ends)[min(self.num_staying, len(ends) - 1)])

@@ -9,25 +9,27 @@ output to lose; then the longest cached prefix (`lpm`) or none of that (`fcfs`);
 """
 
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.wait_reason import WaitKind
 
 Int64Array: TypeAlias = NDArray[np.int64]
 
 _NO_RANK = -1
-_LOOKED_AT_ONCE = 256
 _NEVER = np.iinfo(np.int32).max  # pages that no rank has
 # Parts of an order key, in bits. What does not fit is cut: it changes the order of extremes only.
 _ARRIVAL_BITS, _CACHED_BITS, _PRIORITY_BITS = 26, 21, 14
+_LAST = np.iinfo(np.int64).max  # no order key
 
 
 class WaitingQueue:
@@ -54,23 +56,26 @@ class WaitingQueue:
         self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
         self._by_line: dict[int, Request] = {}
         self._cursors: dict[int, list[PrefixCursor]] = {}  # by line, one for each rank
-        self._free_lines: list[int] = []
-        self._end = 0  # lines in use lie below
-        self._has_priorities = False
+        # Lines in use lie below `_end`, close together: of free ones the lowest is taken first.
+        self._end = 0
+        self._free_lines: list[int] = []  # a heap; those from `_end` on mean nothing
+        self._priorities = PriorityCounts()
         # Columns, indexed by line, and one for each rank where ranks differ; the operating system
         # zeroes what is used, when it is used.
         ranks = len(memories)
         self._is_waiting = np.zeros(capacity, np.bool_)
         self._num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
         self._cached_pages = np.zeros((ranks, capacity), np.int32)  # of these, on each rank's tree
+        self._most_cached = np.zeros(capacity, np.int32)  # of that, on a rank where it may run
         self._place = np.zeros((ranks, capacity), np.int32)  # of the cursor on each rank's tree
         self._may_run = np.zeros((ranks, capacity), np.bool_)
         self._arrival = np.zeros(capacity, np.int64)
         self._priority = np.zeros(capacity, np.int64)
         self._is_retracted = np.zeros(capacity, np.bool_)
         self._passed_over = np.zeros(capacity, np.int32)  # younger requests that started before
-        # The running request whose prefix a request waits for: rank, row (0: none), the row's
-        # epoch, and the protected length at which the prefix is there.
+        # The running request whose prefix a request waits for: rank, row, the row's epoch, and the
+        # protected length at which the prefix is there.
+        self._has_leader = np.zeros(capacity, np.bool_)
         self._leader = np.zeros((capacity, 4), np.int32)
         # The rank that a request waits for though another has room, and the step it gives up at.
         self._stay_rank = np.full(capacity, _NO_RANK, np.int32)
@@ -86,9 +91,7 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """A request waits, new or retracted."""
-        line = self._free_lines.pop() if self._free_lines else self._end
-        self._end = max(self._end, line + 1)
-        request.line = line
+        line = request.line = self._take_line()
         self._requests[request.rid] = self._by_line[line] = request
         tokens, page_size = request.matchable(), self._memories[0].page_size
         cursors = []
@@ -106,13 +109,22 @@ class WaitingQueue:
         self._may_run[:, line] = pinned is None
         if pinned is not None:
             self._may_run[pinned, line] = True
+        self._note_most_cached(np.array([line]))
         self._arrival[line] = request.arrival
         self._priority[line] = request.priority
-        self._has_priorities |= request.priority != 0
+        self._priorities.add(request.priority)
         self._is_retracted[line] = request.num_retractions > 0
         self._passed_over[line] = 0
-        self._leader[line] = 0
+        self._has_leader[line] = False
         self._stay_rank[line] = _NO_RANK
+
+    def _take_line(self) -> int:
+        line = heappop(self._free_lines) if self._free_lines else self._end
+        if line >= self._end:
+            self._free_lines.clear()
+            line = self._end
+            self._end += 1
+        return line
 
     def remove(self, request: Request) -> None:
         """Take a request out, whatever becomes of it; it must be waiting."""
@@ -120,8 +132,11 @@ class WaitingQueue:
         del self._requests[request.rid], self._by_line[line]
         for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
             memory.cache.unfollow(cursor)
+        self._priorities.remove(int(self._priority[line]))
         self._is_waiting[line] = False
-        self._free_lines.append(line)
+        heappush(self._free_lines, line)
+        while self._end and not self._is_waiting[self._end - 1]:
+            self._end -= 1
 
     def started(self, request: Request, dp_rank: int) -> None:
         """A request got memory on a rank: it leaves, and has passed over all older ones there.
@@ -143,6 +158,7 @@ class WaitingQueue:
         self._by_line.clear()
         self._cursors.clear()
         self._free_lines.clear()
+        self._priorities = PriorityCounts()
         self._is_waiting[: self._end] = False
         self._end = 0
 
@@ -164,22 +180,20 @@ class WaitingQueue:
         """Do not try `request` before what runs in `row` has published `length` tokens, or left."""
         epoch = int(self._memories[dp_rank].rows.epoch[row])
         self._leader[request.line] = (dp_rank, row, epoch, length)
+        self._has_leader[request.line] = True
         self.stay(request, dp_rank, until_step=0)
 
     def leader_of(self, request: Request) -> tuple[int, int] | None:
         """Rank and row of the request whose prefix it waits for; None if for none any more."""
-        line = np.array([request.line])
-        dp_rank, row, _, _ = self._leader[request.line].tolist()
-        return (dp_rank, row) if self._is_following(line)[0] else None
-
-    def are_following(self, requests: Sequence[Request]) -> list[bool]:
-        """Which of `requests` wait for the prefix of a running one still."""
-        if not requests:
-            return []
-        are_following: list[bool] = self._is_following(
-            np.array([request.line for request in requests])
-        ).tolist()
-        return are_following
+        line = request.line
+        if not self._has_leader[line]:
+            return None
+        dp_rank, row, epoch, length = self._leader[line].tolist()
+        rows = self._memories[dp_rank].rows
+        if rows.epoch[row] == epoch and rows.cache_protected_len[row] < length:
+            return dp_rank, row
+        self._has_leader[line] = False  # for good: lengths grow while the epoch is the same
+        return None
 
     def stay(self, request: Request, dp_rank: int, until_step: int) -> None:
         """Do not try `request` before that rank has room or that step is planned."""
@@ -207,22 +221,23 @@ class WaitingQueue:
             step: being planned.
         """
         self._take_moves()
-        lines = np.flatnonzero(self._is_waiting[: self._end])
-        lines = lines[~self._is_following(lines) & ~self._is_staying(lines, is_open, step)]
-        lines, least = self._fitting(lines, room, is_open)
+        may_start = self._is_waiting[: self._end].copy()
+        may_start[self._following()] = False
+        may_start[self._staying(is_open, step)] = False
+        ranks = is_open.nonzero()[0]
+        lines, least = self._fitting(may_start, ranks, room[ranks])
         if not len(lines):
             return
-        order = np.argsort(self._order_keys(lines), kind="stable")
-        lines, least, start = lines[order], least[:, order], 0
-        while start < len(lines) and np.count_nonzero(is_open):
-            room_now = np.where(is_open, room, -1)[:, None]
-            may_fit = np.logical_or.reduce(least[:, start : start + _LOOKED_AT_ONCE] <= room_now)
-            index = may_fit.argmax()
-            if may_fit[index]:
-                yield self._by_line[int(lines[start + index])]
-                start += int(index) + 1
-            else:
-                start += _LOOKED_AT_ONCE
+        keys = self._order_keys(lines)
+        known_room = room[ranks]
+        while keys[first := keys.argmin()] != _LAST:
+            keys[first] = _LAST
+            yield self._by_line[int(lines[first])]
+            room_now = np.where(is_open, room, -1)[ranks]
+            if np.count_nonzero(room_now != known_room):  # one has started
+                may_fit = np.logical_or.reduce(least <= room_now[:, None])
+                keys[~may_fit] = _LAST
+                known_room = room_now
 
     def due(self) -> list[Request]:
         """Requests that are due, oldest first, whether or not they may start."""
@@ -230,13 +245,17 @@ class WaitingQueue:
         lines = np.flatnonzero(
             self._is_waiting[:end] & (self._passed_over[:end] >= self._max_passed_over)
         )
-        lines = lines[np.argsort(self._arrival[lines])]
+        if len(lines) > 1:
+            lines = lines[np.argsort(self._arrival[lines])]
         return [self._by_line[line] for line in lines.tolist()]
 
-    def first_by_priority(self) -> Request | None:
-        """Of the requests of the highest priority, the one that waits longest."""
-        if not self._has_priorities or not self._requests:
-            return None
+    @property
+    def highest_priority(self) -> int | None:
+        """Of the requests that wait; None if none does."""
+        return self._priorities.highest
+
+    def first_by_priority(self) -> Request:
+        """Of the requests of the highest priority, at least one, the one that waits longest."""
         lines = np.flatnonzero(self._is_waiting[: self._end])
         lines = lines[self._priority[lines] == self._priority[lines].max()]
         return self._by_line[int(lines[self._arrival[lines].argmin()])]
@@ -248,7 +267,7 @@ class WaitingQueue:
         """
         self._take_moves()
         lines = np.flatnonzero(self._is_waiting[: self._end])
-        is_following = self._is_following(lines)
+        is_following = np.isin(lines, self._following())
         is_staying = (self._stay_until[lines] > step) & ~is_following
         least = self._num_pages[lines] - self._cached_pages[:, lines]
         may_run = self._may_run[:, lines] & has_row[:, None]
@@ -267,68 +286,80 @@ class WaitingQueue:
 
     def _take_moves(self) -> None:
         """Take over what has changed on the ranks' trees."""
+        moved_lines = []
         for dp_rank, memory in enumerate(self._memories):
             for cursor in memory.cache.take_moved():
                 self._cached_pages[dp_rank, cursor.tag] = cursor.length // memory.page_size
                 self._place[dp_rank, cursor.tag] = cursor.place
+                moved_lines.append(cursor.tag)
+        if moved_lines:
+            self._note_most_cached(np.array(moved_lines))
 
-    def _is_following(self, lines: Int64Array) -> BoolArray:
-        """Which of `lines` wait for a prefix that is being computed; bool[len(lines)]."""
-        leaders = self._leader[lines]
-        is_following = leaders[:, 1] > 0
-        for dp_rank in dict.fromkeys(leaders[is_following, 0].tolist()):
-            mine = np.flatnonzero(is_following & (leaders[:, 0] == dp_rank))
-            _, row, epoch, length = leaders[mine].T
-            rows = self._memories[dp_rank].rows
-            is_following[mine] = (rows.epoch[row] == epoch) & (
-                rows.cache_protected_len[row] < length
-            )
-        return is_following
+    def _note_most_cached(self, lines: Int64Array) -> None:
+        self._most_cached[lines] = np.maximum.reduce(
+            self._cached_pages[:, lines] * self._may_run[:, lines]
+        )
 
-    def _is_staying(self, lines: Int64Array, is_open: BoolArray, step: int) -> BoolArray:
-        """Which of `lines` wait for a better rank than those that have room; bool[len(lines)]."""
+    def _following(self) -> Int64Array:
+        """The lines of requests that wait for a prefix that is being computed."""
+        lines = (self._has_leader[: self._end] & self._is_waiting[: self._end]).nonzero()[0]
+        is_following = [self.leader_of(self._by_line[line]) is not None for line in lines.tolist()]
+        following: Int64Array = lines[np.array(is_following, np.bool_)]
+        return following
+
+    def _staying(self, is_open: BoolArray, step: int) -> Int64Array:
+        """The lines of requests that wait for a better rank than those that have room."""
+        lines = (self._stay_until[: self._end] > step).nonzero()[0]
+        if not len(lines):
+            return lines
         ranks = self._stay_rank[lines]
-        is_staying: BoolArray = (ranks != _NO_RANK) & (self._stay_until[lines] > step)
-        return is_staying & ~is_open[ranks]
+        staying: Int64Array = lines[(ranks != _NO_RANK) & ~is_open[ranks]]
+        return staying
 
     def _fitting(
-        self, lines: Int64Array, room: Int32Array, is_open: BoolArray
+        self, may_start: BoolArray, ranks: IntpArray, room: Int32Array
     ) -> tuple[Int64Array, Int32Array]:
-        """Those of `lines` that fit an open rank, and the pages that each takes there at least.
+        """The lines that fit one of `ranks`, and the pages that each takes there at least.
+
+        Args:
+            may_start: bool[_end], the lines to look at.
+            ranks: that are open.
+            room: int32[len(ranks)], their pages.
 
         What starts in this step may let others share more of what is cached, but takes more room
         than that: so it makes none fit that does not fit now, and a request that fits now takes
-        at least the pages that are not cached. These are int32[ranks, len(lines)]; `_NEVER` where
-        it does not fit, or the rank is not open, or not allowed.
+        at least the pages that are not cached. These are int32[len(ranks), len(lines)]; `_NEVER`
+        where it does not fit, or is not allowed.
         """
-        may_run, num_pages = self._may_run[:, lines] & is_open[:, None], self._num_pages[lines]
-        least = np.where(may_run, num_pages - self._cached_pages[:, lines], _NEVER)
-        may_fit = np.logical_or.reduce(least <= room[:, None])
-        lines, least, may_run = lines[may_fit], least[:, may_fit], may_run[:, may_fit]
+        end, room = self._end, room[:, None]
+        may_run, num_pages = self._may_run[ranks, :end] & may_start, self._num_pages[:end]
+        least = np.where(may_run, num_pages - self._cached_pages[ranks, :end], _NEVER)
+        lines = np.logical_or.reduce(least <= room).nonzero()[0]
+        least = least[:, lines]
         # Only what depends on how much of the prefix is in use is looked at more closely.
-        fits_alone = np.logical_or.reduce(may_run & (num_pages[may_fit] <= room[:, None]))
-        doubtful = np.flatnonzero(~fits_alone)
+        fits_alone = np.logical_or.reduce(may_run & (num_pages <= room))
+        doubtful = (~fits_alone[lines]).nonzero()[0]
         if not len(doubtful):
             return lines, least
-        fits = self._pages_needed(lines[doubtful], is_open) <= room[:, None]
+        fits = self._pages_needed(lines[doubtful], ranks) <= room
         least[:, doubtful] = np.where(fits, least[:, doubtful], _NEVER)
-        may_fit = np.logical_or.reduce(least <= room[:, None])
+        may_fit = np.logical_or.reduce(least <= room)
         return lines[may_fit], least[:, may_fit]
 
-    def _pages_needed(self, lines: Int64Array, is_open: BoolArray) -> Int32Array:
+    def _pages_needed(self, lines: Int64Array, ranks: IntpArray) -> Int32Array:
         """Pages that each of `lines` takes beside what is in use of its prefix.
 
-        int32[ranks, len(lines)]; `_NEVER` where the rank is not open.
+        int32[len(ranks), len(lines)].
         """
-        needed = np.full((len(self._memories), len(lines)), _NEVER, np.int32)
-        for dp_rank in np.flatnonzero(is_open).tolist():
+        needed = np.empty((len(ranks), len(lines)), np.int32)
+        for k, dp_rank in enumerate(ranks.tolist()):
             memory, places = self._memories[dp_rank], self._place[dp_rank, lines]
             nodes = memory.cache.followed_nodes
             in_use = np.zeros(len(nodes), np.int32)
             for place in np.flatnonzero(np.bincount(places)).tolist():
                 in_use[place] = memory.in_use_len(nodes[place]) // memory.page_size
             cached = self._cached_pages[dp_rank, lines]
-            needed[dp_rank] = self._num_pages[lines] - np.minimum(in_use[places], cached)
+            needed[k] = self._num_pages[lines] - np.minimum(in_use[places], cached)
         return needed
 
     def _order_keys(self, lines: Int64Array) -> Int64Array:
@@ -336,13 +367,12 @@ class WaitingQueue:
         arrival = self._arrival[lines]
         arrival = np.minimum(arrival - arrival.min(), (1 << _ARRIVAL_BITS) - 1)
         keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
-        if self._has_priorities:
+        if self._priorities.differ:
             keys += _levels(self._priority[lines]) << 1
         keys <<= _CACHED_BITS
         if self._uses_cached_len:
             most = (1 << _CACHED_BITS) - 1
-            cached = (self._cached_pages[:, lines] * self._may_run[:, lines]).max(axis=0)
-            keys += most - np.minimum(cached, most)
+            keys += most - np.minimum(self._most_cached[lines], most)
         keys[self._passed_over[lines] >= self._max_passed_over] = -1
         keys <<= _ARRIVAL_BITS
         keys += arrival

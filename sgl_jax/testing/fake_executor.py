@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 from sgl_jax.core.step_plan import (
     Float32Array,
@@ -76,9 +77,11 @@ class OracleExecutor:
         self._lens = [np.zeros(sizes.num_rows, np.int32) for _ in range(sizes.dp_size)]
         ids = (sizes.num_rows, MAX_LOGPROB_IDS)
         self._logprob_ids = [np.zeros(ids, np.int32) for _ in range(sizes.dp_size)]
+        self._page_tables = PageTables(sizes)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run the step. Raises `ContentError` if a row would read foreign or missing KV."""
+        self._page_tables.apply(plan.page_changes)
         return FakeHandle(
             tuple(self._run(rank, rank_plan) for rank, rank_plan in enumerate(plan.ranks))
         )
@@ -112,12 +115,13 @@ class OracleExecutor:
         result = self._no_result(plan)
         self._check_rows_distinct(rank, plan)
         num_drafts = plan.num_drafts.tolist()
+        page_table = self._page_tables.of(rank, plan.rows, plan.num_pages)
         for i, row in enumerate(plan.rows.tolist()):
             start = self._start(rank, plan, i)
             end = start + int(plan.q_lens[i]) - num_drafts[i]
             state = int(hashes[row, end - 1])
             drafts = self._draft(state, num_drafts[i])
-            slots = self._slots(plan.page_table[i], end + len(drafts))
+            slots = self._slots(page_table[i], end + len(drafts))
             self._read_and_write(rank, row, slots, start, end, drafts)
             if plan.samples[i]:
                 gained = self._verify(state, drafts)

@@ -155,7 +155,7 @@ def rank_plan(num_decode, kv_starts, q_lens):
         kv_starts=np.array(kv_starts, np.int32),
         q_lens=np.array(q_lens, np.int32),
         samples=np.ones(n, np.bool_),
-        page_table=np.zeros((n, 4), np.int32),
+        num_pages=4,
         num_decode=num_decode,
         relayed=np.zeros(n, np.bool_),
     )

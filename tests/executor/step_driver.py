@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import RankPlan, RankResult, RowAdmission, StepPlan
 from sgl_jax.executor.model_executor import ModelExecutor
@@ -54,7 +55,18 @@ class Driver:
             ranks.append(self._rank_plan(decode, prefill, chunk)._replace(**wants))
             order.append(decode + prefill)
         self.num_steps += 1
-        return StepPlan(self.num_steps, tuple(ranks)), order
+        return StepPlan(self.num_steps, tuple(ranks), self._all_pages()), order
+
+    def _all_pages(self) -> PageChanges:
+        """Each row lists pages of its own, as many as it can."""
+        sizes = self.executor.sizes
+        rows = np.arange(1, sizes.num_rows)
+        pages = 1 + (rows[:, None] - 1) * sizes.pages_per_row + np.arange(sizes.pages_per_row)
+        listed = zip(rows.tolist(), pages.tolist(), strict=True)
+        by_row = [(row, of_row) for row, of_row in listed if of_row[-1] < sizes.num_pages]
+        return PageChanges.listing(
+            sizes, {(k, row): of_row for k in range(sizes.dp_size) for row, of_row in by_row}
+        )
 
     def _rank_plan(self, decode: list[Row], prefill: list[Row], chunk: int) -> RankPlan:
         sizes = self.executor.sizes
@@ -63,16 +75,13 @@ class Driver:
         samples = [row.committed + n == row.length for row, n in zip(rows, q_lens, strict=True)]
         relayed = [row.unread_drafts > 0 for row in rows]
         drafts = [self._num_drafts(row) for row in decode] + [0] * len(prefill)
-        table = np.zeros((len(rows), sizes.pages_per_row), np.int32)
-        for line, row in zip(table, rows, strict=True):
-            line[:] = 1 + (row.row - 1) * sizes.pages_per_row + np.arange(sizes.pages_per_row)
         plan = RankPlan(
             rows=np.array([row.row for row in rows], np.int32),
             epochs=np.zeros(len(rows), np.int32),
             kv_starts=np.array([row.committed for row in rows], np.int32),
             q_lens=np.array(q_lens, np.int32) + np.array(drafts, np.int32),
             samples=np.array(samples, np.bool_),
-            page_table=table,
+            num_pages=sizes.pages_per_row,
             num_decode=len(decode),
             relayed=np.array(relayed, np.bool_),
             admissions=tuple(

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.page_tables import PageChanges, PageTables
 from sgl_jax.core.step_plan import RankPlan
 from sgl_jax.executor.layout import DPLayout
 
@@ -14,11 +16,29 @@ def rank_plan(num_rows, first=1, pages=3, **wants):
         kv_starts=ids * 10,
         q_lens=ids + 1,
         samples=ids % 2 == 0,
-        page_table=np.outer(ids, np.ones(pages, np.int32)) * 100,
+        num_pages=pages,
         num_decode=num_rows - 1,
         relayed=ids % 3 == 0,
         **wants,
     )
+
+
+NUM_ROWS = 12
+
+
+def tables(dp_size, pages_per_row):
+    """Of rows that all list pages of their own."""
+    sizes = EngineSizes(dp_size, 1, 10_000, NUM_ROWS, pages_per_row, 100, 1, 100)
+    rows = [(rank, row) for rank in range(dp_size) for row in range(1, NUM_ROWS)]
+    page_tables = PageTables(sizes)
+    page_tables.apply(
+        PageChanges.listing(sizes, {key: listed(*key)[:pages_per_row] for key in rows})
+    )
+    return page_tables
+
+
+def listed(rank, row):
+    return [1000 * rank + 10 * row + column for column in range(1, 6)]
 
 
 def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
@@ -26,7 +46,7 @@ def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
     num_scored = np.array([0, 0, 3, 5], np.int32)
     scored = rank_plan(4, first=7, return_logprob=True, num_scored=num_scored)
     plans = [rank_plan(2), rank_plan(0), scored]
-    step_input = layout.pack(plans)
+    step_input = layout.pack(plans, tables(dp_size=3, pages_per_row=5))
     for rank, plan in enumerate(plans):
         n = len(plan.rows)
         seen = layout.unpack_controls(step_input.controls[rank])
@@ -38,7 +58,7 @@ def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
         assert seen.num_decode == plan.num_decode or n == 0
         assert bool(seen.wants_logprobs) == plan.return_logprob
         table = step_input.page_table.reshape(3, 4, 5)[rank]
-        np.testing.assert_array_equal(table[:n, :3], plan.page_table)
+        assert table[:n, :3].tolist() == [listed(rank, row)[:3] for row in plan.rows.tolist()]
         assert not table[n:].any()
         assert not table[:, 3:].any()
 
@@ -53,7 +73,8 @@ def test_results_come_back_to_their_rank_without_padding():
 def test_every_step_gets_arrays_of_its_own():
     layout = DPLayout(dp_size=1, rows_per_rank=2, pages_per_row=4)
     plan = rank_plan(2)
-    first, second = layout.pack([plan]), layout.pack([plan])
+    pages = tables(dp_size=1, pages_per_row=4)
+    first, second = layout.pack([plan], pages), layout.pack([plan], pages)
     for a, b in zip(first, second, strict=True):
         assert not np.shares_memory(a, b)
         assert not any(np.shares_memory(a, part) for part in plan if isinstance(part, np.ndarray))

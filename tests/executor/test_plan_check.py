@@ -1,9 +1,12 @@
 """Plans beyond the engine's sizes are refused with the limit that they break."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import RankPlan, RowAdmission, StepPlan
 from sgl_jax.executor.plan_check import check_plan
@@ -28,7 +31,7 @@ def plan(**changes):
         kv_starts=np.array([5, 0], np.int32),
         q_lens=np.array([1, 8], np.int32),
         samples=np.array([True, False]),
-        page_table=np.array([[1, 2], [3, 4]], np.int32),
+        num_pages=2,
         num_decode=1,
         relayed=np.zeros(2, np.bool_),
     )
@@ -53,8 +56,8 @@ BROKEN = {
     "does not match 2 rows or relayed": {"relayed": np.array([False, True])},
     "7 drafts of a row, at most 0": {"num_decode": 2},
     "reaches 33 tokens, at most 32": {"kv_starts": ints(32, 0)},
-    r"page table \(2, 2\): 2 rows of 3 to 8 pages": {"kv_starts": ints(8, 0)},
-    "pages outside 0 to 9": {"page_table": ints(1, 2, 3, 10).reshape(2, 2)},
+    "num_pages 2: rows of 3 to 8 pages": {"kv_starts": ints(8, 0)},
+    "num_pages 9: rows of 2 to 8 pages": {"num_pages": 9},
     "7 prompt tokens are scored, at most 6": {"num_scored": ints(0, 7)},
     r"num_scored \[0 9\] does not match q_lens \[1 8\]": {"num_scored": ints(0, 9)},
     r"num_scored \[3\] does not match": {"num_scored": ints(3)},
@@ -79,6 +82,22 @@ def test_a_plan_beyond_the_sizes_is_refused(message, changes):
     assert "step 7, rank 0" in str(caught.value)
 
 
+BROKEN_PAGES = {
+    "pages outside 0 to 9": (ints(8), ints(10)),
+    "pages outside 0 to 9$": (ints(8), ints(-1)),
+    "tables of 32 cells are changed at 0 to 32": (ints(0, 32), ints(1, 2)),
+    "tables of 32 cells are changed at -1 to 0": (ints(0, -1), ints(1, 2)),
+    "1 pages for 2 cells": (ints(0, 1), ints(1)),
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), BROKEN_PAGES.items(), ids=BROKEN_PAGES)
+def test_page_changes_beyond_the_sizes_are_refused(message, changes):
+    broken = replace(plan(), page_changes=PageChanges(*changes))
+    with pytest.raises(ValueError, match=f"step 7: .*{message}"):
+        check_plan(broken, SIZES)
+
+
 def test_the_plan_must_have_the_engines_ranks():
     with pytest.raises(ValueError, match="1 ranks, the engine 2"):
         check_plan(plan(), SIZES._replace(dp_size=2))
@@ -90,7 +109,7 @@ def test_more_rows_than_the_engine_runs_are_refused():
         rows=ints(1, 2, 3, 1),
         kv_starts=np.zeros(n, np.int32),
         q_lens=np.ones(n, np.int32),
-        page_table=np.zeros((n, 2), np.int32),
+        num_pages=2,
     )
     with pytest.raises(ValueError, match="4 rows, at most 3 run"):
         check_plan(rank, SIZES)

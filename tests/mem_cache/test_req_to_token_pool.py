@@ -1,12 +1,13 @@
 """Rows: each is free or held, and a row given back keeps nothing of its last holder."""
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sgl_jax.mem_cache.errors import LeaseError
-from sgl_jax.mem_cache.req_to_token_pool import NULL_ROW, ReqToTokenPool
+from sgl_jax.mem_cache.req_to_token_pool import NULL_ROW, ReqToTokenPool, RowTables
 
 
 def test_the_null_row_is_never_handed_out() -> None:
@@ -130,3 +131,58 @@ class RowMachine(RuleBasedStateMachine):
 
 TestRows = RowMachine.TestCase
 TestRows.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def mirrored(mirror: np.ndarray, tables: RowTables) -> np.ndarray:
+    """What one knows who was told all changes so far."""
+    changes = tables.page_log.take()
+    mirror.reshape(-1)[changes.cells] = changes.pages
+    return mirror
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["list", "each", "unlist", "take"]), st.integers(0, 2**16)),
+        max_size=40,
+    )
+)
+def test_the_log_tells_all_that_rows_list_of_all_ranks(acts: list[tuple[str, int]]) -> None:
+    num_rows, width = 4, 3
+    joint = RowTables.empty(2 * num_rows, width)
+    parts = [ReqToTokenPool(num_rows, width, joint.part(slice(k, k + num_rows))) for k in (0, 4)]
+    mirror = np.zeros((2 * num_rows, width), np.int32)
+    for act, seed in acts:
+        rng = np.random.default_rng(seed)
+        part, row, first = parts[seed % 2], int(rng.integers(num_rows)), int(rng.integers(width))
+        if act == "list":
+            part.list_pages(row, first, rng.integers(1, 99, width - first, np.int32))
+        elif act == "each":
+            rows = rng.permutation(2 * num_rows)[:3]
+            columns = rng.integers(0, width, 3).astype(np.int32)
+            joint.list_page_each(rows, columns, rng.integers(1, 99, 3, np.int32))
+        elif act == "unlist":
+            part.unlist_pages(row, first)
+            assert not part.pages[row, first:].any()
+        else:
+            assert (mirrored(mirror, joint) == joint.pages).all()
+    assert (mirrored(mirror, joint) == joint.pages).all()
+    assert len(joint.page_log.take().cells) == 0
+
+
+def test_a_log_that_nobody_takes_is_bounded_and_tells_all_the_same() -> None:
+    joint = RowTables.empty(4, 3)
+    part = joint.part(slice(2, 4))
+    for page in range(1, 100):
+        part.list_pages(1, page % 3, np.array([page], np.int32))
+    assert len(joint.page_log._cells) <= 1 + joint.pages.size
+    assert (mirrored(np.zeros((4, 3), np.int32), joint) == joint.pages).all()
+    assert joint.pages[3].tolist() == [99, 97, 98]
+
+
+def test_rows_that_are_all_given_back_list_nothing_any_more() -> None:
+    joint = RowTables.empty(4, 3)
+    pool = ReqToTokenPool(2, 3, joint.part(slice(2, 4)))
+    pool.list_pages(1, 0, np.array([5, 6], np.int32))
+    mirror = mirrored(np.zeros((4, 3), np.int32), joint)
+    pool.reset()
+    assert not mirrored(mirror, joint).any()

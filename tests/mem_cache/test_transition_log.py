@@ -24,13 +24,6 @@ def test_moves_come_back_in_order_with_their_owners() -> None:
     assert log.of(pages(7)) == []
 
 
-def test_it_keeps_copies() -> None:
-    log, moved = TransitionLog(), pages(5)
-    log.note("free", 1, moved)
-    moved[0] = 6
-    assert log.all()[0].pages.tolist() == [5]
-
-
 def test_it_is_bounded_in_calls_and_its_clock_goes_on() -> None:
     log = TransitionLog()
     for _ in range(MAX_CALLS + 10):

@@ -30,6 +30,7 @@ _LOCKED = "sgl_jax/mem_cache/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_planner.py"
 _BUILDER = "sgl_jax/scheduler/step_builder.py"
+_RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _COMMIT = "sgl_jax/scheduler/commit.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
@@ -301,7 +302,7 @@ MUTATIONS = (
     Mutation(
         "go on reading the duplicates",
         _RELEASE,
-        "    rows.pages[lease.row, first : length // page_size] = kept.pages\n",
+        "        rows.list_pages(lease.row, first, kept.pages)\n",
         "",
     ),
     # -- namespaces
@@ -457,6 +458,18 @@ MUTATIONS = (
         "        self._free.append(row)",
     ),
     Mutation(
+        "let the executor go on with the pages of a row that was given back",
+        _ROWS,
+        "        self.page_log.note(listed, np.zeros(len(listed), np.int32))\n",
+        "",
+    ),
+    Mutation(
+        "tell the executor of a rank's pages as if they were the first rank's",
+        _ROWS,
+        "        start = (self.first_row + row) * self.pages_per_row\n",
+        "        start = row * self.pages_per_row\n",
+    ),
+    Mutation(
         "give a row back with its old lengths",
         _ROWS,
         "        self.lengths[:, row] = 0\n        self.epoch",
@@ -597,6 +610,18 @@ MUTATIONS = (
         "        return False\n",
     ),
     Mutation(
+        "lose the tokens of every sixteenth step's block",
+        _RUNNING,
+        "            blocks[rows[full], lens[full] // TOKEN_BLOCK] = self.latest[rows[full]]\n",
+        "",
+    ),
+    Mutation(
+        "leave the last tokens of a request out when it ends",
+        _RUNNING,
+        "        self.tokens[row, last_block:count] = self.latest[row, : count - last_block]\n",
+        "",
+    ),
+    Mutation(
         "commit drafts at launch",
         _BUILDER,
         "ranks.commit_rows(step.rows, step.ends)",
@@ -666,7 +691,7 @@ MUTATIONS = (
     Mutation(
         "free a tail and go on listing it",
         _RELEASE,
-        "    memory.rows.pages[row, first:] = 0\n",
+        "    memory.rows.unlist_pages(row, first)\n",
         "",
     ),
     Mutation(
@@ -762,13 +787,13 @@ MUTATIONS = (
     Mutation(
         "evict ahead though nothing must be evicted",
         _MEMORY,
-        "        if deficit > 0:\n            self.cache.evict(",
-        "        if True:\n            self.cache.evict(",
+        "        if deficit <= 0:\n            return True\n",
+        "",
     ),
     Mutation(
         "evict sessions for a request that does not fit even so",
         _ROOM,
-        "return self.is_open and self.num_short(request, cursor) <= 0",
+        "return self.is_open and self._has_pages(request, cursor)",
         "return self.is_open",
     ),
     Mutation(
@@ -1031,8 +1056,7 @@ MUTATIONS = (
     Mutation(
         "adopt a prefix and go on reading the row's own pages",
         _RELEASE,
-        "    memory.rows.pages[lease.row, first : match.length // memory.page_size] = "
-        "match.pages\n",
+        "    memory.rows.list_pages(lease.row, first, match.pages)\n",
         "",
     ),
     Mutation(
@@ -1089,14 +1113,14 @@ MUTATIONS = (
     Mutation(
         "start a due request before what it waits for is there",
         _ADMISSION,
-        "if is_following or not self._waiting.is_due(request):",
+        "if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):",
         "if not self._waiting.is_due(request):",
     ),
     Mutation(
         "start a request that is due no more before its turn",
         _ADMISSION,
-        "if is_following or not self._waiting.is_due(request):",
-        "if is_following:",
+        "if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):",
+        "if self._waiting.leader_of(request) is not None:",
     ),
     Mutation(
         "start a request on another rank than it is pinned to",
@@ -1125,8 +1149,8 @@ MUTATIONS = (
     Mutation(
         "send all to the rank that has their prefix, however busy",
         _ROOM,
-        "num_excess = max(self.num_running - num_unskewed, 0)",
-        "num_excess = 0",
+        "        if self.num_running > num_unskewed:\n",
+        "        if False:\n",
     ),
     Mutation(
         "go around the ranks without going on",
@@ -1149,8 +1173,8 @@ MUTATIONS = (
     Mutation(
         "start a request without a row",
         _ROOM,
-        "self.is_open = self._draft.can_admit and self._has_row and not self._is_held",
-        "self.is_open = self._draft.can_admit and not self._is_held",
+        "self.is_open = self._has_row and not self._is_held and self._draft.can_admit",
+        "self.is_open = not self._is_held and self._draft.can_admit",
     ),
     Mutation(
         "count the room of a step once for all that start in it",
@@ -1161,8 +1185,8 @@ MUTATIONS = (
     Mutation(
         "take what a rank prefills for no work",
         _ROOM,
-        "num_ahead = self._draft.num_prefill_tokens + self._chunk_size * num_excess",
-        "num_ahead = self._chunk_size * num_excess",
+        "num_ahead = self._draft.num_prefill_tokens",
+        "num_ahead = 0",
     ),
     Mutation(
         "take the wait for a full rank for no work",
@@ -1173,32 +1197,32 @@ MUTATIONS = (
     Mutation(
         "let all that wait for a rank have the first room there",
         _ROOM,
-        "ends[min(self.num_staying, len(ends) - 1)]",
-        "ends[0]",
+        "        if not self.num_staying:\n",
+        "        if True:\n",
     ),
     Mutation(
         "reserve nothing for running requests",
         _ROOM,
-        "self.rank.memory.num_reclaimable_pages - self._num_reserved",
+        "self.rank.memory.num_reclaimable_pages - self._reserve()",
         "self.rank.memory.num_reclaimable_pages",
     ),
     Mutation(
         "reserve twice",
         _ROOM,
-        "self.rank.memory.num_reclaimable_pages - self._num_reserved",
-        "self.rank.memory.num_reclaimable_pages - 2 * self._num_reserved",
+        "self.rank.memory.num_reclaimable_pages - self._reserve()",
+        "self.rank.memory.num_reclaimable_pages - 2 * self._reserve()",
     ),
     Mutation(
         "reserve nothing for what starts in the same step",
         _ROOM,
-        "        self._num_reserved += self.rank.reserve.pages_of(",
-        "        self.rank.reserve.pages_of(",
+        "self._num_reserved, self._num_pages = num_reserved + more, None",
+        "self._num_reserved, self._num_pages = num_reserved, None",
     ),
     Mutation(
         "leave room for all known tokens but not for the next",
         _RANK,
-        "return memory.pages_for(len(request.tokens) + 1) - memory.num_pages_in_use(cursor)",
-        "return memory.pages_for(len(request.tokens)) - memory.num_pages_in_use(cursor)",
+        "return self.memory.pages_for(len(request.tokens) + 1)",
+        "return self.memory.pages_for(len(request.tokens))",
     ),
     Mutation(
         "take what a turn has in its slot for work",
@@ -1228,8 +1252,8 @@ MUTATIONS = (
     Mutation(
         "preempt for any difference of priority",
         _ADMISSION,
-        "below = request.priority - self._config.preemption_threshold",
-        "below = request.priority",
+        "below = highest - self._config.preemption_threshold",
+        "below = highest",
     ),
     Mutation(
         "preempt in vain",
@@ -1319,14 +1343,14 @@ MUTATIONS = (
     Mutation(
         "wait for the prefix of a request that is gone",
         _QUEUE,
-        "            is_following[mine] = (rows.epoch[row] == epoch) & (\n",
-        "            is_following[mine] = (epoch >= 0) & (\n",
+        "if rows.epoch[row] == epoch and rows.cache_protected_len[row] < length:",
+        "if rows.cache_protected_len[row] < length:",
     ),
     Mutation(
         "wait for what runs in the same row of another rank",
         _QUEUE,
-        "            rows = self._memories[dp_rank].rows\n",
-        "            rows = self._memories[0].rows\n",
+        "        rows = self._memories[dp_rank].rows\n",
+        "        rows = self._memories[0].rows\n",
     ),
     # -- the waiting queue
     Mutation(
@@ -1369,8 +1393,8 @@ MUTATIONS = (
     Mutation(
         "a request inherits what the last one of its line waited for",
         _QUEUE,
-        "        self._leader[line] = 0\n",
-        "",
+        "        self._has_leader[line] = False\n        self._stay_rank",
+        "        self._stay_rank",
     ),
     Mutation(
         "a request inherits the rank that the last one of its line stayed for",
@@ -1387,20 +1411,20 @@ MUTATIONS = (
     Mutation(
         "wait for a better rank though it has room",
         _QUEUE,
-        "        return is_staying & ~is_open[ranks]\n",
-        "        return is_staying\n",
+        "lines[(ranks != _NO_RANK) & ~is_open[ranks]]",
+        "lines[ranks != _NO_RANK]",
     ),
     Mutation(
         "leave out a request that needs all that is there",
         _QUEUE,
-        "may_fit = np.logical_or.reduce(least <= room[:, None])\n        lines, least, may_run",
-        "may_fit = np.logical_or.reduce(least < room[:, None])\n        lines, least, may_run",
+        "lines = np.logical_or.reduce(least <= room).nonzero()[0]",
+        "lines = np.logical_or.reduce(least < room).nonzero()[0]",
     ),
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
         _QUEUE,
-        "        fits = self._pages_needed(lines[doubtful], is_open) <= room[:, None]",
-        "        fits = self._pages_needed(lines[doubtful], is_open) < room[:, None]",
+        "        fits = self._pages_needed(lines[doubtful], ranks) <= room",
+        "        fits = self._pages_needed(lines[doubtful], ranks) < room",
     ),
     Mutation(
         "count nothing of a prefix as in use",
@@ -1417,7 +1441,7 @@ MUTATIONS = (
     Mutation(
         "look no further than the first requests",
         _QUEUE,
-        "                start += _LOOKED_AT_ONCE\n",
+        "                keys[~may_fit] = _LAST\n",
         "                return\n",
     ),
     Mutation(
@@ -1448,12 +1472,12 @@ MUTATIONS = (
         "try the retracted before the more important",
         _QUEUE,
         """        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
-        if self._has_priorities:
+        if self._priorities.differ:
             keys += _levels(self._priority[lines]) << 1
 """,
         """        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
         keys <<= _PRIORITY_BITS
-        if self._has_priorities:
+        if self._priorities.differ:
             keys += _levels(self._priority[lines])
 """,
     ),

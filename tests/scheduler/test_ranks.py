@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.scheduler.config import SchedulerConfig
@@ -113,16 +114,16 @@ def planned(prompt_lens: list[int]) -> tuple[Driver, StepPlan]:
 
 
 @pytest.mark.parametrize("prompt_lens", [[30, 33], [5, 400], [0, 9, 60, 61]])
-def test_a_page_table_is_as_wide_as_its_ranks_longest_row(prompt_lens: list[int]) -> None:
+def test_a_rank_reads_as_many_pages_as_its_longest_row_lists(prompt_lens: list[int]) -> None:
     driver, plan = planned(prompt_lens)
-    for rank, rank_plan, length in zip(
-        driver.scheduler.ranks, plan.ranks, prompt_lens, strict=True
+    tables = PageTables(driver.scheduler.sizes)
+    tables.apply(plan.page_changes)
+    for k, (rank, rank_plan, length) in enumerate(
+        zip(driver.scheduler.ranks, plan.ranks, prompt_lens, strict=True)
     ):
-        num_pages = -(-length // PAGE_SIZE)
-        assert rank_plan.page_table.shape == (int(length > 0), num_pages)
-        for lease, listed in zip(
-            rank.memory.leases.values(), rank_plan.page_table.tolist(), strict=True
-        ):
+        assert rank_plan.num_pages == -(-length // PAGE_SIZE)
+        table = tables.of(k, rank_plan.rows, rank_plan.num_pages)
+        for lease, listed in zip(rank.memory.leases.values(), table.tolist(), strict=True):
             assert listed == lease.pages(PAGE_SIZE, 0, length).tolist()
 
 
@@ -131,7 +132,7 @@ def test_a_plan_keeps_no_array_that_the_scheduler_writes_to(prompt_lens: list[in
     driver, plan = planned(prompt_lens)
     ranks = driver.scheduler._all_ranks
     columns = [*vars(ranks.tables).values(), *vars(ranks.running).values()]
-    for rank_plan in plan.ranks:
+    for rank_plan in (*plan.ranks, plan.page_changes):
         for name, array in arrays_of(rank_plan).items():
             shared = [column for column in columns if np.shares_memory(array, column)]
             assert not shared, name

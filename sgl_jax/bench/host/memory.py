@@ -8,7 +8,7 @@ from sgl_jax.bench.host.steps import CONTEXT_LEN, ROWS_PER_RANK, VOCAB_SIZE
 from sgl_jax.bench.host.timing import Timing, timed, timed_once
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.ledger import check_balance
-from sgl_jax.mem_cache.page_allocator import PageAllocator
+from sgl_jax.mem_cache.page_allocator import PageAllocator, alloc_each
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree_component import LeaseOffer
@@ -79,7 +79,7 @@ def bench_allocator(repeats: int) -> Iterator[Timing]:
         owners = np.full(num_pages, _ROW, np.int32)
 
         def alloc(owners: np.ndarray = owners, held: list[np.ndarray] = held) -> None:
-            held.append(allocator.alloc_each(owners))
+            held.append(alloc_each([allocator], owners, [0, len(owners)]))
 
         def free(held: list[np.ndarray] = held) -> None:
             allocator.free(held.pop(), _ROW)

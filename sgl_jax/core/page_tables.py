@@ -1,0 +1,57 @@
+"""Which pages each row lists, told by what changes: the tables themselves never travel.
+
+Page tables are most of what a step needs, and hardly change from one step to the next. So a plan
+carries the cells that changed since the plan before (`PageChanges`), and an executor keeps the
+tables of all rows (`PageTables`), as it keeps their tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.engine_sizes import EngineSizes
+
+
+class PageChanges(NamedTuple):
+    """Cells of the page tables of all ranks, int32[dp_size, num_rows, pages_per_row].
+
+    Of a cell that is told twice, the last counts.
+    """
+
+    cells: NDArray[np.intp]  # [m] indices into the flattened tables
+    pages: NDArray[np.int32]  # [m] page ids there from now on, 0 (the null page) for none
+
+    @staticmethod
+    def listing(
+        sizes: EngineSizes, pages: Mapping[tuple[int, int], Sequence[int]]
+    ) -> "PageChanges":
+        """That rows, by (rank, row), list `pages`, from their first column on."""
+        cells = [
+            (dp_rank * sizes.num_rows + row) * sizes.pages_per_row + column
+            for (dp_rank, row), listed in pages.items()
+            for column in range(len(listed))
+        ]
+        told = [page for listed in pages.values() for page in listed]
+        return PageChanges(np.array(cells, np.intp), np.array(told, np.int32))
+
+
+NO_PAGE_CHANGES = PageChanges(np.zeros(0, np.intp), np.zeros(0, np.int32))
+
+
+class PageTables:
+    """The pages of every row of every rank, as far as plans have told them; at first none."""
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        self._pages = np.zeros((sizes.dp_size, sizes.num_rows, sizes.pages_per_row), np.int32)
+
+    def apply(self, changes: PageChanges) -> None:
+        """Take over the changes of a plan: of each that is launched, in order."""
+        self._pages.reshape(-1)[changes.cells] = changes.pages
+
+    def of(self, dp_rank: int, rows: NDArray[np.int32], num_pages: int) -> NDArray[np.int32]:
+        """A copy of the first `num_pages` columns of a rank's `rows`: int32[len(rows), num_pages],
+        0 beyond each row's last page."""
+        table: NDArray[np.int32] = self._pages[dp_rank, rows, :num_pages]
+        return table
