@@ -158,7 +158,7 @@ class EngineCore:
             self._recover(error)
             return
         if done is not None:
-            self.events.commit(done, results)
+            self.events.apply_result(done, results)
             self._log.after_step(done, self.scheduler)
         elif plan is None and not self.scheduler.is_idle:
             time.sleep(_STARVED_POLL_S)

@@ -15,7 +15,6 @@ from sgl_jax.scheduler.events import (
     Aborted,
     AnsweredSession,
     AskedSession,
-    Committed,
     Event,
     FailedAll,
     Flushed,
@@ -24,6 +23,7 @@ from sgl_jax.scheduler.events import (
     Raised,
     Rebuilt,
     Refused,
+    ResultRead,
     Started,
     Stopped,
     Submitted,
@@ -34,7 +34,7 @@ from sgl_jax.scheduler.recorder import describe
 from sgl_jax.scheduler.scheduler import Scheduler
 
 # Events after which the scheduler may have come to rest.
-_MAY_REST = (Committed, Aborted, FailedAll, AskedSession)
+_MAY_REST = (ResultRead, Aborted, FailedAll, AskedSession)
 
 
 class DifferenceError(Exception):
@@ -113,8 +113,8 @@ class Player:
                 scheduler.tick(event.now_s)
             case Planned():
                 self._plan(event)
-            case Committed():
-                self._commit(event)
+            case ResultRead():
+                self._apply_result(event)
             case TookOutputs():
                 self._compare(event, "outputs", event.outputs, scheduler.take_outputs())
             case Noted():
@@ -128,14 +128,14 @@ class Player:
         if plan is not None:
             self._unread[plan.step_id] = plan
 
-    def _commit(self, event: Committed) -> None:
+    def _apply_result(self, event: ResultRead) -> None:
         plan = self._unread.pop(event.step_id, None)
         if plan is None:
             raise DifferenceError(
                 f"event {self.num_events}: the result of step {event.step_id}, which was not "
                 "planned or was read before"
             )
-        self.scheduler.commit(plan, event.results)
+        self.scheduler.apply_result(plan, event.results)
 
     def _compare(self, event: Event, path: str, recorded: Any, got: Any) -> None:
         words = first_difference(path, recorded, got)

@@ -20,7 +20,7 @@ from sgl_jax.mem_cache.release import release_idle_lease
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.step_planner import StepDraft
+from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.step_room import Option, RankRoom
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
@@ -90,15 +90,15 @@ class Admission:
             return []
         return [chosen_rank.retract(row, "preempted") for row in chosen]
 
-    def admit_into(self, drafts: Sequence[StepDraft], step: int) -> None:
-        """Start what can start in step number `step`, of which `drafts` are the ranks' shares."""
+    def admit_into(self, builders: Sequence[StepBuilder], step: int) -> None:
+        """Start what can start in step number `step`, of which `builders` are the ranks' shares."""
         if not len(self._waiting):
             return
         due = self._waiting.due()
-        if not due and not any(draft.can_admit and draft.rank.has_row for draft in drafts):
+        if not due and not any(builder.can_admit and builder.rank.has_row for builder in builders):
             self._holds.clear()
             return
-        rooms = [RankRoom(draft, self._config.chunked_prefill_size) for draft in drafts]
+        rooms = [RankRoom(builder, self._config.chunked_prefill_size) for builder in builders]
         self._start_due(rooms, due)
         is_open = np.array([room.is_open for room in rooms])
         if not is_open.any():

@@ -89,7 +89,7 @@ class Planned(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan | None
 
 
-class Committed(msgspec.Struct, frozen=True, tag=True):
+class ResultRead(msgspec.Struct, frozen=True, tag=True):
     step_id: int
     results: tuple[RankResult, ...]
 
@@ -125,7 +125,7 @@ Event: TypeAlias = (
     | Rebuilt
     | Ticked
     | Planned
-    | Committed
+    | ResultRead
     | TookOutputs
     | Raised
     | Noted

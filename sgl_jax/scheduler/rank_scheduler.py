@@ -1,7 +1,7 @@
 """One data-parallel rank as the scheduler sees it: its memory and the requests running on it.
 
 Owns how a request gets memory (`admit`) and how it loses it again (`finish`, `retract`).
-What runs in a step is decided in `step_planner.py`, what its result means in `commit.py`.
+What runs in a step is decided in `step_builder.py`, what its result means in `apply_result.py`.
 """
 
 import zlib

@@ -21,7 +21,6 @@ from sgl_jax.scheduler.events import (
     Aborted,
     AnsweredSession,
     AskedSession,
-    Committed,
     Event,
     FailedAll,
     Flushed,
@@ -30,6 +29,7 @@ from sgl_jax.scheduler.events import (
     Raised,
     Rebuilt,
     Refused,
+    ResultRead,
     Started,
     Stopped,
     Submitted,
@@ -54,7 +54,7 @@ class SchedulerEvents(Protocol):
     def rebuild(self, reason: str) -> None: ...
     def tick(self, now_s: float) -> None: ...
     def plan(self) -> StepPlan | None: ...
-    def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None: ...
+    def apply_result(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None: ...
     def take_outputs(self) -> OutputBatch | None: ...
 
 
@@ -119,8 +119,10 @@ class Recorder:
         self._writer.write(Planned(plan))
         return plan
 
-    def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
-        self._tell(Committed(plan.step_id, results), lambda: self._scheduler.commit(plan, results))
+    def apply_result(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
+        self._tell(
+            ResultRead(plan.step_id, results), lambda: self._scheduler.apply_result(plan, results)
+        )
 
     def take_outputs(self) -> OutputBatch | None:
         outputs = self._scheduler.take_outputs()

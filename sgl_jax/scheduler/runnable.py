@@ -1,7 +1,7 @@
 """Which running requests want tokens from the next step, and slots for those that decode.
 
 The first part of planning a step, done for the rows of all ranks at once. On a rank where memory
-does not suffice, nothing is reserved here: what gives way is decided in `step_planner.py`.
+does not suffice, nothing is reserved here: what gives way is decided in `step_builder.py`.
 """
 
 from typing import NamedTuple

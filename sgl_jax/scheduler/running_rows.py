@@ -87,16 +87,25 @@ class RowColumns:
         self.latest[rows, place] = tokens
         full = (place == TOKEN_BLOCK - 1).nonzero()[0]
         if len(full):
-            blocks = self.tokens.reshape(len(self.tokens), -1, TOKEN_BLOCK)
-            blocks[rows[full], lens[full] // TOKEN_BLOCK] = self.latest[rows[full]]
+            self._keep_block(rows[full], lens[full] // TOKEN_BLOCK)
         lens += 1
         self.known_len[rows] = lens
         return lens
 
     def append_tokens(self, rows: RowIndex, positions: Int32Array, tokens: Int32Array) -> None:
         """Write tokens, in order, at `positions` of `rows`: int32[m] each, rows repeated."""
+        place = positions & (TOKEN_BLOCK - 1)
+        # Where a block begins, the one before it may have tokens that only `latest` has. (Those
+        # that come now are written over what is copied of them.)
+        begun = ((place == 0) & (positions > 0)).nonzero()[0]
+        if len(begun):
+            self._keep_block(rows[begun], positions[begun] // TOKEN_BLOCK - 1)
         self.tokens[rows, positions] = tokens
-        self.latest[rows, positions & (TOKEN_BLOCK - 1)] = tokens
+        self.latest[rows, place] = tokens
+
+    def _keep_block(self, rows: RowIndex, blocks: Int32Array) -> None:
+        """Copy a block of each of `rows` from `latest` to `tokens`."""
+        self.tokens.reshape(len(self.tokens), -1, TOKEN_BLOCK)[rows, blocks] = self.latest[rows]
 
     def may_run(self, rows: RowIndex) -> BoolArray:
         """Which of `rows` still need a step.

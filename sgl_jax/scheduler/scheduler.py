@@ -24,7 +24,7 @@ from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import MemoryView
 from sgl_jax.scheduler.admission import Admission
-from sgl_jax.scheduler.commit import commit_step
+from sgl_jax.scheduler.apply_result import apply_result
 from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.forced_retract import ForcedRetract
@@ -33,8 +33,8 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.request_len import max_request_len
 from sgl_jax.scheduler.runnable import choose_runnable
-from sgl_jax.scheduler.step_builder import build_plan
-from sgl_jax.scheduler.step_planner import StepDraft
+from sgl_jax.scheduler.step_arrays import build_plan
+from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
 from sgl_jax.sessions.service import SessionService
@@ -260,28 +260,30 @@ class Scheduler:
         may_start = not taken and self._forced_retract.may_start(self.ranks)
         preempted = self._admission.preempt(self.ranks) if may_start else []
         chunk_size = self.config.chunked_prefill_size
-        drafts = [
-            StepDraft(rank, self.sizes, chunk_size, runnable)
+        builders = [
+            StepBuilder(rank, self.sizes, chunk_size, runnable)
             for rank, runnable in zip(self.ranks, choose_runnable(self._all_ranks), strict=True)
         ]
+        for builder in builders:
+            builder.continue_running()
         for request in taken + preempted:
             self._waiting.add(request)
-        for draft in drafts:
-            for request in draft.retracted:
+        for builder in builders:
+            for request in builder.retracted:
                 self._waiting.add(request)
-            for row in draft.unservable:
-                self._end_unservable(draft.rank, row)
+            for row in builder.unservable:
+                self._end_unservable(builder.rank, row)
         if may_start:
-            self._admission.admit_into(drafts, self._steps)
-        if all(draft.is_empty for draft in drafts):
+            self._admission.admit_into(builders, self._steps)
+        if all(builder.is_empty for builder in builders):
             return None
-        plan = build_plan(self._all_ranks, drafts, self._steps)
+        plan = build_plan(self._all_ranks, builders, self._steps)
         self._steps += 1
         return plan
 
-    def commit(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
-        """The result of a launched step was read. Steps are committed in launch order."""
-        for request in commit_step(self._all_ranks, plan, results, self._outputs):
+    def apply_result(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
+        """The result of a launched step was read. Results are read in launch order."""
+        for request in apply_result(self._all_ranks, plan, results, self._outputs):
             self._forget(request, succeeded=True)
         if self.config.check_every_step:
             self.check_balance()

@@ -1,163 +1,229 @@
-"""The plans of a step, made of the rows that were chosen for it, for all ranks at once.
+"""What one rank computes in the next step.
 
-With them the step counts as launched: lengths are committed, and what its prefill chunks write is
-published. So a step that is built must be launched.
+Each running request wants the tokens between its committed length and its end: one token if it
+decodes, more if it (still or again) prefills. Decode rows come first and all of them run, with
+drafts where these are useful and memory allows. Prefill chunks, oldest request first, come on top
+of them while the chunk budget lasts; of a prompt whose log-probabilities are wanted, only so many
+tokens as the step may score, so that a row that is scored holds up no other.
+
+Short of pages is ordinary: evict, then retract on this rank, fewest output tokens first.
 """
-
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import BoolArray, Int32Array, RankPlan, RowIndex, StepPlan
-from sgl_jax.mem_cache.release import publish_prefix
-from sgl_jax.scheduler.ranks import Ranks, largest_of_each
-from sgl_jax.scheduler.running_rows import NOT_SCORED
-from sgl_jax.scheduler.step_planner import StepDraft
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import Int32Array, RowIndex
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.release import free_tail
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.runnable import Runnable, decode_ends
 
 
-def build_plan(ranks: Ranks, drafts: Sequence[StepDraft], step_id: int) -> StepPlan:
-    """The plan, of each rank's draft. Lengths are committed, prefill chunks published."""
-    for draft in drafts:
-        draft.trim_to_shape()
-    step = _JointStep.of(ranks, drafts)
-    # Before chunks are published: that may give a row pages of the tree for its own, which the
-    # step still writes.
-    plan = StepPlan(step_id, _plans(ranks, drafts, step), ranks.tables.page_log.take())
-    _commit(ranks, step)
-    for draft in drafts:
-        _publish_chunks(draft)
-        if not draft.retracted:
-            draft.rank.reserve.after_step()
-    return plan
+class StepBuilder:
+    """The rows of one rank's next step while they are chosen.
 
+    First `continue_running`, then `admit` what may start, then read what was chosen.
 
-class _JointStep(NamedTuple):
-    """The rows of a step on all ranks, as columns of n rows, rank by rank."""
+    Args:
+        rank: whose memory the step takes pages from.
+        sizes: of the engine.
+        chunk_size: prefill tokens at most.
+        runnable: the rank's share of `choose_runnable`.
+    """
 
-    rows: RowIndex  # joint rows
-    own_rows: Int32Array  # of their ranks
-    bounds: list[int]  # of each rank's part
-    kv_starts: Int32Array
-    num_tokens: Int32Array  # without drafts: of these it is not known what becomes of them
-    ends: Int32Array  # where these end
-    samples: BoolArray
-    unread: Int32Array  # drafts of steps before this one
-    num_drafts: Int32Array
+    def __init__(
+        self, rank: RankScheduler, sizes: EngineSizes, chunk_size: int, runnable: Runnable
+    ) -> None:
+        self.rank = rank
+        self.retracted: list[Request] = []
+        self.unservable: list[int] = []  # rows that do not fit the rank even alone
+        self.decode_rows = runnable.decoding
+        self.num_drafts: Int32Array = np.zeros(0, np.int32)  # of each decode row
+        self.chunk_rows: list[int] = []
+        self.chunk_lens: list[int] = []
+        # Wanted, in this step or later.
+        self.num_prefill_tokens = runnable.num_prefill_tokens
+        self._has_slots = runnable.has_slots
+        self._prefilling = runnable.prefilling
+        self._shapes = sizes.step_token_shapes
+        self._budget = min(chunk_size, sizes.max_chunk_tokens)
+        self._score_budget = sizes.max_prompt_logprob_tokens
 
-    @classmethod
-    def of(cls, ranks: Ranks, drafts: Sequence[StepDraft]) -> "_JointStep":
-        own_rows = [draft.rows() for draft in drafts]
-        rows, bounds = ranks.join(own_rows)
-        num_tokens = np.ones(len(rows), np.int32)
-        num_drafts = np.zeros(len(rows), np.int32)
-        for draft, first, end in zip(drafts, bounds[:-1], bounds[1:], strict=True):
-            first_chunk = first + len(draft.decode_rows)
-            if draft.rank.drafts.is_on:
-                num_drafts[first:first_chunk] = draft.num_drafts
-            if draft.chunk_lens:
-                num_tokens[first_chunk:end] = draft.chunk_lens
-        kv_starts = ranks.tables.kv_committed_len[rows]
-        ends = kv_starts + num_tokens
-        return cls(
-            rows=rows,
-            own_rows=np.concatenate(own_rows, dtype=np.int32),
-            bounds=bounds,
-            kv_starts=kv_starts,
-            num_tokens=num_tokens,
-            ends=ends,
-            samples=ends == ranks.running.planned_len[rows],
-            unread=ranks.running.unread_drafts[rows],
-            num_drafts=num_drafts,
-        )
+    def continue_running(self) -> None:
+        """Take memory for what runs already: decode rows, their drafts, chunks of prompts.
+
+        Where it does not suffice, requests are `retracted`.
+        """
+        if not self._has_slots:
+            self.decode_rows = self._grow_or_retract(self.decode_rows)
+        self.num_drafts = self._grow_for_drafts()
+        self._continue_prefills()
 
     @property
-    def parts(self) -> list[slice]:
-        """Where each rank's rows lie."""
-        return [slice(first, end) for first, end in pairwise(self.bounds)]
+    def is_empty(self) -> bool:
+        """Whether nothing would run."""
+        return len(self.decode_rows) == 0 and not self.chunk_rows
 
+    @property
+    def can_admit(self) -> bool:
+        """Whether a new request could start in this step. Not right after a retract: the
+        memory that was just taken from one request is for those it was taken for."""
+        return self._budget > 0 and not self.retracted
 
-def _plans(ranks: Ranks, drafts: Sequence[StepDraft], step: _JointStep) -> tuple[RankPlan, ...]:
-    """The plans, before anything is committed. Their arrays are copies, or views of copies."""
-    epochs = ranks.tables.epoch[step.rows]
-    q_lens = step.num_tokens + step.num_drafts
-    relayed = step.unread > 0
-    num_pages = _num_pages(ranks, step)
-    num_scored = _num_scored(ranks, step)
-    top_logprobs_nums = _top_logprobs_nums(ranks, step)
-    return tuple(
-        RankPlan(
-            rows=step.own_rows[part],
-            epochs=epochs[part],
-            kv_starts=step.kv_starts[part],
-            q_lens=q_lens[part],
-            samples=step.samples[part],
-            num_pages=num_pages[k],
-            num_decode=len(draft.decode_rows),
-            relayed=relayed[part],
-            admissions=draft.rank.take_admissions(),
-            num_scored=num_scored[k],
-            return_logprob=top_logprobs_nums[k] is not None,
-            top_logprobs_num=top_logprobs_nums[k] or 0,
-            num_logprob_ids=_num_logprob_ids(
-                ranks, step.rows[part], num_scored[k], top_logprobs_nums[k]
-            ),
+    def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
+        """Start a waiting request that fits, with a first chunk; answers its row.
+
+        `num_reserved` pages are the rank's reserve.
+        """
+        row = self.rank.admit(request, cursor, num_reserved)
+        self.num_prefill_tokens += (
+            len(request.tokens) - self.rank.memory.leases[row].kv_committed_len
         )
-        for k, (draft, part) in enumerate(zip(drafts, step.parts, strict=True))
-    )
+        self._prefilling.append(row)
+        self._add_chunk(row)
+        return row
 
+    def prefilling_rows(self) -> list[int]:
+        """The rows with more than one token to compute, in this step or later, oldest first."""
+        running, committed_len = self.rank.running, self.rank.memory.rows.kv_committed_len
+        return [
+            row
+            for row in self._prefilling
+            if running.requests[row] is not None
+            and running.planned_len[row] - committed_len[row] > 1
+        ]
 
-def _num_pages(ranks: Ranks, step: _JointStep) -> list[int]:
-    """For each rank, as many pages as the longest of its rows may need."""
-    lens = step.ends + step.unread + step.num_drafts
-    return [-(-length // ranks.page_size) for length in largest_of_each(lens, step.bounds)]
+    def rows(self) -> RowIndex:
+        """The rows of the step: those that decode, then those with a prefill chunk."""
+        if not self.chunk_rows:
+            return self.decode_rows
+        return np.concatenate([self.decode_rows, np.array(self.chunk_rows, np.intp)])
 
+    def trim_to_shape(self) -> None:
+        """Leave a few prefill tokens to the next step if that fills this one's shape exactly.
 
-def _num_scored(ranks: Ranks, step: _JointStep) -> list[Int32Array | None]:
-    """For each rank, how many of each row's last queries are scored; None if no row's are."""
-    first = ranks.running.score_start[step.rows]
-    if not np.count_nonzero(first < step.ends):
-        return [None] * len(step.parts)
-    counts = np.maximum(step.ends - np.maximum(step.kv_starts, first), 0)
-    return [counts[part] if counts[part].any() else None for part in step.parts]
+        A step is padded to the next larger shape. With shapes of 128 and 512, a step of 135
+        tokens would compute 377 for nothing; instead it takes 128, and the next step the rest.
+        Not if it would put off more than it takes, or more than the padding it saves.
+        """
+        if not self.chunk_lens:
+            return
+        num_prefill = sum(self.chunk_lens)
+        total = len(self.decode_rows) + int(self.num_drafts.sum()) + num_prefill
+        larger = next((shape for shape in self._shapes if shape >= total), total)
+        smaller = max((shape for shape in self._shapes if shape <= total), default=0)
+        excess = total - smaller
+        if 2 * excess > num_prefill or excess >= larger - total:
+            return
+        while excess:
+            cut = min(excess, self.chunk_lens[-1])
+            self.chunk_lens[-1] -= cut
+            excess -= cut
+            if self.chunk_lens[-1] == 0:
+                self.chunk_lens.pop()
+                self.chunk_rows.pop()
 
+    # -- choosing rows ----------------------------------------------------------------------
 
-def _top_logprobs_nums(ranks: Ranks, step: _JointStep) -> list[int | None]:
-    """For each rank, the most alternatives that a sampling row reports; None if none reports."""
-    running = ranks.running
-    reports = step.samples & running.return_logprob[step.rows]
-    if not np.count_nonzero(reports):
-        return [None] * len(step.parts)
-    counts = np.where(reports, running.top_logprobs_num[step.rows] + 1, 0)
-    return [count - 1 if count else None for count in largest_of_each(counts, step.bounds)]
+    def _grow_or_retract(self, rows: RowIndex) -> RowIndex:
+        """Reserve one more slot for each of `rows`, retracting until they fit; those that do."""
+        while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):
+            if self._give_back_tails(rows) or self._evict_for(rows):
+                continue
+            victim = self._retract_one()
+            if victim is None:
+                # Alone and still short: wait for finished requests to be read, if there are any.
+                if len(self.rank.running) == 1:
+                    self.unservable.append(int(rows[0]))
+                return rows[:0]
+            rows = rows[rows != victim]
+        return rows
 
+    def _evict_for(self, rows: RowIndex) -> bool:
+        """Evict idle sessions until `rows` have their next slots; whether any was."""
+        lacking = self.rank.memory.pages_to_grow(rows, self._decode_ends(rows))
+        return self.rank.evict_sessions_for(int(lacking.sum()))
 
-def _num_logprob_ids(
-    ranks: Ranks, rows: RowIndex, num_scored: Int32Array | None, top_logprobs_num: int | None
-) -> int:
-    """The most tokens that one of a rank's rows has named; 0 if no row reports anything."""
-    if num_scored is None and top_logprobs_num is None:
-        return 0
-    return int(ranks.running.num_logprob_ids[rows].max())
+    def _give_back_tails(self, rows: RowIndex) -> bool:
+        """Free the slots of drafts that were not accepted; whether that gave any page."""
+        memory, ends = self.rank.memory, self._decode_ends(rows)
+        has_tail = memory.pages_to_grow(rows, ends) == 0
+        freed = 0
+        for row, end in zip(rows[has_tail].tolist(), ends[has_tail].tolist(), strict=True):
+            freed += free_tail(memory, memory.leases[row], end)
+        return freed > 0
 
+    def _decode_ends(self, rows: RowIndex) -> Int32Array:
+        return decode_ends(self.rank.memory.rows, self.rank.running, rows)
 
-def _commit(ranks: Ranks, step: _JointStep) -> None:
-    """From here on the step counts as launched."""
-    running = ranks.running
-    ranks.commit_rows(step.rows, step.ends)
-    if np.count_nonzero(step.num_drafts):
-        running.unread_drafts[step.rows] = step.unread + step.num_drafts
-    sampled = step.rows[step.samples]
-    running.planned_len[sampled] = step.ends[step.samples] + 1
-    running.score_start[sampled] = NOT_SCORED
+    def _grow_for_drafts(self) -> Int32Array:
+        """Choose each decode row's drafts and reserve their slots; none if memory is short."""
+        rows, running = self.decode_rows, self.rank.running
+        if not self.rank.drafts.is_on:
+            return np.zeros(len(rows), np.int32)
+        drafts = self.rank.drafts.choose(rows, running.known_len[rows])
+        if not np.count_nonzero(drafts):
+            return drafts
+        longest = running.planned_len[rows] + running.unread_drafts[rows] + 1
+        drafts = np.clip(running.max_len[rows] - longest, 0, drafts)
+        if self.rank.memory.grow_rows(rows, self._decode_ends(rows) + drafts):
+            return drafts
+        return np.zeros_like(drafts)
 
+    def _retract_one(self) -> int | None:
+        """Retract, of the runnable requests of the lowest priority, the one with the fewest output
+        tokens; never the only one."""
+        running = self.rank.running
+        candidates = running.runnable()
+        if len(candidates) <= 1:
+            return None
+        candidates = candidates[running.priority[candidates] == running.priority[candidates].min()]
+        outputs = running.planned_len[candidates] - running.prompt_len[candidates]
+        # Of equals the youngest goes: reversed, argmin finds it first.
+        victim = int(candidates[::-1][int(outputs[::-1].argmin())])
+        self.retracted.append(self.rank.retract(victim))
+        return victim
 
-def _publish_chunks(draft: StepDraft) -> None:
-    """Let other requests read what this step prefills: the next step runs after it."""
-    memory, running = draft.rank.memory, draft.rank.running
-    for row in draft.chunk_rows:
-        # A later turn of a session is published when it has succeeded: until then the session
-        # may have to go back to where it began.
-        if not running.request(row).kept_len:
-            publish_prefix(memory, memory.leases[row], running.known_tokens(row))
+    def _continue_prefills(self) -> None:
+        """Add a chunk of each prefilling row that budget and memory allow, oldest first."""
+        running = self.rank.running
+        for row in self._prefilling:
+            if running.requests[row] is not None:
+                self._add_chunk(row)
+        # Prefills that block each other would wait forever: retract until one can go on.
+        while self.is_empty and not self.unservable and len(running.runnable()):
+            if len(running.runnable()) < len(running):
+                return  # a finished request will give back its pages when its result is read
+            oldest = int(running.runnable()[0])
+            if self._add_chunk(oldest):
+                return
+            if self._retract_one() is None:
+                self.unservable.append(oldest)
+                return
+
+    def _add_chunk(self, row: int) -> bool:
+        """Plan as many of `row`'s wanted tokens as fit; False if none do."""
+        memory, running = self.rank.memory, self.rank.running
+        committed = int(memory.rows.kv_committed_len[row])
+        wanted = int(running.planned_len[row]) - committed
+        # What lies before the first position that is scored costs the step's scores nothing.
+        score_start = max(int(running.score_start[row]), committed)
+        may_score_to = score_start - committed + self._score_budget
+        count = min(wanted, self._budget, may_score_to)
+        while (room := self._room(row) - committed) < count and self.rank.evict_idle_session():
+            pass
+        count = min(count, room)
+        if count <= 0 or not memory.grow_row(row, committed + count):
+            return False
+        self.chunk_rows.append(row)
+        self.chunk_lens.append(count)
+        self._budget -= count
+        self._score_budget -= max(committed + count - score_start, 0)
+        return True
+
+    def _room(self, row: int) -> int:
+        """Tokens that `row` could hold with all that is free or evictable."""
+        memory = self.rank.memory
+        held = memory.pages_for(int(memory.rows.kv_allocated_len[row]))
+        return (held + memory.num_available_pages) * memory.page_size

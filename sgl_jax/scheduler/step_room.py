@@ -13,7 +13,7 @@ from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.in_flight import InFlight, Leader
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.step_planner import StepDraft
+from sgl_jax.scheduler.step_builder import StepBuilder
 
 # A prefix in flight is worth waiting for from this share of a step's prompt tokens on.
 _MIN_SHARED_PART = 8
@@ -33,14 +33,14 @@ class RankRoom:
     """What one rank can take.
 
     Args:
-        draft: the rank's share of the step.
+        builder: the rank's share of the step.
         chunk_size: prompt tokens of a step.
     """
 
-    def __init__(self, draft: StepDraft, chunk_size: int) -> None:
-        self.rank: RankScheduler = draft.rank
+    def __init__(self, builder: StepBuilder, chunk_size: int) -> None:
+        self.rank: RankScheduler = builder.rank
         self.num_staying = 0  # requests that are to wait for room here though others have it
-        self._draft = draft
+        self._builder = builder
         self._chunk_size = chunk_size
         self._is_held = False
         # Looked up when they are first asked for.
@@ -55,7 +55,7 @@ class RankRoom:
         self.num_running = len(self.rank.running)
         self._has_row = self.rank.has_row
         # Whether the step takes another request here, if that fits.
-        self.is_open = self._has_row and not self._is_held and self._draft.can_admit
+        self.is_open = self._has_row and not self._is_held and self._builder.can_admit
 
     @property
     def num_pages(self) -> int:
@@ -97,7 +97,7 @@ class RankRoom:
             num_read = leader.length
         else:
             leader = None
-        num_ahead = self._draft.num_prefill_tokens
+        num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self._chunk_size * (self.num_running - num_unskewed)
         if not has_room:
@@ -109,7 +109,7 @@ class RankRoom:
         """Who computes more of the request's tokens here than the tree has."""
         if self._in_flight is None:
             min_tokens = self._chunk_size // _MIN_SHARED_PART
-            self._in_flight = InFlight(self.rank, self._draft.prefilling_rows(), min_tokens)
+            self._in_flight = InFlight(self.rank, self._builder.prefilling_rows(), min_tokens)
         return self._in_flight.leader(request, cursor)
 
     def hold(self) -> None:
@@ -120,7 +120,7 @@ class RankRoom:
     def start(self, request: Request, cursor: PrefixCursor) -> None:
         """Start a request that fits."""
         num_reserved = self._reserve()
-        row = self._draft.admit(request, cursor, num_reserved)
+        row = self._builder.admit(request, cursor, num_reserved)
         # The reserve of the others is as it was.
         more = self.rank.reserve.pages_of(row, self.rank.memory, self.rank.running)
         self._num_reserved, self._num_pages = num_reserved + more, None

@@ -28,7 +28,7 @@ SABOTAGE = """
 import os
 import sgl_jax.scheduler.scheduler as module
 
-commit = module.Scheduler.commit
+commit = module.Scheduler.apply_result
 
 def commit_and_leak(self, plan, results):
     if os.path.exists({flag!r}):
@@ -36,7 +36,7 @@ def commit_and_leak(self, plan, results):
         self.ranks[0].memory.allocator.alloc(1, owner=1)
     commit(self, plan, results)
 
-module.Scheduler.commit = commit_and_leak
+module.Scheduler.apply_result = commit_and_leak
 """
 
 

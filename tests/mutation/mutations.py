@@ -28,11 +28,11 @@ _GHOSTS = "sgl_jax/mem_cache/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/radix_cache.py"
 _LOCKED = "sgl_jax/mem_cache/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
-_PLANNER = "sgl_jax/scheduler/step_planner.py"
-_BUILDER = "sgl_jax/scheduler/step_builder.py"
+_PLANNER = "sgl_jax/scheduler/step_builder.py"
+_BUILDER = "sgl_jax/scheduler/step_arrays.py"
 _RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
-_COMMIT = "sgl_jax/scheduler/commit.py"
+_COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
 _SLOTS = "sgl_jax/mem_cache/session_leases.py"
@@ -1173,8 +1173,8 @@ MUTATIONS = (
     Mutation(
         "start a request without a row",
         _ROOM,
-        "self.is_open = self._has_row and not self._is_held and self._draft.can_admit",
-        "self.is_open = not self._is_held and self._draft.can_admit",
+        "self.is_open = self._has_row and not self._is_held and self._builder.can_admit",
+        "self.is_open = not self._is_held and self._builder.can_admit",
     ),
     Mutation(
         "count the room of a step once for all that start in it",
@@ -1185,7 +1185,7 @@ MUTATIONS = (
     Mutation(
         "take what a rank prefills for no work",
         _ROOM,
-        "num_ahead = self._draft.num_prefill_tokens",
+        "num_ahead = self._builder.num_prefill_tokens",
         "num_ahead = 0",
     ),
     Mutation(

@@ -28,9 +28,9 @@ from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.event_log import EventReader, EventWriter, RecordingError
 from sgl_jax.scheduler.events import (
     AnsweredSession,
-    Committed,
     Event,
     Planned,
+    ResultRead,
     Submitted,
     TookOutputs,
 )
@@ -282,7 +282,7 @@ def test_a_damaged_file_never_ends_in_a_traceback(
 def test_an_exception_is_recorded_and_is_no_difference_when_it_comes_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Scheduler.commit
+    real = Scheduler.apply_result
 
     def broken(self: Scheduler, plan: Any, results: Any) -> None:
         if plan.step_id == 9:
@@ -292,7 +292,7 @@ def test_an_exception_is_recorded_and_is_no_difference_when_it_comes_again(
     driver = Driver(make_sizes())
     driver.submit(generate("a", [1, 2], 30))
     with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "commit", broken)
+        patch.setattr(Scheduler, "apply_result", broken)
         with pytest.raises(RuntimeError, match="tenth"):
             driver.run()
         path = driver.save_recording(tmp_path)
@@ -342,7 +342,7 @@ def test_page_tables_are_recorded_by_what_changed() -> None:
 
 def test_results_hold_what_the_device_said(recording: bytes) -> None:
     reader = EventReader(io.BytesIO(recording))
-    commits = [event for event in reader if isinstance(event, Committed)]
+    commits = [event for event in reader if isinstance(event, ResultRead)]
     assert all(rank.tokens.dtype == np.int32 for event in commits for rank in event.results)
     assert any(rank.prompt_logprobs for event in commits for rank in event.results)
 

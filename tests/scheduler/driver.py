@@ -169,7 +169,7 @@ class Driver:
             self.in_flight.append((plan, self.executor.launch(plan)))
         if self.in_flight and (plan is None or len(self.in_flight) > self.max_unread):
             done, handle = self.in_flight.popleft()
-            self.events.commit(done, self.executor.result(handle))
+            self.events.apply_result(done, self.executor.result(handle))
 
     def fail_all(self, reason: str) -> None:
         """The device lost its state."""

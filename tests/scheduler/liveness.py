@@ -13,7 +13,7 @@ from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
-from sgl_jax.scheduler.step_planner import StepDraft
+from sgl_jax.scheduler.step_builder import StepBuilder
 
 # Steps that a request may be due for: a rank is held for it, whose requests end in the meantime.
 MAX_STEPS_DUE = 1500
@@ -34,23 +34,23 @@ class Liveness:
         self._stayed_since: dict[tuple[str, int], int] = {}  # by rid and retracts before
         admit_into = scheduler._admission.admit_into
 
-        def watched(drafts: Sequence[StepDraft], step: int) -> None:
-            admit_into(drafts, step)
-            self._check_admitted(drafts, step)
+        def watched(builders: Sequence[StepBuilder], step: int) -> None:
+            admit_into(builders, step)
+            self._check_admitted(builders, step)
 
         scheduler._admission.admit_into = watched  # type: ignore[method-assign]
 
-    def _check_admitted(self, drafts: Sequence[StepDraft], step: int) -> None:
+    def _check_admitted(self, builders: Sequence[StepBuilder], step: int) -> None:
         """What admission leaves waiting though the step could have taken it waits for a reason."""
         scheduler = self.scheduler
         rooms = [room_of(rank) for rank in scheduler.ranks]
         for request in scheduler._waiting:
             open_ranks = [
-                draft.rank
-                for draft in drafts
-                if request.message.dp_rank in (None, draft.rank.dp_rank)
-                and draft.can_admit
-                and num_short(draft.rank, request, rooms[draft.rank.dp_rank]) <= 0
+                builder.rank
+                for builder in builders
+                if request.message.dp_rank in (None, builder.rank.dp_rank)
+                and builder.can_admit
+                and num_short(builder.rank, request, rooms[builder.rank.dp_rank]) <= 0
             ]
             if not open_ranks:
                 continue

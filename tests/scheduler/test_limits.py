@@ -50,7 +50,7 @@ def test_a_request_alone_on_a_rank_without_pages_ends_once_with_an_error(overlap
             driver.in_flight.append((plan, driver.executor.launch(plan)))
         if driver.in_flight:
             done, handle = driver.in_flight.popleft()
-            driver.scheduler.commit(done, driver.executor.result(handle))
+            driver.scheduler.apply_result(done, driver.executor.result(handle))
         driver.collect()
     assert driver.finish["a"].status_code == 500
     assert "needs more KV memory than rank 0 can free" in driver.finish["a"].message

@@ -20,7 +20,7 @@ def make_driver(*, overlap: bool = True, num_drafts: int = K, **sizes: int) -> D
 
 
 def lengths(driver: Driver, rid: str) -> tuple[int, int]:
-    """Committed and allocated length of a running request."""
+    """ResultRead and allocated length of a running request."""
     lease = driver.scheduler._requests[rid].lease
     assert lease is not None
     return lease.kv_committed_len, lease.kv_allocated_len

@@ -119,7 +119,7 @@ class Engine:
     def step(self) -> None:
         plan = self.scheduler.plan()
         assert plan is not None
-        self.scheduler.commit(plan, self.executor.result(self.executor.launch(plan)))
+        self.scheduler.apply_result(plan, self.executor.result(self.executor.launch(plan)))
         self.scheduler.take_outputs()
 
     def run(self) -> None:

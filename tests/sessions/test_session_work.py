@@ -64,7 +64,7 @@ def take_turn(s: Conversations, rid: str) -> None:
     while not scheduler.is_idle:
         plan = scheduler.plan()
         assert plan is not None
-        scheduler.commit(plan, driver.executor.result(driver.executor.launch(plan)))
+        scheduler.apply_result(plan, driver.executor.result(driver.executor.launch(plan)))
 
 
 def test_turns_visit_twelve_more_nodes_at_most_when_twice_as_many_came_before(
@@ -99,7 +99,7 @@ def test_a_prompt_in_chunks_visits_as_many_nodes_for_the_last_chunk_as_for_the_f
     while not scheduler.is_idle:
         plan = scheduler.plan()
         assert plan is not None
-        scheduler.commit(plan, executor.result(executor.launch(plan)))
+        scheduler.apply_result(plan, executor.result(executor.launch(plan)))
         costs.append(work.take())
     assert len(costs) == 50
     assert costs[40] == costs[2]
@@ -122,7 +122,7 @@ def test_planning_looks_up_no_request_that_only_waits(
     for _ in range(50):
         plan = scheduler.plan()
         assert plan is not None
-        scheduler.commit(plan, executor.result(executor.launch(plan)))
+        scheduler.apply_result(plan, executor.result(executor.launch(plan)))
     assert scheduler.num_waiting > 400
     num_started = sum(len(rank.admissions) for rank in plan.ranks)
     # Those that share the prefix move when its first request has published it, once on each rank.

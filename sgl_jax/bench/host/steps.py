@@ -45,7 +45,7 @@ class StepLoop:
             done, handle = self._before
             results = executor.result(handle)
             start = time.thread_time()
-            scheduler.commit(done, results)
+            scheduler.apply_result(done, results)
             seconds += time.thread_time() - start
         start = time.thread_time()
         self.outputs = scheduler.take_outputs()

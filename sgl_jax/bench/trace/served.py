@@ -184,7 +184,7 @@ class _Replay:
         self._now_s = max(self._now_s, done.end_s)
         results = self._executor.result(done.handle)
         start = time.thread_time()
-        self._scheduler.commit(done.plan, results)
+        self._scheduler.apply_result(done.plan, results)
         self._step_host_s += time.thread_time() - start
 
     def _wait_for_arrival(self) -> None:

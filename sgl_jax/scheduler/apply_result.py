@@ -27,7 +27,7 @@ from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.running_rows import RowColumns
 
 
-def commit_step(
+def apply_result(
     ranks: Ranks, plan: StepPlan, results: Sequence[RankResult], batch: OutputBatch
 ) -> list[Request]:
     """Apply a step's results, append what requests gained to `batch`; returns the finished."""
