@@ -84,9 +84,8 @@ class RowColumns:
         place = lens & (TOKEN_BLOCK - 1)
         self.latest[rows, place] = tokens
         full = (place == TOKEN_BLOCK - 1).nonzero()[0]
-        if len(full):
-            blocks = self.tokens.reshape(len(self.tokens), -1, TOKEN_BLOCK)
-            blocks[rows[full], lens[full] // TOKEN_BLOCK] = self.latest[rows[full]]
+        blocks = self.tokens.reshape(len(self.tokens), -1, TOKEN_BLOCK)
+        blocks[rows[full], lens[full] // TOKEN_BLOCK] = self.latest[rows[full]]
         lens += 1
         self.known_len[rows] = lens
         return lens

@@ -600,7 +600,7 @@ MUTATIONS = (
     Mutation(
         "lose the tokens of every sixteenth step's block",
         _RUNNING,
-        "            blocks[rows[full], lens[full] // TOKEN_BLOCK] = self.latest[rows[full]]\n",
+        "        blocks[rows[full], lens[full] // TOKEN_BLOCK] = self.latest[rows[full]]\n",
         "",
     ),
     Mutation(
