@@ -86,22 +86,18 @@ class RowColumns:
         place = lens & (TOKEN_BLOCK - 1)
         self.latest[rows, place] = tokens
         full = (place == TOKEN_BLOCK - 1).nonzero()[0]
-        if len(full):
-            self._keep_block(rows[full], lens[full] // TOKEN_BLOCK)
+        self._keep_block(rows[full], lens[full] // TOKEN_BLOCK)
         lens += 1
         self.known_len[rows] = lens
         return lens
 
     def append_tokens(self, rows: RowIndex, positions: Int32Array, tokens: Int32Array) -> None:
         """Write tokens, in order, at `positions` of `rows`: int32[m] each, rows repeated."""
-        place = positions & (TOKEN_BLOCK - 1)
-        # Where a block begins, the one before it may have tokens that only `latest` has. (Those
-        # that come now are written over what is copied of them.)
-        begun = ((place == 0) & (positions > 0)).nonzero()[0]
-        if len(begun):
-            self._keep_block(rows[begun], positions[begun] // TOKEN_BLOCK - 1)
+        # What only `latest` has of the block where each row goes on, before others take its place.
+        first = np.diff(rows, prepend=-1) != 0
+        self._keep_block(rows[first], positions[first] // TOKEN_BLOCK)
         self.tokens[rows, positions] = tokens
-        self.latest[rows, place] = tokens
+        self.latest[rows, positions & (TOKEN_BLOCK - 1)] = tokens
 
     def _keep_block(self, rows: RowIndex, blocks: Int32Array) -> None:
         """Copy a block of each of `rows` from `latest` to `tokens`."""

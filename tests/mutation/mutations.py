@@ -612,7 +612,7 @@ MUTATIONS = (
     Mutation(
         "lose the tokens of every sixteenth step's block",
         _RUNNING,
-        "            blocks[rows[full], lens[full] // TOKEN_BLOCK] = self.latest[rows[full]]\n",
+        "        self._keep_block(rows[full], lens[full] // TOKEN_BLOCK)\n",
         "",
     ),
     Mutation(
