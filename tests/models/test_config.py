@@ -169,6 +169,12 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones():
         build_model(config, BuildOptions("float32"))
 
 
+def test_a_sparse_architecture_without_experts_is_refused():
+    config = read(architectures=["Qwen3MoeForCausalLM"])
+    with pytest.raises(ModelConfigError, match="needs num_experts, and layers that have them"):
+        build_model(config, BuildOptions("float32"))
+
+
 @pytest.mark.parametrize(
     ("tp_size", "message"),
     [(3, "must divide the number of attention heads"), (32, "attention heads")],
