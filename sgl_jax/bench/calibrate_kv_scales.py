@@ -30,6 +30,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs, add_arguments
 from sgl_jax.core.step_plan import Float32Array
 from sgl_jax.engine.core import EngineCore
+from sgl_jax.executor.engine_config import TPU_PAGE_SIZE
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -81,7 +82,8 @@ def kv_absmax(
     """The greatest |K| and |V| over all prompts and their answers, [layers, kv_heads] each."""
     config = ModelConfig.from_path(args.model_path)
     longest = max(map(len, prompts)) + output_len
-    context_len = -(-longest // args.page_size) * args.page_size
+    page_size = args.page_size or TPU_PAGE_SIZE  # the larger of what 0 stands for
+    context_len = -(-longest // page_size) * page_size
     core = EngineCore(
         dataclasses.replace(
             args,

@@ -26,7 +26,7 @@ def _arg(
 _BOUNDS = {
     "tp_size": (1, 4096),
     "dp_size": (1, 4096),
-    "page_size": (1, 4096),
+    "page_size": (0, 4096),
     "mem_fraction_static": (0.05, 0.98),
     "max_running_requests": (0, 65536),
     "max_queued_requests": (1, 10_000_000),
@@ -99,7 +99,7 @@ class ServerArgs:
     )
 
     # Memory
-    page_size: int = _arg(16, "tokens per KV page")
+    page_size: int = _arg(0, "tokens per KV page; 0: 128 on a TPU, 16 elsewhere")
     mem_fraction_static: float = _arg(0.85, "share of device memory for weights and KV pages")
     max_total_tokens: int | None = _arg(
         None, "KV tokens per rank, instead of --mem-fraction-static"
@@ -242,8 +242,9 @@ class ServerArgs:
             raise ValueError(f"--page-size must be a power of two, got {self.page_size}")
         for name in ("max_total_tokens", "context_length"):
             value = getattr(self, name)
-            if value is not None and value < self.page_size:
-                raise ValueError(f"{_flag(name)} must be at least one page, got {value}")
+            if value is not None and value < max(1, self.page_size):
+                least = f"one page of {self.page_size} tokens" if self.page_size else "1"
+                raise ValueError(f"{_flag(name)} must be at least {least}, got {value}")
         if self.kv_cache_scales is not None and self.kv_cache_dtype != "fp8_e4m3":
             raise ValueError(
                 f"--kv-cache-scales needs --kv-cache-dtype fp8_e4m3, got {self.kv_cache_dtype}"

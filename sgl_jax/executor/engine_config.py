@@ -25,6 +25,9 @@ from sgl_jax.mem_cache.device_pool import KVPoolLayout, kv_pool_shape
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 
+# With smaller pages the TPU's attention waits for its instructions (docs/kernels.md).
+TPU_PAGE_SIZE = 128
+_PAGE_SIZE = 16
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32
@@ -157,6 +160,7 @@ def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
         dtype=dtype,
         kv_cache_dtype=dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
         attention_backend=backend,
+        page_size=args.page_size or (TPU_PAGE_SIZE if platform == "tpu" else _PAGE_SIZE),
         max_running_requests=args.max_running_requests
         or (_CPU_RUNNING_REQUESTS if on_cpu else _ACCELERATOR_RUNNING_REQUESTS),
         chunked_prefill_size=args.chunked_prefill_size

@@ -20,8 +20,9 @@ def advise(plan: Plan) -> list[str]:
             f"--tp-size {args.tp_size} is more than the model's {config.num_kv_heads} KV heads: "
             "each head's KV is kept more than once; more --dp-size and less --tp-size keeps more"
         )
-    waste = args.page_size / 2 / workload.tokens
-    if waste > _MAX_WASTE and args.page_size > _SMALLEST_PAGE:
+    page_size = plan.memory.page_size
+    waste = page_size / 2 / workload.tokens
+    if waste > _MAX_WASTE and page_size > _SMALLEST_PAGE:
         found.append(
             f"half a page of each request is unused, {waste:.0%} of its KV: a smaller --page-size"
         )

@@ -18,8 +18,6 @@ SERVER_SETTINGS = (
     *("speculative_algorithm", "speculative_num_draft_tokens"),
 )
 _MODELS = Path(__file__).parent / "models"
-# A TPU reads pages one by one: few large ones cost it less than many small ones.
-_DEFAULT_PAGE_SIZE = 128
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,6 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         f"--model-path is a folder, a config.json, or one of {', '.join(known_models())}.",
     )
     add_arguments(parser, only=SERVER_SETTINGS)
-    parser.set_defaults(page_size=_DEFAULT_PAGE_SIZE)
     parser.add_argument("--topology", required=True, help="slice: v6e-8, v5e-4, v5p-8, v6e:2x4")
     parser.add_argument("--input-len", type=int, default=1024, help="tokens of a prompt (1024)")
     parser.add_argument("--output-len", type=int, default=1024, help="tokens of an answer (1024)")

@@ -85,7 +85,7 @@ def _nearest(request: PlanRequest, is_compiled: bool) -> str | None:
     limit, args = request.args.max_total_tokens, request.args
     unlimited = dataclasses.replace(request, args=dataclasses.replace(args, max_total_tokens=None))
     asked = plan_memory(unlimited)
-    need = -(-request.workload.tokens // args.page_size) * args.page_size
+    need = -(-request.workload.tokens // asked.page_size) * asked.page_size
     lifted = ""
     if limit is not None:
         is_low = limit < need

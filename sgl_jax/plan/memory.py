@@ -43,13 +43,14 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     args, chip = request.args, request.topology.chip
     mesh = topology_mesh(request.topology, args.dp_size, args.tp_size)
     config = EngineConfig.resolve(args, request.config, "tpu")
+    page_size = config.pool_layout.page_size
     placed = place_model(request.config, mesh, config.build_options)
     state, row_params = config.state_shapes(1, mesh)
     weights = bytes_per_device(placed.params)
     tables = bytes_per_device((state.token_table, state.row_lens, row_params))
     usable = int(chip.usable_hbm_bytes * args.mem_fraction_static)
     if args.max_total_tokens is not None:
-        pages = args.max_total_tokens // args.page_size
+        pages = args.max_total_tokens // page_size
         # As much as there is: the compiler will say whether it fits.
         if weights + tables >= chip.usable_hbm_bytes:
             pages = 0
@@ -63,9 +64,9 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         table_bytes=tables,
         reserved_bytes=chip.usable_hbm_bytes - usable + config.logit_bytes,
         kv_bytes=(max(0, pages) + 1) * page_bytes,
-        kv_token_bytes=page_bytes // args.page_size,
+        kv_token_bytes=page_bytes // page_size,
         num_pages=pages,
-        page_size=args.page_size,
+        page_size=page_size,
     )
 
 

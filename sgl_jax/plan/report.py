@@ -25,8 +25,7 @@ ASSUMPTIONS = (
     "the host is never waited for",
 )
 
-# The planner's own default of a page's size is not the server's.
-_ALWAYS_SAID = ("model_path", "page_size", "dp_size", "tp_size")
+_ALWAYS_SAID = ("model_path", "dp_size", "tp_size")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
 
 

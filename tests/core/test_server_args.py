@@ -40,7 +40,7 @@ def test_flags_have_the_types_of_their_fields() -> None:
 
 
 REFUSED = [
-    ({"page_size": 0}, r"--page-size must be in \[1, \d+\], got 0"),
+    ({"page_size": -1}, r"--page-size must be in \[0, \d+\], got -1"),
     ({"page_size": 12}, "--page-size must be a power of two, got 12"),
     ({"tp_size": 0}, r"--tp-size must be in \[1, \d+\], got 0"),
     ({"dp_size": -1}, r"--dp-size must be in \[1, \d+\], got -1"),
@@ -54,8 +54,15 @@ REFUSED = [
     ({"schedule_conservativeness": float("nan")}, r"in \[0.0, 10.0\], got nan"),
     ({"watchdog_timeout": 0.0}, r"--watchdog-timeout must be in \[1.0, 86400.0\], got 0.0"),
     ({"drain_timeout": -1.0}, r"--drain-timeout must be in \[0.0, 86400.0\], got -1.0"),
-    ({"max_total_tokens": 8}, "--max-total-tokens must be at least one page, got 8"),
-    ({"context_length": 8}, "--context-length must be at least one page, got 8"),
+    (
+        {"page_size": 16, "max_total_tokens": 8},
+        "--max-total-tokens must be at least one page of 16 tokens, got 8",
+    ),
+    (
+        {"page_size": 16, "context_length": 8},
+        "--context-length must be at least one page of 16 tokens, got 8",
+    ),
+    ({"context_length": 0}, "--context-length must be at least 1, got 0"),
     (
         {"schedule_low_priority_values_first": True},
         "--schedule-low-priority-values-first needs --enable-priority-scheduling",

@@ -60,9 +60,9 @@ def test_a_cache_of_8_bits_takes_half_the_bytes_of_bfloat16():
 @pytest.mark.parametrize(
     ("platform", "wanted"),
     [
-        ("cpu", ("float32", "float32", "xla", 32, 512)),
-        ("gpu", ("bfloat16", "bfloat16", "xla", 256, 2048)),
-        ("tpu", ("bfloat16", "bfloat16", "pallas", 256, 2048)),
+        ("cpu", ("float32", "float32", "xla", 16, 32, 512)),
+        ("gpu", ("bfloat16", "bfloat16", "xla", 16, 256, 2048)),
+        ("tpu", ("bfloat16", "bfloat16", "pallas", 128, 256, 2048)),
     ],
 )
 def test_what_is_left_to_decide_depends_on_the_platform(platform, wanted):
@@ -71,10 +71,18 @@ def test_what_is_left_to_decide_depends_on_the_platform(platform, wanted):
         args.dtype,
         args.kv_cache_dtype,
         args.attention_backend,
+        args.page_size,
         args.max_running_requests,
         args.chunked_prefill_size,
     )
     assert (args.device, args.context_length) == (platform, LLAMA.max_position_embeddings)
+
+
+def test_a_limit_below_the_page_that_is_chosen_is_refused():
+    assert resolve("cpu", max_total_tokens=64).pool_layout.page_size == 16
+    with pytest.raises(ValueError, match="at least one page of 128 tokens, got 64"):
+        resolve("tpu", max_total_tokens=64)
+    assert resolve("tpu", max_total_tokens=64, page_size=64).pool_layout.page_size == 64
 
 
 def test_what_was_asked_for_stays():
@@ -91,6 +99,7 @@ def test_what_was_decided_is_told_and_nothing_else():
         "kv_cache_dtype": "float32",
         "context_length": LLAMA.max_position_embeddings,
         "attention_backend": "xla",
+        "page_size": 16,
         "max_running_requests": 32,
         "chunked_prefill_size": 512,
     }

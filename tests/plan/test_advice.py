@@ -73,7 +73,7 @@ def test_the_serve_command_starts_the_engine_that_was_planned():
     words = ["--tp-size", "8", "--max-total-tokens", "65536", "--dtype", "float32"]
     request = parse_plan_request([*LLAMA, *words])
     command = serve_command(request)
-    assert command.startswith("sgl-jax serve --model-path llama-3.1-8b --page-size 128 --dp-size 1")
+    assert command.startswith("sgl-jax serve --model-path llama-3.1-8b --dp-size 1")
     served = parse_server_args(command.split()[2:])
     for name in SERVER_SETTINGS:
         assert getattr(served, name) == getattr(request.args, name)
