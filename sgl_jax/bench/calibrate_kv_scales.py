@@ -73,7 +73,7 @@ class OneAtATime:
             self._is_waiting = False
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Nobody asks whether the engine lives: it runs in this process."""
+        """Heartbeats are ignored: the engine runs in this process."""
 
 
 def kv_absmax(

@@ -204,7 +204,7 @@ class DialogueWriter:
         return Turn("recall", self._vary(question.format(n=name)), answer.format(v=value))
 
     def unknown(self) -> Turn:
-        """A question about a fact nobody told: an unknown person, or another attribute."""
+        """A question about a fact that was not told: an unknown person, or another attribute."""
         known = [name for name, attribute in self.facts if attribute != "name"]
         while True:
             attribute = self.rng.choice(self.attributes)

@@ -64,7 +64,7 @@ class SteadyLoad:
         self._num_unfinished -= sum(output.finish is not None for output in message.outputs)
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Nobody asks whether the engine lives: it runs in this process."""
+        """Heartbeats are ignored: the engine runs in this process."""
 
     def tokens_per_second(self) -> float:
         """Over the steps that decoded the whole batch, the first few left out."""

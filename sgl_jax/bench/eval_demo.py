@@ -38,11 +38,11 @@ async def ask_all(
     client: AsyncOpenAI, model: str, questions: Sequence[Question], max_concurrency: int
 ) -> list[str]:
     """The server's replies in the questions' order, at most ``max_concurrency`` at a time."""
-    slots = asyncio.Semaphore(max_concurrency)
+    permits = asyncio.Semaphore(max_concurrency)
 
     async def ask(question: Question) -> str:
         messages: list[Any] = list(question.messages)
-        async with slots:
+        async with permits:
             completion = await client.chat.completions.create(
                 model=model, messages=messages, temperature=0, max_tokens=MAX_ANSWER_TOKENS
             )

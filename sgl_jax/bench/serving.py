@@ -196,7 +196,7 @@ async def _send(session: aiohttp.ClientSession, load: Load, index: int) -> Reque
 
 async def run(load: Load) -> tuple[list[RequestTimes], float]:
     """Send everything; returns one entry per request, and the seconds it all took."""
-    slots = asyncio.Semaphore(load.max_concurrency)
+    permits = asyncio.Semaphore(load.max_concurrency)
     timeout = aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=timeout
@@ -204,7 +204,7 @@ async def run(load: Load) -> tuple[list[RequestTimes], float]:
 
         async def one(index: int) -> RequestTimes:
             await asyncio.sleep(index / load.request_rate)  # 0 at an infinite rate
-            async with slots:
+            async with permits:
                 return await _send(session, load, index)
 
         start = time.perf_counter()

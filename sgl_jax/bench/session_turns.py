@@ -11,7 +11,7 @@ ones are than their first ones, and than the first ones of new sessions; its ser
 each length of the history, one conversation is brought to that length, and then grows by short
 turns, each taken twice in turn: in the session, which gets the new tokens alone, and without one,
 which gets them all. Random tokens, greedy, a few tokens out. Medians over the turns; the two ways
-alternate, so that whatever else the machine does befalls both alike.
+alternate, so that other load on the machine affects both alike.
 """
 
 import argparse
@@ -134,7 +134,7 @@ def measure_growth(
     """Latency of the last fifth of the turns, over that of the first fifth, and over new sessions'.
 
     Sessions take all their turns. Then they take a fifth more, in turn with as many new sessions
-    that take their first ones: whatever else the machine does befalls both alike. The very first
+    that take their first ones: other load on the machine affects both alike. The very first
     turn, which opens a history, is not counted.
 
     Raises RuntimeError if the server did not keep all of these sessions in place: each holds one

@@ -7,7 +7,7 @@ class EngineSizes(NamedTuple):
     """What the executor offers and the scheduler must stay within.
 
     Page 0 of each rank (the null page) and row 0 (the null row) are counted in `num_pages` and
-    `num_rows`, belong to nobody, and take the writes of padding.
+    `num_rows`, are never handed out, and take the writes of padding.
     """
 
     dp_size: int

@@ -1,4 +1,4 @@
-"""What the front (text, HTTP) and the engine process say to each other.
+"""The messages between the front (text, HTTP) and the engine process.
 
 Every message is a msgspec struct, tagged by its class name, so that it travels as msgpack over
 a socket and never as pickle. Front to engine: `FrontMessage`, each with a row in the table of
@@ -26,7 +26,7 @@ class Name(str):
 
 
 SessionId = Annotated[str, MinLen(1), MaxLen(MAX_SESSION_ID_CHARS)]
-# A client that gives none learns from the answer which one was made up.
+# If the client gives none, the answer has the generated one.
 NewSessionId = Annotated[SessionId, doc("default: a new one")]
 # Clients name it by `extra_key` or `cache_salt`.
 Namespace = Annotated[str, MaxLen(MAX_NAMESPACE_CHARS)]
@@ -40,7 +40,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     type: FinishType
     matched: int | str | None = None
     message: str | None = None
-    # For an abort that is no wish of the client: the HTTP status it should see, 400 or 5xx.
+    # For an abort that the client did not ask for: the HTTP status of its answer, 400 or 5xx.
     status_code: int | None = None
     code: str | None = None  # a name of the reason for programs, where the status says too little
     param: str | None = None  # the field at fault
@@ -92,8 +92,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         priority: in [-2**31, 2**31); without effect unless scheduling by priority is on.
         is_prompt_only: the client wants no output. The engine generates one token all the same;
             the front keeps it to itself.
-        is_length_default: nobody asked for `max_new_tokens`: a turn gets fewer where the history
-            of its session leaves less room.
+        is_length_default: the client did not set `max_new_tokens`: a turn gets fewer where the
+            history of its session leaves less room.
     """
 
     rid: str
@@ -114,8 +114,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End a request wherever it is. `rid` "" with `abort_all` ends every request.
 
-    The engine may have ended it well meanwhile. If nobody has seen that end, nor will, a `session`
-    that it was a turn of forgets the turn.
+    The engine may have finished it meanwhile. `session` is set if the client did not receive that
+    end and will not: the session that it was a turn of then forgets the turn.
     """
 
     rid: str = ""
@@ -220,7 +220,7 @@ class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End the engine; what is in flight is aborted. Whoever wants it finished waits first."""
+    """End the engine; requests in flight are aborted. To finish them, wait before sending this."""
 
 
 FrontMessage = (
@@ -271,7 +271,7 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
     """The outputs of one step, one entry per request that gained something.
 
     Most requests gain exactly one plain token in most steps: those come as two parallel lists,
-    `rids[i]` gained `tokens[i]`. Whatever has more to say (first output, last output, several
+    `rids[i]` gained `tokens[i]`. Everything else (first output, last output, several
     tokens, log-probabilities) is in `outputs`. A request is in one of the two, not in both.
     """
 

@@ -1,4 +1,4 @@
-"""Which pages each row lists, told by what changes: the tables themselves never travel.
+"""Which pages each row lists. Plans carry the changes, never whole tables.
 
 Page tables are most of what a step needs, and hardly change from one step to the next. So a plan
 carries the cells that changed since the plan before (`PageChanges`), and an executor keeps the

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen and when it wants to stop.
+"""How the tokens of a request are chosen, and when it stops.
 
 Owns the ranges of the sampling parameters (`RANGES`): the bodies of every protocol and
 `SamplingParams.checked` take them from here. The device computes in float32, so `checked` also
@@ -14,7 +14,7 @@ import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
 
-# Limits are part of the compiled step: the device keeps this many slots per request.
+# Limits are part of the compiled step: the device keeps this many entries per request.
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 64
 MAX_TOP_LOGPROBS = 20
@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         frequency_penalty: subtracted once per earlier occurrence in the output.
         presence_penalty: subtracted once if the token occurred in the output.
         logit_bias: token id -> added to its logit.
-        seed: same request and seed, same answer, whatever else is in the batch; None draws one.
+        seed: same request and seed, same answer, independent of the batch; None draws one.
         stop: strings that end the output.
         stop_token_ids: token ids that end the output, beside the model's own.
         ignore_eos: do not stop at the model's end-of-sequence tokens.

@@ -10,8 +10,9 @@ token relay.
 A decode row may also carry drafts: guesses, made by the step itself from the token table, of the
 tokens that follow. The step computes and samples at every one of their positions and keeps the
 sampled tokens up to the first that differs from its draft. So a row gains 1 to 1 + k tokens, and
-whoever plans the next step before the result is read does not know its length: the executor keeps
-it on the device (`tokens` per row) and the plan says that it must be looked up (`relayed`).
+its length is not known on the host when the next step is planned before the result is read: the
+executor keeps it on the device (`tokens` per row) and the plan says that it must be looked up
+(`relayed`).
 
 Every array in a plan is a fresh copy, or a part of one made for all ranks (so it need not be
 contiguous). The executor may hand it to the device without copying again, and the scheduler never

@@ -180,7 +180,7 @@ class ZmqEngineClient:
         on_message: Callable[[EngineMessage], None],
         on_error: Callable[[ChannelError], None],
     ) -> None:
-        """Call `on_message` on the running loop for whatever the engine sends, in order.
+        """Call `on_message` on the running loop for each message of the engine, in order.
 
         ZeroMQ signals its file descriptor once per change, not while there is something to read:
         so every wake-up drains the socket, and the first look needs no wake-up.

@@ -1,7 +1,7 @@
 """The engine loop: messages in, steps on the device, outputs out.
 
 `EngineCore` owns one scheduler and one executor. It runs in a process of its own behind the HTTP
-server, or in a thread behind the offline `Engine`; it cannot tell the difference.
+server, or in a thread behind the offline `Engine`, with the same code.
 """
 
 import logging
@@ -48,7 +48,7 @@ _IDLE_POLL_S = 0.2
 # Requests are waiting, none can run, nothing is in flight: rare, and not worth a busy loop.
 _STARVED_POLL_S = 0.001
 _REBUILT = (
-    "the engine found the books of its memory wrong and started afresh; "
+    "the engine found the records of its memory wrong and started afresh; "
     "requests in flight were lost and may be sent again"
 )
 
@@ -57,12 +57,12 @@ class EngineCore:
     """Builds the executor (and compiles its programs) and a scheduler of its sizes.
 
     `info` holds the facts a front needs: sizes, model path, end-of-sequence ids, dtype.
-    Whatever the scheduler is told goes through `events`; `scheduler` is there to be looked at.
+    All events for the scheduler go through `events`; `scheduler` is for reading only.
     """
 
     def __init__(self, args: ServerArgs) -> None:
         self.args = args
-        # Opened first: if that fails, nothing was loaded in vain.
+        # Opened first: if that fails, no time was spent on loading.
         writer = EventWriter.create(args.record_events) if args.record_events else None
         self.executor = ModelExecutor(args)
         self.executor.warm_up()
@@ -154,7 +154,7 @@ class EngineCore:
             if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
                 done, handle = self._in_flight.popleft()
                 results = self.executor.result(handle)
-        except Exception as error:  # whatever the device raises, the engine lives on
+        except Exception as error:  # the engine goes on after any error of the device
             self._recover(error)
             return
         if done is not None:
@@ -172,7 +172,7 @@ class EngineCore:
 
     @contextmanager
     def _answering_defects(self) -> Iterator[None]:
-        """What is done within may find the memory's books wrong; the answer is a setting."""
+        """Handle a memory defect found within as the setting says."""
         try:
             yield
         except MemoryDefectError as error:

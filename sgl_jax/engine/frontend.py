@@ -105,7 +105,7 @@ class Frontend:
         Args:
             on_ready: called (on the engine's side) when `take` has something to give.
             streaming: False calls it only at the end.
-            sender: who may `abort` it by its name.
+            sender: the caller that may `abort` it by its name.
 
         Raises:
             EngineDeadError, ShuttingDownError: as given to `fail`.
@@ -139,10 +139,10 @@ class Frontend:
         return stream
 
     def abandon(self, stream: RequestStream, message: str = "the client went away") -> None:
-        """Nobody reads `stream` any more: end it in the engine, if it has not ended. Once only.
+        """The consumer of `stream` is gone: end it in the engine, if it has not ended. Once only.
 
-        A turn of a session whose end nobody took never was: the engine, which may have ended it
-        well, hears of it all the same.
+        A turn of a session whose final output was not delivered is rolled back: the engine is told
+        also if the request has finished there.
         """
         rid, session = stream.request.rid, stream.request.session
         with self._lock:

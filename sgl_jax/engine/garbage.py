@@ -1,10 +1,10 @@
 """When the engine process looks for cyclic garbage: while nothing runs, not in the midst of steps.
 
-Python does it after every few thousand new objects, and its longest searches look through all that
-lives: with thousands of requests and sessions that holds up a step by tens of milliseconds, to
+Python does it after every few thousand new objects, and its longest searches look through all
+objects: with thousands of requests and sessions that holds up a step by tens of milliseconds, to
 find nothing, since the scheduler and the memory stack make no cycles that are dropped. So here it
-is done at rest. Under load that never rests it is done when so many more objects live than after
-the last time that something may be piling up.
+is done at rest. Under load without a rest it is done when there are so many more objects than
+after the last time that cycles may be piling up.
 """
 
 import gc
@@ -17,7 +17,7 @@ _MANY_UNDER_LOAD = 1_000_000
 def take_over_collection() -> None:
     """From now on only `collect_if_many` collects.
 
-    What lives now is never looked through again: it was built to live as long as the process.
+    Objects that exist now are exempt from collection: they are kept as long as the process runs.
     """
     gc.collect()
     gc.freeze()

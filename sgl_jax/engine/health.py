@@ -1,7 +1,7 @@
 """Whether the engine's process still runs, as far as its heartbeats tell.
 
-Knows nothing of what the engine does with requests: a loop that stands still is the `Watchdog`'s
-business, in the engine's process.
+Looks at heartbeats only: a loop that makes no progress is found by the `Watchdog`, in the engine's
+process.
 """
 
 import time
@@ -13,7 +13,7 @@ from sgl_jax.core.messages import Heartbeat
 
 
 class EngineHealth:
-    """Hears heartbeats, and says since when there was none. Safe to use from several threads.
+    """Receives heartbeats, and tells since when there was none. Safe to use from several threads.
 
     Args:
         timeout_s: the engine is stuck when it was silent for longer.

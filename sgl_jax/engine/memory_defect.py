@@ -1,4 +1,4 @@
-"""What the engine does when the books of a rank are wrong: say so, dump them, count it.
+"""What the engine does when the memory records of a rank are wrong: log, dump and count it.
 
 Whether it then ends or goes on is a setting, carried out by `EngineCore`: what this module owns
 is the record of the defect, never a request and never the memory itself.
@@ -38,7 +38,7 @@ class DefectRecord:
         self.num_defects += 1
         where = self._dump(str(error), memories, context)
         logger.critical(
-            "the books of the memory are wrong; %s; %s: %s",
+            "the records of the memory are wrong; %s; %s: %s",
             where,
             type(error).__name__,
             error,

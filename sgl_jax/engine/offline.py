@@ -359,7 +359,7 @@ class Engine:
         reason = "the engine was shut down"
         try:
             self._core.run(self._channel, on_stall=lambda: self._end("a step never ended"))
-        except Exception as error:  # the thread's last words: whoever waits must hear them
+        except Exception as error:  # reported to all requests that wait
             logger.exception("the engine ended")
             reason = f"the engine ended: {error}"
         self._end(reason)

@@ -46,11 +46,11 @@ class Core(Protocol):
 class ExitReport(NamedTuple):
     """How the engine process ended."""
 
-    how: str  # a sentence with the exit code or signal, for anybody to read
+    how: str  # a sentence with the exit code or signal; may be shown to clients
     last_line: str  # of what it printed, for the operator alone; "" if nothing
 
     def __str__(self) -> str:
-        return f"{self.how}; its last words: {self.last_line}" if self.last_line else self.how
+        return f"{self.how}; its last line: {self.last_line}" if self.last_line else self.how
 
 
 class EngineProcess:
@@ -68,7 +68,7 @@ class EngineProcess:
         Args:
             folder: of the sockets, `ZmqEngineClient.folder`.
             on_exit: called once, on a thread of this object, when the process has ended for
-                whatever reason.
+                any reason.
             command: what to run; tests put a scripted engine here.
         """
         self._on_exit = on_exit
@@ -146,7 +146,7 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
         channel.send(EngineReady(info=core.info))
         core.run(channel, after_turn=collect_if_many)
     except Exception as error:
-        # A setting or a file that is refused explains itself, unless somebody wants to know more.
+        # The message explains a refused setting or file; the traceback is logged for debugging.
         if core is None and isinstance(error, (ValueError, OSError)):
             message = str(error)
             logger.debug("the engine was refused", exc_info=error)

@@ -51,7 +51,7 @@ class RequestChecks:
 
     @property
     def max_prompt_chars(self) -> int:
-        """Characters beyond which a prompt is too long, whatever its tokens are."""
+        """Characters beyond which a prompt is too long for any tokenization."""
         longest = self._tokenizer.longest_token_chars
         return most_prompt_chars(self._facts.max_request_tokens, longest)
 
@@ -72,7 +72,7 @@ class RequestChecks:
         check_prompt_tokens(num_tokens, self._facts.max_request_tokens)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; refuses at once what is too long whatever its tokens are."""
+        """Token ids of a prompt; one of more than `max_prompt_chars` characters is refused."""
         self.check_text(text)
         return self._tokenizer.encode(text)
 

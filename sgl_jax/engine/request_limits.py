@@ -19,7 +19,7 @@ _SHORT_PROMPT_CHARS = 65_536  # never too many by that average
 
 
 def most_prompt_chars(max_tokens: int, longest_token_chars: int) -> int:
-    """Characters beyond which a prompt has more than `max_tokens` tokens, whatever they are.
+    """Characters beyond which a prompt has more than `max_tokens` tokens in any tokenization.
 
     The longest tokens are runs of spaces and dashes, of which no text consists: a long prompt may
     have `_MOST_CHARS_PER_TOKEN` characters a token on average.

@@ -1,4 +1,4 @@
-"""The output of one request on its way from the engine to whoever asked for it.
+"""The output of one request on its way from the engine to its consumer.
 
 Owns the text of the request: detokenising, stop strings, what was taken and what waits. The
 engine's side calls `accept*`, the consumer calls `take`; both may run on different threads under
@@ -30,8 +30,8 @@ class Chunk(NamedTuple):
 class RequestStream:
     """One request in flight, from `Frontend.start` to its last chunk.
 
-    Without stop strings nobody needs the text before the consumer comes, so tokens only queue up
-    here and are decoded in one go by `take`: under load many tokens cost as much as one.
+    Without stop strings the text is not needed before the consumer takes it, so tokens are queued
+    and decoded together by `take`: under load many tokens cost as much as one.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RequestStream:
         self.error = error
 
     def drop_unseen_end(self) -> bool:
-        """Nobody will `take` any more. True, once, if the end of the output was there to take."""
+        """No `take` will follow. True, once, if the end of the output was there to take."""
         if self._last_chunk_taken or self.finish is None or self.finish.type == "abort":
             return False
         self._last_chunk_taken = True

@@ -21,7 +21,7 @@ class StepLog:
         self._throughput = 0.0
 
     def after_step(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """A step's result was committed."""
+        """A step's result was applied."""
         self._steps += 1
         for rank in plan.ranks:
             self._prefilled += int(rank.q_lens[rank.num_decode :].sum())

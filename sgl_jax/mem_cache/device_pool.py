@@ -1,6 +1,6 @@
 """The KV pool of all ranks as one device array; the only file of this room that imports jax.
 
-Owns the array's shape, sharding and size in bytes. Never decides who owns a page.
+Owns the array's shape, sharding and size in bytes. Never decides the owner of a page.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ class KVPoolLayout(NamedTuple):
     def page_shape(self) -> tuple[int, int, int]:
         """One layer of a page: [2 * kv_heads, page_size, head_dim], K heads then V heads.
 
-        K and V of a head that together fill a row of memory share it, whatever the platform:
+        K and V of a head that together fill a row of memory share it, on every platform:
         [kv_heads, page_size, 2 * head_dim].
         """
         if 2 * self.head_dim == _LANES:
@@ -69,8 +69,8 @@ def make_kv_pool(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Array:
 def kv_absmax(pool: jax.Array, layout: KVPoolLayout, mesh: Mesh) -> jax.Array:
     """The greatest |K| and |V| in the pool, float32 [2, layers, kv_heads].
 
-    Over all pages but the null pages, whoever owns them: what lies there is zero, or K and V of
-    some token, now or before. Not for a pool of 8 bits, which means other numbers than it holds.
+    Over all pages but the null pages, free ones too: they hold zeros, or K and V of some token,
+    present or past. Not for a pool of 8 bits, which means other numbers than it holds.
     """
     found: jax.Array = _absmax(pool, layout, mesh.shape["data"], mesh.shape["tensor"])
     return found
@@ -81,8 +81,8 @@ def _absmax(pool: jax.Array, layout: KVPoolLayout, dp_size: int, tp_size: int) -
     layers, head_dim = layout.num_layers, layout.head_dim
     ranks = pool.reshape(layers, dp_size, -1, *layout.page_shape)[:, :, 1:]
     size = jnp.abs(ranks).reshape(*ranks.shape[:-1], -1, head_dim)
-    greatest = jnp.max(size, axis=(1, 2, 4, 6)).astype(jnp.float32)  # [layers, slots, parts]
-    if greatest.shape[2] == 2:  # K and V of a head share a slot
+    greatest = jnp.max(size, axis=(1, 2, 4, 6)).astype(jnp.float32)  # [layers, heads, parts]
+    if greatest.shape[2] == 2:  # K and V of a head share a row
         return jnp.moveaxis(greatest, 2, 0)
     by_chip = greatest.reshape(layers, tp_size, 2, -1)
     return jnp.moveaxis(by_chip, 2, 0).reshape(2, layers, -1)

@@ -1,8 +1,8 @@
-"""Everything about the memory of an engine's ranks as JSON, for whoever has to explain a defect.
+"""Everything about the memory of an engine's ranks as JSON, to explain a defect.
 
-It only reads, and gets through broken books: a part that cannot be read says why instead. Tokens
-are left out, since prompts are their senders' own, and namespaces, which may be secrets, are shown
-as short hashes.
+It only reads, and works on inconsistent records: a part that cannot be read is replaced by the
+reason. Tokens are left out, since prompts are private, and namespaces, which may be secrets, are
+shown as short hashes.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ def write_dump(
 ) -> None:
     """Write the dump of all ranks to `path`, readable by this user only.
 
-    `reason` is the error's text, `context` whatever else may explain it. Raises OSError if the
+    `reason` is the error's text, `context` further facts that may explain it. Raises OSError if the
     file exists or cannot be written.
     """
     dump = {"reason": reason, "context": context, "ranks": [dump_rank(each) for each in memories]}
@@ -32,7 +32,7 @@ def write_dump(
 
 
 def dump_rank(memory: RankMemory) -> dict[str, Any]:
-    """The books of one rank in words JSON has: all of them, and what a walk finds wrong."""
+    """All memory records of one rank as JSON values, and the defects that a walk finds."""
     parts: dict[str, Callable[[RankMemory], Any]] = {
         "view": lambda memory: memory.view()._asdict(),
         "findings": _findings,
@@ -51,7 +51,7 @@ def dump_rank(memory: RankMemory) -> dict[str, Any]:
 def _guarded(part: Callable[[RankMemory], Any], memory: RankMemory) -> Any:
     try:
         return part(memory)
-    except Exception as error:  # broken books may break whatever reads them
+    except Exception as error:  # reading inconsistent records may raise anything
         return f"cannot be read: {type(error).__name__}: {error}"
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 
 class MemoryDefectError(RuntimeError):
-    """The books of a rank are wrong, or someone broke their rules. What to do: `engine/`."""
+    """The memory records of a rank are wrong or were misused. `engine/` decides what to do."""
 
 
 class OwnershipError(MemoryDefectError):
-    """A page was freed twice, freed or moved by someone who does not own it, or does not exist."""
+    """A page was freed twice, freed or moved in the name of another owner, or does not exist."""
 
 
 class OutOfPagesError(MemoryDefectError):
@@ -20,7 +20,7 @@ class LeaseError(MemoryDefectError):
 
 
 class LedgerError(MemoryDefectError):
-    """The books of a rank do not balance; the text names the rank, the pages, their owners and
+    """The ledger of a rank does not balance; the text names the rank, the pages, their owners and
     their last transitions. `pages` are those concerned, as far as they are known."""
 
     def __init__(self, message: str, pages: Sequence[int] = ()) -> None:

@@ -1,8 +1,8 @@
 """In which order the prefix tree lets go of its leaves: the contract, and least recently used.
 
-The tree tells its policy what is used and what leaves; the FULL component tells it which leaves
-may go, and asks it for the next. A policy decides order and nothing else: whatever it remembers
-or forgets, a prefix is found by its tokens, and what is locked stays.
+The tree reports each use and each eviction to its policy; the FULL component reports which leaves
+are evictable, and asks for the next. A policy decides the order and nothing else: a prefix is found
+by its tokens, and what is locked stays, independent of the policy's state.
 
 Ages are of the tree's logical clock, never wall time, so that hosts evict alike.
 """

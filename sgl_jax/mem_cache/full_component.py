@@ -116,7 +116,7 @@ class FullComponent:
         self._lock_up_to(new, old)
 
     def refresh(self, node: TreeNode) -> None:
-        """A leaf that nobody locks can be evicted."""
+        """A leaf without locks can be evicted."""
         if self._is_evictable(node):
             self._policy.add(node)
         else:

@@ -26,8 +26,8 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.array([30, 27, 31], np.uint64)
 _GAMMA_INVERSE = np.uint64(pow(int(_GAMMA), -1, 2**64))
 _SALTS = np.array([[0], [_GAMMA]], np.uint64)  # of the two halves of the index
-# Slots of each index for every ghost: the fewer, the more ghosts hide one another.
-_SLOTS_PER_GHOST = 4
+# Cells of each index for every ghost: the fewer, the more ghosts hide one another.
+_CELLS_PER_GHOST = 4
 # Of the quick test: the fewer, the more often the ring is searched for nothing.
 _COUNTS_PER_GHOST = 8
 # So many pages may wait for the ring: to write more of them at once would hold up a step.
@@ -115,8 +115,8 @@ class GhostPages:
         self._unnoted: list[UInt64Array] = []  # left, but not in `_last_left` yet
         # A hash is listed in both halves, at places that have nothing to do with each other: to
         # be found, it must have been written over in one of them at most.
-        self._num_slots = _SLOTS_PER_GHOST * num_ghosts
-        self._by_hash = np.zeros(2 * self._num_slots, np.int32)
+        self._num_cells = _CELLS_PER_GHOST * num_ghosts
+        self._by_hash = np.zeros(2 * self._num_cells, np.int32)
 
     def remember(self, hashes: UInt64Array, num_uses: int, last_access: int, now: int) -> None:
         """Pages of these prefixes leave now; those that left longest ago are forgotten."""
@@ -138,8 +138,8 @@ class GhostPages:
         places = (self._next + np.arange(len(hashes))) % self.num_ghosts
         self._hashes[places] = hashes
         self._history[places] = history
-        for slots in self._slots(hashes):
-            self._by_hash[slots] = places
+        for cells in self._cells(hashes):
+            self._by_hash[cells] = places
         self._next = (self._next + len(hashes)) % self.num_ghosts
 
     def recall(self, hashes: UInt64Array) -> RecalledPages | None:
@@ -148,7 +148,7 @@ class GhostPages:
             return None
         if self._leaving:
             self._write()
-        first, second = both = self._by_hash[self._slots(hashes)]
+        first, second = both = self._by_hash[self._cells(hashes)]
         is_first, is_second = self._hashes[both] == hashes
         is_ghost = is_first | is_second
         if not np.count_nonzero(is_ghost):
@@ -174,8 +174,8 @@ class GhostPages:
         self._num_left = self.num_ghosts
         self._last_left[:] = 0
 
-    def _slots(self, hashes: UInt64Array) -> Int64Array:
+    def _cells(self, hashes: UInt64Array) -> Int64Array:
         """Where each hash is listed in either half of the index, int64[2, len(hashes)]."""
-        slots = _mixed(_SALTS ^ hashes) % np.uint64(self._num_slots)
-        slots[1] += np.uint64(self._num_slots)
-        return slots.astype(np.int64)
+        cells = _mixed(_SALTS ^ hashes) % np.uint64(self._num_cells)
+        cells[1] += np.uint64(self._num_cells)
+        return cells.astype(np.int64)

@@ -74,10 +74,10 @@ class KVLease:
         self._rows.kv_allocated_len[self.row] = allocated
 
     def change_holder(self, num_tokens: int) -> None:
-        """Somebody else holds the lease now, and knows its first `num_tokens` tokens.
+        """Pass the lease to another holder, which knows its first `num_tokens` tokens.
 
-        What unread steps still bring belongs to the holder before, and is dropped: the row's
-        epoch grows as if it had been given back.
+        Results of unread steps belong to the former holder, and are dropped: the row's epoch
+        grows as if it had been given back.
         """
         self.require_live()
         self._rows.epoch[self.row] += 1

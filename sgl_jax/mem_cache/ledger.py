@@ -1,4 +1,4 @@
-"""The books of a rank, proved: `check_balance` every step, `audit` by a full walk.
+"""Checks the memory of a rank: `check_balance` every step, `audit` by a full walk.
 
 The counts compared come from independent sources: the allocator's stack and owner array, the
 lengths of the rows, and the tree's own counters. The ledger only reads.
@@ -19,7 +19,7 @@ def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
     """Prove that counts agree, in time that does not grow with the pool. Raises `LedgerError`.
 
     `num_running`, where it is known, counts the requests that hold a lease: the other leases are
-    those of idle sessions, so that none is counted for both, and none is nobody's.
+    those of idle sessions, so that none is counted for both, and each has a holder.
 
     Proved: `free + leased + cached + session_held + reserved == total`, where leased is what the
     rows hold and cached what the tree counts; the locks that were taken are those of the rows,
@@ -96,7 +96,7 @@ def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
 
 
 def _suspects(memory: RankMemory) -> list[Finding]:
-    """What a walk finds; books that are broken enough may break the walk as well."""
+    """What a walk finds, or the error that inconsistent records raised in it."""
     findings: list[Finding] = []
     try:
         findings.extend(find_defects(memory))

@@ -1,6 +1,6 @@
-"""The full walk of a rank's books: all that is wrong with them, page by page. It only reads.
+"""The full walk of a rank's memory records: all defects, page by page. It only reads.
 
-It must get through broken books, since it also names the suspects when counts disagree: so it
+It must work on inconsistent records, since it also names the suspects when counts disagree: so it
 goes on after the first finding.
 """
 
@@ -148,7 +148,7 @@ def _check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[F
 
 
 def _check_owners(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
-    """Every page belongs to who claims it, nobody else claims it, and the rest is free."""
+    """Each claimed page belongs to the one owner that claims it; the rest is free."""
     allocator = memory.allocator
     expected = np.full(allocator.num_pages, FREE, np.int32)
     num_claims = np.zeros(allocator.num_pages, np.int32)

@@ -1,8 +1,8 @@
 """Pages of the tree that leases have locked, counted page by page.
 
-The tree counts locks by node, and does not know who holds them. Here those of running requests are
-told from those of idle sessions, so that it is known, without a look at any session, what all idle
-sessions together keep from other use. Each call costs O(pages of the one lease), vectorised.
+The tree counts locks by node, not by holder. Here those of running requests are counted apart from
+those of idle sessions, so that it is known, without a look at any session, what all idle sessions
+together keep from other use. Each call costs O(pages of the one lease), vectorised.
 """
 
 import numpy as np

@@ -1,10 +1,10 @@
 """Hands out the pages of one rank's pool and knows the owner of each.
 
-A page has exactly one owner at every moment: nobody (`FREE`), the engine (`RESERVED`, page 0),
+A page has exactly one owner at every moment: none (`FREE`), the engine (`RESERVED`, page 0),
 the prefix tree (`TREE`), or the lease that holds row r of the row pool (owner r, at least 1).
 Every move names the owner it expects, so a double free or a foreign page raises at once.
-The allocator never evicts and never decides: it only keeps the books. `alloc_each` takes pages for
-the rows of all ranks in one call.
+The allocator only records owners; it never evicts or decides. `alloc_each` takes pages for the rows
+of all ranks in one call.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody owns."""
+        """Pages without an owner."""
         return self._num_free
 
     @property
@@ -116,7 +116,7 @@ class PageAllocator:
         return self._free_stack[top - count : top][::-1]
 
     def _take(self, top: IntpArray, owners: int | Int32Array) -> None:
-        """`owners` take the pages that `_top` answered; nobody writes to the arrays again."""
+        """`owners` take the pages that `_top` returned; the arrays must not change afterwards."""
         self._num_free -= len(top)
         self._owner[top] = owners
         self._log.note("take", owners, top)
@@ -167,7 +167,7 @@ class PageAllocator:
         return f"{shown}; last transitions: {self._describe_history(pages[:limit])}"
 
     def _describe_history(self, pages: Int32Array | IntpArray) -> str:
-        """Who did what to `pages`, the latest moves last; ticks count calls to this pool."""
+        """The moves of `pages` and their owners, latest last; ticks count calls to this pool."""
         moves = [
             f"[{move.clock}] " + _IN_WORDS[move.action].format(describe_owner(owner), page)
             for move in self._log.of(pages)

@@ -1,8 +1,8 @@
 """What the memory of a rank asks of a prefix cache, and the cache that keeps nothing.
 
 A prefix cache remembers the KV of token prefixes between requests. Matching is split in two:
-`peek` only looks (routing, admission), `match_prefix` locks what it found, and whoever locked
-owes one `unlock`.
+`peek` only reads (routing, admission), `match_prefix` locks what it found and needs one `unlock`
+for each call.
 
 A prefix is kept under a namespace, "" by default, and found under that namespace alone.
 """
@@ -54,7 +54,7 @@ class PrefixCache(Protocol):
 
     @property
     def num_locks(self) -> int:
-        """Locks taken and not yet undone; a live lease owes one, or none."""
+        """Locks taken and not yet undone; a live lease has one, or none."""
         ...
 
     @property
@@ -133,7 +133,7 @@ class PrefixCache(Protocol):
         ...
 
     def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
-        """Prove the cache's own books, given the locked node of every live lease.
+        """Check the cache's own records against the locked node of every live lease.
 
         Raises `LedgerError` on a difference.
         """

@@ -118,7 +118,7 @@ class RadixCache:
         self.tree.unlock(node)
 
     def evict(self, num_pages: int) -> int:
-        """Free exactly `num_pages`, or all that nobody has locked."""
+        """Free exactly `num_pages`, or all that are not locked."""
         evicted = self.tree.evict(self._full, num_pages)
         self._num_evicted += evicted
         return evicted

@@ -1,7 +1,7 @@
 """A compressed, page-aligned radix tree of token sequences: the core under every prefix cache.
 
 It owns the shape: nodes, edges, their tokens and ages. It must never touch an allocator: what
-an edge is worth, who locks it and what eviction frees is the business of its components.
+values an edge holds, its locks and what eviction frees are its components' part.
 
 Edges are multiples of `page_size` tokens, siblings differ in their first page, and tokens are
 compared, not hashes. The root holds nothing, is never locked, never evicted, and in no count.
@@ -68,7 +68,7 @@ class RadixTree:
     ) -> TreeNode | None:
         """Lock the longest usable prefix of `tokens` and return the node where it ends.
 
-        None if nothing matches: then nothing is locked. The caller owes one `unlock`. From
+        None if nothing matches: then nothing is locked. Needs one `unlock`. From
         `start`, as in `peek`, a lock moves to that node, which is `start` if nothing below matches.
         """
         path, length = self.peek(tokens, namespace, start)

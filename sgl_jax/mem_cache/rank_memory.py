@@ -78,10 +78,10 @@ class RankMemory:
         self.num_session_held_pages = 0
 
     def rebuild(self) -> None:
-        """Start afresh though the books may be broken: nothing is freed, all is forgotten.
+        """Reset all memory records without freeing one by one, since they may be inconsistent.
 
-        Every page and row is free afterwards and every lease released, without asking the old
-        books. No step that was launched before may still run on the device.
+        Every page and row is free afterwards and every lease released; the old records are not
+        read. No step that was launched before may still run on the device.
         """
         for lease in self.leases.values():
             lease.released, lease.node = True, None

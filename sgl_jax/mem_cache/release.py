@@ -5,11 +5,11 @@
 `adopt_prefix` those whose tokens the tree turns out to have as well;
 `release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
 retract, disconnect, error and shutdown all end a lease here. Unless the cache takes the lease
-over: that of a session's turn goes to its slot, and nothing is freed. `resume_lease` hands it to
-the next turn, and `release_idle_lease` ends it when the session is closed or evicted.
+over: the session keeps that of its turn, and nothing is freed. `resume_lease` hands it to the next
+turn, and `release_idle_lease` ends it when the session is closed or evicted.
 
 Pages may be freed while a launched step still reads or writes them: steps run on the device in
-launch order, so whoever is given such a page writes to it only afterwards.
+launch order, so the next owner of such a page writes to it only afterwards.
 """
 
 import numpy as np
@@ -92,7 +92,7 @@ def release_kv_cache(
 
 
 def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLease:
-    """The next turn of a session starts on the lease that its slot holds.
+    """The next turn of a session starts on the lease that the session keeps.
 
     Args:
         memory: of the rank that holds the session.
@@ -140,16 +140,16 @@ def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
     if lease is None:
         return False
     memory.unpark(lease)
-    # All that may be published was, when the slot took the lease over.
+    # All that may be published was, when the session took the lease over.
     release_kv_cache(memory, lease, np.zeros(0, np.int32), insert=False)
     return True
 
 
 def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> None:
-    """A session goes back to its first `num_tokens` tokens, and with it the lease of its slot.
+    """A session goes back to its first `num_tokens` tokens, and with it the lease that it keeps.
 
-    What the slot held behind them is freed. If the tree owns more of it than that, the lease
-    ends: the next turn matches the tree.
+    Pages behind them are freed. If the tree owns more of the lease than that, the lease ends: the
+    next turn matches the tree.
     """
     lease = memory.sessions.idle_lease(session_id)
     if lease is None:

@@ -2,7 +2,7 @@
 
 One row per request, of one rank. The row's page ids and lengths are columns of arrays, so that
 the scheduler can grow and commit all rows of a step at once; `KVLease` is the view of one row.
-Row 0 is the null row: padding refers to it, nobody holds it.
+Row 0 is the null row: padding refers to it, no request holds it.
 """
 
 import numpy as np
@@ -101,14 +101,14 @@ class RowTables:
         return int(self.pages.shape[1])
 
     def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
-        """`row` lists `pages`, which nobody writes to again, from column `first` on."""
+        """`row` lists `pages`, which must not change afterwards, from column `first` on."""
         end = first + len(pages)
         self.pages[row, first:end] = pages
         start = (self.first_row + row) * self.pages_per_row
         self.page_log.note(np.arange(start + first, start + end), pages)
 
     def list_page_each(self, rows: IntpArray, columns: Int32Array, pages: Int32Array) -> None:
-        """Row `rows[i]` lists `pages[i]`, which nobody writes to again, at `columns[i]`."""
+        """Row `rows[i]` lists `pages[i]` at `columns[i]`; `pages` must not change afterwards."""
         cells: IntpArray = rows * self.pages_per_row + columns
         self.pages.reshape(-1)[cells] = pages
         self.page_log.note(cells + self.first_row * self.pages_per_row, pages)
@@ -123,7 +123,7 @@ class RowTables:
 
 
 class ReqToTokenPool(RowTables):
-    """`num_rows` rows (null row included) of at most `pages_per_row` pages, and who holds which.
+    """`num_rows` rows (null row included) of at most `pages_per_row` pages; which of them are held.
 
     `tables`, if given, are the columns to keep them in: of so many rows, all free.
     """
@@ -152,7 +152,7 @@ class ReqToTokenPool(RowTables):
 
     @property
     def num_free(self) -> int:
-        """Rows nobody holds."""
+        """Rows that are not held."""
         return len(self._free)
 
     @property

@@ -1,7 +1,7 @@
-"""The last moves of a pool's pages: who took them, gave them to the tree, freed them, in order.
+"""The last moves of a pool's pages: taken, given to the tree, freed, with owners and in order.
 
-Written on every call to the allocator, read only when the books are wrong. Keeps the arrays that it
-is told, bounded in calls and in pages. Its clock counts calls, so it reads no time.
+Written on every call to the allocator, read only when a check fails. Keeps the arrays that it is
+given, bounded in calls and in pages. Its clock counts calls, so it reads no time.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ class TransitionLog:
         self._num_pages = 0
 
     def note(self, action: Action, owners: int | Int32Array, pages: IntpArray) -> None:
-        """Remember a call, and its arrays, which nobody writes to again.
+        """Remember a call, and its arrays, which must not change afterwards.
 
         A call of more than `MAX_PAGES` is remembered in part.
         """

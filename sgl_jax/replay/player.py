@@ -73,7 +73,7 @@ class Player:
             self._apply(event)
         except (DifferenceError, RecordingError):
             raise
-        except Exception as error:  # whatever it is, the recording must say so next
+        except Exception as error:  # of any kind: the recording must have it next
             self._error = describe(error)
         if self._error is None:
             self._prove(event)

@@ -233,8 +233,8 @@ class Admission:
     def _start(self, rooms: list[RankRoom], request: Request, dp_rank: int) -> None:
         room, cursor = rooms[dp_rank], self._waiting.cursors(request)[dp_rank]
         home = self._home_of(request)
-        if home is not None and home is not room.rank.memory and request.slot_id is not None:
-            release_idle_lease(home, request.slot_id)
+        if home is not None and home is not room.rank.memory and request.kept_by is not None:
+            release_idle_lease(home, request.kept_by)
         room.start(request, cursor)
         self._waiting.started(request, dp_rank)
         self._holds.pop(request.rid, None)

@@ -1,8 +1,8 @@
 """What a step's results mean for its requests: new tokens, stops, releases.
 
 A result belongs to a row's request only if the row's epoch is still that of the launch. If the
-request finished, was aborted or retracted meanwhile, its result is dropped: whatever was lost is
-computed again, and nothing else needs to know why.
+request finished, was aborted or retracted meanwhile, its result is dropped, and
+computed again if it is still wanted.
 """
 
 from collections.abc import Sequence

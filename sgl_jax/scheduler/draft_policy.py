@@ -1,8 +1,8 @@
 """Which running requests draft tokens in a step, and how many: by how useful their drafts were.
 
 A draft that is not accepted costs a query token for nothing, so a request whose recent drafts
-brought little pauses drafting, and longer each time that trying again fails. Owns that memory,
-per row; what the drafts are is the executor's business.
+brought little pauses drafting, and longer each time that trying again fails. Owns these
+statistics, per row; the executor chooses the drafts themselves.
 """
 
 import numpy as np

@@ -1,9 +1,10 @@
 """Retracts that no shortage asked for, so that tests meet them often (`--test-retract`).
 
 Every `interval` steps each rank gives up half of the requests that it may: those that decode,
-those in the middle of a chunked prefill, and those that only wait for their last result. Who goes
-depends on the count of steps alone. Must never take a request that gained nothing since it was
-last retracted: so every request gets on, even without a prefix cache and with chunks of a token.
+those in the middle of a chunked prefill, and those that only wait for their last result. The
+choice depends on the count of steps alone. Must never take a request that gained nothing since it
+was last retracted: so every request gets on, even without a prefix cache and with chunks of a
+token.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from sgl_jax.scheduler.request import Request
 
 
 class ForcedRetract:
-    """When to retract, and whom; does nothing unless `config` has an interval."""
+    """When to retract, and which requests; does nothing unless `config` has an interval."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._interval = config.forced_retract_interval

@@ -55,7 +55,7 @@ class InFlight:
             self._rows.setdefault((place, key), row)
 
     def leader(self, request: Request, cursor: PrefixCursor) -> Leader | None:
-        """Who is computing more of `request`'s tokens than the tree has, if worth the wait."""
+        """The row computing more of `request`'s tokens than the tree has, if worth the wait."""
         if not self._rows or cursor.next_key is None or cursor.node is None:
             return None
         place = cursor.node.node_id if cursor.length else _AT_ROOT

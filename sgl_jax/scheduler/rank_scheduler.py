@@ -80,7 +80,7 @@ class RankScheduler:
         return self.memory.num_reclaimable_pages - self.reserve.pages(self.memory, self.running)
 
     def num_pages_at_most(self, request: Request) -> int:
-        """Pages that `request` would take if nobody else read its prefix."""
+        """Pages that `request` would take if no running request read its prefix."""
         return self.memory.pages_for(len(request.tokens) + 1)
 
     def num_pages_needed(self, request: Request, cursor: PrefixCursor) -> int:
@@ -93,11 +93,11 @@ class RankScheduler:
         return self.has_row and self.num_pages_needed(request, cursor) <= self.num_pages_to_give()
 
     def reusable_len(self, request: Request, cursor: PrefixCursor) -> int:
-        """Tokens of `request` that the tree, or its session's slot, has computed here."""
-        slot = request.slot_in(self.memory)
-        if slot is None:
+        """Tokens of `request` that the tree, or its session's lease, has computed here."""
+        lease = request.session_lease(self.memory)
+        if lease is None:
             return cursor.length
-        return max(cursor.length, min(slot.kv_committed_len, request.slot_len))
+        return max(cursor.length, min(lease.kv_committed_len, request.resumable_len))
 
     def expected_steps_to_ends(self) -> Int32Array:
         """In how many steps each of the running requests may end, if they generate half of what
@@ -132,7 +132,7 @@ class RankScheduler:
         pages are the reserve, for a caller that knows it.
         """
         memory = self.memory
-        lease, start = self._take_lease(request, request.slot_in(memory))
+        lease, start = self._take_lease(request, request.session_lease(memory))
         needed = memory.pages_for(len(request.tokens) + 1) - memory.pages_for(
             lease.kv_allocated_len
         )
@@ -160,15 +160,16 @@ class RankScheduler:
         )
         return lease.row
 
-    def _take_lease(self, request: Request, slot: KVLease | None) -> tuple[KVLease, int]:
+    def _take_lease(self, request: Request, kept: KVLease | None) -> tuple[KVLease, int]:
         """A lease with what is in place of the request, which evicts one session if rows lack.
 
-        Also the position of the first token that the device must be told: a row that goes on
+        `kept` is the lease that the request's session keeps, if it can go on with that. Also
+        returns the position of the first token that the device must be told: a row that goes on
         where it was still has the tokens before it.
         """
-        memory, session_id = self.memory, request.slot_id
-        if slot is not None and session_id is not None:
-            lease = resume_lease(memory, session_id, request.slot_len)
+        memory, session_id = self.memory, request.kept_by
+        if kept is not None and session_id is not None:
+            lease = resume_lease(memory, session_id, request.resumable_len)
             start = lease.kv_committed_len
             adopt_prefix(memory, lease, request.matchable())
             return lease, start
@@ -210,9 +211,9 @@ class RankScheduler:
         """End the request in `row` well; its first `num_tokens` tokens (all) are kept."""
         request = self._leave(row, num_tokens=num_tokens)
         request.state = RequestState.FINISHED
-        if num_tokens is not None and request.slot_id is not None:
+        if num_tokens is not None and request.kept_by is not None:
             # What it had generated further is of no use to an idle session.
-            roll_back_lease(self.memory, request.slot_id, len(request.tokens))
+            roll_back_lease(self.memory, request.kept_by, len(request.tokens))
         self._bound_sessions()
         return request
 
@@ -223,15 +224,15 @@ class RankScheduler:
         """
         request = self.running.request(row)
         assert request.lease is not None, "a running request holds a lease"
-        kept = request.kept_len if request.slot_id is not None else None
+        kept = request.kept_len if request.kept_by is not None else None
         if not insert or kept is None or kept < max(request.lease.cache_protected_len, 1):
             self.memory.sessions.unbind(request.lease)
             kept = None
         self._leave(row, insert=insert, num_tokens=kept)
         request.state = RequestState.FINISHED
-        if request.slot_id is not None:
+        if request.kept_by is not None:
             # What the turn had reserved is of no use to an idle session.
-            roll_back_lease(self.memory, request.slot_id, request.kept_len)
+            roll_back_lease(self.memory, request.kept_by, request.kept_len)
         self._bound_sessions()
         return request
 
@@ -244,7 +245,7 @@ class RankScheduler:
         """
         lease = self.running.request(row).lease
         assert lease is not None, "a running request holds a lease"
-        # A session's slot holds nothing back: memory is what the retract is for.
+        # A session does not keep the lease: the retract is there to free memory.
         self.memory.sessions.unbind(lease)
         request = self._leave(row)
         request.state = RequestState.WAITING
@@ -258,7 +259,7 @@ class RankScheduler:
         return request
 
     def rebuild(self) -> None:
-        """The books are wrong: forget what runs and start with empty memory, asking no book."""
+        """The memory records are wrong: forget what runs, and reset them without reading them."""
         for row in self.running.active.tolist():
             self.running.remove(row)
         self.memory.rebuild()

@@ -1,7 +1,7 @@
 """A scheduler whose events are recorded, for `python -m sgl_jax.replay`.
 
-What it is told is written before the scheduler hears of it, what it decides afterwards; if it
-raises, that is written too. Must never change what the scheduler does.
+Events are written before the scheduler gets them, its decisions afterwards; if it raises, that is
+written too. Must never change what the scheduler does.
 """
 
 from collections.abc import Callable

@@ -33,6 +33,7 @@ class Request:
         "cached_tokens",
         "dp_rank",
         "is_prompt_told",
+        "kept_by",
         "kept_len",
         "lease",
         "line",
@@ -46,7 +47,6 @@ class Request:
         "prompt_len",
         "rid",
         "session",
-        "slot_id",
         "state",
         "tokens",
     )
@@ -71,16 +71,16 @@ class Request:
         )
         self.session = session
         self.namespace = message.namespace if session is None else session.namespace
-        self.priority = 0  # larger is more important; set by the scheduler, if it heeds any
-        # The session whose slot takes over the lease at the end, and how much of the prompt is
-        # that session's history: if the turn fails, so much is kept.
-        self.slot_id: str | None = None
+        self.priority = 0  # larger is more important; set by the scheduler if it uses priorities
+        # Id of the streaming session that keeps the lease at the end, and how much of the prompt
+        # is that session's history: if the turn fails, so much is kept.
+        self.kept_by: str | None = None
         self.kept_len = 0
         if isinstance(session, StreamingSession):
-            self.slot_id = session.session_id
+            self.kept_by = session.session_id
             self.kept_len = session.kept_len()
         self.prompt_len = len(self.tokens)
-        self.is_prompt_told = session is None  # then whoever sent it knows
+        self.is_prompt_told = session is None  # then the client sent all of it
         self.max_len = max_len  # prompt and output tokens at most
         self.state = RequestState.WAITING
         self.lease: KVLease | None = None
@@ -110,17 +110,17 @@ class Request:
         self.is_prompt_told = True
         return self.prompt_len
 
-    def slot_in(self, memory: RankMemory) -> KVLease | None:
-        """The lease in its session's slot on a rank, if the request can go on with that."""
-        lease = None if self.slot_id is None else memory.sessions.idle_lease(self.slot_id)
-        if lease is not None and self.slot_len < lease.cache_protected_len:
+    def session_lease(self, memory: RankMemory) -> KVLease | None:
+        """The lease that its session keeps on a rank, if the request can go on with that."""
+        lease = None if self.kept_by is None else memory.sessions.idle_lease(self.kept_by)
+        if lease is not None and self.resumable_len < lease.cache_protected_len:
             # More of it is the tree's than the turn may read: it is matched anew instead.
             return None
         return lease
 
     @property
-    def slot_len(self) -> int:
-        """Tokens of its session's history that a turn may find in its slot."""
+    def resumable_len(self) -> int:
+        """Tokens of its session's history that a turn may read from the session's lease."""
         return min(self.kept_len, len(self.matchable()))
 
     def matchable(self) -> Int32Array:

@@ -1,4 +1,4 @@
-"""How many pages running requests will still want, as far as admission cares.
+"""How many pages admission keeps for the further output of running requests.
 
 Reserving every request's longest possible output would leave most of the pool unused; reserving
 nothing would admit too much and retract all the time. So admission reserves a share of what the

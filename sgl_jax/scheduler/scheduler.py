@@ -1,10 +1,10 @@
 """Decides what every rank computes in each step, and what the results mean.
 
 The scheduler is a function of its event stream: messages (`submit`, `abort`, `stop`, `flush`),
-the time (`tick`), planned steps (`plan`) and results (`commit`). It reads no clock and draws
+the time (`tick`), planned steps (`plan`) and results (`apply_result`). It reads no clock and draws
 nothing at random, so several hosts can run it in lockstep and a run can be replayed.
 
-The caller launches what `plan` returns, and may plan and launch the next step before it commits
+The caller launches what `plan` returns, and may plan and launch the next step before it applies
 the result of the last: input tokens come from the device, so nothing waits for the host.
 """
 
@@ -152,7 +152,7 @@ class Scheduler:
     def tick(self, now_s: float) -> None:
         """The time, in seconds from any origin: end what has taken too long.
 
-        Needed only now and then (`needs_tick`), and before whatever else the time matters to: a
+        Needed only now and then (`needs_tick`), and before all events that depend on the time: a
         request arrives at the time of the last tick, a session is used at that of the next.
         """
         config, expired = self.config, self._deadlines.tick(now_s)
@@ -191,9 +191,9 @@ class Scheduler:
         self._reset_caches()
 
     def rebuild(self, reason: str) -> None:
-        """The memory's books are wrong: end every request, forget all memory, prove it is empty.
+        """The memory's records are wrong: end every request, reset all memory, check it is empty.
 
-        Nothing is released one by one, since that would ask the broken books. What the step that
+        Nothing is released one by one, since that would read these records. What the step that
         found them wrong has gained is dropped; an end that was already stated stands. No launched
         step may still run on the device.
         """
@@ -352,7 +352,7 @@ class Scheduler:
         return Request(message, self._arrivals, max_len, prompt=prompt, session=session)
 
     def _reset_caches(self) -> None:
-        """Empty the caches, and the slots of idle sessions, which hold parts of them."""
+        """Empty the caches, and release the leases of idle sessions, which hold parts of them."""
         self._sessions.release_all()
         for rank in self.ranks:
             rank.memory.cache.reset()
@@ -364,7 +364,7 @@ class Scheduler:
     def _end(self, request: Request, finish: FinishReason, *, insert: bool = True) -> None:
         """End a request before its time, wherever it is, and say why."""
         self._forget(request)
-        # Stated before the release: if that finds the books broken, the request has its answer.
+        # Stated before the release, which may raise: the request then has its answer.
         self._outputs.outputs.append(_last_output(request, finish))
         if request.state is RequestState.RUNNING:
             self._rank_of(request).end(_row(request), insert=insert)

@@ -106,7 +106,7 @@ class RankRoom:
         return Option(cost, self.num_running, self.rank.dp_rank, fits, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor) -> Leader | None:
-        """Who computes more of the request's tokens here than the tree has."""
+        """The row computing more of the request's tokens here than the tree has."""
         if self._in_flight is None:
             min_tokens = self._chunk_size // _MIN_SHARED_PART
             self._in_flight = InFlight(self.rank, self._builder.prefilling_rows(), min_tokens)

@@ -1,4 +1,4 @@
-"""Why a waiting request waits: what is told of one, and how many wait for what."""
+"""Why a waiting request waits: the reason of one, and the number of requests by reason."""
 
 from typing import Literal, NamedTuple
 

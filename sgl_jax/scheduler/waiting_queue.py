@@ -96,9 +96,9 @@ class WaitingQueue:
         tokens, page_size = request.matchable(), self._memories[0].page_size
         cursors = []
         for memory in self._memories:
-            # What a session's slot has locked need not be walked again.
-            slot = request.slot_in(memory)
-            known = slot.node if slot else None
+            # What a session's lease has locked need not be walked again.
+            lease = request.session_lease(memory)
+            known = lease.node if lease else None
             cursors.append(memory.cache.follow(tokens, request.namespace, line, known))
         self._cursors[line] = cursors
         self._is_waiting[line] = True
@@ -127,7 +127,7 @@ class WaitingQueue:
         return line
 
     def remove(self, request: Request) -> None:
-        """Take a request out, whatever becomes of it; it must be waiting."""
+        """Take a request out, which must be waiting; the caller decides what follows."""
         line = request.line
         del self._requests[request.rid], self._by_line[line]
         for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):

@@ -1,4 +1,4 @@
-"""Who may ask what: the keys of clients and of the operator, and the name of the one that came.
+"""API keys: which key permits which routes, and the name of the caller that sent one.
 
 Keys are kept as digests. A caller is known by its key's name, or number, never by the key.
 """
@@ -25,7 +25,7 @@ _STATE = "caller"
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request. Without keys everybody is `anonymous`, and an admin."""
+    """The sender of a request. Without keys every caller is `anonymous`, and an admin."""
 
     name: str
     is_admin: bool
@@ -35,7 +35,7 @@ ANONYMOUS = Caller("anonymous", is_admin=True)
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent `request`."""
+    """The caller that sent `request`."""
     caller = request.scope.get("state", {}).get(_STATE, ANONYMOUS)
     assert isinstance(caller, Caller)
     return caller
@@ -52,8 +52,8 @@ class ApiKeys:
     def __init__(self, clients: Mapping[str, str], admins: Mapping[str, str]) -> None:
         """
         Args:
-            clients: name -> key of those who may use the model.
-            admins: name -> key of those who may do everything.
+            clients: name -> key of callers that may use the model.
+            admins: name -> key of callers that may use every route.
 
         Raises:
             ValueError: a key is empty, a name too long, or either is the same as another one.
@@ -92,7 +92,7 @@ class ApiKeys:
         return not self._digests
 
     def admit(self, path: str, authorization: Sequence[bytes]) -> Caller | None:
-        """Who asks for route `path` with these `Authorization` headers; None: it may not.
+        """The caller with these `Authorization` headers; None if it may not use route `path`.
 
         Takes the same time whichever key is wrong, and in whichever place.
         """

@@ -17,7 +17,7 @@ from sgl_jax.server.openapi import install_openapi
 
 
 def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
-    """The application over `context`, for those who have one of `keys`; nothing is started."""
+    """The application over `context`, for callers with one of `keys`; nothing is started."""
     app = FastAPI(
         title="sgl_jax",
         version=metadata.version("sgl-jax"),

@@ -118,8 +118,9 @@ for _call in CALLS:
 async def _ask(request: Request, call: Call, message: Any, made_up: str | None) -> dict[str, Any]:
     """The engine's answer. Raises `ApiError` with its reason if it refused.
 
-    `made_up` is the generated id of the session that this would open: if nobody hears of it,
-    because the answer comes too late or the client has gone, the session is closed. (One that its
+    `made_up` is the generated id of the session that this would open: if its
+    client does not get the answer, because it comes too late or the client has gone, the session
+    is closed. (One that its
     client has named stays: the client can use it or close it.)
     """
     context = context_of(request)
@@ -158,7 +159,7 @@ def _client_id(entry: dict[str, Any], owner: SessionOwner) -> str | None:
 
 
 def _close_unheard(context: ServerContext, session_id: str, reply: Reply) -> None:
-    """Close a session whose id nobody has learnt, if it was opened."""
+    """Close a session whose id did not reach its client, if it was opened."""
     if not reply.ok:
         return
     # Otherwise it goes with the engine.

@@ -9,7 +9,7 @@ from starlette.types import Receive
 from sgl_jax.server.errors import ApiError
 
 T = TypeVar("T")
-CLIENT_GONE = 499  # nginx's number for a client that closed the connection; nobody reads it
+CLIENT_GONE = 499  # nginx's number for a client that closed the connection; only logged
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T | None:

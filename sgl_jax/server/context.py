@@ -127,8 +127,8 @@ class ServerContext:
 
         Args:
             timeout_s: by default `answer_timeout_s`.
-            on_unheard: gets the answer if nobody waits for it any more, because time was up or
-                whoever asked was cancelled: the engine does what it was asked all the same.
+            on_unheard: gets the answer if this call no longer waits for it, because time was up or
+                it was cancelled: the engine does what it was asked all the same.
 
         Raises:
             ApiError: 503, no answer in time.
@@ -163,7 +163,7 @@ def context_of(request: Request) -> ServerContext:
 
 
 def _client_of(request: Request) -> str:
-    """With whom others share the tokenizer: a key, or without keys an address."""
+    """The client for which the text pool queues a request: a key's name, or an address."""
     caller = caller_of(request)
     if caller.name != ANONYMOUS.name:
         return caller.name

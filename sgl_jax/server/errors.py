@@ -73,7 +73,7 @@ class ApiError(HTTPException):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The answer that `error` deserves; whatever is not known is a defect of ours, a 500."""
+    """The answer for `error`; any unknown exception is a defect of the server, a 500."""
     match error:
         case ApiError():
             return error

@@ -11,7 +11,7 @@ class FairQueue(Generic[T]):
     """First come, first served for each client; clients take turns.
 
     Of one client no more than `max_at_once` pieces of work are out at a time, so that there is
-    always a worker for somebody else's.
+    always a worker for other clients.
     """
 
     def __init__(self, max_at_once: int) -> None:
@@ -29,7 +29,7 @@ class FairQueue(Generic[T]):
         self._changed.set()
 
     async def get(self) -> tuple[str, T]:
-        """Whose turn it is, and the work; `done` must follow."""
+        """The client that comes next, and its work; `done` must follow."""
         while True:
             for client, waiting in self._waiting.items():
                 if self._num_out.get(client, 0) < self._max_at_once:

@@ -1,7 +1,7 @@
 """From prepared requests to an HTTP answer, streamed or whole.
 
-One HTTP request may need several engine requests (`n`, lists of prompts). They live and die
-together: when the client goes away or one of them fails, the others are aborted.
+One HTTP request may need several engine requests (`n`, lists of prompts). When the
+client goes away or one of them fails, the others are aborted.
 """
 
 import asyncio
@@ -154,7 +154,7 @@ class StreamGroup:
 
 
 def _nothing() -> None:
-    """Nobody waits any more."""
+    """In place of `on_ready` once no consumer waits."""
 
 
 async def respond(

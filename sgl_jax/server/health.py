@@ -55,7 +55,7 @@ def health_answer(check: Callable[[], None], health: EngineHealth) -> Response:
 class Gate:
     """The application as uvicorn sees it: refuses everything until `open` says what to serve.
 
-    So a client learns that the server is starting, rather than waiting for an answer to come.
+    So a client is told that the server is starting, rather than waiting for an answer.
     """
 
     def __init__(self, health: EngineHealth) -> None:

@@ -2,8 +2,8 @@
 
 uvicorn's parser takes heads of any size, queues every pipelined request, and waits for the rest of
 a request for ever. This subclass of its protocol counts, and closes. With too many connections the
-one goes first that has waited longest for a request to be complete up to its body: strangers, who
-get no further, cannot keep others out.
+one is closed first that has waited longest for a request to be complete up to its body: so
+connections that never send a whole head cannot keep clients out.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""The life of a server: HTTP up, engine process up, signals, drain, and an honest exit code.
+"""A server from start to end: HTTP up, engine process up, signals, drain, exit code.
 
     at first:          HTTP answers 503 "starting" until the engine has said that it is ready
     SIGTERM or SIGINT: refuse new requests (503), finish the running ones, exit 0
     again:             exit at once
-    engine dies:       say so, end open streams with an error event, exit 1
+    engine ends:       log it, end open streams with an error event, exit 1
 
 Owns the engine process, the sockets to it, the text workers and the listening socket. Must never
 import jax.
@@ -196,7 +196,7 @@ class _Server:
         """From now on requests are served."""
         app = build_app(context, self._keys)
         context.texts.start()
-        # What was built lives as long as the process. A full collection that looked through all of
+        # What was built stays as long as the process. A full collection that looked through all of
         # it, modules and vocabulary, would hold up every client.
         gc.collect()
         gc.freeze()
@@ -245,7 +245,7 @@ class _Server:
         if self._process is None or not self._process.is_alive:
             return
         if (self._frontend is None and self._death is None) or self._health.is_stuck:
-            self._process.kill()  # it is compiling, or stopped, and listens to nobody
+            self._process.kill()  # it is compiling, or stopped, and reads no messages
             return
         client.send(Shutdown())
         await asyncio.to_thread(self._process.stop, _ENGINE_STOP_TIMEOUT_S)
@@ -358,7 +358,7 @@ def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
             result = call()
         except Exception as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nothing awaits the result
             loop.call_soon_threadsafe(finish, result, error)
 
     threading.Thread(target=run, daemon=True).start()

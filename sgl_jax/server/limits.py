@@ -1,7 +1,7 @@
 """What one client may ask of the server, as numbers with names. docs/limits.md is their table.
 
 Each bounds memory or time that is spent before the engine knows of a request. Their sum is what
-strangers can take: connections times what one of them may send before its key is known.
+clients without a key can take: connections times what each may send before its key is checked.
 """
 
 import dataclasses

@@ -30,7 +30,7 @@ def let_pages_in(app: ASGIApp, origins: str | None) -> ASGIApp:
 
 
 class ApiKeyMiddleware:
-    """Lets only those pass whom `keys` admits, before anything of the body is read."""
+    """Refuses callers that `keys` does not admit, before anything of the body is read."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app

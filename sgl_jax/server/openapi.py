@@ -35,7 +35,7 @@ def answers(kind: type[msgspec.Struct] | type[str] | None = None) -> Responses:
     responses["503"]["headers"] = {
         "Retry-After": {"description": "seconds", "schema": {"type": "integer"}}
     }
-    # FastAPI would promise a 422 of its own; whatever else is the client's fault looks like a 400.
+    # FastAPI would document a 422 of its own; all other faults of the client are like a 400.
     responses["4XX"] = {
         "description": "any other fault of the request",
         "content": {"application/json": _of(ErrorResponse)},

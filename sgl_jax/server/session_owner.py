@@ -1,8 +1,8 @@
-"""Whose session it is: each caller has session ids of its own, and knows of no others.
+"""Session ids by caller: each has ids of its own, and sees no others.
 
 The engine knows a session by one id. That of a caller's session begins with the caller's name, so
-that nobody can list, continue, close or collide with the sessions of others. An admin, and
-everybody where there are no API keys, uses the engine's ids as they are.
+that no caller can list, continue, close or collide with the sessions of others. An admin, and
+every caller where there are no API keys, uses the engine's ids as they are.
 """
 
 from urllib.parse import quote

@@ -126,7 +126,7 @@ class TextPool:
         return ids
 
     async def _run(self, client: str, jobs: Sequence[Job]) -> list[Ids]:
-        """Do the jobs; if one fails, or whoever asked goes away, the others are not begun."""
+        """Do the jobs; if one fails, or the caller is cancelled, the others are not begun."""
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Future[list[Ids]]] = [loop.create_future() for _ in jobs]
         with self._counted():

@@ -40,7 +40,7 @@ class Turn(Protocol):
     rid: str
     tokens: Int32Array  # prompt and output; those known when it last waited
     session: Session | None
-    slot_id: str | None  # the streaming session that keeps its lease
+    kept_by: str | None  # id of the streaming session that keeps its lease
     kept_len: int  # tokens that the session keeps if the turn fails
     lease: KVLease | None
     dp_rank: int | None
@@ -86,7 +86,7 @@ class SessionService(Generic[T]):
 
     def home_of(self, request: T) -> RankMemory | None:
         """The memory with the lease of the request's session, if it can go on with that."""
-        return None if request.slot_id is None else self._home(request.slot_id)
+        return None if request.kept_by is None else self._home(request.kept_by)
 
     def end_turn(self, request: T, *, succeeded: bool) -> None:
         """A turn's request has ended, and its lease, if it had one, with it."""
@@ -100,9 +100,9 @@ class SessionService(Generic[T]):
         return [] if session is None else [self._requests[r] for r in session.built_on(message)]
 
     def amend_turn(self, message: StopRequest | AbortRequest) -> None:
-        """A turn had ended before it was known where its client saw it end, or that nobody did.
+        """Cut a turn that has ended to what its client received, or remove it if that is nothing.
 
-        Whatever was `built_on` it has been ended before.
+        Turns that were `built_on` it have been ended before.
         """
         session = None if message.session is None else self.store.find(message.session.id)
         fitting = None if session is None else self.store.amend_turn(session, message)
@@ -148,7 +148,7 @@ class SessionService(Generic[T]):
         session = self.store.close(session_id)
         turn = self._turn_of(session)
         if turn is not None:
-            turn.slot_id = None
+            turn.kept_by = None
             if turn.lease is not None and turn.dp_rank is not None:
                 self._memories[turn.dp_rank].sessions.unbind(turn.lease)
         home = self._home(session_id)

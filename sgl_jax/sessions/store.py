@@ -45,8 +45,8 @@ class SessionStore:
     Ticks may be far apart while no session needs one, so a session counts as used at the first
     tick after its use, not at the last one before.
 
-    `num_kept` counts the tokens that the sessions keep on the host, all together. Whoever changes
-    a session's history does so through the store, which keeps count.
+    `num_kept` counts the tokens that the sessions keep on the host, all together. A session's
+    history is changed only through the store, which keeps count.
     """
 
     def __init__(self, max_sessions: int, max_tokens: int) -> None:
@@ -54,7 +54,7 @@ class SessionStore:
         self._max_tokens = max_tokens
         self._sessions: dict[str, Session] = {}
         self.num_kept = 0
-        self._kept_by: dict[str, int] = {}  # of these, each session's
+        self._num_kept_of: dict[str, int] = {}  # of these, each session's
         self._used_at: dict[str, float] = {}
         self._used_since_tick: set[str] = set()
         self._timed: dict[str, int] = {}  # sessions that may time out: the serial of their opening
@@ -206,7 +206,7 @@ class SessionStore:
 
     def _forget(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
-        self.num_kept -= self._kept_by.pop(session_id)
+        self.num_kept -= self._num_kept_of.pop(session_id)
         self._used_at.pop(session_id, None)
         self._used_since_tick.discard(session_id)
         self._closing.discard(session_id)
@@ -220,8 +220,8 @@ class SessionStore:
 
     def _recount(self, session: Session) -> None:
         """The history of a session may have changed."""
-        self.num_kept += session.num_kept - self._kept_by.get(session.session_id, 0)
-        self._kept_by[session.session_id] = session.num_kept
+        self.num_kept += session.num_kept - self._num_kept_of.get(session.session_id, 0)
+        self._num_kept_of[session.session_id] = session.num_kept
 
     def _is_open(self, check: _Check) -> bool:
         """Whether its session is: not closed, with perhaps another opened under its name."""

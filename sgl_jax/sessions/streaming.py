@@ -115,7 +115,7 @@ class StreamingSession:
         return [self.running]
 
     def amend(self, message: StopRequest | AbortRequest) -> int | None:
-        """The last turn ends where its client saw it end, or never was; no turn is running on it.
+        """Cut the last turn to what its client received, or remove it; no turn is running on it.
 
         If a whole conversation runs, its `kept_len` is another afterwards. Returns to how many
         tokens what was computed for the session still fits; None if nothing changes, as when
@@ -162,7 +162,7 @@ class StreamingSession:
         return other
 
     def _len_after(self, message: StopRequest | AbortRequest) -> int:
-        """Tokens of the history that stand when `message` on its last turn is heeded."""
+        """Tokens of the history that are left when `message` is applied to its last turn."""
         if not self.turns or self.turns[-1].rid != message.rid:
             return self.num_tokens
         if isinstance(message, StopRequest):

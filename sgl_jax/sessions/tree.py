@@ -154,14 +154,14 @@ class RegularSession:
         node = self._amendable(message)
         if node is None:
             return []
-        standing = -1  # though it took no token of it, a turn cannot continue one that never was
+        standing = -1  # a turn cannot continue one that is removed, though it took no token of it
         if isinstance(message, StopRequest):
             standing = node.prompt_len + message.num_output_tokens
         children = node.children.values()
         return [c.rid for c in children if c.output is None and c.kept_len > standing]
 
     def amend(self, message: StopRequest | AbortRequest) -> None:
-        """A turn ends where its client saw it end, or never was; none is running on it.
+        """Cut a turn to what its client received, or remove it; none is running on it.
 
         Turns that have continued it meanwhile stand as they are: a cut does not reach them, and
         one that has them can no longer be taken out.

@@ -3,7 +3,7 @@
 `FakeExecutor` makes up tokens and checks nothing. `OracleExecutor` also keeps a fake KV cache:
 each slot holds a hash of the whole prefix up to its token, and every step checks that what it
 would read is what must be there. Its tokens depend on the prefix alone, so a request's output
-must be the same whatever the schedule was.
+must be the same for every schedule.
 """
 
 import numpy as np

@@ -68,7 +68,7 @@ class Tokenizer:
             if chat_template is not None:
                 hf_tokenizer.chat_template = _read_template(Path(chat_template))
             return cls(hf_tokenizer)
-        # The libraries raise whatever comes of a file that is not as they expect.
+        # The libraries raise errors of any type for a malformed file.
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ValueError(
@@ -137,7 +137,7 @@ class Tokenizer:
 
     @property
     def knows_bytes(self) -> bool:
-        """Whether every token stands for fixed bytes (byte-level BPE), whatever is around it."""
+        """Whether every token stands for fixed bytes (byte-level BPE), in any context."""
         return self._byte_of_char is not None
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -198,8 +198,8 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 **(template_args or {}),
             )
-        # A template is a program of the model's author that runs on the client's data: whatever
-        # it raises means that it cannot take these messages.
+        # A template is a program of the model's author that runs on the client's data: any
+        # error that it raises means that it cannot take these messages.
         except Exception as error:
             raise InvalidRequestError(
                 f"the model's chat template refused the messages: {error}", "messages"

@@ -1,6 +1,6 @@
 """What a tokenizer must do before a client may use it: tried once, when the server starts.
 
-A fault that only the first request would meet is found by whoever can mend it.
+So a fault stops the start, instead of failing the first request.
 """
 
 import logging

@@ -2,9 +2,9 @@
 
 `python -m sgl_jax.text.worker FD TOKENIZER_PATH [CHAT_TEMPLATE]` loads the tokenizer once, then
 forks a worker for each socket that it is sent over the socket FD. A worker answers one job at a
-time (`jobs.py`). The kernel ends it when a job takes longer than the job says, whatever it is
-doing: a template is a program, and the tokenizer is native code that nothing else can stop. After
-long texts it ends by itself, which gives their memory back. Both are cheap, since a fork is.
+time (`jobs.py`). The kernel ends it when a job takes longer than its time limit, since a
+template is a program, and the tokenizer is native code that nothing else can stop. After long
+texts it ends by itself, which gives their memory back. Both are cheap, since a fork is.
 
 Must never start a thread before it forks.
 """

@@ -399,7 +399,7 @@ def test_books_found_wrong_by_a_close_are_repaired_and_sessions_go_on(tmp_path: 
         allocator = engine._core.scheduler.ranks[0].memory.allocator
         lease = engine._core.scheduler.ranks[0].memory.sessions.idle_lease(doomed)
         assert lease is not None
-        allocator.free(lease.pages(16), owner=lease.row)  # as no code may: the slot still has them
+        allocator.free(lease.pages(16), owner=lease.row)  # as no code may: the lease still has them
         with pytest.raises(GenerationError, match="started afresh"):
             engine.close_session(doomed)
         assert engine.server_info()["counters"]["memory_errors"] == 1
@@ -410,7 +410,7 @@ def test_books_found_wrong_by_a_close_are_repaired_and_sessions_go_on(tmp_path: 
 
 
 @pytest.mark.parametrize("num_new", [40, 90])
-def test_a_turn_that_reads_the_tree_beyond_its_slot_says_what_the_whole_conversation_says(
+def test_a_turn_that_reads_the_tree_beyond_its_lease_says_what_the_whole_conversation_says(
     engine: Engine, num_new: int
 ) -> None:
     rng = random.Random(num_new)

@@ -1,5 +1,5 @@
-"""Leases that rest in slots of sessions, among all that may happen to others: what is counted as
-it changes is what a count from scratch finds, and a turn reads the longer of slot and tree."""
+"""Leases that idle sessions keep, among all that may happen to others: what is counted as it
+changes is what a count from scratch finds, and a turn reads the longer of lease and tree."""
 
 import random
 
@@ -87,10 +87,10 @@ class SessionLeaseMachine(LeaseMachine):
         given[cut:] = 10 + tail
         given[:num_kept] = holder.known(num_kept)
         tokens, matchable = array(*in_namespace(as_tuple(given), lease.namespace)), given[:-1]
-        in_slot = min(lease.kv_committed_len, num_kept)
+        in_lease = min(lease.kv_committed_len, num_kept)
         in_tree = self.model.longest_match(as_tuple(tokens[:-1]))
-        is_longer = len(in_tree) > in_slot
-        read = self.model.pages_of(in_tree)[: None if is_longer else in_slot // self.page_size]
+        is_longer = len(in_tree) > in_lease
+        read = self.model.pages_of(in_tree)[: None if is_longer else in_lease // self.page_size]
         shared = self.running_pages().intersection(self.model.pages_of(in_tree))
         assert num_in_use(memory, matchable, lease.namespace) == len(shared)
         resume_lease(memory, session_id, num_kept)
@@ -100,7 +100,7 @@ class SessionLeaseMachine(LeaseMachine):
         if is_longer:
             self.model.touch(in_tree)
             assert lease.cache_protected_len == lease.kv_allocated_len == len(in_tree)
-        assert lease.kv_committed_len == max(in_slot, len(in_tree))
+        assert lease.kv_committed_len == max(in_lease, len(in_tree))
         assert lease.pages(self.page_size).tolist() == (read if is_longer else own)
         self.holders.append(Holder(tokens, lease))
 
@@ -187,20 +187,20 @@ TestSessionLeases = SessionLeaseMachine.TestCase
 TestSessionLeases.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
 
 
-# -- a slot whose tokens the tree has, too ----------------------------------------------------
+# -- a lease whose tokens the tree has, too ---------------------------------------------------
 
 
 def resume_beside(
-    page_size: int, num_in_slot: int, num_in_tree: int
+    page_size: int, num_in_lease: int, num_in_tree: int
 ) -> tuple[RankMemory, KVLease, list[int]]:
-    """A turn that resumes `num_in_slot` tokens, of which no more than a page are the tree's, and
+    """A turn that resumes `num_in_lease` tokens, of which no more than a page are the tree's, and
     the pages that it has then. A plain request has left `num_in_tree` to the tree since."""
     memory = make_session_memory(page_size)
-    take_turn(memory, num_in_slot, num_in_slot, num_in_slot)
+    take_turn(memory, num_in_lease, num_in_lease, num_in_lease)
     plain = memory.open_lease(known(0))
     write_kv(memory, plain, num_in_tree)
     release_kv_cache(memory, plain, known(num_in_tree), insert=True)
-    lease = resume_lease(memory, "s", num_in_slot)
+    lease = resume_lease(memory, "s", num_in_lease)
     return memory, lease, lease.pages(page_size).tolist()
 
 
@@ -209,9 +209,9 @@ def resume_beside(
 def test_a_longer_prefix_of_the_tree_replaces_the_pages_of_a_row(
     page_size: int, num_more: int
 ) -> None:
-    in_slot = 2 * page_size + page_size // 2
+    in_lease = 2 * page_size + page_size // 2
     in_tree = (2 + num_more) * page_size
-    memory, lease, pages = resume_beside(page_size, in_slot, in_tree)
+    memory, lease, pages = resume_beside(page_size, in_lease, in_tree)
     free = memory.view().free_pages
     num_own = len(pages) - lease.cache_protected_len // page_size
     assert adopt_prefix(memory, lease, known(in_tree + page_size // 2))
@@ -231,11 +231,11 @@ def test_a_row_that_has_as_much_as_the_tree_keeps_its_pages(
     page_size: int, num_past_the_border: int
 ) -> None:
     """The tree has whole pages; a row may have a part of one beyond them."""
-    in_slot = 3 * page_size + num_past_the_border
-    memory, lease, pages = resume_beside(page_size, in_slot, 3 * page_size)
+    in_lease = 3 * page_size + num_past_the_border
+    memory, lease, pages = resume_beside(page_size, in_lease, 3 * page_size)
     assert not adopt_prefix(memory, lease, known(4 * page_size))
     assert lease.pages(page_size).tolist() == pages
-    assert lease.kv_committed_len == in_slot
+    assert lease.kv_committed_len == in_lease
     audit(memory, num_running=1)
 
 

@@ -35,7 +35,7 @@ def make_leases(num_leases: int) -> tuple[SessionLeases, list[KVLease]]:
     return SessionLeases(), leases
 
 
-def test_a_lease_goes_from_the_turn_to_the_slot_and_back() -> None:
+def test_a_lease_goes_from_the_turn_to_the_session_and_back() -> None:
     sessions, (lease,) = make_leases(1)
     assert not sessions.holds("s")
     sessions.bind("s", lease)
@@ -100,7 +100,7 @@ def test_a_session_has_one_lease_and_a_lease_one_session() -> None:
     assert [each for each, _ in sessions.idle()] == ["s"]
 
 
-# -- slots of a rank --------------------------------------------------------------------------
+# -- leases of a rank -------------------------------------------------------------------------
 
 
 def make_memory(page_size: int, *, radix: bool = True, num_rows: int = 5) -> RankMemory:
@@ -124,7 +124,7 @@ def known(num_tokens: int) -> np.ndarray:
 def take_turn(
     memory: RankMemory, committed: int, allocated: int, num_known: int, session_id: str = "s"
 ) -> KVLease:
-    """The first turn of a session, from its beginning to where its slot takes over."""
+    """The first turn of a session, from its beginning to where the session takes over."""
     lease = memory.open_lease(known(0))
     memory.sessions.bind(session_id, lease)
     assert memory.grow_rows(array(lease.row), array(allocated))
@@ -134,7 +134,7 @@ def take_turn(
 
 
 def check(memory: RankMemory) -> None:
-    """The books of a rank on which no request runs."""
+    """The ledger of a rank on which no request runs."""
     check_balance(memory, num_running=0)
     audit(memory, num_running=0)
     view = memory.view()
@@ -155,7 +155,7 @@ def check(memory: RankMemory) -> None:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("radix", [False, True])
-def test_a_slot_holds_what_the_tree_does_not_and_both_are_counted_once(
+def test_a_session_holds_what_the_tree_does_not_and_both_are_counted_once(
     page_size: int, radix: bool
 ) -> None:
     memory = make_memory(page_size, radix=radix)
@@ -272,8 +272,8 @@ def test_a_rolled_back_lease_keeps_what_is_left_unless_the_tree_owns_more(
     assert memory.num_session_pages == -(-left // page_size)
 
 
-def test_a_turn_whose_result_must_not_be_kept_leaves_the_slot_empty() -> None:
-    """A failed step: neither the tree nor the slot takes anything."""
+def test_a_turn_whose_result_must_not_be_kept_leaves_the_session_none() -> None:
+    """A failed step: neither the tree nor the session takes anything."""
     memory = make_memory(4)
     take_turn(memory, 6, 6, 6)
     lease = resume_lease(memory, "s", 6)

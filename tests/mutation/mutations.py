@@ -35,7 +35,7 @@ _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
-_SLOTS = "sgl_jax/mem_cache/session_leases.py"
+_SESSION_LEASES = "sgl_jax/mem_cache/session_leases.py"
 _STREAMING = "sgl_jax/sessions/streaming.py"
 _REGULAR = "sgl_jax/sessions/tree.py"
 _BOOK = "sgl_jax/sessions/store.py"
@@ -476,7 +476,7 @@ MUTATIONS = (
         "        self.epoch",
     ),
     Mutation(
-        "let anybody free a page",
+        "let any caller free a page",
         _ALLOCATOR,
         '        self._require(index, owner, "free")\n',
         "",
@@ -544,7 +544,7 @@ MUTATIONS = (
         "limit = len(self.tokens)",
     ),
     Mutation(
-        "commit a result to whoever holds the row now",
+        "commit a result to the row's present holder",
         _COMMIT,
         "current = tables.epoch[planned] == epochs",
         "current = running.rids[planned] != ''",
@@ -713,7 +713,7 @@ MUTATIONS = (
         "    if num_tokens < 1:\n",
     ),
     Mutation(
-        "hand a lease to its slot with the epoch of the turn before",
+        "hand a lease to its session with the epoch of the turn before",
         _LEASE,
         "        self._rows.epoch[self.row] += 1\n        committed",
         "        committed",
@@ -726,24 +726,24 @@ MUTATIONS = (
     ),
     Mutation(
         "take a lease over and forget whose it is",
-        _SLOTS,
+        _SESSION_LEASES,
         "        session_id = self._take_back(lease)\n        if session_id is None:",
         "        session_id = self._lent.get(lease.row)\n        if session_id is None:",
     ),
     Mutation(
         "give a session a second lease",
-        _SLOTS,
+        _SESSION_LEASES,
         "        if self.holds(session_id):\n",
         "        if False:\n",
     ),
     Mutation(
         "evict the session used last",
-        _SLOTS,
+        _SESSION_LEASES,
         "next(iter(self._idle), None)",
         "next(reversed(self._idle), None)",
     ),
     Mutation(
-        "keep the slot's lease over a retract",
+        "keep the session's lease over a retract",
         _RANK,
         "        self.memory.sessions.unbind(lease)\n        request = self._leave(row)",
         "        request = self._leave(row)",
@@ -751,13 +751,13 @@ MUTATIONS = (
     Mutation(
         "keep all of an aborted turn",
         _RANK,
-        "kept = request.kept_len if request.slot_id is not None else None",
-        "kept = 10**6 if request.slot_id is not None else None",
+        "kept = request.kept_len if request.kept_by is not None else None",
+        "kept = 10**6 if request.kept_by is not None else None",
     ),
     Mutation(
         "keep the tail of an aborted turn",
         _RANK,
-        "            roll_back_lease(self.memory, request.slot_id, request.kept_len)\n",
+        "            roll_back_lease(self.memory, request.kept_by, request.kept_len)\n",
         "            pass\n",
     ),
     Mutation(
@@ -805,7 +805,7 @@ MUTATIONS = (
     Mutation(
         "resume on tokens that the tree owns and the turn must compute",
         _REQUEST,
-        "if lease is not None and self.slot_len < lease.cache_protected_len:",
+        "if lease is not None and self.resumable_len < lease.cache_protected_len:",
         "if False:",
     ),
     Mutation(
@@ -821,14 +821,14 @@ MUTATIONS = (
         "        if True:\n",
     ),
     Mutation(
-        "leave the slot of a closed session full",
+        "leave a closed session its lease",
         _DESK,
         "        home = self._home(session_id)\n        if home is not None:\n"
         "            release_idle_lease(home, session_id)\n",
         "",
     ),
     Mutation(
-        "let the slot of a closed session take over what its turn leaves",
+        "let a closed session take over what its turn leaves",
         _DESK,
         "                self._memories[turn.dp_rank].sessions.unbind(turn.lease)\n",
         "                pass\n",
@@ -840,9 +840,9 @@ MUTATIONS = (
         "            pass\n",
     ),
     Mutation(
-        "move a turn without emptying its old slot",
+        "move a turn without releasing its old lease",
         _ADMISSION,
-        "            release_idle_lease(home, request.slot_id)\n",
+        "            release_idle_lease(home, request.kept_by)\n",
         "            pass\n",
     ),
     Mutation(
@@ -901,7 +901,7 @@ MUTATIONS = (
         "if self.running is None or self._is_whole:",
     ),
     Mutation(
-        "a turn whose end nobody saw stays",
+        "a turn whose end its client did not see stays",
         _SCHEDULER,
         "        self._amend(message)\n        rids",
         "        rids",
@@ -949,7 +949,7 @@ MUTATIONS = (
         "        self.num_idle += len(idle)\n",
     ),
     Mutation(
-        "refuse a turn for a length that nobody asked for",
+        "refuse a turn for a length that its client did not ask for",
         "sgl_jax/scheduler/request_len.py",
         "if wanted is None or message.is_length_default:",
         "if wanted is None:",
@@ -957,7 +957,7 @@ MUTATIONS = (
     Mutation(
         "keep what was generated past a stop string",
         _RANK,
-        "            roll_back_lease(self.memory, request.slot_id, len(request.tokens))\n",
+        "            roll_back_lease(self.memory, request.kept_by, len(request.tokens))\n",
         "            pass\n",
     ),
     Mutation(
@@ -1029,13 +1029,13 @@ MUTATIONS = (
     ),
     Mutation(
         "look for a session where another has been lent",
-        _SLOTS,
+        _SESSION_LEASES,
         "            del self._lent_rows[session_id]\n",
         "            pass\n",
     ),
-    # -- a turn reads the longer of slot and tree
+    # -- a turn reads the longer of lease and tree
     Mutation(
-        "never adopt what the tree has beyond a slot",
+        "never adopt what the tree has beyond a lease",
         _RELEASE,
         "    if memory.cache.peek(tokens, lease.namespace, lease.node) <= "
         "lease.kv_allocated_len:\n",
@@ -1225,9 +1225,9 @@ MUTATIONS = (
         "return self.memory.pages_for(len(request.tokens))",
     ),
     Mutation(
-        "take what a turn has in its slot for work",
+        "take what a turn's session has computed for work",
         _RANK,
-        "return max(cursor.length, min(slot.kv_committed_len, request.slot_len))",
+        "return max(cursor.length, min(lease.kv_committed_len, request.resumable_len))",
         "return cursor.length",
     ),
     Mutation(
@@ -1256,7 +1256,7 @@ MUTATIONS = (
         "below = highest",
     ),
     Mutation(
-        "preempt in vain",
+        "preempt though the request then does not fit",
         _RANK,
         "                return victims\n        return None\n",
         "                return victims\n        return victims\n",

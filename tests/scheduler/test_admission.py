@@ -181,7 +181,7 @@ def test_a_rank_that_prefills_a_long_prompt_is_left_to_it() -> None:
     finish(driver)
 
 
-def test_a_turn_returns_to_the_slot_that_has_its_history_though_more_run_there() -> None:
+def test_a_turn_returns_to_the_lease_that_has_its_history_though_more_run_there() -> None:
     s = talk(dp_size=2, page_size=4, pool_tokens=512, chunk=8, use_radix_cache=False)
     s.say("s", [5] * 40, 2)
     home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank

@@ -80,7 +80,7 @@ class Conversations:
     def say(
         self, session_id: str, new: list[int], max_new_tokens: int = 4, **kwargs: object
     ) -> str:
-        """A turn from beginning to end, among whatever else runs."""
+        """A turn from beginning to end, among all that runs."""
         rid = self.begin(session_id, new, max_new_tokens, **kwargs)  # type: ignore[arg-type]
         self.run()
         assert self.driver.finish[rid].type != "abort", self.driver.finish[rid].message
@@ -205,7 +205,7 @@ class Conversations:
             assert entry["is_closing"] == (session_id in self.closing), session_id
 
     def lease(self, session_id: str) -> KVLease | None:
-        """What the session's slot holds, on whatever rank."""
+        """The lease that the session keeps, on any rank."""
         found = [
             rank.memory.sessions.idle_lease(session_id)
             for rank in self.driver.scheduler.ranks

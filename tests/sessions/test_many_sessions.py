@@ -149,7 +149,7 @@ def stop_a_turn_late(engine: Engine, rid: str) -> None:
     engine.run()
     turn = SessionTurn(id=engine.name(9))
     engine.scheduler.stop(StopRequest(rid=rid, num_output_tokens=1, session=turn))
-    # The cut may have taken its slot, which the next turn fills again.
+    # The cut may have released its lease; the next turn opens another.
     engine.scheduler.submit(engine.turn(9, [4], f"{rid}, after"))
     engine.run()
 

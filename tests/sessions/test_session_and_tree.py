@@ -1,4 +1,4 @@
-"""A turn reads the longer of what its session's slot holds and what the tree has of its tokens."""
+"""A turn reads the longer of what its session's lease holds and what the tree has of its tokens."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_only_tokens_behind_what_the_row_has_on_the_device_are_uploaded() -> Non
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_a_turn_whose_slot_has_as_much_as_the_tree_goes_on_in_the_pages_of_the_slot(
+def test_a_turn_whose_lease_has_as_much_as_the_tree_goes_on_in_its_own_pages(
     page_size: int,
 ) -> None:
     s = talk(page_size=page_size)
@@ -93,7 +93,7 @@ def test_a_turn_that_fails_leaves_the_history_to_the_tree_that_it_has_read(num_s
     s.close_all()
 
 
-def test_a_turn_that_ends_before_the_device_was_told_of_it_leaves_no_slot_with_untold_tokens() -> (
+def test_a_turn_that_ends_before_the_device_was_told_of_it_leaves_no_lease_with_untold_tokens() -> (
     None
 ):
     """The row lacks tokens which the tree has the KV of: the history's last was never computed."""

@@ -108,10 +108,10 @@ class SessionMachine(SchedulerMachine):
         self.trees = TurnTrees(self.driver)
         self.num_opened = 0
         self.timed: dict[str, float | None] = {}  # session -> used at; None: since the last tick
-        # Of turns in flight: sessions evicted before them, tokens their slot held, on what rank.
-        self.slot_at_begin: dict[str, tuple[int, int, int]] = {}
+        # Of turns in flight: sessions evicted before them, tokens their lease held, on what rank.
+        self.lease_at_begin: dict[str, tuple[int, int, int]] = {}
         self.first_rank: dict[str, int] = {}  # where each request started, before any retract
-        self.num_adopted = 0  # turns that read the tree, since their slot had less
+        self.num_adopted = 0  # turns that read the tree, since their lease had less
         for rank in self.driver.scheduler.ranks:
             self.watch_admissions(rank)
         for namespace in ("", "red"):
@@ -119,7 +119,7 @@ class SessionMachine(SchedulerMachine):
         self.open_tree()
 
     def watch_admissions(self, rank: RankScheduler) -> None:
-        """Whatever is admitted reads the longer of its session's slot and the tree."""
+        """Each admitted request reads the longer of its session's lease and the tree."""
         admit = rank.admit
 
         def watched(request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
@@ -127,21 +127,21 @@ class SessionMachine(SchedulerMachine):
             assert num_reserved == rank.reserve.pages(rank.memory, rank.running)
             cache, matchable = rank.memory.cache, request.matchable()
             lease = None
-            if request.slot_id is not None:
-                lease = rank.memory.sessions.idle_lease(request.slot_id)
+            if request.kept_by is not None:
+                lease = rank.memory.sessions.idle_lease(request.kept_by)
             num_kept = min(request.kept_len, len(matchable))
-            in_slot = 0
+            in_lease = 0
             if lease is not None and lease.cache_protected_len <= num_kept:
-                in_slot = min(lease.kv_committed_len, num_kept)
+                in_lease = min(lease.kv_committed_len, num_kept)
             in_tree = cache.peek(matchable, request.namespace)
             assert cursor.length == in_tree
-            assert rank.reusable_len(request, cursor) == max(in_slot, in_tree)
+            assert rank.reusable_len(request, cursor) == max(in_lease, in_tree)
             row = admit(request, cursor, num_reserved)
-            assert rank.memory.leases[row].kv_committed_len == max(in_slot, in_tree)
+            assert rank.memory.leases[row].kv_committed_len == max(in_lease, in_tree)
             if request.num_retractions == 0:
                 self.first_rank[request.rid] = rank.dp_rank
-                assert request.cached_tokens == max(in_slot, in_tree)
-            self.num_adopted += 0 < in_slot < in_tree
+                assert request.cached_tokens == max(in_lease, in_tree)
+            self.num_adopted += 0 < in_lease < in_tree
             return row
 
         rank.admit = watched  # type: ignore[method-assign]
@@ -243,7 +243,7 @@ class SessionMachine(SchedulerMachine):
             self.note_use(session_id)
             if lease is not None and not is_whole and not has_logprobs and dp_rank is None:
                 num_evicted = driver.scheduler.counters()["sessions_evicted"]
-                self.slot_at_begin[rid] = num_evicted, lease.kv_committed_len, lease.dp_rank
+                self.lease_at_begin[rid] = num_evicted, lease.kv_committed_len, lease.dp_rank
         self.arrived_s[rid] = self.now_s
         self.num_tokens_wanted[rid] = self.expected_count(prompt, max_new_tokens, num_stop_ids, 0)
 
@@ -326,7 +326,7 @@ class SessionMachine(SchedulerMachine):
             was_refused = self.talk.stop_late(session_id, rng.randint(1, num_output_tokens))
         if was_refused:
             self.note_use(session_id)
-            self.slot_at_begin.pop(rid or "", None)
+            self.lease_at_begin.pop(rid or "", None)
 
     def amend_tree(self, rng: random.Random) -> None:
         ended = [
@@ -355,8 +355,8 @@ class SessionMachine(SchedulerMachine):
     def close(self, data: st.DataObject) -> None:
         session_id = data.draw(st.sampled_from(sorted(self.talk.of)))
         self.settle()
-        # A turn that waits loses the slot that it would have gone on with.
-        self.slot_at_begin.pop(self.talk.of[session_id].running or "", None)
+        # A turn that waits loses the lease that it would have gone on with.
+        self.lease_at_begin.pop(self.talk.of[session_id].running or "", None)
         self.talk.close(session_id)
         self.timed.pop(session_id, None)
         reply = self.driver.session(CloseSession(rid="", session_id=session_id))
@@ -423,10 +423,10 @@ class SessionMachine(SchedulerMachine):
         for session_id in self.talk.settle():
             self.note_use(session_id)
         self.trees.settle(self.stopped)
-        for rid in list(self.slot_at_begin):
+        for rid in list(self.lease_at_begin):
             if rid not in driver.prompt_tokens:
                 continue
-            num_evicted, num_held, home = self.slot_at_begin.pop(rid)
+            num_evicted, num_held, home = self.lease_at_begin.pop(rid)
             is_untouched = driver.scheduler.counters()["sessions_evicted"] == num_evicted
             if is_untouched and driver.tokens[rid] and self.first_rank[rid] == home:
                 assert driver.cached[rid] >= num_held

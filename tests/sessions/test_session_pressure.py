@@ -7,7 +7,7 @@ from tests.faults import no_more_pages
 from tests.scheduler.driver import generate
 from tests.sessions.test_sessions import talk
 
-# -- who goes first -----------------------------------------------------------------------------
+# -- what goes first ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("radix", [False, True])
@@ -90,7 +90,7 @@ def test_what_a_running_request_shares_with_a_prompt_counts_as_room_for_it() -> 
     s.close_all()
 
 
-def test_a_turn_that_cannot_use_its_slot_empties_it_only_when_it_starts() -> None:
+def test_a_turn_that_cannot_use_its_lease_releases_it_only_when_it_starts() -> None:
     s = talk(pool_tokens=64)
     s.say("s", list(range(20)), 5)
     s.driver.submit(generate("big", [40] * 30, 20))
@@ -109,7 +109,7 @@ def test_a_turn_that_cannot_use_its_slot_empties_it_only_when_it_starts() -> Non
     s.close_all()
 
 
-def test_a_turn_that_cannot_use_its_slot_starts_on_what_that_held() -> None:
+def test_a_turn_that_cannot_use_its_lease_starts_on_what_that_held() -> None:
     s = talk(pool_tokens=64)
     s.say("s", list(range(40)), 5)
     s.say("s", [49] * 45, 4, turn=SessionTurn(id="s", is_whole=True))
@@ -129,7 +129,7 @@ def test_a_session_whose_turn_waits_goes_after_those_with_none() -> None:
     s.close_all()
 
 
-def test_a_waiting_turn_whose_slot_was_taken_goes_where_there_is_room() -> None:
+def test_a_waiting_turn_whose_lease_was_taken_goes_where_there_is_room() -> None:
     s = talk(page_size=4, pool_tokens=64, num_rows=3, dp_size=2, schedule_policy="fcfs")
     s.say("s", [5] * 6, 2)
     home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
@@ -288,10 +288,10 @@ def test_a_flush_takes_the_memory_of_idle_sessions_not_what_was_said() -> None:
 
 
 @pytest.mark.parametrize("radix", [False, True])
-def test_a_turn_that_does_not_fit_beside_what_runs_waits_and_then_finds_its_slot(
+def test_a_turn_that_does_not_fit_beside_what_runs_waits_and_then_finds_its_lease(
     radix: bool,
 ) -> None:
-    """Its own slot is not evicted to make room for itself."""
+    """Its own lease is not evicted to make room for itself."""
     s = talk(page_size=4, pool_tokens=64, use_radix_cache=radix, schedule_conservativeness=1.0)
     s.say("s", [1] * 20, 5)
     s.driver.submit(generate("runs", [2] * 8, 20))
@@ -344,7 +344,7 @@ def test_a_shortage_that_eviction_cannot_mend_ends_a_request_and_no_conversation
 def test_turns_go_to_the_rank_that_holds_their_session(
     dp_size: int, balance: str, radix: bool
 ) -> None:
-    """Whatever the balancer says, and however busy the rank."""
+    """Independent of the balancer and of the load of the rank."""
     s = talk(dp_size=dp_size, pool_tokens=512, use_radix_cache=radix, load_balance_method=balance)
     for i in range(5):
         s.open(f"s{i}")

@@ -34,7 +34,7 @@ def test_trap_1_a_retract_neither_ends_the_turn_nor_lets_another_in() -> None:
 
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("num_turns", [0, 3])
-def test_trap_2_a_retract_takes_the_memory_of_the_slot_too(radix: bool, num_turns: int) -> None:
+def test_trap_2_a_retract_takes_the_memory_of_the_session_too(radix: bool, num_turns: int) -> None:
     """All of it can be used by others at once."""
     s = talk(use_radix_cache=radix, pool_tokens=64)
     for number in range(num_turns):
@@ -81,7 +81,7 @@ def test_trap_3_lengths_that_grew_at_launch_are_not_saved_when_the_turn_is_abort
     s.close_all()
 
 
-def test_trap_4_a_request_refused_before_it_starts_leaves_the_slot_and_clears_the_mark() -> None:
+def test_trap_4_a_request_refused_before_it_starts_leaves_the_lease_and_clears_the_mark() -> None:
     """More refusals in `test_session_endings.py`."""
     s = talk(num_rows=2, max_queued_requests=1)
     s.say("s", [1, 2, 3])
@@ -102,7 +102,7 @@ def test_trap_4_a_request_refused_before_it_starts_leaves_the_slot_and_clears_th
     assert s.driver.cached[s.say("s", [2])] == 6
 
 
-def test_trap_5_a_slot_is_not_released_while_a_request_borrows_its_lease() -> None:
+def test_trap_5_a_lease_is_not_released_while_a_request_borrows_it() -> None:
     s = talk()
     s.open("timed", timeout_s=1.0)
     s.driver.tick(0.0)
@@ -218,7 +218,7 @@ def test_trap_9_what_speculation_accepts_past_the_end_is_no_part_of_the_history(
     assert histories[0] == histories[1]
 
 
-def test_trap_10_a_page_counts_for_the_request_or_for_the_slot_never_for_both() -> None:
+def test_trap_10_a_page_counts_for_the_request_or_for_the_session_never_for_both() -> None:
     s = talk(use_radix_cache=False, page_size=4)
     rid = s.begin("s", [1] * 8, 5)
     request = s.driver.scheduler._requests[rid]

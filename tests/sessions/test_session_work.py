@@ -34,13 +34,13 @@ class Work:
         monkeypatch.setattr(radix_tree, "common_prefix_len", counting_compare)
 
     def _counting(self, name: str) -> property:
-        slot = TreeNode.__dict__[name]
+        member = TreeNode.__dict__[name]
 
         def read(node: TreeNode) -> object:
             self.num_visits += 1
-            return slot.__get__(node)
+            return member.__get__(node)
 
-        return property(read, slot.__set__)
+        return property(read, member.__set__)
 
     def take(self) -> tuple[int, int]:
         """What was counted since the last call."""
@@ -130,7 +130,7 @@ def test_planning_looks_up_no_request_that_only_waits(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_a_turn_that_finds_its_slot_is_looked_up_in_the_tree_only_below_what_that_has_locked(
+def test_a_turn_that_finds_its_lease_is_looked_up_in_the_tree_only_below_what_that_has_locked(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     s = talk(schedule_policy=policy)

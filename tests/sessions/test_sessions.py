@@ -110,7 +110,7 @@ def test_a_stop_string_cuts_the_history_where_it_was_found(
     s.check()
     rid = s.say("s", [6])
     assert s.driver.prompts[rid][-2] == s.driver.tokens["s.1"][num_kept - 1]
-    # A retract leaves the slot nothing: what the tree has of the history is found there.
+    # A retract leaves the session no lease: what the tree has of the history is found there.
     assert is_retracted or s.driver.cached[rid] >= len(s.driver.prompts[rid]) - 2
     s.close_all()
 
@@ -231,7 +231,7 @@ def test_of_a_whole_conversation_the_session_finds_what_it_has(
     assert s.driver.prompt_tokens[rid] == kept + 3
     written = min(kept, len(history) - 1)
     assert written // page_size * page_size <= s.driver.cached[rid] <= written
-    if not radix or page_size == 256:  # nothing of it is the tree's: the slot has it all
+    if not radix or page_size == 256:  # nothing of it is the tree's: the lease has it all
         assert s.driver.cached[rid] == written
     assert [end for end in s.of["s"].turn_ends if end <= kept] == s.of["s"].turn_ends[:-1]
     s.check()

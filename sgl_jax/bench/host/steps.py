@@ -32,7 +32,7 @@ class StepLoop:
         self._before: tuple[StepPlan, StepHandle] | None = None
 
     def turn(self) -> float:
-        """Plan and launch a step, commit the one before, take the outputs.
+        """Plan and launch a step, apply the result of the one before, take the outputs.
 
         Returns the seconds that the scheduler took; those of the fake executor are left out.
         """
@@ -82,7 +82,7 @@ def decoding_loop(page_size: int, dp_size: int = DP_SIZE) -> StepLoop:
 
 
 def bench_steps(page_size: int, repeats: int) -> Iterator[Timing]:
-    """Host time of a decode step, and of proving its books."""
+    """Host time of a decode step, and of checking the memory after it."""
     loop = decoding_loop(page_size)
     scheduler = loop.scheduler
     load = f"{DP_SIZE} ranks x {ROWS_PER_RANK} rows, page {page_size}"

@@ -54,7 +54,7 @@ class RequestLog:
 
 @dataclass
 class ServedRun:
-    """What a run found. `host_s` is processor time of plan, commit and outputs, for each step."""
+    """What a run found. `host_s` is processor time of plan, result and outputs, for each step."""
 
     requests: list[RequestLog]
     samples: list[Sample] = field(default_factory=list)

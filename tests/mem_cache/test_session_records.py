@@ -1,4 +1,4 @@
-"""Every way the books of sessions can be wrong is found, and the dump shows them."""
+"""Every way the records of sessions can be wrong is found, and the dump shows them."""
 
 from collections.abc import Callable
 
@@ -31,14 +31,14 @@ def busy_memory() -> tuple[RankMemory, KVLease, KVLease]:
     return memory, idle, running
 
 
-def test_a_slot_whose_lease_is_not_listed_is_found() -> None:
+def test_a_session_whose_lease_is_not_listed_is_found() -> None:
     memory, idle, _ = busy_memory()
     memory.sessions._idle["idle"] = KVLease(3, idle.row, memory.rows)
     with pytest.raises(LedgerError, match=r"idle session 'idle' holds .*, which is not listed"):
         audit(memory)
 
 
-def test_a_slot_that_holds_a_released_lease_is_found() -> None:
+def test_a_session_that_keeps_a_released_lease_is_found() -> None:
     memory, idle, _ = busy_memory()
     release_kv_cache(memory, idle, known(0), insert=False)
     with pytest.raises(LedgerError, match=r"'idle' holds KVLease.*released.*not listed"):
