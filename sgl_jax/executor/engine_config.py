@@ -28,6 +28,7 @@ from sgl_jax.models.decoder import BuildOptions
 # With smaller pages the TPU's attention waits for its instructions (docs/kernels.md).
 TPU_PAGE_SIZE = 128
 _PAGE_SIZE = 16
+_UNROLLED_LAYERS = 4
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32
@@ -91,6 +92,8 @@ class EngineConfig(NamedTuple):
     def build_options(self) -> BuildOptions:
         """How the model is built."""
         simulates = self.platform == "cpu" and self.args.attention_backend == "pallas"
+        # What layers exchange is waited for, unless there is other work in the same turn.
+        exchanges = self.platform == "tpu" and self.args.tp_size > 1
         return BuildOptions(
             dtype=self.dtype,
             shards_weights=self.args.weight_sharding == "data",
@@ -101,6 +104,8 @@ class EngineConfig(NamedTuple):
             separates_layers=self.platform == "cpu"
             and not simulates
             and self.args.weight_sharding == "replicated",
+            unrolled_layers=_UNROLLED_LAYERS if exchanges else 1,
+            defers_sum=exchanges,
         )
 
     def decided(self, given: ServerArgs) -> dict[str, Any]:

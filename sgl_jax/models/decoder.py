@@ -8,6 +8,7 @@ cache is carried through and updated in place.
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -49,6 +50,10 @@ class BuildOptions(NamedTuple):
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
+    # How layers are run, by what the compiler makes of it (docs/planning.md): periods of layers in
+    # one turn of the loop, and whether a layer's last sum is left to the next layer's norm.
+    unrolled_layers: int = 1
+    defers_sum: bool = False
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
 
@@ -75,11 +80,15 @@ class DecoderLayer(nnx.Module):
         batch: AttentionBatch,
         kv_cache: jax.Array,
         layer: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """hidden [T, hidden_size] -> (the same after this layer, kv_cache)."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, kv_cache)."""
         attended, kv_cache = self.attention(self.input_norm(hidden), by, batch, kv_cache, layer)
         hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_norm(hidden)), kv_cache
+        return hidden, self.mlp(self.post_attention_norm(hidden)), kv_cache
+
+
+# One or two terms whose sum is the hidden state, [T, hidden_size] each; and the KV cache.
+Carry = tuple[tuple[jax.Array, ...], jax.Array]
 
 
 # How an architecture declares one layer; tensors are named without `LAYER_PREFIX`.
@@ -98,6 +107,8 @@ class CausalLM(nnx.Module):
     ) -> None:
         """Declare it, of layers that `build_layer` makes."""
         self.config = config
+        self.unrolled_layers = options.unrolled_layers
+        self.defers_sum = options.defers_sum
         self.stretches = find_stretches(config.layers)
         self.layers = nnx.Dict(
             {
@@ -141,37 +152,39 @@ class CausalLM(nnx.Module):
             )
             for rope in dict.fromkeys(spec.rope for spec in self.config.layers)
         }
-        carry = (self.embedding(token_ids), kv_cache)
+        hidden = self.embedding(token_ids)
+        terms: tuple[jax.Array, ...] = (hidden,)
+        if self.defers_sum:
+            terms = (hidden, jnp.zeros_like(hidden))
         for stretch in self.stretches:
-            carry = self._run(stretch, carry, turned, batch)
-        hidden, kv_cache = carry
-        return self.norm(hidden), kv_cache
+            terms, kv_cache = self._run(stretch, (terms, kv_cache), turned, batch)
+        return self.norm(reduce(jnp.add, terms)), kv_cache
 
     def _run(
         self,
         stretch: Stretch,
-        carry: tuple[jax.Array, jax.Array],
+        carry: Carry,
         turned: dict[RopeConfig, Rotation],
         batch: AttentionBatch,
-    ) -> tuple[jax.Array, jax.Array]:
-        """All layers of a stretch on (hidden, kv_cache)."""
+    ) -> Carry:
+        """All layers of a stretch."""
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
 
-        def run_period(
-            carry: tuple[jax.Array, jax.Array], turn: jax.Array
-        ) -> tuple[tuple[jax.Array, jax.Array], None]:
-            hidden, kv_cache = carry
+        def run_period(carry: Carry, turn: jax.Array) -> tuple[Carry, None]:
+            terms, kv_cache = carry
             for place, (graphdef, weights) in split.items():
                 layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
                 gather_over_data(layer)
                 by = turned[self.config.layers[place].rope]
                 number = place + turn * stretch.period
-                hidden, kv_cache = layer(hidden, by, batch, kv_cache, number)
-            return (hidden, kv_cache), None
+                hidden, delta, kv_cache = layer(reduce(jnp.add, terms), by, batch, kv_cache, number)
+                terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
+            return (terms, kv_cache), None
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
-        return lax.scan(run_period, carry, turns)[0]
+        unroll = min(self.unrolled_layers, stretch.repeats)
+        return lax.scan(run_period, carry, turns, unroll=unroll)[0]
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
         """Of hidden [n, hidden_size], this chip's slice of the vocabulary."""

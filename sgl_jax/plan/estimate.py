@@ -125,7 +125,7 @@ def _with_rates(
 
 def _compile(engine: EngineProgramsOnPaper, bucket: Bucket) -> ProgramCost:
     try:
-        return program_cost(engine.programs.lower_step(bucket).compile())
+        return program_cost(engine.programs.compile_step(bucket))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -110,6 +110,15 @@ def test_a_resolved_config_is_resolved_to_itself():
     assert EngineConfig.resolve(config.args, LLAMA, "tpu") == config
 
 
+@pytest.mark.parametrize(
+    ("platform", "tp_size", "loop"),
+    [("cpu", 2, (1, False)), ("tpu", 1, (1, False)), ("tpu", 4, (4, True))],
+)
+def test_layers_that_exchange_run_several_in_a_turn(platform, tp_size, loop):
+    options = resolve(platform, tp_size=tp_size).build_options
+    assert (options.unrolled_layers, options.defers_sum) == loop
+
+
 def test_a_gpu_is_told_that_it_has_no_kernel():
     with pytest.raises(ValueError, match="on a gpu choose xla"):
         resolve("gpu", attention_backend="pallas")

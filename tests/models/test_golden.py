@@ -50,6 +50,7 @@ class Server:
         page_size=16,
         weight_sharding="replicated",
         attention_backend="auto",
+        unrolled_layers=None,
     ):
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
         self.mesh = Mesh(devices, ("data", "tensor"))
@@ -62,6 +63,10 @@ class Server:
             attention_backend=attention_backend,
         )
         options = EngineConfig.resolve(args, config, "cpu").build_options
+        if unrolled_layers is not None:  # as on TPUs that share a rank
+            options = options._replace(
+                separates_layers=False, unrolled_layers=unrolled_layers, defers_sum=True
+            )
         placed = place_model(config, self.mesh, options)
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, detect_format(folder))
@@ -130,6 +135,7 @@ class Setup(NamedTuple):
     page_size: int = 16
     weight_sharding: str = "replicated"
     attention_backend: str = "auto"
+    unrolled_layers: int | None = None
 
 
 ONE_TOKEN_PAGES = Setup(page_size=1)
@@ -137,6 +143,7 @@ TWO_CHIPS = Setup(tp=2)
 MORE_CHIPS_THAN_KV_HEADS = Setup(tp=4)
 TWO_RANKS = Setup(dp=2)
 SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
+UNROLLED = Setup(tp=2, unrolled_layers=2)
 SIMULATED_TPU = Setup(attention_backend="pallas")
 
 
@@ -151,6 +158,8 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
         ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
+        ("qwen3", UNROLLED),
+        ("qwen3_moe_mixed", UNROLLED),
         pytest.param("qwen3_moe", SIMULATED_TPU, marks=pytest.mark.long),
     ],
     ids=str,

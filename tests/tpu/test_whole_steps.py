@@ -36,6 +36,9 @@ LAYOUTS = (
     ("qwen3-8b", "v5e-4", 2, 2),
     ("llama-3.3-70b", "v6e-8", 1, 8),
     ("qwen3-30b-a3b", "v6e-4", 1, 4),
+    ("llama-3.1-8b", "tpu7x-2", 1, 1),
+    ("llama-3.1-8b", "v5p-2", 1, 1),
+    ("llama-3.3-70b", "tpu7x-8", 1, 8),
 )
 # One chip and eight, both shapes of step, and a mixture of experts, in few compilations; two ranks
 # are compiled in `tests/plan`.
@@ -43,6 +46,7 @@ QUICK = {
     ("llama-3.1-8b", "v6e-1", "decode"),
     ("llama-3.3-70b", "v6e-8", "mixed"),
     ("qwen3-30b-a3b", "v6e-4", "decode"),
+    ("llama-3.1-8b", "tpu7x-2", "decode"),
 }
 
 
@@ -76,7 +80,7 @@ def _compile(model, topology_name, dp, tp, step, layers=None, **settings):
         "decode": buckets.smallest(ROWS),
         "mixed": buckets.all[-1],
     }[step]
-    return engine, program_cost(engine.programs.lower_step(bucket).compile()), bucket
+    return engine, program_cost(engine.programs.compile_step(bucket)), bucket
 
 
 @pytest.mark.parametrize(("model", "topology", "dp", "tp", "step"), list(_cases()))

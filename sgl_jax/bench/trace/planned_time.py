@@ -97,7 +97,7 @@ def _shape_seconds(
     for tokens in compiled:
         print(f"compiling a step of {tokens} tokens ...", file=sys.stderr, flush=True)
         bucket = engine.config.buckets.smallest(tokens)
-        cost = program_cost(engine.programs.lower_step(bucket).compile())
+        cost = program_cost(engine.programs.compile_step(bucket))
         work = StepWork(tokens, kv_tokens_read=0, query_key_pairs=0)
         chip = request.topology.chip
         seconds.append(estimate_step(cost, work, request.config, device, chip).total_s)
