@@ -1,5 +1,7 @@
 """Steps on the device: the tokens a plain recomputation gives, however steps are cut and spread."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,7 +199,7 @@ def test_a_prompt_is_scored_chunk_by_chunk_beside_a_decoding_row(make_executor, 
         (rank,) = plan.ranks
         num_scored = np.where([row is scored for row in order[0]], rank.q_lens, 0)
         rank = rank._replace(num_scored=num_scored, num_logprob_ids=3)
-        plan = plan.__class__(plan.step_id, (rank,))
+        plan = replace(plan, ranks=(rank,))
         (result,) = executor.result(executor.launch(plan))
         assert list(result.prompt_logprobs) == [1]
         got.append(result.prompt_logprobs[1])
@@ -236,7 +238,7 @@ def test_rows_of_two_ranks_are_scored_from_their_own_position_on(make_executor, 
             num_scored = np.maximum(np.array(ends) - np.array(starts), 0).astype(np.int32)
             num_scored[: rank.num_decode] = 0
             ranks.append(rank._replace(num_scored=num_scored if num_scored.any() else None))
-        results = executor.result(executor.launch(plan.__class__(plan.step_id, tuple(ranks))))
+        results = executor.result(executor.launch(replace(plan, ranks=tuple(ranks))))
         assert results[0].prompt_logprobs is None
         for i, values in (results[1].prompt_logprobs or {}).items():
             got[id(order[1][i])].append(values)
@@ -260,9 +262,7 @@ def test_a_row_that_is_scored_changes_no_drafts_beside_it(make_executor):
             assert rank.num_drafts[0] == 3
             num_scored = np.array([0, rank.q_lens[1] if is_scored else 0], np.int32)
             rank = rank._replace(num_scored=num_scored)
-            waiting = [
-                (plan := plan.__class__(plan.step_id, (rank,)), executor.launch(plan), order)
-            ]
+            waiting = [(plan := replace(plan, ranks=(rank,)), executor.launch(plan), order)]
             driver._read(waiting)
         outputs.append((row.output, other.output))
     assert outputs[0] == outputs[1]
