@@ -61,12 +61,12 @@ class EngineConfig(NamedTuple):
             head_dim=model.head_dim,
             dtype=cache_dtype(args.kv_cache_dtype),
         )
-        if args.attention_backend == "pallas":
-            row_pages = -(-_context_len(args) // args.page_size)
-            check_pages(args.page_size, row_pages, pool_layout.dtype)
         limits = step_limits(args)
         buckets = choose_buckets(limits, platform)
-        return cls(args, platform, model, pool_layout, limits, buckets)
+        config = cls(args, platform, model, pool_layout, limits, buckets)
+        if args.attention_backend == "pallas":
+            check_pages(args.page_size, config.pages_per_row, pool_layout.dtype)
+        return config
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -76,7 +76,8 @@ class EngineConfig(NamedTuple):
     @property
     def context_len(self) -> int:
         """Tokens of a request at most."""
-        return _context_len(self.args)
+        assert self.args.context_length is not None, "resolved"
+        return self.args.context_length
 
     @property
     def vocab_size(self) -> int:
@@ -181,8 +182,3 @@ def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
             f"{model.max_position_embeddings} positions"
         )
     return dataclasses.replace(args, context_length=context_len)
-
-
-def _context_len(args: ServerArgs) -> int:
-    assert args.context_length is not None, "resolved"
-    return args.context_length
