@@ -68,7 +68,7 @@ class Limits:
     )
     max_json_depth: int = _limit(64, "objects and lists within each other (400)")
     max_json_values: int = _limit(2**20, "values in a body, each token id being one (400)")
-    max_json_keys: int = _limit(2**17, "keys of all objects, and lists, in a body (400)")
+    max_json_keys: int = _limit(2**17, "keys, lists and objects in a body (400)")
     max_fields: int = _limit(MAX_FIELDS, "fields of an object with fixed fields (400)")
 
     # Prompts

@@ -39,14 +39,14 @@ def slices(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def walk(value: Any) -> tuple[int, int, int]:
-    """Depth, commas, and keys and lists."""
+    """Depth, commas; keys, lists and objects."""
     if not isinstance(value, dict | list):
         return 0, 0, 0
     inner = list(value.values() if isinstance(value, dict) else value)
     below = [walk(each) for each in inner]
     depth = 1 + max((each[0] for each in below), default=0)
     commas = max(len(inner) - 1, 0) + sum(each[1] for each in below)
-    keys = (len(value) if isinstance(value, dict) else 1) + sum(each[2] for each in below)
+    keys = 1 + (len(value) if isinstance(value, dict) else 0) + sum(each[2] for each in below)
     return depth, commas, keys
 
 
