@@ -22,7 +22,6 @@ from sgl_jax.core.messages import (
     EngineMessage,
     FrontMessage,
     GenerateRequest,
-    Heartbeat,
     OutputBatch,
     Shutdown,
 )
@@ -67,13 +66,11 @@ class OneAtATime:
 
     def send(self, message: EngineMessage) -> None:
         """Look if this is the end of an answer."""
-        assert isinstance(message, OutputBatch)
+        if not isinstance(message, OutputBatch):  # a heartbeat
+            return
         if any(output.finish is not None for output in message.outputs):
             self._look()
             self._is_waiting = False
-
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """Heartbeats are ignored: the engine runs in this process."""
 
 
 def kv_absmax(

@@ -6,16 +6,19 @@ Over queues within one process, or over two local ZeroMQ sockets, in msgpack:
     front  PULL <-- to_front.sock ----- PUSH  engine
 
 The sockets lie in a folder that only this user can enter. Must never unpickle anything, and
-never block on a send. Hence each end binds the socket that it reads and connects the one that it
-writes: a PUSH socket that was bound waits in `send` while no peer is connected to it, one that
-connects queues what it is given, whether or not the other end is there. Queues are unbounded here
-because both ends bound what they admit.
+never block on a send. The engine binds both: a process that has no file descriptor left when a
+peer connects to it is aborted by ZeroMQ, and the front, which has clients, must live on; one that
+connects tries again. A PUSH socket that connects queues what it is given, whether or not the other
+end is there; one that was bound can queue nothing before, so the engine waits for the front once.
+Queues are unbounded here because both ends bound what they admit.
 """
 
 import asyncio
+import contextlib
 import queue
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,10 +27,11 @@ import msgspec
 import zmq
 
 from sgl_jax.core.errors import EngineDeadError
-from sgl_jax.core.messages import EngineMessage, FrontMessage, Heartbeat
+from sgl_jax.core.messages import EngineMessage, FrontMessage
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 _MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 107, terminator included
+_FRONT_TIMEOUT_S = 20.0
 _TO_ENGINE = "to_engine.sock"
 _TO_FRONT = "to_front.sock"
 
@@ -44,11 +48,7 @@ class Channel(Protocol):
         ...
 
     def send(self, message: EngineMessage) -> None:
-        """Queue a message for the front; never blocks."""
-        ...
-
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """As `send`, for one thread beside the loop's."""
+        """Queue a message for the front; never blocks. Any thread may send."""
         ...
 
 
@@ -64,8 +64,7 @@ class InProcessChannel:
     """The engine's end. Implements `Channel`.
 
     Args:
-        deliver: called with each message for the front, in the engine's thread, but with
-            heartbeats in another.
+        deliver: called with each message for the front, in the thread that sends it.
     """
 
     def __init__(self, deliver: Callable[[EngineMessage], None]) -> None:
@@ -87,10 +86,6 @@ class InProcessChannel:
         """Hand a message to the front."""
         self._deliver(message)
 
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """Hand a heartbeat to the front, from a thread beside the engine's."""
-        self._deliver(heartbeat)
-
 
 class InProcessClient:
     """The front's end. Implements `EngineClient`."""
@@ -111,18 +106,22 @@ class InProcessClient:
 
 
 class ZmqChannel:
-    """The engine's end. The thread of the engine loop owns it; `beat` is for one other."""
+    """The engine's end. The thread of the engine loop owns it, but for `send`."""
 
     def __init__(self, folder: str) -> None:
-        """`folder`: made by the front, for the sockets of both (`ZmqEngineClient.folder`)."""
+        """`folder`: made by the front, for the sockets of both (`ZmqEngineClient.folder`).
+
+        Raises `ChannelError` if the front does not connect within `_FRONT_TIMEOUT_S`.
+        """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pull = _socket(self._context, zmq.PULL)
         self._push = _socket(self._context, zmq.PUSH)
         self._pull.bind(f"ipc://{folder}/{_TO_ENGINE}")
-        self._push.connect(f"ipc://{folder}/{_TO_FRONT}")
-        # A socket belongs to one thread at a time.
-        self._heart = _socket(self._context, zmq.PUSH)
-        self._heart.connect(f"ipc://{folder}/{_TO_FRONT}")
+        self._push.bind(f"ipc://{folder}/{_TO_FRONT}")
+        if not self._push.poll(int(_FRONT_TIMEOUT_S * 1000), zmq.POLLOUT):
+            self._context.destroy(linger=0)
+            raise ChannelError(f"the front has not connected within {_FRONT_TIMEOUT_S:g} s")
+        self._sending = threading.Lock()  # held while `_push` and the encoder are used
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FrontMessage)
 
@@ -133,12 +132,10 @@ class ZmqChannel:
         return _drain(self._pull, self._decoder)
 
     def send(self, message: EngineMessage) -> None:
-        """Queue a message for the front; never blocks."""
-        self._push.send(_encode(self._encoder, message))
-
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """Queue a heartbeat, from a thread beside the loop's; never blocks."""
-        self._heart.send(msgspec.msgpack.encode(heartbeat))
+        """Queue a message for the front; never blocks. Any thread may send."""
+        # A front that has ended reads nothing, and this process ends with it.
+        with self._sending, contextlib.suppress(zmq.Again):
+            self._push.send(_encode(self._encoder, message), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close after what was sent has had a second to leave."""
@@ -159,8 +156,9 @@ class ZmqEngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._push = _socket(self._context, zmq.PUSH)
         self._pull = _socket(self._context, zmq.PULL)
-        self._push.connect(f"ipc://{self.folder}/{_TO_ENGINE}")  # retried until it is there
-        self._pull.bind(f"ipc://{self.folder}/{_TO_FRONT}")
+        # Retried until the engine is there.
+        self._push.connect(f"ipc://{self.folder}/{_TO_ENGINE}")
+        self._pull.connect(f"ipc://{self.folder}/{_TO_FRONT}")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None

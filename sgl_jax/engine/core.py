@@ -102,7 +102,7 @@ class EngineCore:
         `on_stall` is called, from another thread, if a step takes longer than the watchdog allows;
         `after_turn` after each turn of the loop, with whether there was nothing to do in it.
         """
-        with Watchdog(channel.beat, self.args.watchdog_timeout, on_stall) as watchdog:
+        with Watchdog(channel.send, self.args.watchdog_timeout, on_stall) as watchdog:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_idle and not self._in_flight
                 watchdog.feed()

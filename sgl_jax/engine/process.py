@@ -140,7 +140,7 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     channel = ZmqChannel(start["folder"])
     core: Core | None = None
     try:
-        with Watchdog(channel.beat):
+        with Watchdog(channel.send):
             core = build(args)
         take_over_collection()
         channel.send(EngineReady(info=core.info))

@@ -102,7 +102,7 @@ class ScriptedEngine:
         }
 
     def run(self, channel: Channel, *, after_turn: object = None) -> None:
-        with Watchdog(channel.beat):
+        with Watchdog(channel.send):
             self.loop(channel)
 
     def loop(self, channel: Channel) -> None:

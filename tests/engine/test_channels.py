@@ -3,6 +3,8 @@
 import asyncio
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -124,12 +126,11 @@ def test_a_message_too_large_is_refused_by_its_sender(
 
 
 @pytest.mark.parametrize("data", [b"\xc1", msgspec.msgpack.encode({"type": "Unheard"})])
-def test_a_message_that_makes_no_sense_is_an_error(
-    client: ZmqEngineClient, channel: ZmqChannel, data: bytes
-) -> None:
+def test_a_message_that_makes_no_sense_is_an_error(client: ZmqEngineClient, data: bytes) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.PUSH)
-    stranger.connect(f"ipc://{client.folder}/to_front.sock")
+    stranger.bind(f"ipc://{client.folder}/to_front.sock")
+    assert stranger.poll(5000, zmq.POLLOUT)
     stranger.send(data)
 
     async def listen() -> list[ChannelError]:
@@ -155,3 +156,55 @@ def test_a_folder_too_deep_for_a_socket_is_an_error_at_once(
     with pytest.raises(ChannelError, match="TMPDIR"):
         ZmqEngineClient()
     assert list(deep.iterdir()) == []
+
+
+FRONT_WITHOUT_FILES = """
+import asyncio, resource, subprocess, sys
+from sgl_jax.engine.channels import ZmqEngineClient
+
+ENGINE = '''
+import sys
+from sgl_jax.core.messages import Heartbeat
+from sgl_jax.engine.channels import ZmqChannel
+sys.stdin.readline()
+print("there", flush=True)
+channel = ZmqChannel(sys.argv[1])
+channel.send(Heartbeat(turn_s=None))
+channel.close()
+'''
+
+async def hear(client):
+    heard = asyncio.Event()
+    client.listen(lambda message: heard.set(), lambda error: None)
+    command = [sys.executable, "-c", ENGINE, client.folder]
+    engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    engine.stdin.write("go on\\n")
+    engine.stdin.flush()
+    assert engine.stdout.readline() == "there\\n"
+    await asyncio.sleep(1.0)  # in which sockets try to meet
+    assert not heard.is_set()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    await asyncio.wait_for(heard.wait(), 20)
+    engine.communicate(timeout=20)
+
+client = ZmqEngineClient()
+asyncio.run(hear(client))
+client.close()
+"""
+
+
+def test_an_engine_without_a_front_gives_up(
+    client: ZmqEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "_FRONT_TIMEOUT_S", 0.5)
+    client._pull.close()
+    with pytest.raises(ChannelError, match="the front has not connected"):
+        ZmqChannel(client.folder)
+
+
+def test_a_front_without_files_lives_on_and_hears_the_engine_later() -> None:
+    command = [sys.executable, "-c", FRONT_WITHOUT_FILES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
