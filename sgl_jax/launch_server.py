@@ -3,11 +3,11 @@
 `sgl-jax plan ...` is the planner (`sgl_jax.plan`).
 """
 
-import logging
 import sys
 from collections.abc import Sequence
 
 from sgl_jax.core.server_args import parse_server_args
+from sgl_jax.engine.process import log_to_terminal
 from sgl_jax.server.lifecycle import serve
 
 
@@ -22,9 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["serve"]:
         words = words[1:]
     args = parse_server_args(words)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_terminal(args.log_level)
     return serve(args)
 
 

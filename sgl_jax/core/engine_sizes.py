@@ -19,6 +19,7 @@ class EngineSizes(NamedTuple):
     # Prompt tokens per rank and step whose successors' log-probabilities are reported.
     max_prompt_logprob_tokens: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()  # those that end an output
     # Query tokens per rank that steps are padded to, ascending, so that a step may be planned to
     # fill one; empty if the executor does not pad.
     step_token_shapes: tuple[int, ...] = ()

@@ -12,11 +12,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 
+from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
 
-MAX_SESSION_ID_CHARS = 256
-MAX_NAMESPACE_CHARS = 256
-_INT32 = 2**31
 _MAX_TIMEOUT_S = 1e9
 _MAX_PATH_CHARS = 1024
 
@@ -159,7 +157,7 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     streaming: Annotated[bool, doc("append-only, one request in flight, KV kept in place")] = False
     # The name is SGLang's.
     capacity_of_str_len: Annotated[
-        int, Ge(0), Lt(_INT32), doc("tokens that the history may hold; 0: no limit")
+        int, Ge(0), Lt(INT32), doc("tokens that the history may hold; 0: no limit")
     ] = 0
     timeout_s: Annotated[
         Annotated[float, Gt(0), Le(_MAX_TIMEOUT_S)] | None,
@@ -181,7 +179,7 @@ class RollbackSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     rid: str
     session_id: SessionId
-    num_turns: Annotated[int, Ge(0), Lt(_INT32)]
+    num_turns: Annotated[int, Ge(0), Lt(INT32)]
 
 
 class ForkSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.request_limits import INT32
 
 # Limits are part of the compiled step: the device keeps this many entries per request.
 MAX_STOP_TOKEN_IDS = 16
@@ -44,14 +45,14 @@ class Range(NamedTuple):
         return f"{'(' if self.is_low_open else '['}{self.low}, {self.high}]"
 
 
-_INT32, _INT64 = 2**31, 2**63
+_INT64 = 2**63
 
 RANGES: Mapping[str, Range] = MappingProxyType(
     {
-        "max_new_tokens": Range(0, _INT32 - 1),
-        "min_new_tokens": Range(0, _INT32 - 1),
+        "max_new_tokens": Range(0, INT32 - 1),
+        "min_new_tokens": Range(0, INT32 - 1),
         "temperature": Range(0.0, 1e4),
-        "top_k": Range(-1, _INT32 - 1),
+        "top_k": Range(-1, INT32 - 1),
         "top_p": Range(0.0, 1.0, is_low_open=True),
         "min_p": Range(0.0, 1.0),
         # It divides positive logits and multiplies negative ones, before the temperature does.

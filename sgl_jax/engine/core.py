@@ -37,7 +37,6 @@ from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.mem_cache.errors import MemoryDefectError
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.event_log import EventWriter
 from sgl_jax.scheduler.recorder import Recorder, SchedulerEvents
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -72,12 +71,7 @@ class EngineCore:
             "max_request_tokens": sizes.max_request_tokens,
             "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
         }
-        config = SchedulerConfig.from_args(
-            args,
-            eos_token_ids=tuple(self.info["eos_token_ids"]),
-            chunk=sizes.max_chunk_tokens,
-        )
-        self.scheduler = Scheduler(sizes, config)
+        self.scheduler = Scheduler(sizes, args)
         self._recorder = None if writer is None else Recorder(self.scheduler, writer)
         self.events: SchedulerEvents = self._recorder or self.scheduler
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()

@@ -8,8 +8,8 @@ import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionTurn
+from sgl_jax.core.request_limits import check_namespace, check_session_id, one_namespace
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.engine.request_limits import check_namespace, check_session_id, one_namespace
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "sgl_jax.engine")
 _LAST_LINE_BYTES = 4096
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class Core(Protocol):
@@ -125,6 +124,14 @@ class EngineProcess:
         self._on_exit(ExitReport(f"the engine process {how}", lines[-1].strip() if lines else ""))
 
 
+def log_to_terminal(level: str) -> None:
+    """Log to this process's standard error, from `level` up; of libraries, warnings at least."""
+    # Importing orbax sets logging up, so what is there is replaced.
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level="ERROR" if level == "error" else "WARNING", format=form, force=True)
+    logging.getLogger("sgl_jax").setLevel(level.upper())
+
+
 def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     """Main function of the child: build the engine, say it is ready, run. Returns the exit code."""
     # A service manager signals every process of the service: the parent says when to end.
@@ -132,7 +139,7 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
         signal.signal(number, signal.SIG_IGN)
     start = json.loads(sys.stdin.buffer.readline())
     args = ServerArgs(**start["args"])
-    logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)
+    log_to_terminal(args.log_level)
     watch = threading.Thread(
         target=_die_with_parent, args=(start["folder"],), name="parent-watch", daemon=True
     )

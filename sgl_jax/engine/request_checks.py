@@ -1,7 +1,7 @@
 """What a client asks, made into a request that the engine can serve, or refused.
 
 Owns the limits that follow from the model and the engine's memory; those of names and numbers are
-in `request_limits.py`. Knows of no request in flight.
+in `core/request_limits.py`. Knows of no request in flight.
 """
 
 import uuid
@@ -12,8 +12,7 @@ import msgspec
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
-from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
-from sgl_jax.engine.request_limits import (
+from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
     MIN_PRIORITY,
     check_between,
@@ -24,6 +23,7 @@ from sgl_jax.engine.request_limits import (
     check_session_id,
     most_prompt_chars,
 )
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.text.tokenizer import Tokenizer
 
 

@@ -136,6 +136,7 @@ class EngineConfig(NamedTuple):
             max_step_tokens=self.limits.tokens,
             max_prompt_logprob_tokens=self.limits.prompt_logprob_tokens,
             vocab_size=self.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
             step_token_shapes=tuple(bucket.tokens for bucket in self.buckets.all),
             max_draft_tokens=self.limits.draft_tokens,
         )

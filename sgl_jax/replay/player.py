@@ -49,7 +49,7 @@ class Player:
 
     def __init__(self, started: Started, check_memory: str = "off") -> None:
         try:
-            self.scheduler = Scheduler(started.sizes, started.config)
+            self.scheduler = Scheduler(started.sizes, started.args, started.max_passed_over)
         except (ValueError, IndexError, MemoryError) as error:
             raise RecordingError(f"no scheduler can be made of its sizes: {error}") from error
         self.num_events = 1

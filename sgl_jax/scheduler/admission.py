@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
@@ -43,18 +43,18 @@ class Admission:
 
     Args:
         waiting: the queue.
-        config: the scheduler's.
+        args: the scheduler's.
         home_of: the memory with the lease of a request's session, if any.
     """
 
     def __init__(
         self,
         waiting: WaitingQueue,
-        config: SchedulerConfig,
+        args: SchedulerArgs,
         home_of: Callable[[Request], RankMemory | None],
     ) -> None:
         self._waiting = waiting
-        self._config = config
+        self._args = args
         self._home_of = home_of
         self._holds: dict[str, int] = {}  # rid of a request that is due -> the rank held for it
         self._next_rank = 0  # of round_robin
@@ -69,7 +69,7 @@ class Admission:
         highest = self._waiting.highest_priority
         if highest is None:
             return []
-        below = highest - self._config.preemption_threshold
+        below = highest - self._args.priority_scheduling_preemption_threshold
         lowest = [rank.running.priorities.lowest for rank in ranks]
         if not any(priority is not None and priority < below for priority in lowest):
             return []
@@ -98,7 +98,7 @@ class Admission:
         if not due and not any(builder.can_admit and builder.rank.has_row for builder in builders):
             self._holds.clear()
             return
-        rooms = [RankRoom(builder, self._config.chunked_prefill_size) for builder in builders]
+        rooms = [RankRoom(builder) for builder in builders]
         self._start_due(rooms, due)
         is_open = np.array([room.is_open for room in rooms])
         if not is_open.any():
@@ -167,7 +167,7 @@ class Admission:
             if request.rid in self._holds and not any(room.is_open for room in rooms):
                 continue  # its rank is held, or takes nothing anyway
             if fitting := self._fitting_options(rooms, request):
-                if self._config.enable_priority_scheduling:
+                if self._args.enable_priority_scheduling:
                     request.priority = AGED_PRIORITY
                 self._start(rooms, request, min(fitting).dp_rank)
                 continue
@@ -215,7 +215,7 @@ class Admission:
         if not fitting:
             return None
         stayed = self._waiting.stays_for(request)
-        if self._config.load_balance_method == "round_robin" and self._home_of(request) is None:
+        if self._args.load_balance_method == "round_robin" and self._home_of(request) is None:
             # One that waited for a prefix in flight goes where that is, if it can.
             return next((o for o in fitting if o.dp_rank == stayed), self._next_in_turn(fitting))
         best, cheapest = min(options), min(fitting)
@@ -223,7 +223,7 @@ class Admission:
             return best
         # It waits for as many steps as the tokens take that it saves, once in its life.
         if stayed is None:
-            num_steps = 1 + (cheapest.cost - best.cost) // self._config.chunked_prefill_size
+            num_steps = 1 + (cheapest.cost - best.cost) // rooms[best.dp_rank].chunk_size
             self._waiting.stay(request, best.dp_rank, step + num_steps)
         return best if self._waiting.is_staying(request, step) else cheapest
 

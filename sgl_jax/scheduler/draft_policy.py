@@ -19,14 +19,10 @@ _LONGEST_PAUSE = 64
 
 
 class DraftPolicy:
-    """Usefulness by row, for rows that draft up to `num_draft_tokens` tokens a step (0: none)."""
+    """Usefulness by row, for rows that draft as many tokens a step as `sizes` allow (0: none)."""
 
-    def __init__(self, sizes: EngineSizes, num_draft_tokens: int) -> None:
-        if num_draft_tokens > sizes.max_draft_tokens:
-            raise ValueError(
-                f"{num_draft_tokens} tokens to draft, the executor takes {sizes.max_draft_tokens}"
-            )
-        self._most = num_draft_tokens
+    def __init__(self, sizes: EngineSizes) -> None:
+        self._most = sizes.max_draft_tokens
         self._accepted_per_step = np.zeros(sizes.num_rows, np.float32)
         self._resume_len = np.zeros(sizes.num_rows, np.int32)
         self._pause = np.zeros(sizes.num_rows, np.int32)

@@ -3,6 +3,7 @@
 One struct for each event, tagged by its class name. Arrays travel as (dtype, shape, bytes).
 """
 
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import msgspec
@@ -20,6 +21,7 @@ from sgl_jax.core.messages import (
     TokenLogprobs,
 )
 from sgl_jax.core.page_tables import PageChanges
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import (
     PromptLogprobs,
     RankPlan,
@@ -27,14 +29,14 @@ from sgl_jax.core.step_plan import (
     RowAdmission,
     StepPlan,
 )
-from sgl_jax.scheduler.config import SchedulerConfig
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
     """The first event: how the scheduler was made."""
 
     sizes: EngineSizes
-    config: SchedulerConfig
+    args: SchedulerArgs
+    max_passed_over: int
 
 
 class Submitted(msgspec.Struct, frozen=True, tag=True):
@@ -134,12 +136,13 @@ Event: TypeAlias = (
 
 # These are recorded by position: a file is only read by code with the same fields.
 _TUPLES = (
-    *(EngineSizes, SchedulerConfig, RowAdmission, RankPlan, PageChanges),
+    *(EngineSizes, RowAdmission, RankPlan, PageChanges),
     *(PromptLogprobs, RankResult),
 )
 _STRUCTS = (RequestOutput, TokenLogprobs)
 LAYOUT = "; ".join(
-    [f"{kind.__name__}: {' '.join(kind._fields)}" for kind in _TUPLES]
+    [f"SchedulerArgs: {' '.join(field.name for field in fields(SchedulerArgs))}"]
+    + [f"{kind.__name__}: {' '.join(kind._fields)}" for kind in _TUPLES]
     + [f"{kind.__name__}: {' '.join(kind.__struct_fields__)}" for kind in _STRUCTS]
 )
 

@@ -9,17 +9,17 @@ token.
 
 from collections.abc import Sequence
 
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 
 
 class ForcedRetract:
-    """When to retract, and which requests; does nothing unless `config` has an interval."""
+    """When to retract, and which requests; does nothing unless `args` have an interval."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._interval = config.forced_retract_interval
-        self._most_running = config.forced_retract_no_prefill_bs
+    def __init__(self, args: SchedulerArgs) -> None:
+        self._interval = args.retract_interval
+        self._most_running = args.test_retract_no_prefill_bs
         self._next_step = self._interval
 
     def take(self, ranks: Sequence[RankScheduler], num_steps: int) -> list[Request]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
@@ -23,7 +24,6 @@ from sgl_jax.mem_cache.release import (
     roll_back_lease,
 )
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.draft_policy import DraftPolicy
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.reserve import AdmissionReserve
@@ -40,7 +40,7 @@ class RankScheduler:
         self,
         dp_rank: int,
         sizes: EngineSizes,
-        config: SchedulerConfig,
+        args: SchedulerArgs,
         tables: RowTables | None = None,
         columns: RowColumns | None = None,
     ) -> None:
@@ -48,23 +48,24 @@ class RankScheduler:
         self.memory = RankMemory(
             dp_rank,
             sizes,
-            use_radix_cache=config.use_radix_cache,
-            eviction_policy=config.radix_eviction_policy,
+            use_radix_cache=not args.disable_radix_cache,
+            eviction_policy=args.radix_eviction_policy,
             tables=tables,
         )
         self.running = RunningRows(
             columns or RowColumns.empty(sizes.num_rows, sizes.max_context_len)
         )
-        self.drafts = DraftPolicy(sizes, config.num_draft_tokens)
-        self.reserve = AdmissionReserve(config.schedule_conservativeness)
+        self.drafts = DraftPolicy(sizes)
+        self.reserve = AdmissionReserve(args.schedule_conservativeness)
         self.num_retracted = 0
         self.num_evicted_sessions = 0
         self.num_force_retracted = 0  # of these, for tests
         self.num_preempted = 0  # of these, for requests of higher priority
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
         self.num_cached_tokens = 0
-        self._config = config
-        self._max_session_pages = int(config.session_memory_fraction * sizes.num_pages)
+        self._eos_token_ids = sizes.eos_token_ids
+        self._random_seed = args.random_seed
+        self._max_session_pages = int(args.session_memory_fraction * sizes.num_pages)
         # What the device has not been told yet, by row: a step that runs nothing is not launched.
         self._unsent_admissions: dict[int, RowAdmission] = {}
 
@@ -287,12 +288,12 @@ class RankScheduler:
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         sampling = request.message.sampling
-        eos = () if sampling.ignore_eos else self._config.eos_token_ids
+        eos = () if sampling.ignore_eos else self._eos_token_ids
         return tuple(dict.fromkeys(eos + sampling.stop_token_ids))[:MAX_STOP_TOKEN_IDS]
 
     def _seed(self, request: Request) -> int:
         """The request's seed as uint32; without one, drawn from its id and the engine's seed."""
         seed = request.message.sampling.seed
         if seed is None:
-            return zlib.crc32(request.rid.encode(), self._config.random_seed & 0xFFFFFFFF)
+            return zlib.crc32(request.rid.encode(), self._random_seed & 0xFFFFFFFF)
         return (seed ^ (seed >> 32)) & 0xFFFFFFFF

@@ -11,10 +11,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.rank_memory import commit_rows, grow_rows
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
 
@@ -22,7 +22,7 @@ from sgl_jax.scheduler.running_rows import RowColumns
 class Ranks:
     """The ranks of an engine of the given sizes; `tables` and `running` are of joint rows."""
 
-    def __init__(self, sizes: EngineSizes, config: SchedulerConfig) -> None:
+    def __init__(self, sizes: EngineSizes, args: SchedulerArgs) -> None:
         num_rows = sizes.dp_size * sizes.num_rows
         self.tables = RowTables.empty(num_rows, sizes.pages_per_row)
         self.running = RowColumns.empty(num_rows, sizes.max_context_len)
@@ -31,7 +31,7 @@ class Ranks:
         for dp_rank, first in enumerate(self._first_rows[:-1].tolist()):
             part = slice(first, first + sizes.num_rows)
             tables, columns = self.tables.part(part), self.running.part(part)
-            self.ranks.append(RankScheduler(dp_rank, sizes, config, tables, columns))
+            self.ranks.append(RankScheduler(dp_rank, sizes, args, tables, columns))
         self.page_size = sizes.page_size
         self._num_rows = sizes.num_rows
         self.num_generated_tokens = 0  # by requests of all ranks

@@ -65,7 +65,8 @@ class Recorder:
     def __init__(self, scheduler: Scheduler, writer: EventWriter) -> None:
         self._scheduler = scheduler
         self._writer = writer
-        writer.write(Started(scheduler.sizes, scheduler.config))
+        args, max_passed_over = scheduler.args.for_scheduler(), scheduler.max_passed_over
+        writer.write(Started(scheduler.sizes, args, max_passed_over))
 
     def close(self) -> None:
         """End the recording."""

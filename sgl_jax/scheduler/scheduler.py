@@ -20,12 +20,12 @@ from sgl_jax.core.messages import (
     SessionMessage,
     StopRequest,
 )
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import MemoryView
 from sgl_jax.scheduler.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
@@ -36,7 +36,7 @@ from sgl_jax.scheduler.runnable import choose_runnable
 from sgl_jax.scheduler.step_arrays import build_plan
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
-from sgl_jax.scheduler.waiting_queue import WaitingQueue
+from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from sgl_jax.sessions.service import SessionService
 from sgl_jax.sessions.store import SessionsFullError
 
@@ -44,40 +44,39 @@ from sgl_jax.sessions.store import SessionsFullError
 class Scheduler:
     """All requests of an engine of the given sizes, over all its data-parallel ranks."""
 
-    def __init__(self, sizes: EngineSizes, config: SchedulerConfig) -> None:
+    def __init__(
+        self, sizes: EngineSizes, args: SchedulerArgs, max_passed_over: int = MAX_PASSED_OVER
+    ) -> None:
         if sizes.max_chunk_tokens < 1:
             raise ValueError(
                 f"a step holds {sizes.max_step_tokens} tokens and has none for prompts beside the "
                 f"{sizes.num_rows - 1} requests that may run on a rank, with "
                 f"{1 + sizes.max_draft_tokens} tokens each"
             )
-        for name, value in (
-            ("chunked_prefill_size", config.chunked_prefill_size),
-            ("max_prompt_logprob_tokens", sizes.max_prompt_logprob_tokens),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        if sizes.max_prompt_logprob_tokens < 1:
+            raise ValueError(
+                f"max_prompt_logprob_tokens is {sizes.max_prompt_logprob_tokens}, must be 1 or more"
+            )
         self.sizes = sizes
-        self.config = config
-        self._all_ranks = Ranks(sizes, config)
+        self.args = args
+        self.max_passed_over = max_passed_over
+        self._all_ranks = Ranks(sizes, args)
         self.ranks = self._all_ranks.ranks
         # Retracted requests wait beside those that the queue's limit allows.
-        capacity = config.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
+        capacity = args.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
         memories = [rank.memory for rank in self.ranks]
-        self._waiting = WaitingQueue(
-            config.schedule_policy, memories, capacity, config.max_passed_over
-        )
-        self._deadlines = Deadlines(config.waiting_timeout_s, config.request_timeout_s)
-        self._forced_retract = ForcedRetract(config)
+        self._waiting = WaitingQueue(args.schedule_policy, memories, capacity, max_passed_over)
+        self._deadlines = Deadlines(args.waiting_timeout, args.request_timeout)
+        self._forced_retract = ForcedRetract(args)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
         self._sessions: SessionService[Request] = SessionService(
             memories,
             self._requests,
             self._known_tokens,
-            config.max_sessions,
-            config.max_session_tokens,
+            args.max_sessions,
+            args.max_session_tokens,
         )
-        self._admission = Admission(self._waiting, config, self._sessions.home_of)
+        self._admission = Admission(self._waiting, args, self._sessions.home_of)
         self._arrivals = 0
         self._steps = 0
         self._finished = 0
@@ -91,8 +90,8 @@ class Scheduler:
         if message.rid in self._requests:
             self.refuse(message, f"request id {message.rid!r} is already in use", 400)
             return
-        if len(self._waiting) >= self.config.max_queued_requests:
-            text = f"the queue is full ({self.config.max_queued_requests} requests)"
+        if len(self._waiting) >= self.args.max_queued_requests:
+            text = f"the queue is full ({self.args.max_queued_requests} requests)"
             self.refuse(message, text, 503)
             return
         try:
@@ -104,7 +103,7 @@ class Scheduler:
             self.refuse(message, str(error), 503, code="too_many_sessions")
             return
         self._arrivals += 1
-        request.priority = self.config.importance(message.priority)
+        request.priority = self.args.importance(message.priority)
         self._requests[request.rid] = request
         self._deadlines.add(request.rid)
         self._waiting.add(request)
@@ -155,14 +154,14 @@ class Scheduler:
         Needed only now and then (`needs_tick`), and before all events that depend on the time: a
         request arrives at the time of the last tick, a session is used at that of the next.
         """
-        config, expired = self.config, self._deadlines.tick(now_s)
+        expired = self._deadlines.tick(now_s)
         for rid in expired.to_finish:
-            text = f"the request did not finish within {config.request_timeout_s:g} s"
+            text = f"the request did not finish within {self.args.request_timeout:g} s"
             self._time_out(rid, text, 504)
         for rid in expired.to_start:
             request = self._requests.get(rid)
             if request is not None and not request.has_started:
-                text = f"the request waited longer than {config.waiting_timeout_s:g} s to start"
+                text = f"the request waited longer than {self.args.waiting_timeout:g} s to start"
                 self._time_out(rid, text, 503)
         self._sessions.tick(now_s)
 
@@ -259,9 +258,8 @@ class Scheduler:
         taken = self._forced_retract.take(self.ranks, self._steps)
         may_start = not taken and self._forced_retract.may_start(self.ranks)
         preempted = self._admission.preempt(self.ranks) if may_start else []
-        chunk_size = self.config.chunked_prefill_size
         builders = [
-            StepBuilder(rank, self.sizes, chunk_size, runnable)
+            StepBuilder(rank, self.sizes, runnable)
             for rank, runnable in zip(self.ranks, choose_runnable(self._all_ranks), strict=True)
         ]
         for builder in builders:
@@ -285,7 +283,7 @@ class Scheduler:
         """The result of a launched step was read. Results are read in launch order."""
         for request in apply_result(self._all_ranks, plan, results, self._outputs):
             self._forget(request, succeeded=True)
-        if self.config.check_every_step:
+        if self.args.check_memory == "busy":
             self.check_balance()
 
     def take_outputs(self) -> OutputBatch | None:

@@ -28,13 +28,10 @@ class StepBuilder:
     Args:
         rank: whose memory the step takes pages from.
         sizes: of the engine.
-        chunk_size: prefill tokens at most.
         runnable: the rank's share of `choose_runnable`.
     """
 
-    def __init__(
-        self, rank: RankScheduler, sizes: EngineSizes, chunk_size: int, runnable: Runnable
-    ) -> None:
+    def __init__(self, rank: RankScheduler, sizes: EngineSizes, runnable: Runnable) -> None:
         self.rank = rank
         self.retracted: list[Request] = []
         self.unservable: list[int] = []  # rows that do not fit the rank even alone
@@ -47,7 +44,8 @@ class StepBuilder:
         self._has_slots = runnable.has_slots
         self._prefilling = runnable.prefilling
         self._shapes = sizes.step_token_shapes
-        self._budget = min(chunk_size, sizes.max_chunk_tokens)
+        self.chunk_size = sizes.max_chunk_tokens  # of prompts; what is left of it:
+        self._budget = self.chunk_size
         self._score_budget = sizes.max_prompt_logprob_tokens
 
     def continue_running(self) -> None:

@@ -30,18 +30,13 @@ class Option(NamedTuple):
 
 
 class RankRoom:
-    """What one rank can take.
+    """What one rank can take, of whose share of the step `builder` is."""
 
-    Args:
-        builder: the rank's share of the step.
-        chunk_size: prompt tokens of a step.
-    """
-
-    def __init__(self, builder: StepBuilder, chunk_size: int) -> None:
+    def __init__(self, builder: StepBuilder) -> None:
         self.rank: RankScheduler = builder.rank
         self.num_staying = 0  # requests that are to wait for room here though others have it
         self._builder = builder
-        self._chunk_size = chunk_size
+        self.chunk_size = builder.chunk_size
         self._is_held = False
         # Looked up when they are first asked for.
         self._num_pages: int | None = None
@@ -99,16 +94,16 @@ class RankRoom:
             leader = None
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
-            num_ahead += self._chunk_size * (self.num_running - num_unskewed)
+            num_ahead += self.chunk_size * (self.num_running - num_unskewed)
         if not has_room:
-            num_ahead += self._chunk_size * self._steps_to_room()
+            num_ahead += self.chunk_size * self._steps_to_room()
         cost = len(request.tokens) - num_read + num_ahead
         return Option(cost, self.num_running, self.rank.dp_rank, fits, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor) -> Leader | None:
         """The row computing more of the request's tokens here than the tree has."""
         if self._in_flight is None:
-            min_tokens = self._chunk_size // _MIN_SHARED_PART
+            min_tokens = self.chunk_size // _MIN_SHARED_PART
             self._in_flight = InFlight(self.rank, self._builder.prefilling_rows(), min_tokens)
         return self._in_flight.leader(request, cursor)
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.wait_reason import WaitKind
@@ -27,6 +26,8 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 _NO_RANK = -1
 _NEVER = np.iinfo(np.int32).max  # pages that no rank has
+# Younger requests that start before one for which a rank is held.
+MAX_PASSED_OVER = 128
 # Parts of an order key, in bits. What does not fit is cut: it changes the order of extremes only.
 _ARRIVAL_BITS, _CACHED_BITS, _PRIORITY_BITS = 26, 21, 14
 _LAST = np.iinfo(np.int64).max  # no order key
@@ -48,7 +49,7 @@ class WaitingQueue:
         policy: str,
         memories: Sequence[RankMemory],
         capacity: int,
-        max_passed_over: int = SchedulerConfig().max_passed_over,
+        max_passed_over: int = MAX_PASSED_OVER,
     ) -> None:
         self._max_passed_over = max_passed_over
         self._uses_cached_len = policy == "lpm"

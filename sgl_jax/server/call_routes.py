@@ -21,7 +21,7 @@ from sgl_jax.core.messages import (
     Reply,
     SessionId,
 )
-from sgl_jax.engine.request_limits import one_namespace
+from sgl_jax.core.request_limits import one_namespace
 from sgl_jax.server.connection import unless_gone
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import ApiError

@@ -8,9 +8,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_jax.core.request_limits import MAX_REQUESTS_PER_CALL
 from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROB_IDS
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.request_limits import MAX_REQUESTS_PER_CALL
 
 MAX_FIELDS = 256
 _MIB = 2**20
@@ -30,7 +30,7 @@ class Limits:
 
     # Connections and requests, before a key is looked at
     max_connections: int = _limit(
-        4096,
+        ServerArgs.max_connections,
         "open connections; with more, the one is closed that has waited longest for a request, or "
         "if all have one, the newest (503)",
         "max_connections",
@@ -43,22 +43,24 @@ class Limits:
         65_536, "bytes of URL and headers together, and of what frames a chunked body (431)"
     )
     receive_timeout_s: float = _limit(
-        60.0,
+        ServerArgs.receive_timeout,
         "seconds from a request's first byte to its last, and before a connection's first (408)",
         "receive_timeout",
     )
     keep_alive_timeout_s: float = _limit(
-        120.0,
+        ServerArgs.keep_alive_timeout,
         "seconds without a request after which a connection is closed",
         "keep_alive_timeout",
     )
 
     # Bodies, behind the key
     max_body_bytes: int = _limit(
-        32 * _MIB, "bytes of a body of `/generate` and `/v1/completions` (413)", "max_body_bytes"
+        ServerArgs.max_body_bytes,
+        "bytes of a body of `/generate` and `/v1/completions` (413)",
+        "max_body_bytes",
     )
     max_chat_body_bytes: int = _limit(
-        32 * _MIB,
+        ServerArgs.max_body_bytes,
         "bytes of a body of `/v1/chat/completions` (413): 1 MiB and 6 for each of "
         "`max_prompt_chars`, at most `max_body_bytes`",
     )

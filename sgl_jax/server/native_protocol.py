@@ -6,8 +6,8 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.request_limits import check_num_requests
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
-from sgl_jax.engine.request_limits import check_num_requests
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.meta_info import MetaInfo
 from sgl_jax.server.request_fields import RequestFields, for_each

@@ -12,11 +12,11 @@ from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionId
+from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from sgl_jax.engine.request_limits import check_num_requests
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.request_fields import RequestFields
-from sgl_jax.server.sampling_fields import MAX_CHOICES, SamplingFields, in_range
+from sgl_jax.server.sampling_fields import SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
 from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
 

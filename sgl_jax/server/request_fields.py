@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import Namespace
-from sgl_jax.engine.request_limits import one_namespace
+from sgl_jax.core.request_limits import one_namespace
 from sgl_jax.server.strict_model import ForEach, Priority, Rid, StrictModel
 
 _RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.request_limits import MAX_CHOICES
 from sgl_jax.core.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
@@ -13,7 +14,6 @@ from sgl_jax.core.sampling_params import (
 )
 from sgl_jax.server.strict_model import StrictModel
 
-MAX_CHOICES = 128  # answers to one prompt
 _MAX_STOP_IDS_SENT = 256  # each is looked at for every answer, though few may count
 _NUM_SEEDS = 2**64
 

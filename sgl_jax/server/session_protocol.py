@@ -4,9 +4,8 @@ from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionId, SessionTurn
+from sgl_jax.core.request_limits import INT32
 from sgl_jax.server.strict_model import Rid, StrictModel
-
-_INT32 = 2**31
 
 
 class SessionParams(StrictModel):
@@ -15,7 +14,7 @@ class SessionParams(StrictModel):
     id: SessionId
     rid: Rid | None = Field(default=None, description="the turn to append to; null starts anew")
     offset: int | None = Field(
-        default=None, ge=-_INT32, lt=_INT32, description="tokens of the history to keep; 0: all"
+        default=None, ge=-INT32, lt=INT32, description="tokens of the history to keep; 0: all"
     )
     replace: bool | None = Field(default=None, description="drop what followed `rid`")
     drop_previous_output: bool | None = Field(

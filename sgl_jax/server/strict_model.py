@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sgl_jax.engine.request_limits import (
+from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
     MAX_REQUESTS_PER_CALL,
     MAX_RID_CHARS,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.engine.request_limits import MAX_REQUESTS_PER_CALL
+from sgl_jax.core.request_limits import MAX_REQUESTS_PER_CALL
 
 # What stands for "nothing" in fields that hold texts, ids, media or settings.
 NOTHING: tuple[Any, ...] = ("", [], {})

@@ -16,11 +16,10 @@ from sgl_jax.bench.trace.report import served_values
 from sgl_jax.bench.trace.served import serve_trace
 from sgl_jax.bench.trace.step_time import LinearStepTime, rank_load
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.server_args import SchedulerArgs, ServerArgs
 from sgl_jax.core.step_plan import RankPlan, StepPlan
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.plan.step_work import DeviceBytes
-from sgl_jax.scheduler.config import SchedulerConfig
 from tests.bench.traced import EXCERPT, request
 
 MS = LinearStepTime(1.0, 0.0, 0.0, 0.0)  # every step takes a millisecond
@@ -47,12 +46,8 @@ def sizes_for(trace, *, num_tokens, page_size=64, dp_size=1, num_rows=33, chunk=
 
 def served(trace, step_time=MS, speedup=1.0, **sizes):
     engine = sizes_for(trace, **sizes)
-    config = SchedulerConfig(
-        chunked_prefill_size=engine.max_chunk_tokens,
-        max_queued_requests=len(trace),
-        check_every_step=True,
-    )
-    return serve_trace(trace, engine, config, step_time, speedup=speedup)
+    args = SchedulerArgs(max_queued_requests=len(trace), check_memory="busy")
+    return serve_trace(trace, engine, args, step_time, speedup=speedup)
 
 
 @pytest.fixture(scope="module")
@@ -234,5 +229,5 @@ def test_a_trace_is_served_on_steps_compiled_for_a_chip(tmp_path):
     assert step_time.shapes == sizes.step_token_shapes == (8, 16, 32, 64, 128, 144)
     assert 0 < step_time.shape_seconds[0] < step_time.shape_seconds[-1]
     trace = [request(1, 2, output_len=3), request(1, 2, 3, output_len=3)]
-    run = serve_trace(trace, sizes, SchedulerConfig(chunked_prefill_size=128), step_time)
+    run = serve_trace(trace, sizes, SchedulerArgs(), step_time)
     assert run.busy_s == pytest.approx(run.duration_s)

@@ -16,10 +16,10 @@ from sgl_jax.core.messages import (
     SessionTurn,
     StopRequest,
 )
+from sgl_jax.core.request_limits import MAX_OWNER_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.request_checks import EngineFacts
-from sgl_jax.engine.request_limits import MAX_OWNER_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import EOS, MAX_RUNNING, DirectClient, ScriptedEngine

@@ -305,7 +305,8 @@ def test_a_recording_with_a_repair_plays_again(
     from sgl_jax.scheduler.event_log import EventReader
 
     file = tmp_path / "events"
-    core = make_core("idle", "repair", record_events=str(file))
+    secrets = {"api_key": "open-sesame", "admin_api_key": "swordfish"}
+    core = make_core("idle", "repair", record_events=str(file), **secrets)
 
     def script() -> Iterator[list[FrontMessage]]:
         yield requests("a")
@@ -327,6 +328,7 @@ def test_a_recording_with_a_repair_plays_again(
             player.feed(event)
         player.finish()
     assert player.scheduler.memory_views() == core.scheduler.memory_views()
+    assert not any(secret.encode() in file.read_bytes() for secret in secrets.values())
 
 
 def memories() -> list[RankMemory]:

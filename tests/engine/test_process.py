@@ -3,13 +3,15 @@
 import asyncio
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,20 +19,24 @@ import pytest
 from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ZmqEngineClient
-from sgl_jax.engine.process import EngineProcess, ExitReport
+from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from tests.engine.scripted_engine import CRASH_SEED
 
 Reports = queue.Queue[ExitReport]
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 SCRIPTED = (sys.executable, "-m", "tests.engine.scripted_engine")
 
 
 @contextmanager
-def running(seed: int = 0) -> Iterator[tuple[EngineProcess, ZmqEngineClient, Reports]]:
+def running(
+    seed: int = 0, command: Sequence[str] = SCRIPTED, model_path: str = "none"
+) -> Iterator[tuple[EngineProcess, ZmqEngineClient, Reports]]:
     client = ZmqEngineClient()
     reports: Reports = queue.Queue()
-    process = EngineProcess(
-        ServerArgs(model_path="none", random_seed=seed), client.folder, reports.put, SCRIPTED
+    args = ServerArgs(
+        model_path=model_path, random_seed=seed, max_total_tokens=1024, skip_warmup=True
     )
+    process = EngineProcess(args, client.folder, reports.put, command)
     try:
         yield process, client, reports
     finally:
@@ -57,6 +63,17 @@ def test_it_says_it_is_ready_and_ends_when_told() -> None:
         process.stop(timeout_s=20)
         assert "exit code 0" in reports.get(timeout=5).how
         assert not process.is_alive
+
+
+def test_the_log_of_the_real_engine_reaches_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    with running(command=ENGINE_COMMAND, model_path=str(GOLDEN)) as (process, client, _):
+        assert isinstance(asyncio.run(first_message(client)), EngineReady)
+        client.send(Shutdown())
+        process.stop(timeout_s=20)
+    lines = capfd.readouterr().err.splitlines()
+    assert sum("settings: " in line and "device=cpu" in line for line in lines) == 1
+    assert sum("--max-total-tokens 1024" in line for line in lines) == 1
+    assert all(re.search(" (INFO|WARNING) sgl_jax[.]", line) for line in lines), lines
 
 
 def test_a_failure_to_start_names_its_reason() -> None:

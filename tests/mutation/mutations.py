@@ -41,7 +41,7 @@ _REGULAR = "sgl_jax/sessions/tree.py"
 _BOOK = "sgl_jax/sessions/store.py"
 _DESK = "sgl_jax/sessions/service.py"
 _WALK = "sgl_jax/mem_cache/ledger_walk.py"
-_CONFIG = "sgl_jax/scheduler/config.py"
+_ARGS = "sgl_jax/core/server_args.py"
 _ADMISSION = "sgl_jax/scheduler/admission.py"
 _ROOM = "sgl_jax/scheduler/step_room.py"
 _IN_FLIGHT = "sgl_jax/scheduler/in_flight.py"
@@ -410,13 +410,13 @@ MUTATIONS = (
     ),
     Mutation(
         "priorities: low values first, and high values too",
-        _CONFIG,
-        "return -priority if self.low_priority_values_first else priority",
+        _ARGS,
+        "return -priority if self.schedule_low_priority_values_first else priority",
         "return priority",
     ),
     Mutation(
         "priorities: heed them unasked",
-        _CONFIG,
+        _ARGS,
         "        if not self.enable_priority_scheduling:\n            return 0\n",
         "",
     ),
@@ -576,8 +576,8 @@ MUTATIONS = (
     Mutation(
         "plan chunks that a step cannot hold beside its decode rows",
         _PLANNER,
-        "self._budget = min(chunk_size, sizes.max_chunk_tokens)",
-        "self._budget = chunk_size",
+        "self.chunk_size = sizes.max_chunk_tokens",
+        "self.chunk_size = sizes.max_step_tokens",
     ),
     Mutation(
         "let every row score as much as a step may",
@@ -1191,7 +1191,7 @@ MUTATIONS = (
     Mutation(
         "take the wait for a full rank for no work",
         _ROOM,
-        "            num_ahead += self._chunk_size * self._steps_to_room()\n",
+        "            num_ahead += self.chunk_size * self._steps_to_room()\n",
         "            pass\n",
     ),
     Mutation(
@@ -1252,7 +1252,7 @@ MUTATIONS = (
     Mutation(
         "preempt for any difference of priority",
         _ADMISSION,
-        "below = highest - self._config.preemption_threshold",
+        "below = highest - self._args.priority_scheduling_preemption_threshold",
         "below = highest",
     ),
     Mutation(

@@ -22,9 +22,9 @@ from sgl_jax.core.messages import (
     SessionTurn,
     StopRequest,
 )
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.replay.__main__ import main
 from sgl_jax.replay.difference import first_difference
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.event_log import EventReader, EventWriter, RecordingError
 from sgl_jax.scheduler.events import (
     AnsweredSession,
@@ -42,12 +42,11 @@ from tests.scheduler.driver import Driver, generate, make_sizes
 def eventful_driver() -> Driver:
     """Everything a scheduler can be told, once or more."""
     sizes = make_sizes(dp_size=2, num_pages=24, max_draft_tokens=3)
-    config = SchedulerConfig(
-        chunked_prefill_size=8,
-        num_draft_tokens=3,
+    config = SchedulerArgs(
         schedule_conservativeness=0.0,
-        forced_retract_interval=7,
-        request_timeout_s=50.0,
+        test_retract=True,
+        test_retract_interval=7,
+        request_timeout=50.0,
         max_queued_requests=20,
     )
     driver = Driver(sizes, config)

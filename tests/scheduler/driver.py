@@ -4,6 +4,7 @@ import io
 from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import (
@@ -17,15 +18,16 @@ from sgl_jax.core.messages import (
     TokenLogprobs,
 )
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Executor, RankPlan, StepHandle, StepPlan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.replay.player import Player
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.event_log import EventReader, EventWriter
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.recorder import Recorder
 from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER
 from sgl_jax.testing.fake_executor import OracleExecutor
 from tests.faults import StepFailedError
 
@@ -58,6 +60,11 @@ def make_sizes(
     )
 
 
+def forced_retract(interval: int) -> dict[str, Any]:
+    """Settings for a forced retract every `interval` steps; none for 0."""
+    return {"test_retract": interval > 0, "test_retract_interval": max(interval, 1)}
+
+
 def generate(rid: str, prompt: list[int], max_new_tokens: int, **kwargs: object) -> GenerateRequest:
     """A greedy request; keyword arguments go to `GenerateRequest`, or to its sampling."""
     fields = GenerateRequest.__struct_fields__
@@ -81,14 +88,14 @@ class Driver:
     def __init__(
         self,
         sizes: EngineSizes,
-        config: SchedulerConfig | None = None,
+        config: SchedulerArgs | None = None,
         *,
         overlap: bool = True,
         max_unread: int | None = None,
         executor: Executor | None = None,
+        max_passed_over: int = MAX_PASSED_OVER,
     ) -> None:
-        config = config or SchedulerConfig(chunked_prefill_size=8)
-        self.scheduler = Scheduler(sizes, config)
+        self.scheduler = Scheduler(sizes, config or SchedulerArgs(), max_passed_over)
         self.recording = io.BytesIO()
         self.events = Recorder(self.scheduler, EventWriter(self.recording, MAX_RECORDING_BYTES))
         self.oracle = OracleExecutor(sizes)

@@ -60,7 +60,7 @@ class Liveness:
             elif reason.kind == "rank":
                 # No longer than it takes to compute it and all that runs on another rank.
                 since = self._stayed_since.setdefault((request.rid, request.num_retractions), step)
-                sizes, chunk = scheduler.sizes, scheduler.config.chunked_prefill_size
+                sizes, chunk = scheduler.sizes, scheduler.sizes.max_chunk_tokens
                 most = sizes.num_rows * (sizes.max_context_len // chunk + 1) + 2
                 assert step - since <= most, request.rid
             else:

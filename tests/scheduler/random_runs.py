@@ -31,7 +31,7 @@ def draw_settings(rng: random.Random) -> dict[str, object]:
         "radix": rng.random() < 0.8,
         "policy": rng.choice(["fcfs", "lpm"]),
         "balance": rng.choice(["prefix_aware", "prefix_aware", "round_robin"]),
-        "conservativeness": rng.choice([0.0, 0.0, 0.3, 20.0]),
+        "conservativeness": rng.choice([0.0, 0.0, 0.3, 10.0]),
         "num_draft_tokens": rng.choice([0, 0, 1, 3, 4]),
         "shapes": rng.choice(_SHAPES),
         "retract_interval": rng.choice([0, 0, 0, 0, 2, 3, 5]),

@@ -1,7 +1,7 @@
 """On which rank a request starts, when, and for which request a rank is held."""
 
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.admission import MAX_SKEW_REQUESTS
-from sgl_jax.scheduler.config import SchedulerConfig
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.test_sessions import talk
 
@@ -11,9 +11,7 @@ def make_driver(
 ) -> Driver:
     """Two ranks that run so many requests at most; nothing is reserved."""
     settings: dict[str, object] = {
-        "chunked_prefill_size": chunk,
         "schedule_conservativeness": 0.0,
-        "max_passed_over": 2,
     }
     settings |= config or {}
     sizes = {"dp_size": 2, "num_pages": 101, "max_context_len": 400, "max_chunk_tokens": chunk} | (
@@ -21,7 +19,8 @@ def make_driver(
     )
     return Driver(
         make_sizes(num_rows=num_running + 1, **sizes),
-        SchedulerConfig(**settings),  # type: ignore[arg-type]
+        SchedulerArgs(**settings),  # type: ignore[arg-type]
+        max_passed_over=2,
     )
 
 
@@ -182,7 +181,7 @@ def test_a_rank_that_prefills_a_long_prompt_is_left_to_it() -> None:
 
 
 def test_a_turn_returns_to_the_lease_that_has_its_history_though_more_run_there() -> None:
-    s = talk(dp_size=2, page_size=4, pool_tokens=512, chunk=8, use_radix_cache=False)
+    s = talk(dp_size=2, page_size=4, pool_tokens=512, chunk=8, disable_radix_cache=True)
     s.say("s", [5] * 40, 2)
     home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
     start(s.driver, "decodes", [10] * 4, 30, home)

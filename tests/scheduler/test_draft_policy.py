@@ -16,7 +16,7 @@ def ints(*values: int) -> Int32Array:
 
 @pytest.fixture
 def policy() -> DraftPolicy:
-    policy = DraftPolicy(make_sizes(max_draft_tokens=4), num_draft_tokens=4)
+    policy = DraftPolicy(make_sizes(max_draft_tokens=4))
     for row in ROWS.tolist():
         policy.add(row)
     return policy
@@ -62,10 +62,5 @@ def test_a_new_request_in_a_paused_row_drafts(policy: DraftPolicy) -> None:
 
 
 def test_without_speculation_nothing_is_drafted() -> None:
-    policy = DraftPolicy(make_sizes(), num_draft_tokens=0)
+    policy = DraftPolicy(make_sizes())
     assert policy.choose(ROWS, ints(10, 20)).tolist() == [0, 0]
-
-
-def test_more_drafts_than_the_executor_takes_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 tokens to draft, the executor takes 4"):
-        DraftPolicy(make_sizes(max_draft_tokens=4), num_draft_tokens=5)

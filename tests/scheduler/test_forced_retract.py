@@ -5,16 +5,17 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepPlan
-from sgl_jax.scheduler.config import SchedulerConfig
-from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
 
 
-def make_driver(interval: int, *, dp_size: int = 1, overlap: bool = True, **config: int) -> Driver:
-    settings = {"chunked_prefill_size": 8, **config}
+def make_driver(
+    interval: int, *, dp_size: int = 1, chunk: int = 8, overlap: bool = True, **config: int
+) -> Driver:
     return Driver(
-        make_sizes(dp_size=dp_size, num_pages=100),
-        SchedulerConfig(forced_retract_interval=interval, **settings),
+        make_sizes(dp_size=dp_size, num_pages=100, max_chunk_tokens=chunk),
+        SchedulerArgs(**forced_retract(interval), **config),
         overlap=overlap,
     )
 
@@ -26,7 +27,7 @@ def test_every_request_gets_on_and_its_tokens_stay_right(
     interval: int, radix: bool, chunk: int
 ) -> None:
     """Even where a retract loses all that was computed, and a prompt takes dozens of steps."""
-    driver = make_driver(interval, chunked_prefill_size=chunk, use_radix_cache=radix)
+    driver = make_driver(interval, chunk=chunk, disable_radix_cache=not radix)
     for i in range(5):
         driver.submit(generate(f"r{i}", list(range(i, i + 15)), 8))
     driver.run()
@@ -122,7 +123,7 @@ def test_it_does_not_raise_the_reserve_as_a_shortage_does() -> None:
 
 @pytest.mark.parametrize("bound", [1, 2, 4])
 def test_nothing_starts_while_more_run_than_allowed(bound: int) -> None:
-    driver = make_driver(3, forced_retract_no_prefill_bs=bound)
+    driver = make_driver(3, test_retract_no_prefill_bs=bound)
     for i in range(8):
         driver.submit(generate(f"r{i}", [i] * 6, 10))
     running_before = 0
@@ -145,7 +146,7 @@ def num_admitted(plan: StepPlan) -> int:
 
 
 def test_without_an_interval_the_bound_means_nothing() -> None:
-    driver = make_driver(0, forced_retract_no_prefill_bs=1)
+    driver = make_driver(0, test_retract_no_prefill_bs=1)
     for i in range(4):
         driver.submit(generate(f"r{i}", [i], 4))
     driver.step()

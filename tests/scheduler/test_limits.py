@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -15,14 +15,9 @@ def test_a_step_must_hold_every_decode_row_with_its_drafts_and_a_token_more(
 ) -> None:
     sizes = make_sizes(num_rows=9, max_draft_tokens=num_drafts)
     least = 8 * (1 + num_drafts) + 1
-    Scheduler(sizes._replace(max_step_tokens=least), SchedulerConfig())
+    Scheduler(sizes._replace(max_step_tokens=least), SchedulerArgs())
     with pytest.raises(ValueError, match=f"holds {least - 1} tokens and has none .* 8 requests"):
-        Scheduler(sizes._replace(max_step_tokens=least - 1), SchedulerConfig())
-
-
-def test_a_chunk_of_no_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="chunked_prefill_size must be at least 1, got 0"):
-        Scheduler(make_sizes(), SchedulerConfig(chunked_prefill_size=0))
+        Scheduler(sizes._replace(max_step_tokens=least - 1), SchedulerArgs())
 
 
 def test_with_every_row_decoding_a_step_of_just_enough_tokens_goes_on() -> None:
@@ -60,7 +55,7 @@ def test_a_request_alone_on_a_rank_without_pages_ends_once_with_an_error(overlap
 
 def test_a_cached_prefix_is_not_counted_as_room_for_the_rest() -> None:
     """Six pages of the prefix can be evicted, but not by the request that is to read them."""
-    driver = Driver(make_sizes(num_pages=13), SchedulerConfig(schedule_conservativeness=0.0))
+    driver = Driver(make_sizes(num_pages=13), SchedulerArgs(schedule_conservativeness=0.0))
     driver.submit(generate("seed", [1] * 25, 2))
     driver.run()
     driver.submit(generate("other", [2] * 12, 8))
@@ -78,7 +73,7 @@ def test_a_cached_prefix_is_not_counted_as_room_for_the_rest() -> None:
 
 
 def test_the_reserve_never_exceeds_what_running_requests_may_still_use() -> None:
-    driver = Driver(make_sizes(num_pages=60), SchedulerConfig(schedule_conservativeness=50.0))
+    driver = Driver(make_sizes(num_pages=60), SchedulerArgs(schedule_conservativeness=10.0))
     driver.submit(generate("a", [1] * 8, 20))
     rank = driver.scheduler.ranks[0]
     for _ in range(6):

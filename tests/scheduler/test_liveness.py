@@ -3,7 +3,8 @@
 import pytest
 
 from sgl_jax.core.messages import AbortRequest
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import room_of
 from tests.sessions.test_sessions import talk
@@ -16,11 +17,13 @@ def num_prefilled(driver: Driver) -> int:
     )
 
 
-def short_driver(**config: object) -> Driver:
+def short_driver(max_passed_over: int = MAX_PASSED_OVER, **config: object) -> Driver:
     """One rank of 40 pages of 4 tokens, 25 of them taken by a request that goes on for long."""
-    settings: dict[str, object] = {"chunked_prefill_size": 16, "schedule_conservativeness": 0.0}
+    settings: dict[str, object] = {"schedule_conservativeness": 0.0}
     driver = Driver(
-        make_sizes(num_pages=41, max_chunk_tokens=16), SchedulerConfig(**(settings | config))
+        make_sizes(num_pages=41, max_chunk_tokens=16),
+        SchedulerArgs(**(settings | config)),  # type: ignore[arg-type]
+        max_passed_over=max_passed_over,
     )
     driver.submit(generate("long", [1] * 60, 40))
     while len(driver.tokens["long"]) < 2:
@@ -33,7 +36,7 @@ def short_driver(**config: object) -> Driver:
 
 @pytest.mark.parametrize("ending", ["abort", "time-out"])
 def test_a_request_that_fits_starts_when_one_that_did_not_is_gone(ending: str) -> None:
-    driver = short_driver(waiting_timeout_s=5.0)
+    driver = short_driver(waiting_timeout=5.0)
     driver.tick(0.0)
     driver.submit(generate("big", [2] * 130, 4))
     driver.step()
@@ -63,7 +66,7 @@ def test_a_request_that_fits_starts_beside_one_that_does_not() -> None:
 
 def test_a_request_starts_in_the_step_where_the_reserve_has_decayed_enough() -> None:
     """The reserve of one that runs for long shrinks faster than the pages that it takes grow."""
-    driver = Driver(make_sizes(num_pages=173, max_context_len=700, max_chunk_tokens=16))
+    driver = Driver(make_sizes(num_pages=173, max_context_len=700))
     driver.submit(generate("long", [1] * 60, 620))
     while len(driver.tokens["long"]) < 2:
         driver.step()
@@ -84,7 +87,7 @@ def test_a_request_starts_in_the_step_where_the_reserve_has_decayed_enough() -> 
 def test_a_request_starts_when_a_running_one_has_published_what_it_lacked() -> None:
     driver = Driver(
         make_sizes(num_pages=33),
-        SchedulerConfig(chunked_prefill_size=8, schedule_conservativeness=0.0),
+        SchedulerArgs(schedule_conservativeness=0.0),
     )
     shared = list(range(30)) * 3
     driver.submit(generate("first", shared, 8))
@@ -127,7 +130,7 @@ def test_requests_that_arrive_at_once_compute_what_they_share_once(
         max_chunk_tokens=chunk,
         vocab_size=1000,
     )
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=chunk), overlap=overlap)
+    driver = Driver(sizes, SchedulerArgs(), overlap=overlap)
     shared = list(range(400))
     for i in range(16):
         driver.submit(generate(f"r{i}", shared + [500 + i] * 20, 4))
@@ -140,7 +143,7 @@ def test_requests_that_arrive_at_once_compute_what_they_share_once(
 def test_what_is_shared_is_waited_for_no_longer_than_its_request_needs() -> None:
     """The second starts in the step after the one that computes the last page they share."""
     sizes = make_sizes(num_pages=200, max_context_len=300, max_chunk_tokens=16)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
+    driver = Driver(sizes, SchedulerArgs())
     shared = [i % 47 for i in range(64)]
     driver.submit(generate("first", shared + [48] * 8, 2))
     driver.submit(generate("second", shared + [49] * 8, 2))
@@ -156,7 +159,7 @@ def test_what_is_shared_is_waited_for_no_longer_than_its_request_needs() -> None
 @pytest.mark.parametrize("ending", ["abort", "retract"])
 def test_whoever_waited_for_a_prefix_computes_it_if_its_request_is_gone(ending: str) -> None:
     sizes = make_sizes(num_pages=200, max_context_len=300, max_chunk_tokens=16)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
+    driver = Driver(sizes, SchedulerArgs())
     shared = [i % 47 for i in range(64)]
     driver.submit(generate("first", shared + [48] * 100, 2))
     driver.submit(generate("second", shared + [49] * 8, 2))
@@ -183,7 +186,7 @@ def test_what_a_scored_prompt_computes_slowly_is_not_waited_for(
     sizes = make_sizes(
         num_pages=200, max_context_len=300, max_chunk_tokens=16, max_prompt_logprob_tokens=2
     )
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
+    driver = Driver(sizes, SchedulerArgs())
     shared = [i % 47 for i in range(64)]
     driver.submit(generate("scored", shared + [48] * 8, 2, logprob_start_len=scored_from))
     driver.submit(generate("plain", shared + [49] * 8, 2))
@@ -199,7 +202,7 @@ def test_what_a_scored_prompt_computes_slowly_is_not_waited_for(
 
 def test_a_little_that_is_shared_is_computed_again_rather_than_waited_for() -> None:
     sizes = make_sizes(page_size=1, num_pages=400, max_context_len=300, max_chunk_tokens=256)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=256))
+    driver = Driver(sizes, SchedulerArgs())
     driver.submit(generate("first", [7, 8, *[1] * 40], 2))
     driver.submit(generate("second", [7, 8, *[2] * 40], 2))
     driver.step()
@@ -248,7 +251,7 @@ def test_a_turn_waits_for_its_rank_when_that_costs_less_than_computing_again() -
 
 def test_a_request_without_pages_says_how_many_it_lacks_on_each_rank() -> None:
     sizes = make_sizes(dp_size=2, num_pages=21, max_chunk_tokens=32)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=32, schedule_conservativeness=0.0))
+    driver = Driver(sizes, SchedulerArgs(schedule_conservativeness=0.0))
     driver.submit(generate("a", [1] * 40, 30, dp_rank=0))
     driver.submit(generate("b", [2] * 24, 30, dp_rank=1))
     while len(driver.tokens["a"]) < 2:
@@ -265,7 +268,7 @@ def test_a_request_without_pages_says_how_many_it_lacks_on_each_rank() -> None:
 
 
 def test_a_request_without_a_row_says_so_and_one_that_waits_for_the_next_step_too() -> None:
-    driver = Driver(make_sizes(num_rows=3), SchedulerConfig(chunked_prefill_size=8))
+    driver = Driver(make_sizes(num_rows=3), SchedulerArgs())
     for i in range(4):
         driver.submit(generate(f"r{i}", [i] * 8, 9))
     driver.step()

@@ -1,19 +1,21 @@
 """Tenants on one engine: equal prompts, nothing shared but the pool."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from sgl_jax.core.messages import ForkSession, OpenSession, SessionTurn
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 
 PROMPT = list(range(1, 25))  # six pages of four tokens
-PLAIN = SchedulerConfig(chunked_prefill_size=16, schedule_conservativeness=0.0)
+PLAIN = SchedulerArgs(schedule_conservativeness=0.0)
 
 
-def make_driver(num_pages: int = 64, dp_size: int = 1, config: SchedulerConfig = PLAIN) -> Driver:
+def make_driver(num_pages: int = 64, dp_size: int = 1, config: SchedulerArgs = PLAIN) -> Driver:
     return Driver(make_sizes(num_pages=num_pages, dp_size=dp_size), config)
 
 
@@ -219,7 +221,9 @@ def test_a_session_that_lost_its_memory_matches_its_own_namespace_again() -> Non
 def test_larger_is_more_important_inside_whatever_clients_say(
     enabled: bool, low_first: bool, expected: int
 ) -> None:
-    config = PLAIN._replace(enable_priority_scheduling=enabled, low_priority_values_first=low_first)
+    config = replace(
+        PLAIN, enable_priority_scheduling=enabled, schedule_low_priority_values_first=low_first
+    )
     driver = make_driver(config=config)
     driver.submit(generate("a", PROMPT, 2, priority=7))
     assert driver.scheduler._requests["a"].priority == expected
@@ -238,7 +242,7 @@ def test_without_priority_scheduling_a_priority_changes_no_order() -> None:
 
 
 def test_a_replay_has_the_same_namespaces_and_priorities() -> None:
-    driver = make_driver(config=PLAIN._replace(enable_priority_scheduling=True))
+    driver = make_driver(config=replace(PLAIN, enable_priority_scheduling=True))
     talk = Conversations(driver)
     talk.open("s", namespace="red")
     talk.say("s", PROMPT)

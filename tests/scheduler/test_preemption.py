@@ -2,22 +2,20 @@
 
 import pytest
 
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.request import RequestState
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
 def make_driver(*, num_running: int = 8, **sizes: int) -> Driver:
     """Ranks of 20 pages of 4 tokens that run so many requests at most; nothing is reserved."""
-    config = SchedulerConfig(
-        chunked_prefill_size=16,
+    config = SchedulerArgs(
         schedule_conservativeness=0.0,
         enable_priority_scheduling=True,
-        preemption_threshold=10,
-        max_passed_over=2,
+        priority_scheduling_preemption_threshold=10,
     )
     settings = {"num_pages": 21, "max_chunk_tokens": 16} | sizes
-    return Driver(make_sizes(num_rows=num_running + 1, **settings), config)
+    return Driver(make_sizes(num_rows=num_running + 1, **settings), config, max_passed_over=2)
 
 
 def start(driver: Driver, rid: str, num_pages: int, priority: int, **kwargs: object) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -48,7 +48,7 @@ def scored_driver(dp_size: int = 1) -> Driver:
     sizes = make_sizes(
         dp_size=dp_size, max_chunk_tokens=16, max_prompt_logprob_tokens=5, num_pages=100
     )
-    return Driver(sizes, SchedulerConfig(chunked_prefill_size=16))
+    return Driver(sizes)
 
 
 def chunks(driver: Driver, dp_rank: int = 0) -> list[dict[int, int]]:
@@ -181,7 +181,7 @@ def test_a_retract_in_the_middle_neither_loses_nor_repeats_any(steps_before: int
 def test_an_admission_that_was_never_launched_dies_with_its_request() -> None:
     """A request with a row but no step yet is aborted; its row goes to the next one."""
     sizes = make_sizes(num_rows=3)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=8), overlap=False)
+    driver = Driver(sizes, SchedulerArgs(), overlap=False)
     driver.submit(generate("plain", [1, 2, 3], 20))
     driver.step()
     driver.submit(generate("scored", list(range(9)), 3, logprob_start_len=0))

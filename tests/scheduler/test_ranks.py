@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_jax.core.page_tables import PageTables
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.ranks import Ranks, largest_of_each
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -18,7 +18,7 @@ PAGE_SIZE = 4
 
 def make_ranks(dp_size: int) -> Ranks:
     sizes = make_sizes(dp_size=dp_size, num_rows=NUM_ROWS, page_size=PAGE_SIZE, num_pages=20)
-    return Ranks(sizes, SchedulerConfig(chunked_prefill_size=8))
+    return Ranks(sizes, SchedulerArgs())
 
 
 def rows_of(lists: list[list[int]]) -> list[RowIndex]:
@@ -104,7 +104,7 @@ def planned(prompt_lens: list[int]) -> tuple[Driver, StepPlan]:
         max_context_len=600,
         max_chunk_tokens=600,
     )
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=500))
+    driver = Driver(sizes, SchedulerArgs())
     for dp_rank, length in enumerate(prompt_lens):
         if length:
             driver.submit(generate(f"r{dp_rank}", [7] * length, 4, dp_rank=dp_rank))

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from sgl_jax.core.messages import StopRequest
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
@@ -52,7 +52,7 @@ def test_overlap_plans_the_next_step_before_the_last_was_read() -> None:
 
 
 def test_long_prompts_are_prefilled_in_chunks_beside_decodes() -> None:
-    driver = Driver(make_sizes(), SchedulerConfig(chunked_prefill_size=8))
+    driver = Driver(make_sizes(), SchedulerArgs())
     driver.submit(generate("short", [1], 30))
     driver.step()
     driver.submit(generate("long", list(range(40)), 2))
@@ -65,7 +65,7 @@ def test_long_prompts_are_prefilled_in_chunks_beside_decodes() -> None:
 
 def test_a_step_never_exceeds_its_token_limit() -> None:
     sizes = make_sizes(max_chunk_tokens=10, num_pages=100)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=100))
+    driver = Driver(sizes, SchedulerArgs())
     for i in range(8):
         driver.submit(generate(f"r{i}", list(range(i, i + 20)), 5))
     driver.run()
@@ -76,7 +76,7 @@ def test_a_step_never_exceeds_its_token_limit() -> None:
 
 def test_a_step_leaves_a_few_tokens_for_later_rather_than_pad_by_many() -> None:
     sizes = make_sizes(max_chunk_tokens=56)._replace(step_token_shapes=(8, 16, 64))
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=64))
+    driver = Driver(sizes, SchedulerArgs())
     driver.submit(generate("a", list(range(18)), 3))  # 16, then 2
     driver.submit(generate("b", list(range(20, 30)), 3))  # together 28: padded to 64, put off 12
     driver.run()
@@ -87,7 +87,7 @@ def test_a_step_leaves_a_few_tokens_for_later_rather_than_pad_by_many() -> None:
 
 def test_a_step_is_not_trimmed_below_half_of_what_it_would_prefill() -> None:
     sizes = make_sizes(max_chunk_tokens=56)._replace(step_token_shapes=(8, 64))
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=64))
+    driver = Driver(sizes, SchedulerArgs())
     driver.submit(generate("a", list(range(30)), 3))
     driver.run()
     assert driver.plans[0].ranks[0].num_tokens == 30
@@ -115,7 +115,7 @@ def test_the_last_prompt_token_is_always_recomputed() -> None:
 
 
 def test_without_the_radix_cache_nothing_is_kept() -> None:
-    driver = Driver(make_sizes(), SchedulerConfig(chunked_prefill_size=8, use_radix_cache=False))
+    driver = Driver(make_sizes(), SchedulerArgs(disable_radix_cache=True))
     for rid in ("a", "b"):
         driver.submit(generate(rid, list(range(20)), 3))
         driver.run()
@@ -128,7 +128,7 @@ def test_without_the_radix_cache_nothing_is_kept() -> None:
 def test_short_of_pages_the_request_with_the_fewest_output_tokens_is_retracted() -> None:
     driver = Driver(
         make_sizes(num_pages=12, page_size=4),
-        SchedulerConfig(chunked_prefill_size=16, schedule_conservativeness=0.0),
+        SchedulerArgs(schedule_conservativeness=0.0),
     )
     driver.submit(generate("old", list(range(8)), 28))
     for _ in range(6):
@@ -145,8 +145,8 @@ def test_short_of_pages_the_request_with_the_fewest_output_tokens_is_retracted()
 
 
 def test_prefills_that_block_each_other_are_resolved_by_retract() -> None:
-    sizes = make_sizes(num_pages=12, page_size=4)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=6, schedule_conservativeness=0.0))
+    sizes = make_sizes(num_pages=12, page_size=4, max_chunk_tokens=6)
+    driver = Driver(sizes, SchedulerArgs(schedule_conservativeness=0.0))
     for i in range(4):
         driver.submit(generate(f"r{i}", [i] * 30, 8))
     driver.run()
@@ -198,7 +198,7 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
 
 
 def test_a_full_queue_refuses_with_503() -> None:
-    driver = Driver(make_sizes(), SchedulerConfig(max_queued_requests=2))
+    driver = Driver(make_sizes(), SchedulerArgs(max_queued_requests=2))
     for i in range(3):
         driver.submit(generate(f"r{i}", [1], 2))
     assert driver.finish["r2"].status_code == 503
@@ -250,7 +250,7 @@ def test_requests_spread_over_ranks_and_return_to_their_prefix() -> None:
 
 
 def test_round_robin_goes_around() -> None:
-    driver = Driver(make_sizes(dp_size=3), SchedulerConfig(load_balance_method="round_robin"))
+    driver = Driver(make_sizes(dp_size=3), SchedulerArgs(load_balance_method="round_robin"))
     for i in range(6):
         driver.submit(generate(f"r{i}", [i], 2))
     driver.run()
@@ -258,7 +258,7 @@ def test_round_robin_goes_around() -> None:
 
 
 def test_lpm_serves_the_longest_cached_prefix_first() -> None:
-    driver = Driver(make_sizes(num_rows=2), SchedulerConfig(schedule_policy="lpm"))
+    driver = Driver(make_sizes(num_rows=2), SchedulerArgs(schedule_policy="lpm"))
     shared = list(range(16))
     driver.submit(generate("seed", shared, 2))
     driver.run()
@@ -277,10 +277,13 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
 ) -> None:
     """Random load in a small pool: evictions, retracts and aborts, the content checked."""
     rng = random.Random(f"{dp_size}{page_size}{overlap}{radix}{chunk}")
-    sizes = make_sizes(dp_size=dp_size, page_size=page_size, num_pages=1 + 96 // page_size)
-    config = SchedulerConfig(
-        chunked_prefill_size=chunk, use_radix_cache=radix, schedule_conservativeness=0.2
+    sizes = make_sizes(
+        dp_size=dp_size,
+        page_size=page_size,
+        num_pages=1 + 96 // page_size,
+        max_chunk_tokens=chunk,
     )
+    config = SchedulerArgs(disable_radix_cache=not radix, schedule_conservativeness=0.2)
     driver = Driver(sizes, config, overlap=overlap)
     stems = [[rng.randrange(50) for _ in range(24)] for _ in range(3)]
     for i in range(30):

@@ -6,7 +6,7 @@ The oracle drafts tokens that are right three times out of four.
 import pytest
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.testing.fake_executor import OracleExecutor
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -14,9 +14,8 @@ K = 4
 
 
 def make_driver(*, overlap: bool = True, num_drafts: int = K, **sizes: int) -> Driver:
-    config = SchedulerConfig(chunked_prefill_size=8, num_draft_tokens=num_drafts)
     sizes = {"max_draft_tokens": num_drafts} | sizes
-    return Driver(make_sizes(**sizes), config, overlap=overlap)
+    return Driver(make_sizes(**sizes), overlap=overlap)
 
 
 def lengths(driver: Driver, rid: str) -> tuple[int, int]:
@@ -206,9 +205,7 @@ def test_refused_drafts_hold_no_memory_that_others_are_retracted_for() -> None:
         max_chunk_tokens=56,
         max_draft_tokens=num_drafts,
     )
-    config = SchedulerConfig(
-        chunked_prefill_size=64, num_draft_tokens=num_drafts, schedule_conservativeness=0.0
-    )
+    config = SchedulerArgs(schedule_conservativeness=0.0)
     driver = with_executor(Driver(sizes, config), UselessDrafts)
     for i in range(40):
         # Stop tokens end the outputs early, here and there: far from the most they might be.

@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 )
 
 from sgl_jax.core.messages import AbortRequest, StopRequest
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.admission import AGED_PRIORITY
-from sgl_jax.scheduler.config import SchedulerConfig
 from tests.faults import FaultyExecutor, no_more_pages
-from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
 from tests.scheduler.liveness import Liveness
 
 MAX_QUEUED = 40
@@ -56,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         radix=st.booleans(),
         policy=st.sampled_from(["fcfs", "lpm"]),
         balance=st.sampled_from(["prefix_aware", "round_robin"]),
-        conservativeness=st.sampled_from([0.0, 0.0, 0.3, 20.0]),
+        conservativeness=st.sampled_from([0.0, 0.0, 0.3, 10.0]),
         num_draft_tokens=st.sampled_from([0, 0, 1, 3, 4]),
         shapes=SHAPES,
         retract_interval=st.sampled_from([0, 0, 1, 2, 3, 5]),
@@ -92,13 +92,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         eviction: str,
         **settings: Any,
     ) -> None:
-        """`settings` are further ones of `SchedulerConfig`."""
+        """`settings` are further ones of `SchedulerArgs`."""
         sizes = make_sizes(
             dp_size=dp_size,
             page_size=page_size,
             num_pages=1 + max(pool_tokens // page_size, 3),
             num_rows=num_rows,
-            max_chunk_tokens=max(10, chunk),
+            max_chunk_tokens=chunk,
             max_prompt_logprob_tokens=5,
             max_draft_tokens=num_draft_tokens,
         )
@@ -106,26 +106,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             most = sizes.max_step_tokens
             smaller = (shape for shape in shapes if shape < most)
             sizes = sizes._replace(step_token_shapes=(*smaller, most))
-        config = SchedulerConfig(
-            chunked_prefill_size=chunk,
-            use_radix_cache=radix,
+        config = SchedulerArgs(
+            disable_radix_cache=not radix,
             schedule_policy=policy,
             load_balance_method=balance,
             schedule_conservativeness=conservativeness,
             max_queued_requests=MAX_QUEUED,
-            num_draft_tokens=num_draft_tokens,
-            forced_retract_interval=retract_interval,
-            forced_retract_no_prefill_bs=no_prefill_bs,
-            waiting_timeout_s=timeouts_s[0],
-            request_timeout_s=timeouts_s[1],
+            **forced_retract(retract_interval),
+            test_retract_no_prefill_bs=no_prefill_bs,
+            waiting_timeout=timeouts_s[0],
+            request_timeout=timeouts_s[1],
             enable_priority_scheduling=priorities[0],
-            low_priority_values_first=priorities[1],
-            preemption_threshold=threshold,
-            max_passed_over=max_passed_over,
+            schedule_low_priority_values_first=priorities[1],
+            priority_scheduling_preemption_threshold=threshold,
             radix_eviction_policy=eviction,
             **settings,
         )
-        self.driver = Driver(sizes, config, max_unread=max_unread)
+        self.driver = Driver(sizes, config, max_unread=max_unread, max_passed_over=max_passed_over)
         self.liveness = Liveness(self.driver.scheduler)
         self.driver.after_plan = self.liveness.check
         self.num_checked: dict[str, int] = {}  # tokens of each request that were proved
@@ -250,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(elapsed_s=st.floats(0.0, 6.0))
     def time_goes_on(self, elapsed_s: float) -> None:
         """Exactly those end that are too old, or too old to start."""
-        driver, config = self.driver, self.driver.scheduler.config
+        driver, config = self.driver, self.driver.scheduler.args
         self.now_s += elapsed_s
         unstarted = {r.rid for r in driver.scheduler._waiting if r.num_retractions == 0}
         live = self.live()
@@ -258,9 +255,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for rid in live:
             age_s = self.now_s - self.arrived_s[rid]
             status = driver.finish[rid].status_code if rid in driver.finish else None
-            if 0 < config.request_timeout_s < age_s:
+            if 0 < config.request_timeout < age_s:
                 assert status == 504
-            elif rid in unstarted and 0 < config.waiting_timeout_s < age_s:
+            elif rid in unstarted and 0 < config.waiting_timeout < age_s:
                 assert status == 503
             else:
                 assert status is None
@@ -314,8 +311,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_priorities(self) -> None:
         """Larger is more important, and all are alike unless priorities count."""
-        config = self.driver.scheduler.config
-        sign = -1 if config.low_priority_values_first else 1
+        config = self.driver.scheduler.args
+        sign = -1 if config.schedule_low_priority_values_first else 1
         for request in self.driver.scheduler._requests.values():
             expected = sign * request.message.priority if config.enable_priority_scheduling else 0
             # Unless it was passed over so often that it is preempted by none.

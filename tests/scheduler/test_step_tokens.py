@@ -8,7 +8,6 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.plan.arguments import read_config
-from sgl_jax.scheduler.config import SchedulerConfig
 from tests.scheduler.driver import Driver, generate
 
 CHUNK, ROWS, PROMPT_LEN = 16, 16, 320
@@ -37,8 +36,7 @@ def test_a_prompt_beside_decode_rows_is_prefilled_in_whole_chunks(
 ) -> None:
     drafting = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": num_drafts}
     sizes = server_sizes(**(drafting if num_drafts else {}))._replace(step_token_shapes=())
-    config = SchedulerConfig(chunked_prefill_size=CHUNK, num_draft_tokens=num_drafts)
-    driver = Driver(sizes, config, overlap=False)
+    driver = Driver(sizes, overlap=False)
     for i in range(num_running):
         driver.submit(generate(f"r{i}", [i, i + 1, i + 2], 450))
     for _ in range(10):
@@ -50,7 +48,7 @@ def test_a_prompt_beside_decode_rows_is_prefilled_in_whole_chunks(
 
 @pytest.mark.parametrize("num_running", range(ROWS))
 def test_filling_a_shape_puts_off_no_more_than_half_of_a_chunk(num_running: int) -> None:
-    driver = Driver(server_sizes(), SchedulerConfig(chunked_prefill_size=CHUNK), overlap=False)
+    driver = Driver(server_sizes(), overlap=False)
     for i in range(num_running):
         driver.submit(generate(f"r{i}", [i, i + 1, i + 2], 450))
     for _ in range(10):

@@ -2,15 +2,13 @@
 
 import pytest
 
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.deadlines import Deadlines
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
 def make_driver(waiting_s: float, request_s: float, **sizes: int) -> Driver:
-    config = SchedulerConfig(
-        chunked_prefill_size=8, waiting_timeout_s=waiting_s, request_timeout_s=request_s
-    )
+    config = SchedulerArgs(waiting_timeout=waiting_s, request_timeout=request_s)
     driver = Driver(make_sizes(**{"num_pages": 60, "num_rows": 2, **sizes}), config)
     driver.tick(1000.0)
     return driver
@@ -81,7 +79,7 @@ def test_its_pages_are_kept_for_the_next_try() -> None:
 
 
 def test_the_first_tick_sets_the_clock_for_those_already_there() -> None:
-    driver = Driver(make_sizes(), SchedulerConfig(request_timeout_s=3.0))
+    driver = Driver(make_sizes(), SchedulerArgs(request_timeout=3.0))
     driver.submit(generate("a", [1], 50))
     driver.tick(5e6)
     assert not driver.finish

@@ -14,8 +14,8 @@ import pytest
 
 from sgl_jax.core.messages import AbortRequest, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankResult, StepHandle, StepPlan
-from sgl_jax.scheduler.config import SchedulerConfig
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -49,9 +49,8 @@ def test_an_aborted_request_leaves_no_more_in_the_cache_than_was_written_and_rea
     unread: int, num_drafts: int, steps_before: int
 ) -> None:
     """Neither slots reserved, nor those of tokens sampled but unknown."""
-    sizes = make_sizes(page_size=1, num_pages=100, max_draft_tokens=num_drafts)
-    config = SchedulerConfig(chunked_prefill_size=4, num_draft_tokens=num_drafts)
-    driver = Driver(sizes, config, max_unread=unread)
+    sizes = make_sizes(page_size=1, num_pages=100, max_chunk_tokens=4, max_draft_tokens=num_drafts)
+    driver = Driver(sizes, max_unread=unread)
     prompt = list(range(10))
     driver.submit(generate("a", prompt, 30))
     for _ in range(steps_before):
@@ -154,11 +153,10 @@ def test_every_end_before_its_time_states_its_reason_once(
     end: Callable[[Driver], None], reasons: dict[str, tuple[int | None, str]]
 ) -> None:
     """`Driver` fails on any output after the first end."""
-    config = SchedulerConfig(
-        chunked_prefill_size=8,
+    config = SchedulerArgs(
         max_queued_requests=1,
-        waiting_timeout_s=5.0,
-        request_timeout_s=50.0,
+        waiting_timeout=5.0,
+        request_timeout=50.0,
     )
     driver = Driver(make_sizes(num_rows=2), config)
     driver.tick(0.5)
@@ -186,8 +184,8 @@ def test_every_end_before_its_time_states_its_reason_once(
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_a_prompts_last_chunk_samples(chunk: int, overlap: bool) -> None:
-    sizes = make_sizes(num_pages=100)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=chunk), overlap=overlap)
+    sizes = make_sizes(num_pages=100, max_chunk_tokens=chunk)
+    driver = Driver(sizes, overlap=overlap)
     driver.submit(generate("a", list(range(23)), 6))
     driver.run()
     for plan in driver.plans:
@@ -216,7 +214,7 @@ class TokensBetweenChunks:
 
 
 def test_what_is_answered_between_chunks_is_ignored() -> None:
-    driver = Driver(make_sizes(num_pages=100), SchedulerConfig(chunked_prefill_size=3))
+    driver = Driver(make_sizes(num_pages=100, max_chunk_tokens=3))
     driver.executor = TokensBetweenChunks(driver)
     for i in range(3):
         driver.submit(generate(f"r{i}", list(range(i, i + 20)), 6))
@@ -236,11 +234,16 @@ def test_tokens_on_their_way_survive_small_chunks_and_retracts(
     chunk: int, interval: int, unread: int, num_drafts: int
 ) -> None:
     """Ranks of uneven load, so that each step is padded differently on each."""
-    sizes = make_sizes(dp_size=3, page_size=4, num_pages=28, max_draft_tokens=num_drafts)
-    config = SchedulerConfig(
-        chunked_prefill_size=chunk,
-        num_draft_tokens=num_drafts,
-        forced_retract_interval=interval,
+    sizes = make_sizes(
+        dp_size=3,
+        page_size=4,
+        num_pages=28,
+        max_chunk_tokens=chunk,
+        max_draft_tokens=num_drafts,
+    )
+    config = SchedulerArgs(
+        test_retract=True,
+        test_retract_interval=interval,
         schedule_conservativeness=0.0,
     )
     driver = Driver(sizes, config, max_unread=unread)
@@ -259,7 +262,7 @@ def test_tokens_on_their_way_survive_small_chunks_and_retracts(
 
 def test_retract_on_a_short_rank_leaves_other_ranks_alone() -> None:
     sizes = make_sizes(dp_size=2, num_pages=12, page_size=4)
-    driver = Driver(sizes, SchedulerConfig(chunked_prefill_size=16, schedule_conservativeness=0.0))
+    driver = Driver(sizes, SchedulerArgs(schedule_conservativeness=0.0))
     driver.submit(generate("calm", [1, 2, 3], 30, dp_rank=1))
     for i in range(3):
         driver.submit(generate(f"busy{i}", list(range(i, i + 8)), 24, dp_rank=0))
@@ -276,10 +279,10 @@ def test_retract_on_a_short_rank_leaves_other_ranks_alone() -> None:
 def test_seeds_and_penalties_follow_their_own_request_from_rank_to_rank() -> None:
     """Every admission, after retracts too, on whatever rank and row. That the device applies them
     by row is shown in `tests/executor/test_model_executor.py` and `tests/layers/sampling`."""
-    config = SchedulerConfig(
-        chunked_prefill_size=5, forced_retract_interval=2, load_balance_method="round_robin"
+    config = SchedulerArgs(
+        test_retract=True, test_retract_interval=2, load_balance_method="round_robin"
     )
-    driver = Driver(make_sizes(dp_size=3, num_pages=60), config)
+    driver = Driver(make_sizes(dp_size=3, num_pages=60, max_chunk_tokens=5), config)
     sampling = {
         f"r{i}": SamplingParams(
             max_new_tokens=10,

@@ -7,13 +7,11 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.waiting_queue import WaitingQueue
+from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from tests.scheduler.driver import make_sizes
 
 STEM = list(range(32))
-MAX_PASSED_OVER = SchedulerConfig().max_passed_over
 
 
 class Queue:

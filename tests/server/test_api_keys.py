@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from sgl_jax.core.request_limits import MAX_SESSION_ID_CHARS, check_session_id
 from sgl_jax.core.server_args import ServerArgs, parse_server_args
-from sgl_jax.engine.request_limits import MAX_SESSION_ID_CHARS, check_session_id
 from sgl_jax.server import call_routes, management_routes, native_routes
 from sgl_jax.server.api_keys import ADMIN_PATHS, MAX_NAME_CHARS, ApiKeys, Caller
 from sgl_jax.server.limits import Limits

@@ -15,7 +15,7 @@ from sgl_jax.core.messages import (
     OpenSession,
     SessionTurn,
 )
-from sgl_jax.engine.request_limits import MAX_RID_CHARS
+from sgl_jax.core.request_limits import MAX_RID_CHARS
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import FULL_SEED, HISTORY, MAX_SESSIONS
 from tests.server.conftest import Rig, serving

@@ -22,7 +22,7 @@ from sgl_jax.core.messages import (
     SessionTurn,
     StopRequest,
 )
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.testing.fake_executor import FakeExecutor
 from tests.scheduler.driver import generate, make_sizes
@@ -88,8 +88,8 @@ class Engine:
             vocab_size=2 * MANY,
             max_prompt_logprob_tokens=8,
         )
-        settings = SchedulerConfig(
-            chunked_prefill_size=MANY,
+        config = {"session_memory_fraction": 1.0} | config
+        settings = SchedulerArgs(
             schedule_policy="fcfs",
             schedule_conservativeness=0.0,
             max_sessions=2 * MANY,
@@ -175,7 +175,7 @@ def test_a_request_costs_the_same_beside_forty_idle_sessions_and_five_hundred(
     ]
     costs: dict[int, dict[str, tuple[int, int]]] = {FEW: {}, MANY: {}}
     for num_idle in (FEW, MANY):
-        engine = Engine(num_idle, use_radix_cache=radix, session_memory_fraction=0.99)
+        engine = Engine(num_idle, disable_radix_cache=not radix, session_memory_fraction=0.99)
         for act in acts:
             act(engine, f"{act.__name__}, before")
             act(engine, f"{act.__name__}, once more before")
@@ -193,7 +193,7 @@ def test_each_of_many_evicted_sessions_costs_the_same(radix: bool) -> None:
     """However many are evicted for one request, and however many stay."""
     costs = {}
     for num_idle in (FEW, MANY):
-        engine = Engine(num_idle, num_free=2, use_radix_cache=radix)
+        engine = Engine(num_idle, num_free=2, disable_radix_cache=not radix)
         for num_evicted in (5, 10, 15):
             # It needs the pages that are free now, and as many as those sessions have.
             num_pages = engine.memory.num_available_pages + 2 * num_evicted

@@ -12,7 +12,7 @@ from sgl_jax.core.messages import (
     SessionTurn,
     StopRequest,
 )
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.sessions.tree import RegularSession
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -21,7 +21,7 @@ class Tree:
     """A regular session "t" of a driver, and its turns as they must be."""
 
     def __init__(self, **kwargs: object) -> None:
-        config = SchedulerConfig(chunked_prefill_size=8)
+        config = SchedulerArgs()
         self.driver = Driver(make_sizes(num_pages=200), config)
         opened = OpenSession(rid="q", session_id="t", **kwargs)  # type: ignore[arg-type]
         reply = self.driver.session(opened)

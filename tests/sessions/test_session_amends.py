@@ -16,7 +16,7 @@ WHOLE = SessionTurn(id="s", is_whole=True)
 
 
 def three_turns(page_size: int = 4, radix: bool = True, **config: object) -> Conversations:
-    s = talk(page_size=page_size, use_radix_cache=radix, pool_tokens=1024, **config)  # type: ignore[arg-type]
+    s = talk(page_size=page_size, disable_radix_cache=not radix, pool_tokens=1024, **config)  # type: ignore[arg-type]
     for number in range(3):
         s.say("s", [number, 1, 2], 5)
     return s
@@ -105,7 +105,7 @@ def test_a_session_opened_anew_under_the_same_name_is_not_cut() -> None:
 def test_a_whole_conversation_runs_on_though_the_turn_before_it_is_amended(
     amend: str, num_steps: int, end: str, diverges_at: int, page_size: int, radix: bool
 ) -> None:
-    s = talk(page_size=page_size, use_radix_cache=radix, pool_tokens=1024)
+    s = talk(page_size=page_size, disable_radix_cache=not radix, pool_tokens=1024)
     s.say("s", [1, 2, 3], 5)
     s.say("s", [4, 5], 6)
     same = s.of["s"].tokens[:diverges_at]
@@ -150,7 +150,7 @@ def test_the_same_conversation_sent_again_is_answered_and_finds_what_it_had_befo
 def test_a_turn_whose_end_nobody_saw_never_was(
     num_turns: int, page_size: int, radix: bool, overlap: bool
 ) -> None:
-    s = talk(page_size=page_size, use_radix_cache=radix, pool_tokens=1024, overlap=overlap)
+    s = talk(page_size=page_size, disable_radix_cache=not radix, pool_tokens=1024, overlap=overlap)
     for number in range(num_turns):
         history = s.of["s"].tokens
         s.say("s", [number, 1, 2], 5)
@@ -181,7 +181,7 @@ def test_what_a_whole_turn_had_replaced_is_there_again(
     kept: int, page_size: int, radix: bool
 ) -> None:
     """Its tokens and its turns; not its KV, whose place the turn has taken."""
-    s = talk(page_size=page_size, use_radix_cache=radix, pool_tokens=1024)
+    s = talk(page_size=page_size, disable_radix_cache=not radix, pool_tokens=1024)
     s.say("s", [1, 2, 3], 5)
     s.say("s", [4, 5, 6], 5)
     history, ends = s.of["s"].tokens, s.of["s"].turn_ends

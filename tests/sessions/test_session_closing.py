@@ -20,7 +20,7 @@ from tests.sessions.test_sessions import talk
 def test_a_session_closed_with_a_turn_in_flight_goes_when_that_has_ended(
     num_turns: int, num_steps: int, end: str, radix: bool
 ) -> None:
-    s = talk(use_radix_cache=radix)
+    s = talk(disable_radix_cache=not radix)
     for number in range(num_turns):
         s.say("s", [number, 1, 2], 3)
     rid = s.begin("s", NEW, 8)
@@ -45,7 +45,7 @@ def test_a_session_closed_with_a_turn_in_flight_goes_when_that_has_ended(
 
 
 def test_closing_an_idle_session_frees_all_but_what_the_tree_keeps() -> None:
-    s = talk(page_size=4, use_radix_cache=False)
+    s = talk(page_size=4, disable_radix_cache=True)
     s.say("s", list(range(10)), 4)
     (view,) = s.driver.scheduler.memory_views()
     assert (view.session_rows, view.session_held_pages) == (1, 4)

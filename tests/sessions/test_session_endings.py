@@ -48,7 +48,7 @@ def test_a_turn_aborted_at_any_point_never_was(
 ) -> None:
     """Before it starts, between the chunks of its prefill, and while it decodes. A disconnect is
     an abort, too."""
-    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix)
+    s = talk(page_size=page_size, overlap=overlap, disable_radix_cache=not radix)
     for number in range(num_turns):
         s.say("s", [number, 1, 2], 3)
     history = s.of["s"].tokens
@@ -77,7 +77,7 @@ def test_a_turn_aborted_at_any_point_never_was(
 def test_a_turn_aborted_while_it_waits_after_a_retract_never_was(
     num_turns: int, num_steps: int, page_size: int, overlap: bool, radix: bool
 ) -> None:
-    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix)
+    s = talk(page_size=page_size, overlap=overlap, disable_radix_cache=not radix)
     for number in range(num_turns):
         s.say("s", [number, 1, 2], 3)
     history = s.of["s"].tokens
@@ -132,7 +132,9 @@ def test_a_row_whose_tokens_were_never_sent_to_the_device_is_not_kept(end: str) 
 def test_a_retracted_turn_goes_on_and_succeeds(
     num_turns: int, num_steps: int, page_size: int, overlap: bool, radix: bool, num_drafts: int
 ) -> None:
-    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix, num_drafts=num_drafts)
+    s = talk(
+        page_size=page_size, overlap=overlap, disable_radix_cache=not radix, num_drafts=num_drafts
+    )
     for number in range(num_turns):
         s.say("s", [number, 1, 2], 3)
     history = s.of["s"].tokens
@@ -438,7 +440,7 @@ EXITS: list[tuple[Callable[[Conversations, str], None], int | None, bool]] = [
 def test_every_end_of_a_turn_before_its_time_frees_its_session_for_the_next(
     end: Callable[[Conversations, str], None], status: int | None, is_started: bool, num_turns: int
 ) -> None:
-    s = talk(num_rows=2, waiting_timeout_s=6.0, request_timeout_s=50.0)
+    s = talk(num_rows=2, waiting_timeout=6.0, request_timeout=50.0)
     s.driver.tick(0.5)
     for number in range(num_turns):
         s.say("s", [number, 1, 2], 3)

@@ -445,7 +445,7 @@ class SessionMachine(SchedulerMachine):
             assert view.leased_pages >= 0
             idle = [lease for _, lease in memory.sessions.idle()]
             kept = {page for lease in idle for page in lease.pages(view.page_size).tolist()}
-            share = self.driver.scheduler.config.session_memory_fraction
+            share = self.driver.scheduler.args.session_memory_fraction
             assert len(kept) <= int(share * view.total_pages)
             assert view.session_held_pages == sum(
                 len(lease.pages(view.page_size, lease.cache_protected_len)) for lease in idle

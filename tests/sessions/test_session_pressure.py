@@ -12,7 +12,7 @@ from tests.sessions.test_sessions import talk
 
 @pytest.mark.parametrize("radix", [False, True])
 def test_idle_sessions_go_used_longest_ago_first_before_anything_is_retracted(radix: bool) -> None:
-    s = talk(page_size=4, pool_tokens=64, use_radix_cache=radix)
+    s = talk(page_size=4, pool_tokens=64, disable_radix_cache=not radix)
     for session_id in ("a", "b", "c"):
         s.open(session_id)
         s.say(session_id, [ord(session_id) - 80] * 10, 4)
@@ -35,7 +35,7 @@ def test_idle_sessions_go_used_longest_ago_first_before_anything_is_retracted(ra
 
 
 def test_nobody_is_evicted_for_a_request_that_does_not_fit_even_so() -> None:
-    s = talk(page_size=4, pool_tokens=128, use_radix_cache=False, schedule_conservativeness=0.0)
+    s = talk(page_size=4, pool_tokens=128, disable_radix_cache=True, schedule_conservativeness=0.0)
     for session_id in ("a", "b", "c"):
         s.open(session_id)
         s.say(session_id, [1] * 4, 2)
@@ -157,7 +157,7 @@ def test_what_only_the_tree_has_goes_before_any_session() -> None:
 
 
 def test_a_decoding_request_takes_an_idle_sessions_pages_before_it_is_retracted() -> None:
-    s = talk(page_size=4, pool_tokens=64, use_radix_cache=False, schedule_conservativeness=0.0)
+    s = talk(page_size=4, pool_tokens=64, disable_radix_cache=True, schedule_conservativeness=0.0)
     s.say("s", [1] * 20, 4)
     for rid in ("x", "y"):
         s.driver.submit(generate(rid, [ord(rid) - 90] * 4, 24))
@@ -169,7 +169,7 @@ def test_a_decoding_request_takes_an_idle_sessions_pages_before_it_is_retracted(
 
 def test_a_prompt_in_chunks_takes_an_idle_sessions_pages() -> None:
     """A session that became idle since the prompt was admitted, and found room for all of it."""
-    s = talk(page_size=4, pool_tokens=64, use_radix_cache=False, schedule_conservativeness=0.0)
+    s = talk(page_size=4, pool_tokens=64, disable_radix_cache=True, schedule_conservativeness=0.0)
     s.begin("s", [1] * 3, 17)
     s.driver.step()
     s.driver.submit(generate("long", [2] * 40, 4))
@@ -186,7 +186,7 @@ def test_an_evicted_session_answers_as_if_nothing_had_happened(
 ) -> None:
     answers = []
     for is_evicted in (False, True):
-        s = talk(use_radix_cache=radix, num_drafts=num_drafts)
+        s = talk(disable_radix_cache=not radix, num_drafts=num_drafts)
         for number in range(6):
             if is_evicted and number:
                 rank = s.driver.scheduler.ranks[0]
@@ -227,7 +227,9 @@ def test_idle_sessions_hold_no_more_than_their_share(
     fraction: float, num_kept: int, radix: bool
 ) -> None:
     """Four sessions of four pages each, of seventeen."""
-    s = talk(page_size=4, pool_tokens=64, use_radix_cache=radix, session_memory_fraction=fraction)
+    s = talk(
+        page_size=4, pool_tokens=64, disable_radix_cache=not radix, session_memory_fraction=fraction
+    )
     for i in range(4):
         s.open(f"s{i}")
         s.say(f"s{i}", [i] * 10, 5)
@@ -250,7 +252,7 @@ def test_a_page_that_idle_sessions_share_counts_once(fraction: float, num_kept: 
 
 
 def test_a_session_that_goes_back_after_an_abort_is_held_to_the_share_as_well() -> None:
-    s = talk(page_size=4, pool_tokens=64, use_radix_cache=False, session_memory_fraction=0.4)
+    s = talk(page_size=4, pool_tokens=64, disable_radix_cache=True, session_memory_fraction=0.4)
     s.say("s", [1] * 10, 5)
     rid = s.begin("s", [2] * 20, 10)
     s.driver.step()
@@ -292,7 +294,9 @@ def test_a_turn_that_does_not_fit_beside_what_runs_waits_and_then_finds_its_leas
     radix: bool,
 ) -> None:
     """Its own lease is not evicted to make room for itself."""
-    s = talk(page_size=4, pool_tokens=64, use_radix_cache=radix, schedule_conservativeness=1.0)
+    s = talk(
+        page_size=4, pool_tokens=64, disable_radix_cache=not radix, schedule_conservativeness=1.0
+    )
     s.say("s", [1] * 20, 5)
     s.driver.submit(generate("runs", [2] * 8, 20))
     for _ in range(3):
@@ -345,7 +349,9 @@ def test_turns_go_to_the_rank_that_holds_their_session(
     dp_size: int, balance: str, radix: bool
 ) -> None:
     """Independent of the balancer and of the load of the rank."""
-    s = talk(dp_size=dp_size, pool_tokens=512, use_radix_cache=radix, load_balance_method=balance)
+    s = talk(
+        dp_size=dp_size, pool_tokens=512, disable_radix_cache=not radix, load_balance_method=balance
+    )
     for i in range(5):
         s.open(f"s{i}")
     homes: dict[str, int] = {}
@@ -388,7 +394,7 @@ def test_a_turn_that_asks_for_another_rank_takes_its_session_there() -> None:
 
 
 def test_a_retracted_turn_may_go_on_elsewhere_and_its_session_with_it() -> None:
-    s = talk(dp_size=2, load_balance_method="round_robin", use_radix_cache=False)
+    s = talk(dp_size=2, load_balance_method="round_robin", disable_radix_cache=True)
     s.say("s", [1, 2, 3])
     homes = set()
     for number in range(6):
@@ -404,7 +410,7 @@ def test_a_retracted_turn_may_go_on_elsewhere_and_its_session_with_it() -> None:
 
 
 def test_a_rank_that_is_refused_pages_does_not_lose_its_sessions_words() -> None:
-    s = talk(dp_size=2, page_size=4, use_radix_cache=False)
+    s = talk(dp_size=2, page_size=4, disable_radix_cache=True)
     s.say("s", [1, 2, 3, 4, 5], dp_rank=0)
     rid = s.begin("s", [6] * 9, turn=SessionTurn(id="s"))
     with no_more_pages(s.driver.scheduler.ranks[0].memory):

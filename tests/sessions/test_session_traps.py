@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.messages import AbortRequest, SessionTurn
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.scheduler.config import SchedulerConfig
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import PAGE_SIZES, talk
@@ -36,7 +36,7 @@ def test_trap_1_a_retract_neither_ends_the_turn_nor_lets_another_in() -> None:
 @pytest.mark.parametrize("num_turns", [0, 3])
 def test_trap_2_a_retract_takes_the_memory_of_the_session_too(radix: bool, num_turns: int) -> None:
     """All of it can be used by others at once."""
-    s = talk(use_radix_cache=radix, pool_tokens=64)
+    s = talk(disable_radix_cache=not radix, pool_tokens=64)
     for number in range(num_turns):
         s.say("s", [number, 1, 2], 5)
     rid = s.begin("s", [4], 12)
@@ -62,7 +62,9 @@ def test_trap_3_lengths_that_grew_at_launch_are_not_saved_when_the_turn_is_abort
 ) -> None:
     """Without sessions:
     `test_an_aborted_request_leaves_no_more_in_the_cache_than_was_written_and_read`."""
-    s = talk(page_size=page_size, overlap=overlap, num_drafts=num_drafts, use_radix_cache=radix)
+    s = talk(
+        page_size=page_size, overlap=overlap, num_drafts=num_drafts, disable_radix_cache=not radix
+    )
     s.say("s", [1, 2, 3], 4)
     history = s.of["s"].tokens
     rid = s.begin("s", list(range(20)), 30)
@@ -129,7 +131,7 @@ def test_trap_5_a_lease_is_not_released_while_a_request_borrows_it() -> None:
 @pytest.mark.parametrize("length", range(4, 14))
 def test_trap_6_memory_is_freed_and_counted_by_whole_pages(radix: bool, length: int) -> None:
     """Every length on and off the borders of pages. See `test_session_leases.py` as well."""
-    s = talk(page_size=4, use_radix_cache=radix)
+    s = talk(page_size=4, disable_radix_cache=not radix)
     s.say("s", list(range(length - 3)), 3)
     (view,) = s.driver.scheduler.memory_views()
     num_written = length - 1
@@ -172,7 +174,7 @@ def test_trap_8_many_turns_at_once_bring_their_rows_and_keep_them_between_chunks
     radix: bool,
 ) -> None:
     """Without sessions: `test_a_prompt_in_chunks_keeps_its_row_while_others_come_and_go`."""
-    s = talk(chunk=3, pool_tokens=1024, num_rows=13, use_radix_cache=radix)
+    s = talk(chunk=3, pool_tokens=1024, num_rows=13, disable_radix_cache=not radix)
     for i in range(5):
         s.open(f"s{i}")
     for session_id in s.of:
@@ -219,7 +221,7 @@ def test_trap_9_what_speculation_accepts_past_the_end_is_no_part_of_the_history(
 
 
 def test_trap_10_a_page_counts_for_the_request_or_for_the_session_never_for_both() -> None:
-    s = talk(use_radix_cache=False, page_size=4)
+    s = talk(disable_radix_cache=True, page_size=4)
     rid = s.begin("s", [1] * 8, 5)
     request = s.driver.scheduler._requests[rid]
     seen = []
@@ -280,11 +282,16 @@ def test_trap_13_tokens_on_their_way_survive_small_chunks_and_retracts(
     chunk: int, interval: int, num_drafts: int
 ) -> None:
     """Without sessions, the test of the same name. Ranks of uneven load, padded differently."""
-    sizes = make_sizes(dp_size=3, page_size=4, num_pages=28, max_draft_tokens=num_drafts)
-    config = SchedulerConfig(
-        chunked_prefill_size=chunk,
-        num_draft_tokens=num_drafts,
-        forced_retract_interval=interval,
+    sizes = make_sizes(
+        dp_size=3,
+        page_size=4,
+        num_pages=28,
+        max_chunk_tokens=chunk,
+        max_draft_tokens=num_drafts,
+    )
+    config = SchedulerArgs(
+        test_retract=True,
+        test_retract_interval=interval,
         schedule_conservativeness=0.0,
     )
     s = Conversations(Driver(sizes, config, max_unread=2))

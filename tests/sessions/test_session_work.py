@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.messages import SessionTurn
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.mem_cache import radix_tree
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_component import PathStep
 from sgl_jax.mem_cache.tree_node import TreeNode
-from sgl_jax.scheduler.config import SchedulerConfig
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import talk
@@ -111,7 +111,7 @@ def test_planning_looks_up_no_request_that_only_waits(
     monkeypatch: pytest.MonkeyPatch, policy: str, dp_size: int
 ) -> None:
     sizes = make_sizes(dp_size=dp_size, num_rows=3, num_pages=200)
-    s = Conversations(Driver(sizes, SchedulerConfig(schedule_policy=policy)))
+    s = Conversations(Driver(sizes, SchedulerArgs(schedule_policy=policy)))
     scheduler, executor = s.driver.scheduler, s.driver.executor
     for i in range(500):
         scheduler.submit(generate(f"r{i}", [3, 1, 4, 1, 5] * 5 + [i % 50], 60))

@@ -3,8 +3,8 @@
 import pytest
 
 from sgl_jax.core.messages import SessionTurn, StopRequest
-from sgl_jax.scheduler.config import SchedulerConfig
-from tests.scheduler.driver import Driver, generate, make_sizes
+from sgl_jax.core.server_args import SchedulerArgs
+from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
 from tests.sessions.conversations import Conversations
 
 PAGE_SIZES = [1, 16, 256]
@@ -27,13 +27,11 @@ def talk(
         page_size=page_size,
         num_pages=1 + max(pool_tokens // page_size, 4),
         num_rows=num_rows,
+        max_chunk_tokens=chunk,
         max_draft_tokens=num_drafts,
     )
-    settings = SchedulerConfig(
-        chunked_prefill_size=chunk,
-        num_draft_tokens=num_drafts,
-        **config,  # type: ignore[arg-type]
-    )
+    config = {"session_memory_fraction": 1.0} | config
+    settings = SchedulerArgs(**config)  # type: ignore[arg-type]
     talk = Conversations(Driver(sizes, settings, overlap=overlap))
     talk.open("s")
     return talk
@@ -49,7 +47,9 @@ def talk(
 def test_a_turn_finds_all_of_the_last_one_but_the_token_that_no_step_has_written(
     page_size: int, overlap: bool, num_drafts: int, radix: bool
 ) -> None:
-    s = talk(page_size=page_size, num_drafts=num_drafts, overlap=overlap, use_radix_cache=radix)
+    s = talk(
+        page_size=page_size, num_drafts=num_drafts, overlap=overlap, disable_radix_cache=not radix
+    )
     for number, num_new in enumerate((5, 1, 11, 2, 16, 3)):
         history = s.of["s"].tokens
         rid = s.say("s", list(range(num_new)), 1 + number % 4)
@@ -80,7 +80,7 @@ def test_tokens_accepted_past_a_stop_are_not_in_the_history(
     page_size: int, overlap: bool, radix: bool
 ) -> None:
     """Nor is their KV taken for that of the next turn's tokens."""
-    s = talk(page_size=page_size, num_drafts=4, overlap=overlap, use_radix_cache=radix)
+    s = talk(page_size=page_size, num_drafts=4, overlap=overlap, disable_radix_cache=not radix)
     stops = tuple(range(0, 50, 4))
     for number in range(8):
         history = s.of["s"].tokens
@@ -140,7 +140,7 @@ def test_an_idle_session_holds_nothing_of_what_was_generated_past_a_stop_string(
 def test_a_stop_string_found_after_the_turn_had_ended_cuts_the_history_all_the_same(
     num_kept: int, page_size: int, radix: bool
 ) -> None:
-    s = talk(page_size=page_size, use_radix_cache=radix)
+    s = talk(page_size=page_size, disable_radix_cache=not radix)
     first = s.say("s", [1, 2, 3])
     s.say("s", [4, 5], 4)
     assert not s.stop_late("s", num_kept)
@@ -161,7 +161,7 @@ def test_a_turn_reports_log_probabilities_of_its_history_too(
     start: int, page_size: int, overlap: bool, radix: bool
 ) -> None:
     """What is to be scored is computed again, though the tree may own more of it."""
-    s = talk(page_size=page_size, overlap=overlap, use_radix_cache=radix)
+    s = talk(page_size=page_size, overlap=overlap, disable_radix_cache=not radix)
     s.say("s", [1, 2, 3, 4, 5, 6, 7], 3)
     rid = s.say("s", [8, 9], 3, logprob_start_len=start, return_logprob=True, top_logprobs_num=2)
     s.driver.check_prompt_logprobs(rid, s.driver.prompts[rid])
@@ -221,7 +221,7 @@ def test_what_is_in_place_is_listed_while_a_turn_runs_too(dp_size: int) -> None:
 def test_of_a_whole_conversation_the_session_finds_what_it_has(
     page_size: int, radix: bool, kept: int
 ) -> None:
-    s = talk(page_size=page_size, use_radix_cache=radix)
+    s = talk(page_size=page_size, disable_radix_cache=not radix)
     whole = SessionTurn(id="s", is_whole=True)
     s.say("s", [1, 2, 3, 4, 5], 2)
     s.say("s", [6, 7], 2)
@@ -244,7 +244,7 @@ def test_of_a_whole_conversation_the_session_finds_what_it_has(
 def test_a_whole_conversation_may_be_no_longer_than_the_history(
     page_size: int, radix: bool
 ) -> None:
-    s = talk(page_size=page_size, use_radix_cache=radix)
+    s = talk(page_size=page_size, disable_radix_cache=not radix)
     whole = SessionTurn(id="s", is_whole=True)
     s.say("s", list(range(10)), 3)
     history = s.of["s"].tokens
@@ -267,7 +267,7 @@ def test_an_aborted_whole_turn_leaves_the_old_history(
     page_size: int, radix: bool, kept: int, num_steps: int
 ) -> None:
     """Though the row's pages, and the device's tokens, already hold something else."""
-    s = talk(page_size=page_size, use_radix_cache=radix)
+    s = talk(page_size=page_size, disable_radix_cache=not radix)
     s.say("s", list(range(10)), 3)
     history = s.of["s"].tokens
     turn = SessionTurn(id="s", is_whole=True)
@@ -297,8 +297,8 @@ def test_many_conversations_at_once_in_a_small_pool_are_all_right(
         pool_tokens=192 // dp_size,
         num_drafts=num_drafts,
         num_rows=5,
-        use_radix_cache=radix,
-        forced_retract_interval=interval,
+        disable_radix_cache=not radix,
+        **forced_retract(interval),
         schedule_conservativeness=0.0,
     )
     for i in range(1, 10):
@@ -325,7 +325,7 @@ def test_many_conversations_at_once_in_a_small_pool_are_all_right(
 def test_a_session_goes_back_to_any_of_its_turns(
     page_size: int, radix: bool, num_turns: int
 ) -> None:
-    s = talk(page_size=page_size, use_radix_cache=radix)
+    s = talk(page_size=page_size, disable_radix_cache=not radix)
     for number in range(4):
         s.say("s", [number, number + 1], 3)
     s.roll_back("s", num_turns)

@@ -23,8 +23,8 @@ from sgl_jax.bench.host.steps import DP_SIZE, ROWS_PER_RANK, VOCAB_SIZE, StepLoo
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest, OpenSession, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.engine.garbage import collect_if_many, take_over_collection
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.scheduler import Scheduler
 
 PAGE_SIZE = 16
@@ -72,13 +72,12 @@ class ServingLoad:
             max_prompt_logprob_tokens=1024,
             vocab_size=VOCAB_SIZE,
         )
-        config = SchedulerConfig(
-            chunked_prefill_size=load.chunk_size,
+        args = SchedulerArgs(
             max_queued_requests=2 * NUM_WAITING + NUM_SESSIONS,
             enable_priority_scheduling=True,
         )
         self._answer_lens = _FIRST_TURN_LENS
-        self.scheduler = Scheduler(sizes, config)
+        self.scheduler = Scheduler(sizes, args)
         self.loop = StepLoop(self.scheduler)
         self._rng = np.random.default_rng(0)
         self._stems = [

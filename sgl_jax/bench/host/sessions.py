@@ -12,8 +12,8 @@ from sgl_jax.bench.host.timing import Timing, timed_once
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.mem_cache.release import release_kv_cache
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 
@@ -28,12 +28,11 @@ class IdleSessions:
             num_pages=1 + 3 * num_idle + 1000,
             num_rows=num_idle + 50,
             max_context_len=80_000,
-            max_step_tokens=16_384,
+            max_step_tokens=16_384 + num_idle + 49,
             max_prompt_logprob_tokens=1024,
             vocab_size=VOCAB_SIZE,
         )
-        config = SchedulerConfig(chunked_prefill_size=16_384, session_memory_fraction=0.99)
-        self.rank = RankScheduler(0, sizes, config)
+        self.rank = RankScheduler(0, sizes, SchedulerArgs(session_memory_fraction=0.99))
         self.ids = count()
         self.names = [f"session {number}" for number in range(num_idle)]
         self.fill()

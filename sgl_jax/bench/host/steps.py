@@ -11,8 +11,8 @@ from sgl_jax.bench.host.timing import Timing, timed, timed_once
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest, OutputBatch
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.testing.fake_executor import FakeExecutor
 
@@ -66,8 +66,7 @@ def decoding_loop(page_size: int, dp_size: int = DP_SIZE) -> StepLoop:
         max_prompt_logprob_tokens=1024,
         vocab_size=VOCAB_SIZE,
     )
-    config = SchedulerConfig(chunked_prefill_size=16_384, schedule_policy="fcfs")
-    scheduler = Scheduler(sizes, config)
+    scheduler = Scheduler(sizes, SchedulerArgs(schedule_policy="fcfs"))
     rng = np.random.default_rng(0)
     for i in range(dp_size * ROWS_PER_RANK):
         prompt = rng.integers(0, VOCAB_SIZE, CONTEXT_LEN - 100).tolist()
@@ -120,8 +119,7 @@ def bench_full_queue(repeats: int) -> Iterator[Timing]:
         max_prompt_logprob_tokens=1024,
         vocab_size=VOCAB_SIZE,
     )
-    config = SchedulerConfig(chunked_prefill_size=2048, max_queued_requests=2 * num_waiting)
-    scheduler = Scheduler(sizes, config)
+    scheduler = Scheduler(sizes, SchedulerArgs(max_queued_requests=2 * num_waiting))
     rng = np.random.default_rng(0)
     stems = rng.integers(0, VOCAB_SIZE, (20, 1500))
     ids = count()

@@ -24,7 +24,6 @@ from sgl_jax.executor.engine_config import resolve_for_device
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
 from sgl_jax.plan.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
-from sgl_jax.scheduler.config import SchedulerConfig
 
 ENGINE_SETTINGS = (
     "radix_eviction_policy",
@@ -178,15 +177,15 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
     """The figures of one run; the picture, if asked for, is written."""
     settings = {name: getattr(words, name) for name in ENGINE_SETTINGS}
     page_size = words.page_size or _DEFAULT_PAGE_SIZE
-    args = ServerArgs(**settings, page_size=page_size, model_path=words.planner_model or "")
+    args = ServerArgs(
+        **settings,
+        page_size=page_size,
+        model_path=words.planner_model or "",
+        max_queued_requests=len(trace),
+        check_memory=words.check_memory,
+    )
     sizes, step_time, about = _engine(trace, args, words)
-    config = SchedulerConfig.from_args(
-        args, (), args.chunked_prefill_size or sizes.max_chunk_tokens
-    )
-    config = config._replace(
-        max_queued_requests=len(trace), check_every_step=words.check_memory == "busy"
-    )
-    run = serve_trace(trace, sizes, config, step_time, speedup=words.speedup)
+    run = serve_trace(trace, sizes, args, step_time, speedup=words.speedup)
     pool_tokens = sizes.dp_size * (sizes.num_pages - 1) * sizes.page_size
     capacity = pool_tokens // BLOCK_TOKENS
     oracles = oracle_hit_rates(trace, capacity)

@@ -18,8 +18,8 @@ from sgl_jax.bench.trace.step_time import StepTime
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import FinishReason, GenerateRequest, OutputBatch
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
-from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.testing.fake_executor import FakeExecutor
 
@@ -100,12 +100,12 @@ class _Replay:
         self,
         trace: Sequence[TracedRequest],
         sizes: EngineSizes,
-        config: SchedulerConfig,
+        args: SchedulerArgs,
         step_time: StepTime,
         speedup: float,
     ) -> None:
         self._trace = trace
-        self._scheduler = Scheduler(sizes, config)
+        self._scheduler = Scheduler(sizes, args)
         self._executor = DistinctAnswers(sizes)
         self._step_time = step_time
         self._in_flight: deque[_Launched] = deque()
@@ -254,7 +254,7 @@ def _refusal(finish: FinishReason) -> str | None:
 def serve_trace(
     trace: Sequence[TracedRequest],
     sizes: EngineSizes,
-    config: SchedulerConfig,
+    args: SchedulerArgs,
     step_time: StepTime,
     *,
     speedup: float = 1.0,
@@ -264,11 +264,11 @@ def serve_trace(
     Args:
         trace: at least one request, in order of arrival.
         sizes: of the engine; its vocabulary holds at least `reading.VOCAB_SIZE` tokens.
-        config: of the scheduler; with `check_every_step` each step's ledger is proved.
+        args: of the scheduler; with `check_memory` "busy" each step's ledger is proved.
         step_time: how long steps take.
         speedup: arrivals come so many times as fast as they did.
 
     Raises `MemoryDefectError` if the memory is not what its ledger says; after the last request
     that is proved by a full walk.
     """
-    return _Replay(trace, sizes, config, step_time, speedup).run()
+    return _Replay(trace, sizes, args, step_time, speedup).run()

@@ -1,14 +1,18 @@
 """Limits on what clients may name and number, checked before the engine sees it.
 
-Each check raises `InvalidRequestError` that names the field and what is allowed.
+Each check raises `InvalidRequestError` that names the field and what is allowed. The ranges of
+sampling parameters are in `sampling_params.py`.
 """
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.messages import MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
 
 MAX_RID_CHARS = 256
+MAX_NAMESPACE_CHARS = 256
+MAX_SESSION_ID_CHARS = 256
 MAX_OWNER_CHARS = 1024  # what a server may put before it to tell the sessions of its callers apart
-MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+INT32 = 2**31  # counts and offsets lie below it
+MIN_PRIORITY, MAX_PRIORITY = -INT32, INT32 - 1
+MAX_CHOICES = 128  # answers to one prompt
 MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts times answers to each
 
 # A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
