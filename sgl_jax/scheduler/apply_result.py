@@ -21,6 +21,7 @@ from sgl_jax.core.step_plan import (
     RowIndex,
     StepPlan,
 )
+from sgl_jax.scheduler.draft_policy import learn_from_drafts
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
@@ -132,10 +133,9 @@ def _count_drafts(ranks: Ranks, rows: RowIndex, drafted: Int32Array, tokens: Int
     running.unread_drafts[rows] -= drafted
     running.planned_len[rows] += accepted
     ranks.commit_rows(rows, tables.kv_committed_len[rows] + accepted)
-    bounds, known_len = ranks.bounds(rows), running.known_len[rows]
-    for k, own_rows in enumerate(ranks.split(rows, bounds)):
-        part = slice(bounds[k], bounds[k + 1])
-        ranks.ranks[k].drafts.learn(own_rows, drafted[part], accepted[part], known_len[part])
+    ranks.num_drafted += int(drafted.sum())
+    ranks.num_accepted += int(accepted.sum())
+    learn_from_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)
 
 
 def _output(

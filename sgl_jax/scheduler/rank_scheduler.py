@@ -24,7 +24,7 @@ from sgl_jax.mem_cache.release import (
     roll_back_lease,
 )
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
-from sgl_jax.scheduler.draft_policy import DraftPolicy
+from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
@@ -55,7 +55,6 @@ class RankScheduler:
         self.running = RunningRows(
             columns or RowColumns.empty(sizes.num_rows, sizes.max_context_len)
         )
-        self.drafts = DraftPolicy(sizes)
         self.reserve = AdmissionReserve(args.schedule_conservativeness)
         self.num_retracted = 0
         self.num_evicted_sessions = 0
@@ -63,6 +62,7 @@ class RankScheduler:
         self.num_preempted = 0  # of these, for requests of higher priority
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
         self.num_cached_tokens = 0
+        self._max_draft_tokens = sizes.max_draft_tokens
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
         self._max_session_pages = int(args.session_memory_fraction * sizes.num_pages)
@@ -148,7 +148,7 @@ class RankScheduler:
         request.state = RequestState.RUNNING
         stop_ids = self._stop_ids(request)
         self.running.add(lease.row, request, stop_ids)
-        self.drafts.add(lease.row)
+        start_drafting(self.running, lease.row, self._max_draft_tokens)
         self._unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
             tokens=request.tokens[start:],

@@ -34,7 +34,10 @@ class Ranks:
             self.ranks.append(RankScheduler(dp_rank, sizes, args, tables, columns))
         self.page_size = sizes.page_size
         self._num_rows = sizes.num_rows
+        self.max_draft_tokens = sizes.max_draft_tokens
         self.num_generated_tokens = 0  # by requests of all ranks
+        self.num_drafted = 0  # tokens whose result was read, and of these:
+        self.num_accepted = 0  # past a stop as well
         self._memories = [rank.memory for rank in self.ranks]
         self._active_parts = [rank.running.active for rank in self.ranks]
         self._active = self.join(self._active_parts)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
-from sgl_jax.core.step_plan import BoolArray, Int32Array, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Float32Array, Int32Array, RowIndex
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 
@@ -49,13 +49,17 @@ class RowColumns:
     # Prompt position from which on the successors' log-probabilities are wanted; NOT_SCORED
     # where none are, or all have been planned.
     score_start: Int32Array
+    # How useful drafts were: see `draft_policy.py`.
+    draft_gain: Float32Array  # accepted tokens per step, a moving average
+    draft_from_len: Int32Array  # no drafts before so many tokens are known
+    draft_pause: Int32Array  # tokens without drafts, next time that they prove useless
     is_unsent: BoolArray  # nothing sent yet: the first output carries more than a token
     rids: np.ndarray  # object[n] of str
 
     @classmethod
     def empty(cls, num_rows: int, max_context_len: int) -> "RowColumns":
         """Columns of `num_rows` rows that nothing runs in."""
-        lens = np.zeros((6, num_rows), np.int32)
+        lens = np.zeros((8, num_rows), np.int32)
         return cls(
             # Zeroed lazily by the operating system: only rows and positions in use take memory.
             tokens=np.zeros((num_rows, -(-max_context_len // TOKEN_BLOCK) * TOKEN_BLOCK), np.int32),
@@ -72,6 +76,9 @@ class RowColumns:
             top_logprobs_num=np.zeros(num_rows, np.int32),
             num_logprob_ids=np.zeros(num_rows, np.int32),
             score_start=np.full(num_rows, NOT_SCORED, np.int32),
+            draft_gain=np.zeros(num_rows, np.float32),
+            draft_from_len=lens[6],
+            draft_pause=lens[7],
             is_unsent=np.zeros(num_rows, np.bool_),
             rids=np.full(num_rows, "", dtype=object),
         )

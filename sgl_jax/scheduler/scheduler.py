@@ -324,8 +324,8 @@ class Scheduler:
             "prompt_tokens": sum(rank.num_prompt_tokens for rank in self.ranks),
             "cached_tokens": sum(rank.num_cached_tokens for rank in self.ranks),
             "generated_tokens": self._all_ranks.num_generated_tokens,
-            "drafted_tokens": sum(rank.drafts.num_drafted for rank in self.ranks),
-            "accepted_draft_tokens": sum(rank.drafts.num_accepted for rank in self.ranks),
+            "drafted_tokens": self._all_ranks.num_drafted,
+            "accepted_draft_tokens": self._all_ranks.num_accepted,
             "steps_planned": self._steps,
         }
 

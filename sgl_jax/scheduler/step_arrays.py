@@ -54,7 +54,7 @@ class _JointStep(NamedTuple):
         num_drafts = np.zeros(len(rows), np.int32)
         for builder, first, end in zip(builders, bounds[:-1], bounds[1:], strict=True):
             first_chunk = first + len(builder.decode_rows)
-            if builder.rank.drafts.is_on:
+            if ranks.max_draft_tokens:
                 num_drafts[first:first_chunk] = builder.num_drafts
             if builder.chunk_lens:
                 num_tokens[first_chunk:end] = builder.chunk_lens

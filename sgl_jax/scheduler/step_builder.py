@@ -15,6 +15,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.release import free_tail
+from sgl_jax.scheduler.draft_policy import choose_drafts
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.runnable import Runnable, decode_ends
@@ -43,6 +44,7 @@ class StepBuilder:
         self.num_prefill_tokens = runnable.num_prefill_tokens
         self._has_slots = runnable.has_slots
         self._prefilling = runnable.prefilling
+        self._max_draft_tokens = sizes.max_draft_tokens
         self._shapes = sizes.step_token_shapes
         self.chunk_size = sizes.max_chunk_tokens  # of prompts; what is left of it:
         self._budget = self.chunk_size
@@ -157,14 +159,10 @@ class StepBuilder:
 
     def _grow_for_drafts(self) -> Int32Array:
         """Choose each decode row's drafts and reserve their slots; none if memory is short."""
-        rows, running = self.decode_rows, self.rank.running
-        if not self.rank.drafts.is_on:
+        rows = self.decode_rows
+        if not self._max_draft_tokens:
             return np.zeros(len(rows), np.int32)
-        drafts = self.rank.drafts.choose(rows, running.known_len[rows])
-        if not np.count_nonzero(drafts):
-            return drafts
-        longest = running.planned_len[rows] + running.unread_drafts[rows] + 1
-        drafts = np.clip(running.max_len[rows] - longest, 0, drafts)
+        drafts = choose_drafts(self.rank.running, rows, self._max_draft_tokens)
         if self.rank.memory.grow_rows(rows, self._decode_ends(rows) + drafts):
             return drafts
         return np.zeros_like(drafts)

@@ -32,6 +32,7 @@ _PLANNER = "sgl_jax/scheduler/step_builder.py"
 _BUILDER = "sgl_jax/scheduler/step_arrays.py"
 _RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
+_DRAFTS = "sgl_jax/scheduler/draft_policy.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
@@ -629,9 +630,9 @@ MUTATIONS = (
     ),
     Mutation(
         "draft past the tokens asked for",
-        _PLANNER,
-        "drafts = np.clip(running.max_len[rows] - longest, 0, drafts)",
-        "drafts = np.clip(running.max_len[rows] - longest + 1, 0, drafts)",
+        _DRAFTS,
+        "np.clip(running.max_len[rows] - longest, 0, most)",
+        "np.clip(running.max_len[rows] - longest + 1, 0, most)",
     ),
     Mutation(
         "save the lengths of what was launched, not of what was read",

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.draft_policy import DraftPolicy
-from tests.scheduler.driver import make_sizes
+from sgl_jax.scheduler.draft_policy import choose_drafts, learn_from_drafts, start_drafting
+from sgl_jax.scheduler.running_rows import RowColumns
 
-ROWS = np.array([2, 5], np.int32)
+ROWS = np.array([2, 5])
+MOST = 4
 
 
 def ints(*values: int) -> Int32Array:
@@ -15,38 +16,60 @@ def ints(*values: int) -> Int32Array:
 
 
 @pytest.fixture
-def policy() -> DraftPolicy:
-    policy = DraftPolicy(make_sizes(max_draft_tokens=4))
+def running() -> RowColumns:
+    running = RowColumns.empty(num_rows=8, max_context_len=16)
+    running.max_len[:] = 1_000_000
     for row in ROWS.tolist():
-        policy.add(row)
-    return policy
+        start_drafting(running, row, MOST)
+    return running
 
 
-def test_new_requests_draft(policy: DraftPolicy) -> None:
-    assert policy.choose(ROWS, ints(10, 20)).tolist() == [4, 4]
+def choose(running: RowColumns, rows: np.ndarray, *known_lens: int) -> list[int]:
+    running.known_len[rows] = running.planned_len[rows] = known_lens
+    return choose_drafts(running, rows, MOST).tolist()
 
 
-def test_useless_drafts_pause_and_useful_ones_go_on(policy: DraftPolicy) -> None:
-    lens = ints(10, 10)
+def learn(running: RowColumns, accepted: tuple[int, ...], *known_lens: int) -> None:
+    rows = ROWS[: len(accepted)]
+    running.known_len[rows] = known_lens
+    learn_from_drafts(running, rows, np.full(len(rows), MOST, np.int32), ints(*accepted), MOST)
+
+
+def test_new_requests_draft(running: RowColumns) -> None:
+    assert choose(running, ROWS, 10, 20) == [4, 4]
+
+
+def test_no_request_drafts_past_its_end(running: RowColumns) -> None:
+    running.max_len[ROWS] = 13, 10
+    assert choose(running, ROWS, 10, 10) == [2, 0]
+    running.unread_drafts[2] = 1
+    assert choose(running, ROWS, 10, 10) == [1, 0]
+
+
+def test_useless_drafts_pause_and_useful_ones_go_on(running: RowColumns) -> None:
+    for step in range(1, 11):
+        learn(running, (0, 3), 10 + step, 10 + 4 * step)
+    assert choose(running, ROWS, 20, 50) == [0, 4]
+
+
+def test_what_was_not_drafted_teaches_nothing(running: RowColumns) -> None:
     for _ in range(10):
-        lens = lens + ints(1, 4)
-        policy.learn(ROWS, ints(4, 4), ints(0, 3), lens)
-    assert policy.choose(ROWS, lens).tolist() == [0, 4]
-    assert (policy.num_drafted, policy.num_accepted) == (80, 30)
+        learn_from_drafts(running, ROWS, ints(0, 0), ints(0, 0), MOST)
+    assert choose(running, ROWS, 10, 20) == [4, 4]
 
 
 def test_a_pause_ends_and_a_row_that_fails_again_pauses_sooner_and_longer(
-    policy: DraftPolicy,
+    running: RowColumns,
 ) -> None:
     length = 10
     steps_until_pause, pauses = [], []
     for _ in range(5):
         steps, pause = 0, 0
-        while policy.choose(ROWS[:1], ints(length)).any():
+        while choose(running, ROWS[:1], length) == [4]:
             steps, length = steps + 1, length + 1
-            policy.learn(ROWS[:1], ints(4), ints(0), ints(length))
+            learn(running, (0,), length)
         steps_until_pause.append(steps)
-        while not policy.choose(ROWS[:1], ints(length)).any():
+        while choose(running, ROWS[:1], length) == [0]:
             length, pause = length + 1, pause + 1
         pauses.append(pause)
     assert steps_until_pause[0] > 3
@@ -54,13 +77,8 @@ def test_a_pause_ends_and_a_row_that_fails_again_pauses_sooner_and_longer(
     assert pauses == [8, 16, 32, 64, 64]
 
 
-def test_a_new_request_in_a_paused_row_drafts(policy: DraftPolicy) -> None:
+def test_a_new_request_in_a_paused_row_drafts(running: RowColumns) -> None:
     for length in range(10, 30):
-        policy.learn(ROWS[:1], ints(4), ints(0), ints(length))
-    policy.add(2)
-    assert policy.choose(ROWS[:1], ints(3)).tolist() == [4]
-
-
-def test_without_speculation_nothing_is_drafted() -> None:
-    policy = DraftPolicy(make_sizes())
-    assert policy.choose(ROWS, ints(10, 20)).tolist() == [0, 0]
+        learn(running, (0,), length)
+    start_drafting(running, 2, MOST)
+    assert choose(running, ROWS[:1], 3) == [4]

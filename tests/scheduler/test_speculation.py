@@ -160,9 +160,9 @@ def test_useless_drafts_are_given_up() -> None:
     driver = with_executor(make_driver(num_pages=64), UselessDrafts)
     driver.submit(generate("r", [1, 2, 3], 100))
     driver.run()
-    drafts = driver.scheduler.ranks[0].drafts
-    assert drafts.num_accepted == 0
-    assert 0 < drafts.num_drafted < 0.3 * K * 100
+    counters = driver.scheduler.counters()
+    assert counters["accepted_draft_tokens"] == 0
+    assert 0 < counters["drafted_tokens"] < 0.3 * K * 100
     driver.check_tokens("r")
 
 
