@@ -38,8 +38,8 @@ Made by `python scripts/make_request_fields.py`, which reads the code; a test co
 A null counts as not given. A field that is not listed is refused by name with a 400, and so is a
 value outside the range given here. *Not served* fields are those of OpenAI, SGLang and sglang-jax
 that clients, benches and routers send although they ask for nothing: the values listed are taken
-(also as a list with one for each prompt), any other is refused. *Without effect* is taken whatever
-it says.
+(also as a list with one for each prompt), any other is refused. *Without effect* is taken with
+any value.
 
 Ranges are those of float32 arithmetic: a `temperature` below 1e-6 is greedy, and a `top_p` that
 keeps only the likeliest token may be as small as one likes.

@@ -55,7 +55,7 @@ class FaultyExecutor:
 
     def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
         number, self.num_read = self.num_read, self.num_read + 1
-        if self.delay_s:  # to sleep for no time is to give way to whoever else is there
+        if self.delay_s:  # to sleep for no time lets other threads run
             time.sleep(self.delay_s)
         if number in self.failing_results:
             self.num_failed += 1

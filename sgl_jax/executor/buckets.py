@@ -51,7 +51,7 @@ class Buckets(NamedTuple):
     all: tuple[Bucket, ...]
 
     def smallest(self, tokens: int) -> Bucket:
-        """The smallest shape for `tokens` query tokens, whatever rows they belong to."""
+        """The smallest shape for `tokens` query tokens, of any number of rows."""
         return next(bucket for bucket in self.all if bucket.tokens >= tokens)
 
 

@@ -31,7 +31,7 @@ class CompileWatch:
         self._armed = True
 
     def disarm(self) -> bool:
-        """Compilations are in order again, or somebody else's. Returns whether it was armed."""
+        """Stop counting compilations. Returns whether they were counted."""
         was_armed, self._armed = self._armed, False
         return was_armed
 

@@ -90,7 +90,7 @@ def set_compilation_cache(directory: str | None) -> Path | None:
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"the compilation cache {path} must belong to this user and be writable by nobody "
+            f"the compilation cache {path} must belong to this user and be writable by no one "
             "else; name another with --compilation-cache-dir, or 'none'"
         )
     jax.config.update("jax_compilation_cache_dir", str(path))

@@ -1,4 +1,4 @@
-"""Where each (rank, slot) of a step lies in the arrays that go to the device and come back.
+"""Where each (rank, row) of a step lies in the arrays that go to the device and come back.
 
 Arrays are laid out `[rank 0 | padding | rank 1 | padding ...]`, sharded over 'data', so that each
 rank sees its own rows alone. Everything about a step's rows passes through here, both ways; what

@@ -162,7 +162,7 @@ def _write_tokens(
 ) -> jax.Array:
     """Put the first counts[i] of tokens[i] into the table from positions[i] on.
 
-    The rest goes to the null row, which nobody reads for a result.
+    The rest goes to the null row, which no result is read from.
     """
     ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     is_kept = ahead < counts[:, None]

@@ -171,9 +171,9 @@ def _check_owners(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding
     if len(wrong):
         yield Finding("owners that no holder claims", wrong)
     free = np.sort(allocator.free_pages())
-    owned_by_nobody = np.flatnonzero(allocator.owners() == FREE)
-    if not np.array_equal(free, owned_by_nobody):
-        missing = np.setxor1d(free, owned_by_nobody)
+    unowned = np.flatnonzero(allocator.owners() == FREE)
+    if not np.array_equal(free, unowned):
+        missing = np.setxor1d(free, unowned)
         values, counts = np.unique(free, return_counts=True)
         listed_twice = values[counts > 1]
         yield Finding("the free list is wrong", np.union1d(missing, listed_twice).astype(np.int32))

@@ -179,7 +179,7 @@ class ReqToTokenPool(RowTables):
     def free(self, row: int) -> None:
         """Give a row back; its lengths and page list are cleared."""
         if not self._held[row]:
-            raise LeaseError(f"row {row} is given back, but nobody holds it")
+            raise LeaseError(f"row {row} is given back, but is not held")
         self._held[row] = False
         self.unlist_pages(row)
         self.lengths[:, row] = 0

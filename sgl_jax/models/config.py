@@ -1,6 +1,6 @@
 """What a model is: the fields of a Hugging Face `config.json` that matter, checked.
 
-Owns the reading of config files. Whatever the engine cannot honour is refused here, by name, and
+Owns the reading of config files. What the engine cannot honour is refused here, by name, and
 never ignored.
 """
 

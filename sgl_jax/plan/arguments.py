@@ -81,7 +81,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     parser.add_argument(
         "--sweep",
         action="store_true",
-        help="plan every dp x tp that uses the whole slice, whatever --dp-size and --tp-size",
+        help="plan every dp x tp that uses the whole slice, instead of --dp-size and --tp-size",
     )
     parser.add_argument(
         "--plot", type=Path, help=f"with --sweep: file for a plot ({', '.join(PLOT_SUFFIXES)})"

@@ -18,7 +18,7 @@ from sgl_jax.models.config import ModelConfig, MoeConfig
 class VisitBundles(NamedTuple):
     """Instructions of one visit of the kernel, one a cycle."""
 
-    any: int  # whatever its size
+    any: int  # independent of its size
     per_matrix_mib: int  # loading the matrix unit's weights
     per_gflop: int  # of the whole tile of lines
 

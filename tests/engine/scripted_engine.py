@@ -53,7 +53,7 @@ LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
 LATE_TOKENS = 3
 HISTORY = 100  # tokens of every session
 DP_SIZE = 2
-MAX_RUNNING = 4  # what the front is told; the script runs whatever comes
+MAX_RUNNING = 4  # what the front is told; the script runs all that comes
 LOGPROB = -0.5
 EOS = 1
 

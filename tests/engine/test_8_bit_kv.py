@@ -1,4 +1,4 @@
-"""The demonstration model with a KV cache of 8 bits: right answers, whatever happens meanwhile."""
+"""The demonstration model with a KV cache of 8 bits: right answers, after retracts too."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def answer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def calm(answer, scales):
-    """The answers with scales, of one chip that retracts nobody."""
+    """The answers with scales, of one chip, without retracts."""
     return answer(kv_cache_scales=scales)[0]
 
 

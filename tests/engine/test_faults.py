@@ -74,7 +74,7 @@ class Rig:
         self.core.executor = self.executor
 
     def run(self, script: Iterator[list[FrontMessage]]) -> ScriptedChannel:
-        """Serve the script's messages, then shut down; the books must balance."""
+        """Serve the script's messages, then shut down; the ledger must balance."""
         channel = ScriptedChannel(script)
         self.core._is_shutting_down = False
         self.core.run(channel, close=False)

@@ -189,7 +189,7 @@ def test_a_finished_stream_is_not_aborted(rig: Rig) -> None:
 
 @pytest.mark.parametrize("has_session", [True, False])
 @pytest.mark.parametrize("is_taken", [True, False])
-def test_of_a_turn_whose_end_nobody_took_the_engine_hears(
+def test_the_engine_hears_of_a_turn_whose_end_was_not_delivered(
     rig: Rig, has_session: bool, is_taken: bool
 ) -> None:
     """It ended well there, and the session would go on from it."""
@@ -223,7 +223,7 @@ def test_of_a_turn_left_in_flight_it_hears_whose_it_was(rig: Rig) -> None:
 
 
 def test_a_turn_that_was_refused_is_not_taken_back(rig: Rig) -> None:
-    request = rig.front.checks.prepare([5], SamplingParams(), session=SessionTurn(id="nobody"))
+    request = rig.front.checks.prepare([5], SamplingParams(), session=SessionTurn(id="missing"))
     stream = rig.front.start(request, rig.wake)
     rig.step()
     assert stream.finish is not None
@@ -231,7 +231,7 @@ def test_a_turn_that_was_refused_is_not_taken_back(rig: Rig) -> None:
     assert rig.sent(AbortRequest) == []
 
 
-def test_a_length_that_nobody_asked_for_is_marked_as_such(rig: Rig) -> None:
+def test_a_default_length_is_marked_as_such(rig: Rig) -> None:
     for sampling, is_default in (
         (SamplingParams(), True),
         (SamplingParams(max_new_tokens=9), False),
@@ -251,7 +251,7 @@ def test_aborting_by_name_ends_the_stream_with_an_abort(rig: Rig) -> None:
     assert finish is not None
     assert finish.type == "abort"
     assert other.finish is None
-    assert rig.front.abort("nobody") == 0
+    assert rig.front.abort("missing") == 0
     assert rig.front.abort("") == 1
 
 
@@ -259,7 +259,7 @@ def test_the_front_counts_what_the_engine_has_not_spoken_of(rig: Rig) -> None:
     streams = [rig.start("hello") for _ in range(MAX_QUEUED + MAX_RUNNING)]
     with pytest.raises(QueueFullError, match="--max-queued-requests"):
         rig.start("hello")
-    for stream in streams:  # what was sent lies there, whoever waits for it
+    for stream in streams:  # what was sent lies there, awaited or not
         rig.front.abandon(stream)
     with pytest.raises(QueueFullError):
         rig.start("hello")

@@ -1,4 +1,4 @@
-"""The books are broken on purpose, everywhere the engine may notice: it ends, or repairs itself.
+"""Memory records broken wherever the engine may notice: it ends, or repairs itself.
 
 A real engine loop and scheduler on an executor that checks what every step would read. The real
 executor in a real process: `tests/live/test_memory_defects.py`.

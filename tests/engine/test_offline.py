@@ -129,7 +129,7 @@ def test_values_that_float32_cannot_hold_leave_the_likeliest_token(
     assert engine.generate("Hello", {**random, **edge}).output_ids == greedy
 
 
-def test_same_seed_same_answer_whatever_else_runs(engine: Engine) -> None:
+def test_same_seed_same_answer_beside_other_requests(engine: Engine) -> None:
     sampling = {"temperature": 1.0, "seed": 5, "max_new_tokens": 12, "ignore_eos": True}
     alone = engine.generate("Hello", sampling).output_ids
     crowd = engine.generate(["Hello", "a", "b", "c"], [sampling] + [{"seed": 1}] * 3)

@@ -136,7 +136,7 @@ def test_a_turn_that_is_left_early_never_was(engine: Engine) -> None:
 
 
 def test_nor_was_one_that_had_ended_when_it_was_left(engine: Engine) -> None:
-    """In the engine, unseen: what it had to say was there, and nobody took it."""
+    """In the engine, unseen: its output was there, and was not taken."""
     session_id = engine.open_session(streaming=True)
     first = [301, 302, 303]
     history = first + turn(engine, session_id, first).output_ids
@@ -297,14 +297,14 @@ def test_what_a_session_cannot_take_is_refused_and_changes_nothing(engine: Engin
         ({"replace": True}, "without replace"),
         ({"offset": 1}, "without offset"),
         ({"drop_previous_output": True}, "without drop_previous_output"),
-        ({"rid": "nobody"}, "not to 'nobody'"),
+        ({"rid": "missing"}, "not to 'missing'"),
     ):
         with pytest.raises(GenerationError, match=reason):
             turn(engine, session_id, [302], **params)
     with pytest.raises(GenerationError, match="exceed the 40 tokens that the session can hold"):
         turn(engine, session_id, [302] * 40)
     with pytest.raises(GenerationError, match="there is no session"):
-        turn(engine, "nobody", [302])
+        turn(engine, "missing", [302])
     with pytest.raises(InvalidRequestError, match="one prompt at a time, got 2"):
         engine.generate([[1], [2]], GREEDY, session_params={"id": session_id})
     with pytest.raises(InvalidRequestError, match="unknown field `branch`"):

@@ -338,7 +338,7 @@ def test_warm_up_compiles_everything_that_is_ever_launched(make_args):
         plan, _ = driver.plan(4, return_logprob=True)
         executor.result(executor.launch(plan))
     assert executor.num_compiles_after_ready == 0
-    jax.jit(lambda x: x * 3 + 1)(np.ones(3))  # somebody compiles
+    jax.jit(lambda x: x * 3 + 1)(np.ones(3))  # a compilation besides the steps
     assert executor.num_compiles_after_ready == 1
     executor.close()
 

@@ -1,6 +1,6 @@
 """Each process of a server is ended, stopped, slowed or starved in each phase of the server's life.
 
-Whatever happens, every client gets its answer or hears an error, the exit code is right, nothing
+Under every fault, each client gets its answer or hears an error, the exit code is right, nothing
 takes longer than 30 seconds, and neither a process nor a socket is left.
 
 The default run has some of the cases, on the server with a scripted engine; `-m long` has all, on
@@ -122,7 +122,7 @@ def server_in(program: str, phase: str, model: Path) -> Iterator[tuple[Server, C
 
 
 @pytest.mark.parametrize(("program", "phase", "who", "fault"), CASES)
-def test_whatever_happens_ends_well(
+def test_every_fault_ends_well(
     program: str, phase: str, who: str, fault: str, scripted_model: Path
 ) -> None:
     with server_in(program, phase, scripted_model) as (server, client):

@@ -32,7 +32,7 @@ def sends(name: str, path: str, body: bytes, *allowed: int) -> Attack:
 
 
 def sends_raw(name: str, *pieces: bytes, allowed: Iterable[int] = (0, 400)) -> Attack:
-    """Bytes on a connection, whatever they mean."""
+    """Bytes on a connection, as they are."""
     return Attack(name, lambda server: [raw(server, pieces)], tuple(allowed))
 
 

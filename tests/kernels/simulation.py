@@ -2,7 +2,7 @@
 
 `simulate` runs a function that contains Pallas kernels and fails on a race and on a semaphore
 that a kernel left behind. Neither execution mode sees every mistake: with `LAZY` a DMA moves its
-bytes only when somebody waits for it, so a missing wait gives wrong values; with `EAGER` it moves
+bytes only when it is waited for, so a missing wait gives wrong values; with `EAGER` it moves
 them at once, and the race detector speaks. So every kernel is tested in both.
 """
 
@@ -18,7 +18,7 @@ from jax._src import dispatch
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # holds the races flag
 from jax.experimental.pallas import tpu as pltpu
 
-# Memory nobody wrote is NaN in both: any read of it shows.
+# Memory that was not written is NaN in both: any read of it shows.
 LAZY = pltpu.InterpretParams(dma_execution_mode="on_wait")
 EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
 MODES = {"lazy": LAZY, "eager": EAGER}
@@ -31,7 +31,7 @@ class SimulationError(AssertionError):
 
 
 class NoWait:
-    """A DMA that nobody waits for: a fault to seed."""
+    """A DMA that is not waited for: a fault to seed."""
 
     def __init__(self, copy: Any) -> None:
         self.copy = copy

@@ -1,4 +1,4 @@
-"""A real server whose engine's books are broken from outside: it serves on, or ends and says why.
+"""A real server, its memory records broken from outside: it serves on, or ends and says why.
 
 The engine process is told where to break by a module that Python imports at its start.
 """

@@ -125,7 +125,7 @@ def test_a_regular_session_branches(client: Client) -> None:
         assert answer["output_ids"] == whole["output_ids"], params
         assert answer["meta_info"]["prompt_tokens"] == len(expected) + 2
     assert "has no turn" in client.refusal(
-        "/generate", text="hi", session_params={"id": session_id, "rid": "nobody"}
+        "/generate", text="hi", session_params={"id": session_id, "rid": "missing"}
     )
 
 
@@ -232,9 +232,9 @@ def test_a_chat_is_answered_as_without_its_session_and_computes_only_what_is_new
     )
     assert "471" not in edited.choices[0].message.content
     assert edited.usage.prompt_tokens_details.cached_tokens > 100
-    with pytest.raises(openai.BadRequestError, match="there is no session 'nobody'"):
+    with pytest.raises(openai.BadRequestError, match="there is no session 'missing'"):
         chat.chat.completions.create(
-            model="demo", messages=messages[:1], extra_body={"session_id": "nobody"}
+            model="demo", messages=messages[:1], extra_body={"session_id": "missing"}
         )
 
 

@@ -124,7 +124,7 @@ def test_survivors_are_right_and_nothing_leaks(server: LiveServer) -> None:
     recording = server.log.with_name(RECORDING)
     try:
         check_survivors(server)
-        # Whatever it decided in all this, a scheduler that is told the same decides again.
+        # A scheduler that is told the same decides the same again.
         command = [sys.executable, "-m", "sgl_jax.replay", str(recording)]
         replay = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert replay.returncode == 0, replay.stdout + replay.stderr

@@ -1,4 +1,4 @@
-"""Every way the books can be wrong is found, and the message says where."""
+"""Every way the records can be wrong is found, and the message says where."""
 
 from collections.abc import Callable
 
@@ -299,7 +299,7 @@ def test_an_audit_finds_a_row_that_lists_a_page_that_does_not_exist(page: int) -
         audit(memory)
 
 
-def test_a_rebuilt_rank_is_empty_and_sound_whatever_was_wrong_with_it() -> None:
+def test_a_rebuilt_rank_is_empty_and_sound_after_any_defect() -> None:
     for corrupt, _ in CORRUPTIONS:
         memory = busy_memory()
         memory.cache.evict(1)

@@ -44,7 +44,7 @@ MISUSES = {
     "a row's page as the tree": (pages(1), TREE, "row 1"),
     "the null page": (pages(0), 1, "reserved"),
     "the null page as reserved": (pages(0), RESERVED, "reserved"),
-    "a free page as nobody": (pages(6), FREE, "free"),
+    "a free page as unowned": (pages(6), FREE, "free"),
     "a page twice in one call": (pages(1, 2, 1), 1, r"twice.*\[1\]"),
     "a negative page": (pages(1, -1), 1, r"no such page \[-1\]"),
     "a page past the end": (pages(8, 1), 1, r"no such page \[8\]"),

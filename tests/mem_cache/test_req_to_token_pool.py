@@ -40,10 +40,10 @@ def test_a_row_given_back_is_clean_and_of_a_new_epoch() -> None:
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_row_nobody_holds_cannot_be_given_back(row: int) -> None:
+def test_a_row_that_is_not_held_cannot_be_given_back(row: int) -> None:
     pool = ReqToTokenPool(num_rows=3, pages_per_row=4)
     epochs = pool.epoch.tolist()
-    with pytest.raises(LeaseError, match=f"row {row} is given back, but nobody holds it"):
+    with pytest.raises(LeaseError, match=f"row {row} is given back, but is not held"):
         pool.free(row)
     assert pool.num_free == 2
     assert pool.epoch.tolist() == epochs
@@ -99,7 +99,7 @@ class RowMachine(RuleBasedStateMachine):
     @rule(row=st.integers(0, 5))
     def free(self, row: int) -> None:
         if row not in self.held:
-            with pytest.raises(LeaseError, match="nobody holds it"):
+            with pytest.raises(LeaseError, match="is not held"):
                 self.pool.free(row)
             return
         self.pool.free(row)
@@ -169,7 +169,7 @@ def test_the_log_tells_all_that_rows_list_of_all_ranks(acts: list[tuple[str, int
     assert len(joint.page_log.take().cells) == 0
 
 
-def test_a_log_that_nobody_takes_is_bounded_and_tells_all_the_same() -> None:
+def test_a_log_that_is_not_taken_is_bounded_and_tells_all_the_same() -> None:
     joint = RowTables.empty(4, 3)
     part = joint.part(slice(2, 4))
     for page in range(1, 100):

@@ -69,7 +69,7 @@ def run_tests(root: Path) -> tuple[int, str]:
 
 
 def snapshot(folder: Path) -> None:
-    """Copy what the tests need into `folder`, so that nobody's edits disturb the run."""
+    """Copy what the tests need into `folder`, so that no edit disturbs the run."""
     for name in COPIED:
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")

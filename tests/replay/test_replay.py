@@ -71,7 +71,7 @@ def eventful_driver() -> Driver:
     driver.submit(generate("lost", [1, 2, 3], 20))
     driver.step()
     driver.in_flight.clear()
-    driver.events.rebuild("the books were wrong")
+    driver.events.rebuild("the records were wrong")
     driver.collect()
     driver.submit(generate("after", [1, 2, 3], 20))
     driver.run()

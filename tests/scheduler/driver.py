@@ -82,7 +82,7 @@ class Driver:
     """One engine loop. With `overlap`, a step is planned before the last one is committed.
 
     `max_unread` steps may be in flight when one is planned; by default 1 with `overlap`, else 0.
-    Whatever goes through `events` is recorded, to be run again with `python -m sgl_jax.replay`.
+    All that goes through `events` is recorded, to be run again with `python -m sgl_jax.replay`.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Driver:
         return path
 
     def run(self, max_steps: int = 5000) -> None:
-        """Step until idle, then prove the books."""
+        """Step until idle, then prove the ledger."""
         for _ in range(max_steps):
             self.step()
             if self.scheduler.is_idle and not self.in_flight:

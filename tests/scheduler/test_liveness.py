@@ -157,7 +157,7 @@ def test_what_is_shared_is_waited_for_no_longer_than_its_request_needs() -> None
 
 
 @pytest.mark.parametrize("ending", ["abort", "retract"])
-def test_whoever_waited_for_a_prefix_computes_it_if_its_request_is_gone(ending: str) -> None:
+def test_the_request_that_waited_for_a_prefix_computes_it_if_the_first_is_gone(ending: str) -> None:
     sizes = make_sizes(num_pages=200, max_context_len=300, max_chunk_tokens=16)
     driver = Driver(sizes, SchedulerArgs())
     shared = [i % 47 for i in range(64)]

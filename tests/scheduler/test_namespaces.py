@@ -218,7 +218,7 @@ def test_a_session_that_lost_its_memory_matches_its_own_namespace_again() -> Non
 @pytest.mark.parametrize(
     ("enabled", "low_first", "expected"), [(False, False, 0), (True, False, 7), (True, True, -7)]
 )
-def test_larger_is_more_important_inside_whatever_clients_say(
+def test_larger_is_more_important_inside_by_either_convention(
     enabled: bool, low_first: bool, expected: int
 ) -> None:
     config = replace(

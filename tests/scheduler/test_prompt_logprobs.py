@@ -1,4 +1,4 @@
-"""Prompt log-probabilities: every position asked for, once, whatever happens to the request."""
+"""Prompt log-probabilities: every position asked for, once, also through retracts and aborts."""
 
 from typing import Any
 

@@ -79,7 +79,7 @@ def test_with_overlap_slots_are_held_for_two_steps_ahead() -> None:
         driver.step()
         committed, allocated = lengths(driver, "r")
         ahead.append(allocated - committed)
-    # The drafts of the step in flight, and those of the step before it that nobody has read.
+    # The drafts of the step in flight, and those of the step before it, whose result was not read.
     assert max(ahead) == 2 * K
     driver.run()
 

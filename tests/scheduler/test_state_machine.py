@@ -224,8 +224,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def messages_for_unknown_requests_do_nothing(self) -> None:
         before = self.driver.scheduler.memory_views()
-        self.driver.events.abort(AbortRequest(rid="nobody"))
-        self.driver.events.stop(StopRequest(rid="nobody", num_output_tokens=1))
+        self.driver.events.abort(AbortRequest(rid="missing"))
+        self.driver.events.stop(StopRequest(rid="missing", num_output_tokens=1))
         assert self.driver.scheduler.memory_views() == before
 
     @rule()

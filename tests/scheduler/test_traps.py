@@ -277,7 +277,7 @@ def test_retract_on_a_short_rank_leaves_other_ranks_alone() -> None:
 
 
 def test_seeds_and_penalties_follow_their_own_request_from_rank_to_rank() -> None:
-    """Every admission, after retracts too, on whatever rank and row. That the device applies them
+    """Every admission, after retracts too, on any rank and row. That the device applies them
     by row is shown in `tests/executor/test_model_executor.py` and `tests/layers/sampling`."""
     config = SchedulerArgs(
         test_retract=True, test_retract_interval=2, load_balance_method="round_robin"

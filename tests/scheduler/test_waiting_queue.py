@@ -299,7 +299,7 @@ def test_what_was_cached_of_a_request_that_is_gone_is_not_taken_for_the_next_one
 
 
 def test_of_many_that_were_passed_over_one_starts_and_the_others_are_passed_over_anew() -> None:
-    """Else a long queue would be served in order of arrival, whatever its policy and priorities."""
+    """Else a long queue would be served in order of arrival, against its policy and priorities."""
     queue = Queue()
     olds = [queue.add(arrival) for arrival in range(50)]
     for arrival in range(50, 50 + MAX_PASSED_OVER):

@@ -195,8 +195,8 @@ async def test_a_request_is_aborted_by_the_key_that_sent_it_or_an_admins(
                 async with asyncio.timeout(5):
                     while not rig.engine.running:
                         await asyncio.sleep(0.01)
-                # As of a name that nobody uses.
-                assert await abort("b2", rid="me") == await abort("b2", rid="nobody") == 0
+                # As of a name that is not in use.
+                assert await abort("b2", rid="me") == await abort("b2", rid="missing") == 0
                 assert await abort("b2", **everything) == 0
                 assert rig.engine.running
                 assert await abort(key, **named) == 1

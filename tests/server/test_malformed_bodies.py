@@ -1,4 +1,4 @@
-"""Whatever a client sends, it learns what was wrong with it, and nothing breaks."""
+"""A client learns what was wrong with any body it sends, and nothing breaks."""
 
 from pathlib import Path
 

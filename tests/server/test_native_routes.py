@@ -119,7 +119,7 @@ async def test_an_abort_by_name_ends_the_request(rig: Rig) -> None:
     answer = await running
     assert "aborted by the client" in answer.text
     await rig.until_idle()
-    unknown = await rig.http.post("/abort_request", json={"rid": "nobody"})
+    unknown = await rig.http.post("/abort_request", json={"rid": "missing"})
     assert unknown.json() == {"aborted": 0}
     assert (await rig.http.post("/abort_request", json={})).status_code == 400
 

@@ -56,7 +56,7 @@ async def test_sessions_are_listed_to_their_owner_and_to_the_admin(rig: Rig) -> 
     assert "alice:chat" in await listed(rig, ADMIN)
 
 
-async def test_nobody_closes_forks_or_continues_the_session_of_another(rig: Rig) -> None:
+async def test_no_caller_closes_forks_or_continues_the_session_of_another(rig: Rig) -> None:
     await call(rig, ALICE, "/open_session", session_id="chat", streaming=True)
     stolen = {"session_id": "alice:chat"}
     for fields in ({"session_id": "chat"}, stolen):

@@ -38,7 +38,7 @@ async def post(rig: Rig, path: str, **fields: Any) -> Any:
 
 
 async def call_and_leave(rig: Rig, path: str, fields: dict[str, Any]) -> int:
-    """Send a request and close the connection at once; the status that nobody reads."""
+    """Send a request and close the connection at once; the status that is not read."""
     received = iter([{"type": "http.request", "body": msgspec.json.encode(fields)}])
     statuses = []
 
@@ -89,10 +89,10 @@ async def test_one_session_too_many_is_a_503_that_says_so(rig: Rig) -> None:
 
 @pytest.mark.parametrize("path", ["/open_session", "/fork_session"])
 @pytest.mark.parametrize("end", ["too late", "client gone"])
-async def test_a_session_whose_id_nobody_has_learnt_is_closed(
+async def test_a_session_whose_id_no_client_has_learnt_is_closed(
     rig: Rig, path: str, end: str
 ) -> None:
-    """Else nobody could, and it would count among those that may be open."""
+    """Else no client could, and it would count among those that may be open."""
     await post(rig, "/open_session", session_id="mine", streaming=True)
     fields = {"session_id": "mine"} if path == "/fork_session" else {}
     rig.engine.stand_still()
@@ -159,7 +159,7 @@ async def test_sessions_are_rolled_back_forked_and_listed(rig: Rig) -> None:
     assert [entry["session_id"] for entry in listed["sessions"]][-2:] == ["mine", "other"]
     assert (await rig.http.get("/list_sessions")).json() == listed
     for path in ("/rollback_session", "/fork_session"):
-        answer = await rig.http.post(path, json={"session_id": "nobody", "num_turns": 1})
+        answer = await rig.http.post(path, json={"session_id": "missing", "num_turns": 1})
         assert answer.status_code == 400
 
 
@@ -197,7 +197,7 @@ async def test_a_chat_hands_in_the_whole_conversation(rig: Rig) -> None:
     assert sent_turn(rig) == SessionTurn(id="s", is_whole=True)
     with pytest.raises(openai.BadRequestError, match="no such session"):
         await client.chat.completions.create(
-            model="default", messages=HI, extra_body={"session_id": "nobody"}
+            model="default", messages=HI, extra_body={"session_id": "missing"}
         )
 
 
@@ -231,8 +231,8 @@ async def test_log_probabilities_may_begin_anywhere_in_the_history(rig: Rig) -> 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refused_turn_is_a_plain_400(rig: Rig, stream: bool) -> None:
     for path, fields in (
-        ("/generate", {"text": "hi", "session_params": {"id": "nobody"}}),
-        ("/v1/chat/completions", {"messages": HI, "session_id": "nobody"}),
+        ("/generate", {"text": "hi", "session_params": {"id": "missing"}}),
+        ("/v1/chat/completions", {"messages": HI, "session_id": "missing"}),
     ):
         answer = await rig.http.post(path, json={**fields, "stream": stream})
         assert answer.status_code == 400

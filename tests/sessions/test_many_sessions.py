@@ -213,7 +213,7 @@ def test_each_of_many_evicted_sessions_costs_the_same(radix: bool) -> None:
     assert len(more) == 1, costs
 
 
-def test_to_close_a_session_or_let_its_turn_move_costs_the_same_whatever_waits() -> None:
+def test_to_close_a_session_or_let_its_turn_move_costs_the_same_with_any_queue() -> None:
     costs = []
     for num_waiting in (FEW, MANY):
         engine = Engine(FEW, num_free=400)

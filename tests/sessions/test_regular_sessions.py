@@ -248,7 +248,7 @@ def test_what_continues_a_turn_that_is_cut_late_keeps_what_it_has_read() -> None
     assert tree.session().num_kept == sum(n.num_kept for n in tree.session()._nodes.values())
 
 
-def test_a_turn_whose_end_nobody_saw_never_was_unless_another_has_continued_it() -> None:
+def test_a_turn_whose_end_was_not_delivered_is_undone_unless_continued() -> None:
     tree = Tree()
     first = tree.say("a", [1, 2, 3], [])
     second = tree.say("b", [4], first, rid="a")
@@ -261,7 +261,7 @@ def test_a_turn_whose_end_nobody_saw_never_was_unless_another_has_continued_it()
     tree.amend("c", None)
     assert tree.driver.finish["e"].status_code == 400
     tree.amend("d", None)
-    tree.driver.abort("b")  # whoever asks by name is there, and sees the end
+    tree.driver.abort("b")  # a client that aborts by name is there, and sees the end
     assert tree.described()["num_turns"] == 2
     tree.say("c2", [5], second, rid="b", name="c")
 

@@ -55,7 +55,7 @@ def test_so_does_one_that_crosses_a_turn_which_waits_after_a_retract() -> None:
     go_on(s, s.of["s"].tokens)
 
 
-def test_a_stop_at_the_very_end_of_the_turn_before_disturbs_nobody() -> None:
+def test_a_stop_at_the_very_end_of_the_turn_before_changes_nothing() -> None:
     s = three_turns()
     rid = s.begin("s", [7, 8], 10)
     s.driver.step()
@@ -147,7 +147,7 @@ def test_the_same_conversation_sent_again_is_answered_and_finds_what_it_had_befo
 @pytest.mark.parametrize("num_turns", [1, 2, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("page_size", "radix"), EVERY_MEMORY)
-def test_a_turn_whose_end_nobody_saw_never_was(
+def test_a_turn_whose_end_was_not_delivered_is_undone(
     num_turns: int, page_size: int, radix: bool, overlap: bool
 ) -> None:
     s = talk(page_size=page_size, disable_radix_cache=not radix, pool_tokens=1024, overlap=overlap)
@@ -202,7 +202,7 @@ def test_after_a_stop_that_was_late_the_client_may_still_be_gone() -> None:
     go_on(s, s.of["s"].tokens)
 
 
-def test_a_turn_that_others_have_followed_stays_though_nobody_saw_its_end() -> None:
+def test_a_turn_that_others_have_followed_stays_though_its_end_was_not_delivered() -> None:
     s = three_turns()
     history = s.of["s"].tokens
     for rid in ("s.0", "s.1"):

@@ -59,7 +59,7 @@ def test_closing_an_idle_session_frees_all_but_what_the_tree_keeps() -> None:
 
 
 def test_a_session_is_closed_when_it_was_idle_for_too_long() -> None:
-    """Ticks may pause while nobody needs them: time counts from the first one after a use."""
+    """Ticks may pause while they are not needed: time counts from the first one after a use."""
     s = talk()
     s.driver.tick(0.0)
     assert not s.driver.scheduler.needs_tick(1e6)
@@ -95,7 +95,7 @@ def test_at_rest_a_tick_is_needed_only_when_a_sessions_time_may_be_over() -> Non
     s.driver.tick(100.0)
     assert not any(scheduler.needs_tick(now_s) for now_s in (100.2, 103.0, 105.0))
     s.say("short", [1])
-    assert scheduler.needs_tick(104.0)  # it was used, nobody knows when
+    assert scheduler.needs_tick(104.0)  # it was used, at an unknown time
     s.driver.tick(104.0)
     assert not scheduler.needs_tick(105.0)
     assert scheduler.needs_tick(105.5)  # when it would have ended, had it not been used

@@ -94,7 +94,7 @@ def test_a_turn_aborted_while_it_waits_after_a_retract_never_was(
 @pytest.mark.parametrize("end", ["abort", "stop", "shortage"])
 def test_a_row_whose_tokens_were_never_sent_to_the_device_is_not_kept(end: str) -> None:
     """A retracted turn gets a row again, but no step runs before it ends: on the device the row's
-    tokens are those of whoever had it before, though its pages hold the history."""
+    tokens are those of the request that had it before, though its pages hold the history."""
     s = talk(page_size=4)
     for number in range(3):
         s.say("s", [number, 1, 2, 3], 3)
@@ -169,7 +169,7 @@ def test_a_failed_step_takes_the_memory_of_all_sessions_but_not_what_was_said() 
 
 
 def test_a_memory_that_is_rebuilt_leaves_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by a turn whose end was stated when the books were found wrong."""
+    """Also by a turn whose end was stated when the memory's records were found wrong."""
     s = talk()
     s.open("runs")
     s.say("s", [1, 2, 3])
@@ -180,14 +180,14 @@ def test_a_memory_that_is_rebuilt_leaves_what_was_said(monkeypatch: pytest.Monke
 
     def finish_in_vain(self: RankScheduler, row: int, **kwargs: object) -> None:
         finish(self, row, **kwargs)  # type: ignore[arg-type]
-        raise LedgerError("the books are wrong")
+        raise LedgerError("the records are wrong")
 
     with monkeypatch.context() as patch:
         patch.setattr(RankScheduler, "finish", finish_in_vain)
         with pytest.raises(LedgerError):
             s.run()
     s.driver.in_flight.clear()
-    s.driver.events.rebuild("the books were wrong")
+    s.driver.events.rebuild("the records were wrong")
     s.driver.collect()
     assert s.driver.finish[rid].type == "length"
     s.settle()
@@ -217,7 +217,7 @@ def test_a_turn_that_ends_before_its_first_token_reports_its_whole_prompt_like_o
 # -- lengths -----------------------------------------------------------------------------------
 
 
-def test_a_length_that_nobody_asked_for_gives_way_to_the_history() -> None:
+def test_a_default_length_gives_way_to_the_history() -> None:
     """As for a plain request, whose prompt the front can count."""
     s = talk()
     limit = s.driver.scheduler.sizes.max_request_tokens
@@ -263,7 +263,7 @@ def test_what_a_streaming_session_does_not_take_is_refused_and_changes_nothing()
     ask(s, "without replace", [4], turn=SessionTurn(id="s", replace=True))
     ask(s, "without drop_previous", [4], turn=SessionTurn(id="s", drop_previous_output=True))
     ask(s, "without offset", [4], turn=SessionTurn(id="s", offset=2))
-    ask(s, "not to 'nobody'", [4], turn=SessionTurn(id="s", rid="nobody"))
+    ask(s, "not to 'missing'", [4], turn=SessionTurn(id="s", rid="missing"))
     ask(s, "there is no session 'x'", [4], turn=SessionTurn(id="x"))
     ask(s, "exceed the", [4] * 300)
     ask(s, "exceed the", [4], max_new_tokens=250)

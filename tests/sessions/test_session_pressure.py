@@ -34,7 +34,7 @@ def test_idle_sessions_go_used_longest_ago_first_before_anything_is_retracted(ra
     s.close_all()
 
 
-def test_nobody_is_evicted_for_a_request_that_does_not_fit_even_so() -> None:
+def test_no_session_is_evicted_for_a_request_that_does_not_fit_even_so() -> None:
     s = talk(page_size=4, pool_tokens=128, disable_radix_cache=True, schedule_conservativeness=0.0)
     for session_id in ("a", "b", "c"):
         s.open(session_id)

@@ -341,7 +341,7 @@ def test_trap_15_a_leaked_lock_is_not_hidden_behind_those_of_idle_sessions() -> 
         s.driver.scheduler.check_balance()
 
 
-def test_trap_15_a_lease_of_nobody_is_not_hidden_among_those_of_idle_sessions() -> None:
+def test_trap_15_a_lost_lease_is_not_hidden_among_those_of_idle_sessions() -> None:
     s = talk(page_size=4)
     s.say("s", list(range(10)), 3)
     (rank,) = s.driver.scheduler.ranks

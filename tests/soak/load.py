@@ -78,7 +78,7 @@ class Clients:
         return [kind.__name__ for kind in self._kinds]
 
     async def one(self, rng: random.Random) -> None:
-        """Whatever comes next."""
+        """The next request."""
         (kind,) = rng.choices(list(self._kinds), list(self._kinds.values()))
         try:
             await self._do(kind, rng)

@@ -3,7 +3,7 @@
 Owns the rounds (load, then rest and proof), the table, and the verdict. What clients do is in
 `load.py` (a mixed load) and `conversations.py` (sessions), what befalls the server beside them in
 `faults.py`. For the mixed load the server runs with everything that makes memory move: two ranks,
-a small pool, forced retracts, drafts, and books that are proved after every step.
+a small pool, forced retracts, drafts, and a ledger that is proved after every step.
 """
 
 import asyncio

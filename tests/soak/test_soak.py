@@ -96,7 +96,7 @@ class OneStream:
 
 @asynccontextmanager
 async def one_stream(*, ends: bool) -> AsyncIterator[OneStream]:
-    """Streams an event to whoever connects, and then ends or stands still."""
+    """Streams an event to each client that connects, and then ends or stands still."""
     stream = OneStream()
     gone = asyncio.Event()
 

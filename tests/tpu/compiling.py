@@ -28,7 +28,7 @@ def compile_on(mesh, function, *arguments, donated=()):
     placed = jax.tree.map(lambda array: array.update(sharding=whole), arguments)
     with jax.set_mesh(mesh):
         lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
-    # Of all threads of this process, whoever else is at work on the machine.
+    # Of all threads of this process alone: the machine may be busy.
     start = time.process_time()
     return lowered.compile(), time.process_time() - start
 

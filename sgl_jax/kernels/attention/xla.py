@@ -15,7 +15,7 @@ from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch
 from sgl_jax.kernels.attention.cache_dtype import as_float32, is_packed, new_slots
 from sgl_jax.kernels.attention.scores import MASKED, ScoreOptions
 
-# Decode meets DECODE_BLOCKS blocks of keys at once, of whatever rows: one operation each would
+# Decode meets DECODE_BLOCKS blocks of keys at once, of any rows: one operation each would
 # be too small to be worth its launch.
 DECODE_BLOCKS = 8
 DECODE_KEYS = 64

@@ -1,4 +1,4 @@
-"""The grouped product that mixtures of experts make, and the one place that chooses who answers.
+"""The grouped product of mixtures of experts, and the one place that chooses its implementation.
 
 Every implementation has the signature of `GroupedMatmul`.
 """
@@ -50,7 +50,7 @@ def grouped_matmul_implementation(platform: str, *, simulate: bool = False) -> G
     the groups in use take its place.
     """
     if platform == "tpu" or (platform == "cpu" and simulate):
-        # Here and not above: who does not use Pallas does not wait for its import.
+        # Here and not above: without Pallas, its import is not waited for.
         from jax.experimental.pallas import tpu as pltpu
 
         from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul

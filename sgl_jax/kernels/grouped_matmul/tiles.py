@@ -36,5 +36,5 @@ def choose_tiles(
 
 
 def max_visits(num_lines: int, num_groups: int, tile_lines: int) -> int:
-    """Most pairs of a group and a tile that it has lines in, whatever the groups' sizes."""
+    """Most pairs of a group and a tile that it has lines in, for any sizes of the groups."""
     return min(num_groups, num_lines) + -(-num_lines // tile_lines) - 1

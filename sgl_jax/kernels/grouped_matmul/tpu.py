@@ -1,6 +1,6 @@
 """The grouped product for TPU: a Pallas kernel that reads the matrices of all layers in place.
 
-Lines are cut into tiles, whatever their groups. A *visit* is a group and a tile that it has lines
+Lines are cut into tiles regardless of group. A *visit* is a group and a tile that it has lines
 in; it multiplies the whole tile with the group's matrix and keeps the group's lines. Visits are
 ordered by group, and so by tile, hence
 

@@ -1,6 +1,6 @@
 """Logits as the head leaves them: each tensor chip has the columns of its slice of the vocabulary.
 
-A greedy token needs one value and one index of each chip. Whatever looks at whole rows (sampling,
+A greedy token needs one value and one index of each chip. What needs whole rows (sampling,
 log-probabilities) does so on one chip for each row, and only its results are sent to the others:
 rows of a large vocabulary, in float32, are the largest arrays that a step could exchange.
 """

@@ -208,7 +208,7 @@ class Pages(NamedTuple):
         """Zero V in the slots of one page of a buffer outside of [first, stop); None is no bound.
 
         Their weight is zero, but zero times what lies there, another row's or no token's, may be
-        NaN. K needs no such care: a masked score is replaced, whatever it was.
+        NaN. K needs no such care: a masked score is replaced, NaN or not.
         """
         kv = self.buffers.kv
         slot = lax.broadcasted_iota(jnp.int32, kv.shape[3:], 0)

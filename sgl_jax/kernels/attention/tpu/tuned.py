@@ -79,7 +79,7 @@ class PrefillBlocks(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What decides the blocks, whatever the group."""
+    """What decides the blocks, for groups of any size."""
 
     rows: int  # of a KV head's matrix of queries: tokens, times the queries of a head
     keys: int

@@ -155,7 +155,7 @@ def test_two_rows_are_right_where_no_bug_was_seeded():
 
 
 def no_wait_for_keys(pages, block):
-    """Compute on whatever the buffer holds."""
+    """Compute on what the buffer holds, arrived or not."""
 
 
 def keys_of_the_other_buffer(kernel, work, attend_heads=prefill.attend_heads):
