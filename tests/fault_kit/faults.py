@@ -44,7 +44,8 @@ def no_memory(process: psutil.Process) -> None:
 
 def no_files(process: psutil.Process) -> None:
     """It can open no more files, sockets included."""
-    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), process.num_fds()))
+    num_fds = process.num_fds()  # once: it opens and closes some
+    process.rlimit(psutil.RLIMIT_NOFILE, (num_fds, num_fds))
 
 
 def no_disk(process: psutil.Process) -> None:
