@@ -5,7 +5,6 @@ with Engine(model_path="models/demo") as engine:
 """
 
 import asyncio
-import dataclasses
 import logging
 import queue
 import sys
@@ -20,7 +19,6 @@ from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
     CloseSession,
     EngineMessage,
-    FinishReason,
     FlushCache,
     ForkSession,
     FrontMessage,
@@ -31,7 +29,6 @@ from sgl_jax.core.messages import (
     Reply,
     RollbackSession,
     Shutdown,
-    TokenLogprobs,
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import InProcessChannel, InProcessClient
@@ -48,8 +45,9 @@ from sgl_jax.engine.offline_inputs import (
     as_options,
     as_sampling,
 )
+from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.request_checks import EngineFacts
-from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.engine.request_stream import RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.tokenizer_check import check_vocabulary
 
@@ -59,30 +57,6 @@ logger = logging.getLogger(__name__)
 _NO_QUEUE_LIMIT = 10_000_000
 # From this many prompts on, a progress bar is worth its line.
 _MANY_PROMPTS = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """What was generated for one prompt (so far, while streaming).
-
-    `logprobs` has one entry per output token, `prompt_logprobs` one per prompt token from
-    `logprob_start_len` on; both are empty unless asked for. `rid` names the request, and so the
-    turn of a session; the prompt of a turn counts the history.
-    """
-
-    text: str
-    output_ids: list[int]
-    finish_reason: FinishReason | None
-    num_prompt_tokens: int
-    cached_tokens: int
-    dp_rank: int
-    logprobs: list[TokenLogprobs]
-    prompt_logprobs: list[TokenLogprobs]
-    rid: str
-
-
-class GenerationError(RuntimeError):
-    """A request ended without a result, through no fault of its own: a step failed, say."""
 
 
 class Engine:
@@ -178,7 +152,7 @@ class Engine:
                     chunk = streams[index].take()
                     if chunk is None or chunk.finish is None:
                         continue
-                    results[index] = _extend(None, chunk, streams[index])
+                    results[index] = extended(None, chunk, streams[index])
                     bar.update()
         except BaseException:
             self._abandon(streams)
@@ -203,7 +177,7 @@ class Engine:
                 ready.get()
                 chunk = streams[0].take()
                 if chunk is not None:
-                    so_far = _extend(so_far, chunk, streams[0])
+                    so_far = extended(so_far, chunk, streams[0])
                     yield so_far
         finally:
             self._abandon(streams)
@@ -237,7 +211,7 @@ class Engine:
                 ready.clear()
                 chunk = streams[0].take()
                 if chunk is not None:
-                    so_far = _extend(so_far, chunk, streams[0])
+                    so_far = extended(so_far, chunk, streams[0])
                     yield so_far
         finally:
             self._abandon(streams)
@@ -419,22 +393,3 @@ class Engine:
         if not reply.ok:
             raise InvalidRequestError(reply.message, reply.data.get("param"))
         return reply.data
-
-
-def _extend(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> Generation:
-    """`so_far` with what `chunk` adds. Raises `GenerationError` if the engine gave up on it."""
-    if chunk.finish is not None and chunk.finish.status_code is not None:
-        raise GenerationError(chunk.finish.message or "the engine gave up on the request")
-    before = so_far or Generation(
-        "", [], None, stream.num_prompt_tokens, 0, 0, [], [], stream.client_rid
-    )
-    return dataclasses.replace(
-        before,
-        text=before.text + chunk.text,
-        output_ids=before.output_ids + chunk.token_ids,
-        finish_reason=chunk.finish,
-        cached_tokens=stream.cached_tokens,
-        dp_rank=stream.dp_rank,
-        logprobs=before.logprobs + chunk.logprobs,
-        prompt_logprobs=before.prompt_logprobs + chunk.prompt_logprobs,
-    )

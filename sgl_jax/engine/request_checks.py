@@ -107,21 +107,8 @@ class RequestChecks:
             InvalidRequestError: names the field and what is allowed.
         """
         self._check_prompt(prompt_ids)
-        room = self._facts.max_request_tokens - len(prompt_ids)
         is_length_default = sampling.max_new_tokens is None
-        if sampling.max_new_tokens is None:
-            wanted = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
-            wanted = max(wanted, min(sampling.min_new_tokens, room))
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=wanted)
-        sampling = sampling.checked(self._facts.vocab_size)
-        assert sampling.max_new_tokens is not None
-        if sampling.max_new_tokens > room:
-            raise ContextLengthError(
-                f"the prompt ({len(prompt_ids)} tokens) and max_new_tokens "
-                f"({sampling.max_new_tokens})",
-                self._facts.max_request_tokens,
-                "max_new_tokens",
-            )
+        sampling = self._checked_sampling(sampling, len(prompt_ids), default_max_new_tokens)
         is_prompt_only = sampling.max_new_tokens == 0
         if is_prompt_only:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=1)
@@ -153,6 +140,26 @@ class RequestChecks:
             namespace=namespace,
             priority=priority,
         )
+
+    def _checked_sampling(
+        self, sampling: SamplingParams, num_prompt_tokens: int, default_max_new_tokens: int | None
+    ) -> SamplingParams:
+        """In range, and with a limit of new tokens that leaves the prompt room."""
+        room = self._facts.max_request_tokens - num_prompt_tokens
+        if sampling.max_new_tokens is None:
+            wanted = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
+            wanted = max(wanted, min(sampling.min_new_tokens, room))
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=wanted)
+        sampling = sampling.checked(self._facts.vocab_size)
+        assert sampling.max_new_tokens is not None
+        if sampling.max_new_tokens > room:
+            raise ContextLengthError(
+                f"the prompt ({num_prompt_tokens} tokens) and max_new_tokens "
+                f"({sampling.max_new_tokens})",
+                self._facts.max_request_tokens,
+                "max_new_tokens",
+            )
+        return sampling
 
     def _check_session(self, turn: SessionTurn, rid: str) -> SessionTurn:
         """The turn under the name that its client gave it, and without a second BOS."""

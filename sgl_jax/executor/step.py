@@ -110,17 +110,7 @@ def run_step(
     successors = token_table.at[token_rows[scored.tokens], batch.positions[scored.tokens] + 1].get(
         mode="clip"
     )
-
-    def score() -> TokenLogprobs:
-        ids = unpack_row_params(row_params[controls.rows[scored.rows]]).logprob_ids
-        return _score(model, hidden[scored.tokens], successors, ids)
-
-    # All ranks take the same branch, though one alone may score: logits are exchanged in it.
-    prompt_logprobs: TokenLogprobs = lax.cond(
-        controls.any_scored,
-        score,
-        lambda: no_logprobs(successors.shape[0]),
-    )
+    prompt_logprobs = _score_if_any(model, controls, hidden, scored, successors, row_params)
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
     by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in wanted))
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
@@ -169,6 +159,27 @@ def _write_tokens(
     return token_table.at[
         jnp.where(is_kept, rows[:, None], 0), jnp.where(is_kept, positions[:, None] + ahead, 0)
     ].set(tokens, mode="drop")
+
+
+def _score_if_any(
+    model: Model,
+    controls: RankControls,
+    hidden: jax.Array,
+    scored: LastQueries,
+    successors: jax.Array,
+    row_params: jax.Array,
+) -> TokenLogprobs:
+    """Log-probabilities of the `successors` of `scored` queries; zeros where none are wanted."""
+
+    def score() -> TokenLogprobs:
+        ids = unpack_row_params(row_params[controls.rows[scored.rows]]).logprob_ids
+        return _score(model, hidden[scored.tokens], successors, ids)
+
+    # All ranks take the same branch, though one alone may score: logits are exchanged in it.
+    result: TokenLogprobs = lax.cond(
+        controls.any_scored, score, lambda: no_logprobs(successors.shape[0])
+    )
+    return result
 
 
 def _score(model: Model, hidden: jax.Array, successors: jax.Array, ids: jax.Array) -> TokenLogprobs:

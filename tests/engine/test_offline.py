@@ -9,7 +9,8 @@ import pytest
 
 from sgl_jax.core.errors import EngineDeadError, EngineStuckError, InvalidRequestError
 from sgl_jax.core.messages import Shutdown
-from sgl_jax.engine.offline import Engine, GenerationError
+from sgl_jax.engine.offline import Engine
+from sgl_jax.engine.offline_results import GenerationError
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}

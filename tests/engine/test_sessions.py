@@ -11,7 +11,8 @@ import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import FinishReason
-from sgl_jax.engine.offline import Engine, Generation, GenerationError
+from sgl_jax.engine.offline import Engine
+from sgl_jax.engine.offline_results import Generation, GenerationError
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}

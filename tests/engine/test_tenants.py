@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.engine.offline import Engine, GenerationError
+from sgl_jax.engine.offline import Engine
+from sgl_jax.engine.offline_results import GenerationError
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 GREEDY = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}

@@ -1,0 +1,49 @@
+"""What the offline `Engine` returns, put together from what the engine sends."""
+
+import dataclasses
+
+from sgl_jax.core.messages import FinishReason, TokenLogprobs
+from sgl_jax.engine.request_stream import Chunk, RequestStream
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What was generated for one prompt (so far, while streaming).
+
+    `logprobs` has one entry per output token, `prompt_logprobs` one per prompt token from
+    `logprob_start_len` on; both are empty unless asked for. `rid` names the request, and so the
+    turn of a session; the prompt of a turn counts the history.
+    """
+
+    text: str
+    output_ids: list[int]
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    cached_tokens: int
+    dp_rank: int
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+    rid: str
+
+
+class GenerationError(RuntimeError):
+    """A request ended without a result, through no fault of its own: a step failed, say."""
+
+
+def extended(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> Generation:
+    """`so_far` with what `chunk` adds. Raises `GenerationError` if the engine gave up on it."""
+    if chunk.finish is not None and chunk.finish.status_code is not None:
+        raise GenerationError(chunk.finish.message or "the engine gave up on the request")
+    before = so_far or Generation(
+        "", [], None, stream.num_prompt_tokens, 0, 0, [], [], stream.client_rid
+    )
+    return dataclasses.replace(
+        before,
+        text=before.text + chunk.text,
+        output_ids=before.output_ids + chunk.token_ids,
+        finish_reason=chunk.finish,
+        cached_tokens=stream.cached_tokens,
+        dp_rank=stream.dp_rank,
+        logprobs=before.logprobs + chunk.logprobs,
+        prompt_logprobs=before.prompt_logprobs + chunk.prompt_logprobs,
+    )
