@@ -100,6 +100,8 @@ class CursorIndex:
 
     def take_moved(self) -> list[PrefixCursor]:
         """The cursors whose length or place has changed since the last call, each once."""
+        if not self._moved:
+            return []
         moved = [cursor for cursor in self._moved if cursor.node is not None]
         self._moved.clear()
         for cursor in moved:

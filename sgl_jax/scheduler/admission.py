@@ -19,6 +19,7 @@ from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.step_room import Option, RankRoom
@@ -90,7 +91,7 @@ class Admission:
             return []
         return [chosen_rank.retract(row, "preempted") for row in chosen]
 
-    def admit_into(self, builders: Sequence[StepBuilder], step: int) -> None:
+    def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
         """Start what can start in step number `step`, of which `builders` are the ranks' shares."""
         if not len(self._waiting):
             return
@@ -98,7 +99,10 @@ class Admission:
         if not due and not any(builder.can_admit and builder.rank.has_row for builder in builders):
             self._holds.clear()
             return
-        rooms = [RankRoom(builder) for builder in builders]
+        rooms = [
+            RankRoom(builder, soonest_end)
+            for builder, soonest_end in zip(builders, ranks.soonest_ends(), strict=True)
+        ]
         self._start_due(rooms, due)
         is_open = np.array([room.is_open for room in rooms])
         if not is_open.any():
@@ -106,20 +110,24 @@ class Admission:
         num_pages = np.array([room.num_pages if room.is_open else 0 for room in rooms], np.int32)
         num_put_off = 0
         for request in self._waiting.candidates(num_pages, is_open, step):
-            if num_put_off == MAX_PUT_OFF or not any(room.is_open for room in rooms):
-                return
             chosen = self._choose(rooms, request, step)
             if chosen is None:
                 continue
             if chosen.fits and chosen.leader is None:
                 self._start(rooms, request, chosen.dp_rank)
                 room = rooms[chosen.dp_rank]
-                num_pages[chosen.dp_rank], is_open[chosen.dp_rank] = room.num_pages, room.is_open
+                is_open[chosen.dp_rank] = room.is_open
+                if room.is_open:
+                    num_pages[chosen.dp_rank] = room.num_pages
+                elif not is_open.any():
+                    return
                 continue
             if chosen.leader is not None:
                 self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             rooms[chosen.dp_rank].num_staying += 1
             num_put_off += 1
+            if num_put_off == MAX_PUT_OFF:
+                return
 
     # -- why others wait ----------------------------------------------------------------------
 

@@ -103,8 +103,7 @@ class RankScheduler:
     def expected_steps_to_ends(self) -> Int32Array:
         """In how many steps each of the running requests may end, if they generate half of what
         they still may."""
-        rows = self.running.active
-        return (self.running.max_len[rows] - self.running.planned_len[rows]) // 2
+        return self.running.expected_steps_to_ends(self.running.active)
 
     def victims_for(self, request: Request, cursor: PrefixCursor, below: int) -> list[int] | None:
         """Rows of running requests of a priority lower than `below` that must go for `request`.

@@ -74,6 +74,13 @@ class Ranks:
             for k, first in enumerate(self._first_rows[:-1].tolist())
         ]
 
+    def soonest_ends(self) -> list[int | None]:
+        """In how many steps the first of each rank's running requests may end; None if it has
+        none. See `expected_steps_to_ends`."""
+        rows, bounds = self.active()
+        steps = self.running.expected_steps_to_ends(rows)
+        return reduced_of_each(np.minimum, steps, bounds)
+
     def locate(self, joint_row: int) -> tuple[RankScheduler, int]:
         """The rank of a joint row, and the row there."""
         dp_rank, row = divmod(joint_row, self._num_rows)
@@ -90,15 +97,14 @@ class Ranks:
         commit_rows(self.tables, self._memories, joint, committed_lens)
 
 
-def largest_of_each(values: Int32Array, bounds: Sequence[int]) -> list[int]:
-    """The largest value of each rank, of values not below 0; 0 where it has none.
+def reduced_of_each(
+    reduction: np.ufunc, values: Int32Array, bounds: Sequence[int]
+) -> list[int | None]:
+    """The `reduction` of each rank's values, as np.maximum; None where it has none.
 
     Those of rank k are `values[bounds[k] : bounds[k + 1]]`.
     """
-    # Of an empty part `reduceat` takes the value that follows: one more, so that there is any.
-    followed = np.concatenate((values, (0,)))
-    largest = np.maximum.reduceat(followed, bounds[:-1]).tolist()
-    return [
-        value if first < end else 0
-        for value, (first, end) in zip(largest, pairwise(bounds), strict=True)
-    ]
+    # `reduceat` reduces up to the next of the starts, so it is not told those of empty parts.
+    starts = [first for first, end in pairwise(bounds) if first < end]
+    reduced = iter(reduction.reduceat(values, starts).tolist() if starts else ())
+    return [next(reduced) if first < end else None for first, end in pairwise(bounds)]

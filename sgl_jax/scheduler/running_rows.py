@@ -119,6 +119,11 @@ class RowColumns:
         is_open: BoolArray = most < self.max_len[rows]
         return is_open
 
+    def expected_steps_to_ends(self, rows: RowIndex) -> Int32Array:
+        """In how many steps each of `rows` may end, if it generates half of what it still may."""
+        steps: Int32Array = (self.max_len[rows] - self.planned_len[rows]) // 2
+        return steps
+
 
 class RunningRows(RowColumns):
     """The columns of a rank's rows; `active` lists the rows in use, oldest first."""

@@ -272,7 +272,7 @@ class Scheduler:
             for row in builder.unservable:
                 self._end_unservable(builder.rank, row)
         if may_start:
-            self._admission.admit_into(builders, self._steps)
+            self._admission.admit_into(self._all_ranks, builders, self._steps)
         if all(builder.is_empty for builder in builders):
             return None
         plan = build_plan(self._all_ranks, builders, self._steps)

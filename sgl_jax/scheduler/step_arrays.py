@@ -12,7 +12,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array, RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.release import publish_prefix
-from sgl_jax.scheduler.ranks import Ranks, largest_of_each
+from sgl_jax.scheduler.ranks import Ranks, reduced_of_each
 from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.step_builder import StepBuilder
 
@@ -111,7 +111,8 @@ def _plans(ranks: Ranks, builders: Sequence[StepBuilder], step: _JointStep) -> t
 def _num_pages(ranks: Ranks, step: _JointStep) -> list[int]:
     """For each rank, as many pages as the longest of its rows may need."""
     lens = step.ends + step.unread + step.num_drafts
-    return [-(-length // ranks.page_size) for length in largest_of_each(lens, step.bounds)]
+    longest = reduced_of_each(np.maximum, lens, step.bounds)
+    return [-(-(length or 0) // ranks.page_size) for length in longest]
 
 
 def _num_scored(ranks: Ranks, step: _JointStep) -> list[Int32Array | None]:
@@ -130,7 +131,8 @@ def _top_logprobs_nums(ranks: Ranks, step: _JointStep) -> list[int | None]:
     if not np.count_nonzero(reports):
         return [None] * len(step.parts)
     counts = np.where(reports, running.top_logprobs_num[step.rows] + 1, 0)
-    return [count - 1 if count else None for count in largest_of_each(counts, step.bounds)]
+    most = reduced_of_each(np.maximum, counts, step.bounds)
+    return [count - 1 if count else None for count in most]
 
 
 def _num_logprob_ids(

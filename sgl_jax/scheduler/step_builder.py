@@ -71,6 +71,11 @@ class StepBuilder:
         memory that was just taken from one request is for those it was taken for."""
         return self._budget > 0 and not self.retracted
 
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a row has more than one token to compute, or had when the step was begun."""
+        return bool(self._prefilling)
+
     def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
         """Start a waiting request that fits, with a first chunk; answers its row.
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.in_flight import InFlight, Leader
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
@@ -30,18 +29,23 @@ class Option(NamedTuple):
 
 
 class RankRoom:
-    """What one rank can take, of whose share of the step `builder` is."""
+    """What one rank can take.
 
-    def __init__(self, builder: StepBuilder) -> None:
+    Args:
+        builder: the rank's share of the step.
+        soonest_end: in how many steps the first of its running requests may end; None without any.
+    """
+
+    def __init__(self, builder: StepBuilder, soonest_end: int | None) -> None:
         self.rank: RankScheduler = builder.rank
         self.num_staying = 0  # requests that are to wait for room here though others have it
         self._builder = builder
         self.chunk_size = builder.chunk_size
+        self._soonest_end = soonest_end
         self._is_held = False
         # Looked up when they are first asked for.
         self._num_pages: int | None = None
         self._num_reserved: int | None = None
-        self._steps_to_ends: Int32Array | None = None
         self._in_flight: InFlight | None = None
         self._look()
 
@@ -102,6 +106,8 @@ class RankRoom:
 
     def leader(self, request: Request, cursor: PrefixCursor) -> Leader | None:
         """The row computing more of the request's tokens here than the tree has."""
+        if not self._builder.is_prefilling:
+            return None
         if self._in_flight is None:
             min_tokens = self.chunk_size // _MIN_SHARED_PART
             self._in_flight = InFlight(self.rank, self._builder.prefilling_rows(), min_tokens)
@@ -119,17 +125,17 @@ class RankRoom:
         # The reserve of the others is as it was.
         more = self.rank.reserve.pages_of(row, self.rank.memory, self.rank.running)
         self._num_reserved, self._num_pages = num_reserved + more, None
+        end = int(self.rank.running.expected_steps_to_ends(np.array([row]))[0])
+        self._soonest_end = end if self._soonest_end is None else min(self._soonest_end, end)
         self._look()
         if self._in_flight is not None:
             self._in_flight.add(row)
 
     def _steps_to_room(self) -> int:
         """Steps until so many requests have ended as wait for room, and one more."""
-        if self._steps_to_ends is None:
-            self._steps_to_ends = self.rank.expected_steps_to_ends()
-        ends = self._steps_to_ends
-        if not len(ends):
+        if self._soonest_end is None:
             return 1
         if not self.num_staying:
-            return int(ends.min())
-        return int(np.sort(ends)[min(self.num_staying, len(ends) - 1)])
+            return self._soonest_end
+        ends = np.sort(self.rank.expected_steps_to_ends())
+        return int(ends[min(self.num_staying, len(ends) - 1)])

@@ -73,7 +73,8 @@ class WaitingQueue:
         self._arrival = np.zeros(capacity, np.int64)
         self._priority = np.zeros(capacity, np.int64)
         self._is_retracted = np.zeros(capacity, np.bool_)
-        self._passed_over = np.zeros(capacity, np.int32)  # younger requests that started before
+        # Younger requests that started before; 0 where none waits.
+        self._passed_over = np.zeros(capacity, np.int32)
         # The running request whose prefix a request waits for: rank, row, the row's epoch, and the
         # protected length at which the prefix is there.
         self._has_leader = np.zeros(capacity, np.bool_)
@@ -115,7 +116,6 @@ class WaitingQueue:
         self._priority[line] = request.priority
         self._priorities.add(request.priority)
         self._is_retracted[line] = request.num_retractions > 0
-        self._passed_over[line] = 0
         self._has_leader[line] = False
         self._stay_rank[line] = _NO_RANK
 
@@ -135,6 +135,7 @@ class WaitingQueue:
             memory.cache.unfollow(cursor)
         self._priorities.remove(int(self._priority[line]))
         self._is_waiting[line] = False
+        self._passed_over[line] = 0
         heappush(self._free_lines, line)
         while self._end and not self._is_waiting[self._end - 1]:
             self._end -= 1
@@ -161,6 +162,7 @@ class WaitingQueue:
         self._free_lines.clear()
         self._priorities = PriorityCounts()
         self._is_waiting[: self._end] = False
+        self._passed_over[: self._end] = 0
         self._end = 0
 
     def waits_due(self, rid: str) -> bool:
@@ -226,14 +228,15 @@ class WaitingQueue:
         may_start[self._following()] = False
         may_start[self._staying(is_open, step)] = False
         ranks = is_open.nonzero()[0]
-        lines, least = self._fitting(may_start, ranks, room[ranks])
-        if not len(lines):
-            return
-        keys = self._order_keys(lines)
         known_room = room[ranks]
+        least = self._least_pages(may_start, ranks, known_room)
+        may_fit = np.logical_or.reduce(least <= known_room[:, None])
+        if not np.count_nonzero(may_fit):
+            return
+        keys = self._order_keys(may_fit)
         while keys[first := keys.argmin()] != _LAST:
             keys[first] = _LAST
-            yield self._by_line[int(lines[first])]
+            yield self._by_line[int(first)]
             room_now = np.where(is_open, room, -1)[ranks]
             if np.count_nonzero(room_now != known_room):  # one has started
                 may_fit = np.logical_or.reduce(least <= room_now[:, None])
@@ -242,10 +245,7 @@ class WaitingQueue:
 
     def due(self) -> list[Request]:
         """Requests that are due, oldest first, whether or not they may start."""
-        end = self._end
-        lines = np.flatnonzero(
-            self._is_waiting[:end] & (self._passed_over[:end] >= self._max_passed_over)
-        )
+        lines = (self._passed_over[: self._end] >= self._max_passed_over).nonzero()[0]
         if len(lines) > 1:
             lines = lines[np.argsort(self._arrival[lines])]
         return [self._by_line[line] for line in lines.tolist()]
@@ -287,14 +287,15 @@ class WaitingQueue:
 
     def _take_moves(self) -> None:
         """Take over what has changed on the ranks' trees."""
-        moved_lines = []
         for dp_rank, memory in enumerate(self._memories):
-            for cursor in memory.cache.take_moved():
-                self._cached_pages[dp_rank, cursor.tag] = cursor.length // memory.page_size
-                self._place[dp_rank, cursor.tag] = cursor.place
-                moved_lines.append(cursor.tag)
-        if moved_lines:
-            self._note_most_cached(np.array(moved_lines))
+            moved = memory.cache.take_moved()
+            if not moved:
+                continue
+            lines = np.array([cursor.tag for cursor in moved])
+            lengths = np.array([cursor.length for cursor in moved])
+            self._cached_pages[dp_rank, lines] = lengths // memory.page_size
+            self._place[dp_rank, lines] = [cursor.place for cursor in moved]
+            self._note_most_cached(lines)
 
     def _note_most_cached(self, lines: Int64Array) -> None:
         self._most_cached[lines] = np.maximum.reduce(
@@ -304,6 +305,8 @@ class WaitingQueue:
     def _following(self) -> Int64Array:
         """The lines of requests that wait for a prefix that is being computed."""
         lines = (self._has_leader[: self._end] & self._is_waiting[: self._end]).nonzero()[0]
+        if not len(lines):
+            return lines
         is_following = [self.leader_of(self._by_line[line]) is not None for line in lines.tolist()]
         following: Int64Array = lines[np.array(is_following, np.bool_)]
         return following
@@ -317,10 +320,10 @@ class WaitingQueue:
         staying: Int64Array = lines[(ranks != _NO_RANK) & ~is_open[ranks]]
         return staying
 
-    def _fitting(
-        self, may_start: BoolArray, ranks: IntpArray, room: Int32Array
-    ) -> tuple[Int64Array, Int32Array]:
-        """The lines that fit one of `ranks`, and the pages that each takes there at least.
+    def _least_pages(self, may_start: BoolArray, ranks: IntpArray, room: Int32Array) -> Int32Array:
+        """The pages that each line takes at least on each of `ranks`: int32[len(ranks), _end].
+
+        `_NEVER` where it is not allowed, or does not fit though as much were cached as now.
 
         Args:
             may_start: bool[_end], the lines to look at.
@@ -329,23 +332,18 @@ class WaitingQueue:
 
         What starts in this step may let others share more of what is cached, but takes more room
         than that: so it makes none fit that does not fit now, and a request that fits now takes
-        at least the pages that are not cached. These are int32[len(ranks), len(lines)]; `_NEVER`
-        where it does not fit, or is not allowed.
+        at least the pages that are not cached.
         """
-        end, room = self._end, room[:, None]
-        may_run, num_pages = self._may_run[ranks, :end] & may_start, self._num_pages[:end]
-        least = np.where(may_run, num_pages - self._cached_pages[ranks, :end], _NEVER)
-        lines = np.logical_or.reduce(least <= room).nonzero()[0]
-        least = least[:, lines]
+        room, num_pages = room[:, None], self._num_pages[: self._end]
+        may_run = self._may_run[ranks, : self._end] & may_start
+        least = np.where(may_run, num_pages - self._cached_pages[ranks, : self._end], _NEVER)
         # Only what depends on how much of the prefix is in use is looked at more closely.
         fits_alone = np.logical_or.reduce(may_run & (num_pages <= room))
-        doubtful = (~fits_alone[lines]).nonzero()[0]
-        if not len(doubtful):
-            return lines, least
-        fits = self._pages_needed(lines[doubtful], ranks) <= room
-        least[:, doubtful] = np.where(fits, least[:, doubtful], _NEVER)
-        may_fit = np.logical_or.reduce(least <= room)
-        return lines[may_fit], least[:, may_fit]
+        doubtful = (np.logical_or.reduce(least <= room) & ~fits_alone).nonzero()[0]
+        if len(doubtful):
+            fits = self._pages_needed(doubtful, ranks) <= room
+            least[:, doubtful] = np.where(fits, least[:, doubtful], _NEVER)
+        return least
 
     def _pages_needed(self, lines: Int64Array, ranks: IntpArray) -> Int32Array:
         """Pages that each of `lines` takes beside what is in use of its prefix.
@@ -363,27 +361,32 @@ class WaitingQueue:
             needed[k] = self._num_pages[lines] - np.minimum(in_use[places], cached)
         return needed
 
-    def _order_keys(self, lines: Int64Array) -> Int64Array:
-        """One number for each of `lines` that sorts as the order says."""
-        arrival = self._arrival[lines]
-        arrival = np.minimum(arrival - arrival.min(), (1 << _ARRIVAL_BITS) - 1)
-        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
+    def _order_keys(self, may_fit: BoolArray) -> Int64Array:
+        """A number for each line that sorts as the order says; `_LAST` for all but `may_fit`,
+        which are any."""
+        end = self._end
+        arrival = self._arrival[:end] - np.minimum.reduce(self._arrival[:end][may_fit])
+        keys: Int64Array = (~self._is_retracted[:end]).astype(np.int64)
         if self._priorities.differ:
-            keys += _levels(self._priority[lines]) << 1
+            keys += self._priority_levels() << 1
         keys <<= _CACHED_BITS
         if self._uses_cached_len:
             most = (1 << _CACHED_BITS) - 1
-            keys += most - np.minimum(self._most_cached[lines], most)
-        keys[self._passed_over[lines] >= self._max_passed_over] = -1
+            keys += most - np.minimum(self._most_cached[:end], most)
+        keys[self._passed_over[:end] >= self._max_passed_over] = -1
         keys <<= _ARRIVAL_BITS
-        keys += arrival
+        keys += np.minimum(arrival, (1 << _ARRIVAL_BITS) - 1)
+        keys[~may_fit] = _LAST
         return keys
 
-
-def _levels(priority: Int64Array) -> Int64Array:
-    """0 for the highest priority, and more for lower ones, in `_PRIORITY_BITS`."""
-    most = (1 << _PRIORITY_BITS) - 1
-    levels: Int64Array = priority.max() - priority
-    if levels.max() > most:  # number those that occur
-        _, levels = np.unique(-priority, return_inverse=True)
-    return np.minimum(levels, most)
+    def _priority_levels(self) -> Int64Array:
+        """For each line, 0 for the highest priority that waits and more for lower ones, in
+        `_PRIORITY_BITS`."""
+        highest, lowest = self._priorities.highest, self._priorities.lowest
+        assert highest is not None, "a request waits"
+        assert lowest is not None, "a request waits"
+        most = (1 << _PRIORITY_BITS) - 1
+        levels: Int64Array = highest - self._priority[: self._end]
+        if highest - lowest > most:  # number those that occur
+            _, levels = np.unique(levels, return_inverse=True)
+        return np.minimum(levels, most)

@@ -1418,14 +1418,14 @@ MUTATIONS = (
     Mutation(
         "leave out a request that needs all that is there",
         _QUEUE,
-        "lines = np.logical_or.reduce(least <= room).nonzero()[0]",
-        "lines = np.logical_or.reduce(least < room).nonzero()[0]",
+        "        may_fit = np.logical_or.reduce(least <= known_room[:, None])\n",
+        "        may_fit = np.logical_or.reduce(least < known_room[:, None])\n",
     ),
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
         _QUEUE,
-        "        fits = self._pages_needed(lines[doubtful], ranks) <= room",
-        "        fits = self._pages_needed(lines[doubtful], ranks) < room",
+        "            fits = self._pages_needed(doubtful, ranks) <= room",
+        "            fits = self._pages_needed(doubtful, ranks) < room",
     ),
     Mutation(
         "count nothing of a prefix as in use",
@@ -1436,7 +1436,7 @@ MUTATIONS = (
     Mutation(
         "forget where a cursor went",
         _QUEUE,
-        "                self._place[dp_rank, cursor.tag] = cursor.place\n",
+        "            self._place[dp_rank, lines] = [cursor.place for cursor in moved]\n",
         "",
     ),
     Mutation(
@@ -1448,50 +1448,50 @@ MUTATIONS = (
     Mutation(
         "learn of no prefix that is cached later",
         _QUEUE,
-        "self._cached_pages[dp_rank, cursor.tag] = cursor.length // memory.page_size",
-        "pass",
+        "            self._cached_pages[dp_rank, lines] = lengths // memory.page_size\n",
+        "",
     ),
     Mutation(
         "take what one rank has cached for what all have",
         _QUEUE,
-        "                self._cached_pages[dp_rank, cursor.tag] =",
-        "                self._cached_pages[:, cursor.tag] =",
+        "            self._cached_pages[dp_rank, lines] =",
+        "            self._cached_pages[:, lines] =",
     ),
     Mutation(
         "try the least important first",
         _QUEUE,
-        "levels: Int64Array = priority.max() - priority",
-        "levels: Int64Array = priority - priority.min()",
+        "levels: Int64Array = highest - self._priority[: self._end]",
+        "levels: Int64Array = self._priority[: self._end] - lowest",
     ),
     Mutation(
         "take far priorities for the same",
         _QUEUE,
-        "    if levels.max() > most:  # number those that occur\n",
-        "    if False:\n",
+        "        if highest - lowest > most:  # number those that occur\n",
+        "        if False:\n",
     ),
     Mutation(
         "try the retracted before the more important",
         _QUEUE,
-        """        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
+        """        keys: Int64Array = (~self._is_retracted[:end]).astype(np.int64)
         if self._priorities.differ:
-            keys += _levels(self._priority[lines]) << 1
+            keys += self._priority_levels() << 1
 """,
-        """        keys: Int64Array = (~self._is_retracted[lines]).astype(np.int64)
+        """        keys: Int64Array = (~self._is_retracted[:end]).astype(np.int64)
         keys <<= _PRIORITY_BITS
         if self._priorities.differ:
-            keys += _levels(self._priority[lines])
+            keys += self._priority_levels()
 """,
     ),
     Mutation(
         "try the retracted as if they were new",
         _QUEUE,
-        "(~self._is_retracted[lines]).astype(np.int64)",
-        "np.zeros(len(lines), np.int64)",
+        "(~self._is_retracted[:end]).astype(np.int64)",
+        "np.zeros(end, np.int64)",
     ),
     Mutation(
         "try what is due in its turn",
         _QUEUE,
-        "        keys[self._passed_over[lines] >= self._max_passed_over] = -1\n",
+        "        keys[self._passed_over[:end] >= self._max_passed_over] = -1\n",
         "",
     ),
     Mutation(

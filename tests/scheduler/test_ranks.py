@@ -9,7 +9,7 @@ from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
-from sgl_jax.scheduler.ranks import Ranks, largest_of_each
+from sgl_jax.scheduler.ranks import Ranks, reduced_of_each
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 NUM_ROWS = 6
@@ -44,10 +44,12 @@ def test_split_undoes_join(lists: list[list[int]]) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 100)), min_size=1, max_size=4))
-def test_the_largest_of_each_rank(lists: list[list[int]]) -> None:
+def test_the_extremes_of_each_rank(lists: list[list[int]]) -> None:
     values = np.array([value for part in lists for value in part], np.int32)
     bounds = np.cumsum([0, *map(len, lists)]).tolist()
-    assert largest_of_each(values, bounds) == [max(part, default=0) for part in lists]
+    for reduction, extreme in ((np.maximum, max), (np.minimum, min)):
+        expected = [extreme(part, default=None) for part in lists]
+        assert reduced_of_each(reduction, values, bounds) == expected
 
 
 def test_what_a_rank_writes_stands_in_its_part_of_the_joint_columns() -> None:
