@@ -10,6 +10,7 @@ Annotations say what clients may give for a field; the server checks them, the e
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 
 from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
@@ -268,14 +269,22 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):
     """The outputs of one step, one entry per request that gained something.
 
-    Most requests gain exactly one plain token in most steps: those come as two parallel lists,
-    `rids[i]` gained `tokens[i]`. Everything else (first output, last output, several
-    tokens, log-probabilities) is in `outputs`. A request is in one of the two, not in both.
+    Most requests gain exactly one plain token in most steps: `rids[i]` gained `token_ids()[i]`.
+    Everything else (first output, last output, several tokens, log-probabilities) is in `outputs`.
+    A request is in one of the two, not in both.
+
+    `tokens` are int32, little-endian: a copy of an array, since the engine would take as long to
+    make a list of numbers, and to encode it, as for much else of a step.
     """
 
     outputs: list[RequestOutput] = []
     rids: list[str] = []
-    tokens: list[int] = []
+    tokens: bytes = b""
+
+    def token_ids(self) -> list[int]:
+        """The tokens, one for each of `rids`."""
+        ids: list[int] = np.frombuffer(self.tokens, "<i4").tolist()
+        return ids
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

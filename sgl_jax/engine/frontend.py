@@ -236,7 +236,7 @@ class Frontend:
         num_tokens = 0
         with self._lock:
             streams = self._streams
-            for rid, token in zip(batch.rids, batch.tokens, strict=True):
+            for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
                 stream = streams.get(rid)
                 if stream is None:  # ended here already: overshoot
                     continue

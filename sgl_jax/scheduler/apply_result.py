@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.messages import FinishReason, OutputBatch, RequestOutput, TokenLogprobs
+from sgl_jax.core.messages import FinishReason, RequestOutput, TokenLogprobs
 from sgl_jax.core.step_plan import (
     BoolArray,
     Float32Array,
@@ -22,6 +22,7 @@ from sgl_jax.core.step_plan import (
     StepPlan,
 )
 from sgl_jax.scheduler.draft_policy import learn_from_drafts
+from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
@@ -29,9 +30,9 @@ from sgl_jax.scheduler.running_rows import RowColumns
 
 
 def apply_result(
-    ranks: Ranks, plan: StepPlan, results: Sequence[RankResult], batch: OutputBatch
+    ranks: Ranks, plan: StepPlan, results: Sequence[RankResult], outputs: GainedOutputs
 ) -> list[Request]:
-    """Apply a step's results, append what requests gained to `batch`; returns the finished."""
+    """Apply a step's results, add what requests gained to `outputs`; returns the finished."""
     running, tables = ranks.running, ranks.tables
     planned, bounds = ranks.join([rank_plan.rows for rank_plan in plan.ranks])
     epochs = np.concatenate([rank_plan.epochs for rank_plan in plan.ranks])
@@ -49,16 +50,21 @@ def apply_result(
     num_stop_ids = max(rank.running.num_stop_ids for rank in ranks.ranks)
     if tokens.shape[1] == 1:
         gains = _append_token(running, rows, tokens[:, 0], num_stop_ids)
+        ranks.num_generated_tokens += len(rows)
     else:
         gains = _append_tokens(running, rows, tokens, num_stop_ids)
         drafted = np.concatenate([rank_plan.num_drafts for rank_plan in plan.ranks])[index]
         _count_drafts(ranks, rows, drafted, tokens)
         detailed |= gains.counts > 1
+        ranks.num_generated_tokens += int(gains.counts.sum())
     detailed |= gains.is_finished
     plain = ~detailed
-    batch.rids.extend(running.rids[rows[plain]].tolist())
-    batch.tokens.extend(tokens[:, 0][plain].tolist())
-    ranks.num_generated_tokens += int(np.add.reduce(gains.counts))
+    plain_rows = rows[plain]
+    outputs.add_plain(
+        [rank.running for rank in ranks.ranks],
+        ranks.split(plain_rows, ranks.bounds(plain_rows)),
+        tokens[:, 0][plain],
+    )
 
     done = []
     for i in detailed.nonzero()[0].tolist():
@@ -69,7 +75,7 @@ def apply_result(
             at = int(index[i]) - bounds[rank.dp_rank]
             logprobs = _token_logprobs(rank, row, gained, results[rank.dp_rank], at)
         finish = _finish_reason(gains, i, gained[-1])
-        batch.outputs.append(_output(rank, row, gained, finish, logprobs))
+        outputs.outputs.append(_output(rank, row, gained, finish, logprobs))
         if finish is not None:
             done.append(rank.finish(row))
     return done

@@ -28,6 +28,7 @@ from sgl_jax.scheduler.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.forced_retract import ForcedRetract
+from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
@@ -81,7 +82,7 @@ class Scheduler:
         self._steps = 0
         self._finished = 0
         self._timed_out = 0
-        self._outputs = OutputBatch([], [], [])  # since the last take_outputs
+        self._outputs = GainedOutputs(sizes.dp_size)
 
     # -- events -----------------------------------------------------------------------------
 
@@ -205,7 +206,7 @@ class Scheduler:
                 ends.append(_last_output(request, finish))
             request.state, request.lease = RequestState.FINISHED, None
             self._forget(request, succeeded=request.rid in succeeded)
-        self._outputs = OutputBatch(ends, [], [])
+        self._outputs.clear_to(ends)
         self._waiting.clear()
         for rank in self.ranks:
             rank.rebuild()
@@ -288,11 +289,7 @@ class Scheduler:
 
     def take_outputs(self) -> OutputBatch | None:
         """What requests gained since the last call; None if nothing."""
-        outputs = self._outputs
-        if not outputs.outputs and not outputs.rids:
-            return None
-        self._outputs = OutputBatch([], [], [])
-        return outputs
+        return self._outputs.take()
 
     # -- views ------------------------------------------------------------------------------
 

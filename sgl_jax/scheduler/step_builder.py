@@ -73,7 +73,7 @@ class StepBuilder:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a row has more than one token to compute, or had when the step was begun."""
+        """Whether any row had more than one token to compute, in this step or later."""
         return bool(self._prefilling)
 
     def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int) -> int:

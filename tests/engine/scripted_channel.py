@@ -31,7 +31,7 @@ class ScriptedChannel:
         found: dict[str, list[int]] = {}
         for batch in self.sent:
             if isinstance(batch, OutputBatch):
-                for rid, token in zip(batch.rids, batch.tokens, strict=True):
+                for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
                     found.setdefault(rid, []).append(token)
                 for output in batch.outputs:
                     found.setdefault(output.rid, []).extend(output.token_ids)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from sgl_jax.core.messages import (
     AbortRequest,
@@ -197,7 +198,7 @@ class ScriptedEngine:
         return None
 
     def step(self) -> OutputBatch:
-        batch = OutputBatch([], [], [])
+        batch, tokens = OutputBatch([], [], b""), []
         for rid, running in list(self.running.items()):
             request = running.request
             token = request.input_ids[running.num_output_tokens % len(request.input_ids)]
@@ -207,7 +208,7 @@ class ScriptedEngine:
                 del self.running[rid]
             if finish is None and running.num_output_tokens > 1 and not request.return_logprob:
                 batch.rids.append(rid)
-                batch.tokens.append(token)
+                tokens.append(token)
                 continue
             first = running.num_output_tokens == 1
             batch.outputs.append(
@@ -222,7 +223,7 @@ class ScriptedEngine:
                     prompt_tokens=self.prompt_tokens(request) if first else None,
                 )
             )
-        return batch
+        return msgspec.structs.replace(batch, tokens=np.array(tokens, "<i4").tobytes())
 
     def finish(self, running: Running, token: int) -> FinishReason | None:
         sampling = running.request.sampling

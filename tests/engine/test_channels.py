@@ -38,7 +38,7 @@ OUTPUT = OutputBatch(
         )
     ],
     ["b#2"],
-    [9],
+    b"\t\0\0\0",
 )
 
 

@@ -221,7 +221,7 @@ class Driver:
         batch = self.events.take_outputs()
         if batch is None:
             return
-        for rid, token in zip(batch.rids, batch.tokens, strict=True):
+        for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
             assert rid not in self.finish, f"{rid} got a token after its end"
             self.tokens[rid].append(token)
         for output in batch.outputs:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
@@ -34,8 +35,8 @@ class Liveness:
         self._stayed_since: dict[tuple[str, int], int] = {}  # by rid and retracts before
         admit_into = scheduler._admission.admit_into
 
-        def watched(builders: Sequence[StepBuilder], step: int) -> None:
-            admit_into(builders, step)
+        def watched(ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
+            admit_into(ranks, builders, step)
             self._check_admitted(builders, step)
 
         scheduler._admission.admit_into = watched  # type: ignore[method-assign]
