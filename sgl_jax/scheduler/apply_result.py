@@ -21,6 +21,7 @@ from sgl_jax.core.step_plan import (
     RowIndex,
     StepPlan,
 )
+from sgl_jax.mem_cache.rank_memory import commit_rows
 from sgl_jax.scheduler.draft_policy import learn_from_drafts
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
@@ -138,7 +139,7 @@ def _count_drafts(ranks: Ranks, rows: RowIndex, drafted: Int32Array, tokens: Int
     running, tables = ranks.running, ranks.tables
     running.unread_drafts[rows] -= drafted
     running.planned_len[rows] += accepted
-    ranks.commit_rows(rows, tables.kv_committed_len[rows] + accepted)
+    commit_rows(tables, ranks.memories, rows, tables.kv_committed_len[rows] + accepted)
     ranks.num_drafted += int(drafted.sum())
     ranks.num_accepted += int(accepted.sum())
     learn_from_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)

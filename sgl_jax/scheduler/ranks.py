@@ -13,7 +13,6 @@ import numpy as np
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
-from sgl_jax.mem_cache.rank_memory import commit_rows, grow_rows
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
@@ -38,7 +37,7 @@ class Ranks:
         self.num_generated_tokens = 0  # by requests of all ranks
         self.num_drafted = 0  # tokens whose result was read, and of these:
         self.num_accepted = 0  # past a stop as well
-        self._memories = [rank.memory for rank in self.ranks]
+        self.memories = [rank.memory for rank in self.ranks]
         self._active_parts = [rank.running.active for rank in self.ranks]
         self._active = self.join(self._active_parts)
 
@@ -85,16 +84,6 @@ class Ranks:
         """The rank of a joint row, and the row there."""
         dp_rank, row = divmod(joint_row, self._num_rows)
         return self.ranks[dp_rank], row
-
-    def grow_rows(
-        self, joint: RowIndex, allocated_lens: Int32Array, bounds: Sequence[int]
-    ) -> list[bool]:
-        """Reserve slots; whether there was memory for the rows of each rank. See `grow_rows`."""
-        return grow_rows(self.tables, self._memories, joint, allocated_lens, bounds)
-
-    def commit_rows(self, joint: RowIndex, committed_lens: Int32Array) -> None:
-        """What a launched step writes is committed. See `commit_rows`."""
-        commit_rows(self.tables, self._memories, joint, committed_lens)
 
 
 def reduced_of_each(

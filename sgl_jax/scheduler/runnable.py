@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, RowIndex
+from sgl_jax.mem_cache.rank_memory import grow_rows
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.running_rows import NOT_SCORED, RowColumns
@@ -35,7 +36,8 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
     if num_ones < len(rows):
         decoding = rows[wants_one]
         bounds = ranks.bounds(decoding)
-    fits = ranks.grow_rows(decoding, decode_ends(tables, running, decoding), bounds)
+    ends = decode_ends(tables, running, decoding)
+    fits = grow_rows(tables, ranks.memories, decoding, ends, bounds)
     by_rank = ranks.split(decoding, bounds)
     wants_more = wants_any & ~wants_one
     if num_ones == len(rows) or not np.count_nonzero(wants_more):

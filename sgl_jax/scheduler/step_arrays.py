@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array, RankPlan, RowIndex, StepPlan
+from sgl_jax.mem_cache.rank_memory import commit_rows
 from sgl_jax.mem_cache.release import publish_prefix
 from sgl_jax.scheduler.ranks import Ranks, reduced_of_each
 from sgl_jax.scheduler.running_rows import NOT_SCORED
@@ -147,7 +148,7 @@ def _num_logprob_ids(
 def _commit(ranks: Ranks, step: _JointStep) -> None:
     """From here on the step counts as launched."""
     running = ranks.running
-    ranks.commit_rows(step.rows, step.ends)
+    commit_rows(ranks.tables, ranks.memories, step.rows, step.ends)
     if np.count_nonzero(step.num_drafts):
         running.unread_drafts[step.rows] = step.unread + step.num_drafts
     sampled = step.rows[step.samples]

@@ -625,8 +625,8 @@ MUTATIONS = (
     Mutation(
         "commit drafts at launch",
         _BUILDER,
-        "ranks.commit_rows(step.rows, step.ends)",
-        "ranks.commit_rows(step.rows, step.ends + step.num_drafts)",
+        "commit_rows(ranks.tables, ranks.memories, step.rows, step.ends)",
+        "commit_rows(ranks.tables, ranks.memories, step.rows, step.ends + step.num_drafts)",
     ),
     Mutation(
         "draft past the tokens asked for",

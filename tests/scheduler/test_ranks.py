@@ -9,6 +9,7 @@ from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
+from sgl_jax.mem_cache.rank_memory import commit_rows, grow_rows
 from sgl_jax.scheduler.ranks import Ranks, reduced_of_each
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -76,7 +77,7 @@ def test_ranks_grow_alone_where_another_is_short() -> None:
     joint, bounds = ranks.join(rows_of(own_rows))
     before = ranks.tables.pages.copy()
     lens = np.array([9, 2, 5, 5, 4, 13], np.int32)
-    assert ranks.grow_rows(joint, lens, bounds) == [True, False, True]
+    assert grow_rows(ranks.tables, ranks.memories, joint, lens, bounds) == [True, False, True]
     assert ranks.tables.kv_allocated_len[joint].tolist() == [9, 3, 3, 3, 4, 13]
     assert (ranks.tables.pages != before).sum(axis=1)[joint].tolist() == [2, 0, 0, 0, 0, 3]
     assert [rank.memory.allocator.num_free for rank in ranks.ranks] == [15, 1, 14]
@@ -91,9 +92,9 @@ def test_committing_beyond_the_slots_names_rank_and_row() -> None:
     rows = [rank.memory.open_lease(np.zeros(0, np.int32)).row for rank in ranks.ranks]
     joint, bounds = ranks.join(rows_of([[row] for row in rows]))
     lens = np.array([4, 4], np.int32)
-    assert ranks.grow_rows(joint, lens, bounds) == [True, True]
+    assert grow_rows(ranks.tables, ranks.memories, joint, lens, bounds) == [True, True]
     with pytest.raises(LeaseError, match=rf"rank 1: row {rows[1]} would commit 5 tokens of 4"):
-        ranks.commit_rows(joint, lens + np.array([0, 1], np.int32))
+        commit_rows(ranks.tables, ranks.memories, joint, lens + np.array([0, 1], np.int32))
     assert ranks.tables.kv_committed_len.max() == 0
 
 
