@@ -37,15 +37,13 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from sgl_jax.aot.chips import CHIPS  # noqa: E402
 from sgl_jax.aot.topology import Topology, topology_mesh  # noqa: E402
-from sgl_jax.kernels.attention.batch import AttentionBatch  # noqa: E402
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions  # noqa: E402
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS  # noqa: E402
-from sgl_jax.kernels.attention.scores import ScoreOptions  # noqa: E402
 from sgl_jax.kernels.attention.tpu.decode import decode_attention  # noqa: E402
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention  # noqa: E402
 from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, prefill_blocks  # noqa: E402
 from sgl_jax.kernels.attention.tpu.write import write_kv  # noqa: E402
-from sgl_jax.kernels.grouped_matmul.tiles import choose_tiles  # noqa: E402
-from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul  # noqa: E402
+from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles, tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402
 
 Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16

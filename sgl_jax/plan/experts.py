@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from sgl_jax.aot.chips import Chip
-from sgl_jax.kernels.grouped_matmul.tiles import choose_tiles
+from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
 from sgl_jax.models.config import ModelConfig, MoeConfig
 
 

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from sgl_jax.aot.chips import CHIPS
-from sgl_jax.kernels.attention.batch import AttentionBatch
-from sgl_jax.kernels.attention.scores import ScoreOptions
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.write import write_kv
