@@ -6,7 +6,7 @@
 Every kernel is compiled by the TPU's own compiler (libtpu): attention for Llama-3.1-8B, 32 query
 and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or of 8 bits; the grouped product for
 Qwen3-30B-A3B's 128 experts, their inner width split over four chips. What is read off is the
-schedule (`bench/kernel_schedule.py` says what that means): bundles of the hot loop for each token
+schedule (`kernel_schedule.py` says what that means): bundles of the hot loop for each token
 of KV in decode, for 10**9 floating point operations in prefill, for each run of tokens in the
 write, for each visit of a group to a tile in the grouped product.
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sgl_jax.bench.kernel_schedule import Loop, Schedule, read_schedules, request_dumps
+from kernel_schedule import Loop, Schedule, read_schedules, request_dumps
 
 DUMPS = Path(tempfile.mkdtemp(prefix="kernel_cost"))
 request_dumps(DUMPS)  # before anything loads libtpu
