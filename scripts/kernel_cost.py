@@ -35,8 +35,6 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: 
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
-from sgl_jax.aot.chips import CHIPS  # noqa: E402
-from sgl_jax.aot.topology import Topology, topology_mesh  # noqa: E402
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions  # noqa: E402
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS  # noqa: E402
 from sgl_jax.kernels.attention.tpu.decode import decode_attention  # noqa: E402
@@ -45,6 +43,11 @@ from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, prefill_blocks  #
 from sgl_jax.kernels.attention.tpu.write import write_kv  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles, tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402
+from sgl_jax.planner.topology import (  # noqa: E402
+    CHIPS,
+    Topology,
+    topology_mesh,
+)
 
 Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16
 ROWS, CONTEXT, CHUNK = 64, 4096, 2048
