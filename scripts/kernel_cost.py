@@ -6,7 +6,7 @@
 Every kernel is compiled by the TPU's own compiler (libtpu): attention for Llama-3.1-8B, 32 query
 and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or of 8 bits; the grouped product for
 Qwen3-30B-A3B's 128 experts, their inner width split over four chips. What is read off is the
-schedule (`bench/kernel_schedule.py` says what that means): bundles of the hot loop for each token
+schedule (`kernel_schedule.py` says what that means): bundles of the hot loop for each token
 of KV in decode, for 10**9 floating point operations in prefill, for each run of tokens in the
 write, for each visit of a group to a tile in the grouped product.
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sgl_jax.bench.kernel_schedule import Loop, Schedule, read_schedules, request_dumps
+from kernel_schedule import Loop, Schedule, read_schedules, request_dumps
 
 DUMPS = Path(tempfile.mkdtemp(prefix="kernel_cost"))
 request_dumps(DUMPS)  # before anything loads libtpu
@@ -35,18 +35,19 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: 
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
-from sgl_jax.aot.chips import CHIPS  # noqa: E402
-from sgl_jax.aot.topology import Topology, topology_mesh  # noqa: E402
-from sgl_jax.kernels.attention.batch import AttentionBatch  # noqa: E402
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions  # noqa: E402
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS  # noqa: E402
-from sgl_jax.kernels.attention.scores import ScoreOptions  # noqa: E402
 from sgl_jax.kernels.attention.tpu.decode import decode_attention  # noqa: E402
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention  # noqa: E402
 from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, prefill_blocks  # noqa: E402
 from sgl_jax.kernels.attention.tpu.write import write_kv  # noqa: E402
-from sgl_jax.kernels.grouped_matmul.tiles import choose_tiles  # noqa: E402
-from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul  # noqa: E402
+from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles, tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402
+from sgl_jax.planner.topology import (  # noqa: E402
+    CHIPS,
+    Topology,
+    topology_mesh,
+)
 
 Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16
 ROWS, CONTEXT, CHUNK = 64, 4096, 2048

@@ -24,9 +24,8 @@ import jax
 import jax.numpy as jnp
 import kernel_cost
 from kernel_cost import Kernel, compile_for, hot_loop, step_rows
+from kernel_schedule import Loop, Schedule
 
-from sgl_jax.aot.chips import CHIPS, Chip
-from sgl_jax.bench.kernel_schedule import Loop, Schedule
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
@@ -38,6 +37,7 @@ from sgl_jax.kernels.attention.tpu.tuned import (
     blocks_of,
     default_sizes,
 )
+from sgl_jax.planner.topology import CHIPS, Chip
 
 HEAD_DIM, PAGE_SIZE, GROUP = 128, 128, 4
 KV_HEADS = (1, 2, 4, 8)  # on a chip

@@ -1,6 +1,6 @@
 """The command line: `python -m sgl_jax.launch_server --model-path X`, or `sgl-jax serve ...`.
 
-`sgl-jax plan ...` is the planner (`sgl_jax.plan`).
+`sgl-jax plan ...` is the planner (`sgl_jax.planner`).
 """
 
 import sys
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["plan"]:
         # Here and not above: a server does not wait for the planner's imports.
-        from sgl_jax.plan.command import main as plan
+        from sgl_jax.planner.__main__ import main as plan
 
         return plan(words[1:])
     if words[:1] == ["serve"]:

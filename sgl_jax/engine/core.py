@@ -38,7 +38,7 @@ from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.scheduler.event_log import EventWriter
-from sgl_jax.scheduler.recorder import Recorder, SchedulerEvents
+from sgl_jax.scheduler.recorder import Recorder
 from sgl_jax.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class EngineCore:
         }
         self.scheduler = Scheduler(sizes, args)
         self._recorder = None if writer is None else Recorder(self.scheduler, writer)
-        self.events: SchedulerEvents = self._recorder or self.scheduler
+        self.events: Scheduler | Recorder = self._recorder or self.scheduler
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._log = StepLog(args.decode_log_interval)

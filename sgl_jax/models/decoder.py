@@ -21,8 +21,8 @@ from sgl_jax.kernels.attention.api import AttentionBatch, RaggedPagedAttention
 from sgl_jax.kernels.attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )
-from sgl_jax.kernels.grouped_matmul.blocked import blocked_grouped_matmul
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
+from sgl_jax.kernels.grouped_matmul.xla import blocked_grouped_matmul
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer

@@ -6,7 +6,6 @@ The results of steps come from the recording; there is no device and no executor
 from collections.abc import Callable
 from typing import Any
 
-from sgl_jax.core.messages import Reply
 from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.replay.difference import first_difference
@@ -17,17 +16,13 @@ from sgl_jax.scheduler.events import (
     AskedSession,
     Event,
     FailedAll,
-    Flushed,
     Noted,
     Planned,
     Raised,
     Rebuilt,
-    Refused,
     ResultRead,
     Started,
-    Stopped,
-    Submitted,
-    Ticked,
+    Told,
     TookOutputs,
 )
 from sgl_jax.scheduler.recorder import describe
@@ -57,7 +52,7 @@ class Player:
         self.notes: list[str] = []
         self._check_memory = check_memory
         self._unread: dict[int, StepPlan] = {}  # planned, not committed, by step id
-        self._reply: Reply | None = None  # to the last question about sessions
+        self._reply: Any = None  # of the scheduler to the last event that it was told
         self._error: str | None = None  # raised by the last event
 
     def feed(self, event: Event) -> None:
@@ -89,28 +84,12 @@ class Player:
     def _apply(self, event: Event) -> None:
         scheduler = self.scheduler
         match event:
-            case Submitted():
-                scheduler.submit(event.message)
-            case Refused():
-                scheduler.refuse(event.message, event.text, event.status_code)
-            case Aborted():
-                scheduler.abort(event.message)
-            case Stopped():
-                scheduler.stop(event.message)
-            case AskedSession():
-                self._reply = scheduler.session(event.message)
+            case Told():
+                if isinstance(event, FailedAll | Rebuilt):
+                    self._unread.clear()
+                self._reply = event.tell(scheduler)
             case AnsweredSession():
                 self._compare(event, "reply", event.reply, self._reply)
-            case Flushed():
-                scheduler.flush()
-            case FailedAll():
-                self._unread.clear()
-                scheduler.fail_all(event.reason)
-            case Rebuilt():
-                self._unread.clear()
-                scheduler.rebuild(event.reason)
-            case Ticked():
-                scheduler.tick(event.now_s)
             case Planned():
                 self._plan(event)
             case ResultRead():

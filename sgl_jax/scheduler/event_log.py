@@ -13,7 +13,7 @@ from typing import BinaryIO, Self
 
 import msgspec
 
-from sgl_jax.scheduler.events import LAYOUT, Event, Started, make_decoder, make_encoder
+from sgl_jax.scheduler.events import LAYOUT, Event, Started, Told, make_decoder, make_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class EventWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         return cls(os.fdopen(os.open(path, flags, 0o600), "wb"))
 
-    def write(self, event: Event) -> None:
+    def write(self, event: Event | Told) -> None:
         """Append one event."""
         if not self._has_ended:
             self._append(_frame(self._encoder.encode(event)))

@@ -29,6 +29,7 @@ from sgl_jax.core.step_plan import (
     RowAdmission,
     StepPlan,
 )
+from sgl_jax.scheduler.scheduler import Scheduler
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -39,50 +40,82 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     max_passed_over: int
 
 
-class Submitted(msgspec.Struct, frozen=True, tag=True):
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """Something that a scheduler is told: `tell` does it, and returns the scheduler's answer."""
+
+    def tell(self, scheduler: Scheduler) -> Any:
+        raise NotImplementedError
+
+
+class Submitted(Told, frozen=True):
     message: GenerateRequest
 
+    def tell(self, scheduler: Scheduler) -> None:
+        scheduler.submit(self.message)
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+
+class Refused(Told, frozen=True):
     message: GenerateRequest
     text: str
     status_code: int
 
+    def tell(self, scheduler: Scheduler) -> None:
+        scheduler.refuse(self.message, self.text, self.status_code)
 
-class Aborted(msgspec.Struct, frozen=True, tag=True):
+
+class Aborted(Told, frozen=True):
     message: AbortRequest
 
+    def tell(self, scheduler: Scheduler) -> None:
+        scheduler.abort(self.message)
 
-class Stopped(msgspec.Struct, frozen=True, tag=True):
+
+class Stopped(Told, frozen=True):
     message: StopRequest
 
+    def tell(self, scheduler: Scheduler) -> None:
+        scheduler.stop(self.message)
 
-class AskedSession(msgspec.Struct, frozen=True, tag=True):
+
+class AskedSession(Told, frozen=True):
     """A client asked about sessions."""
 
     message: SessionMessage
+
+    def tell(self, scheduler: Scheduler) -> Reply:
+        return scheduler.session(self.message)
+
+
+class Flushed(Told, frozen=True):
+    def tell(self, scheduler: Scheduler) -> bool:
+        return scheduler.flush()
+
+
+class FailedAll(Told, frozen=True):
+    reason: str
+
+    def tell(self, scheduler: Scheduler) -> None:
+        scheduler.fail_all(self.reason)
+
+
+class Rebuilt(Told, frozen=True):
+    reason: str
+
+    def tell(self, scheduler: Scheduler) -> None:
+        scheduler.rebuild(self.reason)
+
+
+class Ticked(Told, frozen=True):
+    now_s: float
+
+    def tell(self, scheduler: Scheduler) -> None:
+        scheduler.tick(self.now_s)
 
 
 class AnsweredSession(msgspec.Struct, frozen=True, tag=True):
     """What `session` answered to the event before this."""
 
     reply: Reply
-
-
-class Flushed(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class FailedAll(msgspec.Struct, frozen=True, tag=True):
-    reason: str
-
-
-class Rebuilt(msgspec.Struct, frozen=True, tag=True):
-    reason: str
-
-
-class Ticked(msgspec.Struct, frozen=True, tag=True):
-    now_s: float
 
 
 class Planned(msgspec.Struct, frozen=True, tag=True):

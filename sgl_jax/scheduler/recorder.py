@@ -5,7 +5,7 @@ written too. Must never change what the scheduler does.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any
 
 from sgl_jax.core.messages import (
     AbortRequest,
@@ -21,7 +21,6 @@ from sgl_jax.scheduler.events import (
     Aborted,
     AnsweredSession,
     AskedSession,
-    Event,
     FailedAll,
     Flushed,
     Noted,
@@ -34,33 +33,14 @@ from sgl_jax.scheduler.events import (
     Stopped,
     Submitted,
     Ticked,
+    Told,
     TookOutputs,
 )
 from sgl_jax.scheduler.scheduler import Scheduler
 
-T = TypeVar("T")
-
-
-class SchedulerEvents(Protocol):
-    """What the engine loop tells a scheduler and asks of it; see `Scheduler` for each."""
-
-    def submit(self, message: GenerateRequest) -> None: ...
-    def refuse(self, message: GenerateRequest, text: str, status_code: int) -> None: ...
-    def abort(self, message: AbortRequest) -> None: ...
-    def stop(self, message: StopRequest) -> None: ...
-    def session(self, message: SessionMessage) -> Reply: ...
-    def flush(self) -> bool: ...
-    def fail_all(self, reason: str) -> None: ...
-    def rebuild(self, reason: str) -> None: ...
-    def tick(self, now_s: float) -> None: ...
-    def plan(self) -> StepPlan | None: ...
-    def apply_result(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None: ...
-    def take_outputs(self) -> OutputBatch | None: ...
-
 
 class Recorder:
-    """Passes every event on to `scheduler`, which was just made, and writes it. Implements
-    `SchedulerEvents`."""
+    """Passes every event on to `scheduler`, which was just made, and writes it."""
 
     def __init__(self, scheduler: Scheduler, writer: EventWriter) -> None:
         self._scheduler = scheduler
@@ -77,36 +57,33 @@ class Recorder:
         self._writer.write(Noted(text))
 
     def submit(self, message: GenerateRequest) -> None:
-        self._tell(Submitted(message), lambda: self._scheduler.submit(message))
+        self._tell(Submitted(message))
 
     def refuse(self, message: GenerateRequest, text: str, status_code: int) -> None:
-        self._tell(
-            Refused(message, text, status_code),
-            lambda: self._scheduler.refuse(message, text, status_code),
-        )
+        self._tell(Refused(message, text, status_code))
 
     def abort(self, message: AbortRequest) -> None:
-        self._tell(Aborted(message), lambda: self._scheduler.abort(message))
+        self._tell(Aborted(message))
 
     def stop(self, message: StopRequest) -> None:
-        self._tell(Stopped(message), lambda: self._scheduler.stop(message))
+        self._tell(Stopped(message))
 
     def session(self, message: SessionMessage) -> Reply:
-        reply = self._tell(AskedSession(message), lambda: self._scheduler.session(message))
+        reply: Reply = self._tell(AskedSession(message))
         self._writer.write(AnsweredSession(reply))
         return reply
 
     def flush(self) -> bool:
-        return self._tell(Flushed(), self._scheduler.flush)
+        return bool(self._tell(Flushed()))
 
     def fail_all(self, reason: str) -> None:
-        self._tell(FailedAll(reason), lambda: self._scheduler.fail_all(reason))
+        self._tell(FailedAll(reason))
 
     def rebuild(self, reason: str) -> None:
-        self._tell(Rebuilt(reason), lambda: self._scheduler.rebuild(reason))
+        self._tell(Rebuilt(reason))
 
     def tick(self, now_s: float) -> None:
-        self._tell(Ticked(now_s), lambda: self._scheduler.tick(now_s))
+        self._tell(Ticked(now_s))
 
     def plan(self) -> StepPlan | None:
         if self._scheduler.is_idle:
@@ -121,9 +98,8 @@ class Recorder:
         return plan
 
     def apply_result(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
-        self._tell(
-            ResultRead(plan.step_id, results), lambda: self._scheduler.apply_result(plan, results)
-        )
+        event = ResultRead(plan.step_id, results)
+        self._write_and_call(event, lambda: self._scheduler.apply_result(plan, results))
 
     def take_outputs(self) -> OutputBatch | None:
         outputs = self._scheduler.take_outputs()
@@ -131,7 +107,10 @@ class Recorder:
             self._writer.write(TookOutputs(outputs))
         return outputs
 
-    def _tell(self, event: Event, call: Callable[[], T]) -> T:
+    def _tell(self, event: Told) -> Any:
+        return self._write_and_call(event, lambda: event.tell(self._scheduler))
+
+    def _write_and_call(self, event: Told | ResultRead, call: Callable[[], Any]) -> Any:
         self._writer.write(event)
         try:
             return call()

@@ -31,8 +31,7 @@ from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
-from sgl_jax.scheduler.request import Request, RequestState
-from sgl_jax.scheduler.request_len import max_request_len
+from sgl_jax.scheduler.request import Request, RequestState, max_request_len
 from sgl_jax.scheduler.runnable import choose_runnable
 from sgl_jax.scheduler.step_arrays import build_plan
 from sgl_jax.scheduler.step_builder import StepBuilder

@@ -1,6 +1,7 @@
-"""Work for a client, which ends when the client goes away."""
+"""Work for one client: it ends when the client goes away, and lets others have the event loop."""
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -36,3 +37,20 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+_MOST_AT_ONCE_S = 0.005
+
+
+class LoopShare:
+    """Lets others have the event loop now and then: one per piece of long work, which calls `pause`
+    between its parts."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    async def pause(self) -> None:
+        """Let others run, if this work has had the loop for some milliseconds."""
+        if time.perf_counter() - self._since > _MOST_AT_ONCE_S:
+            await asyncio.sleep(0)
+            self._since = time.perf_counter()

@@ -15,11 +15,10 @@ from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.server.api_keys import ANONYMOUS, caller_of
-from sgl_jax.server.connection import unless_gone
+from sgl_jax.server.connection import LoopShare, unless_gone
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.json_body import JsonBodies
 from sgl_jax.server.limits import Limits
-from sgl_jax.server.loop_share import LoopShare
 from sgl_jax.server.text_pool import Ids, TextPool
 
 # What clients and sglang-router send where only one model is known.

@@ -20,10 +20,9 @@ from sgl_jax.core.messages import FinishReason, GenerateRequest, TokenLogprobs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.api_keys import caller_of
-from sgl_jax.server.connection import CLIENT_GONE, while_connected
+from sgl_jax.server.connection import CLIENT_GONE, LoopShare, while_connected
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import abort_error, envelope, to_api_error
-from sgl_jax.server.loop_share import LoopShare
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.api_keys import caller_of
+from sgl_jax.server.connection import LoopShare
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.generation import Answer, json_response, respond
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.logprobs import native_logprobs
-from sgl_jax.server.loop_share import LoopShare
 from sgl_jax.server.meta_info import describe
 from sgl_jax.server.native_protocol import (
     AbortBody,

@@ -3,11 +3,11 @@
 from fastapi import APIRouter, Request, Response
 
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
+from sgl_jax.server.connection import LoopShare
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.generation import json_response, respond
 from sgl_jax.server.json_route import JsonRoute
-from sgl_jax.server.loop_share import LoopShare
 from sgl_jax.server.openai_formats import ChatFormat, CompletionFormat
 from sgl_jax.server.openai_protocol import (
     ChatRequest,

@@ -2,7 +2,7 @@
 
 import os
 
-from sgl_jax.bench.kernel_schedule import UNITS, read_schedules, request_dumps
+from scripts.kernel_schedule import UNITS, read_schedules, request_dumps
 
 BUNDLES = """
 = control target key start

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from sgl_jax.aot.topology import Topology, has_tpu_compiler
 from sgl_jax.bench.trace.planned_time import PlannedStepTime, planned_step_time
 from sgl_jax.bench.trace.reading import (
     BLOCK_TOKENS,
@@ -19,7 +18,8 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs, ServerArgs
 from sgl_jax.core.step_plan import RankPlan, StepPlan
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.plan.step_work import DeviceBytes
+from sgl_jax.planner.step_time import DeviceBytes
+from sgl_jax.planner.topology import Topology, has_tpu_compiler
 from tests.bench.traced import EXCERPT, request
 
 MS = LinearStepTime(1.0, 0.0, 0.0, 0.0)  # every step takes a millisecond

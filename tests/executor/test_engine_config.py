@@ -6,7 +6,7 @@ import pytest
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
-from sgl_jax.plan.arguments import read_config
+from sgl_jax.planner.arguments import read_config
 
 LLAMA = read_config("llama-3.1-8b")
 

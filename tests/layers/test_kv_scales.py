@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.kernels.attention.xla import ragged_paged_attention
-from sgl_jax.layers import kv_scales
+from sgl_jax.layers import attention as attention_module
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.rotary import inverse_frequencies, rotation
@@ -89,12 +89,12 @@ def test_scales_change_what_is_cached_and_not_the_result(tp):
 @pytest.mark.parametrize("wrong_call", [0, 1], ids=["queries", "result"])
 def test_the_scale_of_another_head_is_noticed(wrong_call, monkeypatch):
     expected, _ = attend()
-    times, calls = kv_scales._times, itertools.count()
+    times, calls = attention_module._times, itertools.count()
 
     def of_another_head(x, scales):
         return times(x, scales[::-1] if next(calls) == wrong_call else scales)
 
-    monkeypatch.setattr(kv_scales, "_times", of_another_head)
+    monkeypatch.setattr(attention_module, "_times", of_another_head)
     with pytest.raises(AssertionError):
         assert_close(attend(SCALES)[0], expected, rtol=0.1)
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from sgl_jax.aot.engine_programs import engine_programs
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.stretches import Stretch, find_stretches
+from sgl_jax.planner.engine_programs import engine_programs
 
 
 @pytest.mark.parametrize(

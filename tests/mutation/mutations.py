@@ -951,7 +951,7 @@ MUTATIONS = (
     ),
     Mutation(
         "refuse a turn for a length that its client did not ask for",
-        "sgl_jax/scheduler/request_len.py",
+        "sgl_jax/scheduler/request.py",
         "if wanted is None or message.is_length_default:",
         "if wanted is None:",
     ),

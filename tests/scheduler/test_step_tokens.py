@@ -7,7 +7,7 @@ import pytest
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
-from sgl_jax.plan.arguments import read_config
+from sgl_jax.planner.arguments import read_config
 from tests.scheduler.driver import Driver, generate
 
 CHUNK, ROWS, PROMPT_LEN = 16, 16, 320

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.aot.chips import CHIPS
+from sgl_jax.planner.topology import CHIPS
 
 MAX_COMPILE_S = 10  # of one kernel
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.aot.topology import Topology, has_tpu_compiler, topology_mesh
+from sgl_jax.planner.topology import Topology, has_tpu_compiler, topology_mesh
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from sgl_jax.aot.topology import has_tpu_compiler
+from sgl_jax.planner.topology import has_tpu_compiler
 
 pytestmark = [
     pytest.mark.long,

@@ -5,14 +5,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import pytest
 
-from sgl_jax.aot.chips import CHIPS
-from sgl_jax.kernels.attention.batch import AttentionBatch
-from sgl_jax.kernels.attention.scores import ScoreOptions
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.write import write_kv
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
+from sgl_jax.planner.topology import CHIPS
 from tests.tpu.compiling import (
     MAX_COMPILE_S,
     compile_on,

@@ -9,12 +9,12 @@ from collections import Counter
 
 import pytest
 
-from sgl_jax.aot.engine_programs import bytes_per_device, engine_programs
-from sgl_jax.aot.program_cost import program_cost
-from sgl_jax.aot.topology import Topology, has_tpu_compiler, topology_mesh
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.plan.arguments import PlanRequest, Workload, read_config
-from sgl_jax.plan.memory import plan_memory
+from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
+from sgl_jax.planner.engine_programs import bytes_per_device, engine_programs
+from sgl_jax.planner.memory import plan_memory
+from sgl_jax.planner.program_cost import program_cost
+from sgl_jax.planner.topology import Topology, has_tpu_compiler, topology_mesh
 
 pytestmark = pytest.mark.skipif(
     not has_tpu_compiler(),

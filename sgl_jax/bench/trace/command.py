@@ -23,7 +23,7 @@ from sgl_jax.executor.buckets import step_limits
 from sgl_jax.executor.engine_config import resolve_for_device
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
-from sgl_jax.plan.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
+from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
 
 ENGINE_SETTINGS = (
     "radix_eviction_policy",

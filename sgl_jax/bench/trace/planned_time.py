@@ -12,21 +12,18 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sgl_jax.aot.chips import Chip
-from sgl_jax.aot.engine_programs import EngineProgramsOnPaper, engine_programs
-from sgl_jax.aot.program_cost import program_cost
-from sgl_jax.aot.topology import Topology, has_tpu_compiler, topology_mesh
 from sgl_jax.bench.trace.step_time import RankLoad, rank_load
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.plan.arguments import PlanRequest, Workload, read_config
-from sgl_jax.plan.attention import attention_time
-from sgl_jax.plan.estimate import device_bytes
-from sgl_jax.plan.memory import plan_memory
-from sgl_jax.plan.step_time import estimate_step
-from sgl_jax.plan.step_work import DeviceBytes, StepWork
+from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
+from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, engine_programs
+from sgl_jax.planner.estimate import device_bytes
+from sgl_jax.planner.memory import plan_memory
+from sgl_jax.planner.program_cost import program_cost
+from sgl_jax.planner.step_time import DeviceBytes, StepWork, attention_time, estimate_step
+from sgl_jax.planner.topology import Chip, Topology, has_tpu_compiler, topology_mesh
 
 
 class PlannedStepTime(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.bench.trace.served import RequestLog, Sample, ServedRun
-from sgl_jax.plan.plot_file import figure_class
+from sgl_jax.planner.plot_file import figure_class
 
 _NUM_INTERVALS = 60  # of the run, for rates and percentiles
 _MAX_POINTS = 240  # of a line

@@ -9,9 +9,8 @@ from typing import Protocol
 import jax
 from jax.typing import DTypeLike
 
-from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
-from sgl_jax.kernels.attention.scores import ScoreOptions
 from sgl_jax.kernels.attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch
+from sgl_jax.kernels.attention.batch import MASKED, NULL_PAGE, AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import as_float32, is_packed, new_slots
-from sgl_jax.kernels.attention.scores import MASKED, ScoreOptions
 
 # Decode meets DECODE_BLOCKS blocks of keys at once, of any rows: one operation each would
 # be too small to be worth its launch.

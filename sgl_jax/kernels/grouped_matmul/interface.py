@@ -8,8 +8,7 @@ from typing import Protocol
 
 import jax
 
-from sgl_jax.kernels.grouped_matmul.blocked import blocked_grouped_matmul
-from sgl_jax.kernels.grouped_matmul.ragged import ragged_grouped_matmul
+from sgl_jax.kernels.grouped_matmul.xla import blocked_grouped_matmul, ragged_grouped_matmul
 
 __all__ = ["GroupedMatmul", "grouped_matmul_implementation"]
 

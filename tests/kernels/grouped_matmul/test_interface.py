@@ -4,10 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from sgl_jax.kernels.grouped_matmul.blocked import blocked_grouped_matmul
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
-from sgl_jax.kernels.grouped_matmul.ragged import ragged_grouped_matmul
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
+from sgl_jax.kernels.grouped_matmul.xla import blocked_grouped_matmul, ragged_grouped_matmul
 from tests.kernels.grouped_matmul.problems import Case, Program, build, expected
 
 SIZES = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.kernels.grouped_matmul.tiles import (
+from sgl_jax.kernels.grouped_matmul.tpu import (
     MAX_MATRIX_BYTES,
     Tiles,
     choose_tiles,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from sgl_jax.kernels.grouped_matmul import tpu
-from sgl_jax.kernels.grouped_matmul.tiles import Tiles
+from sgl_jax.kernels.grouped_matmul.tpu import Tiles
 from tests.kernels.grouped_matmul.problems import Case, Program, build, cases, expected
 from tests.kernels.simulation import EAGER, MODES, assert_close, simulate
 from tests.quick_compilation import quick_jit

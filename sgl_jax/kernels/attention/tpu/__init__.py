@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import is_packed
-from sgl_jax.kernels.attention.scores import ScoreOptions
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.write import write_kv

@@ -40,8 +40,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sgl_jax.kernels.attention.batch import AttentionBatch
-from sgl_jax.kernels.attention.scores import MASKED, ScoreOptions
+from sgl_jax.kernels.attention.batch import MASKED, AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu.shared import (
     HALF_BIAS,
     HBM,

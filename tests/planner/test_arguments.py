@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sgl_jax.models.config import ModelConfigError
-from sgl_jax.plan.arguments import known_models, parse_plan_request, read_config
+from sgl_jax.planner.arguments import known_models, parse_plan_request, read_config
 
 GOOD = ["--model-path", "qwen3-8b", "--topology", "v6e-4", "--tp-size", "4"]
 

@@ -4,8 +4,8 @@ import importlib.util
 
 import pytest
 
-from sgl_jax.aot import topology as topology_module
-from sgl_jax.aot.topology import Topology, topology_mesh
+from sgl_jax.planner import topology as topology_module
+from sgl_jax.planner.topology import Topology, topology_mesh
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from sgl_jax.aot.topology import has_tpu_compiler
-from sgl_jax.plan import command
-from sgl_jax.plan import sweep as sweep_module
-from sgl_jax.plan.arguments import parse_plan_request
-from sgl_jax.plan.estimate import StepDoesNotFitError
-from sgl_jax.plan.memory import plan_memory, smallest_fit
-from sgl_jax.plan.report import as_dict, as_text
+from sgl_jax.planner import __main__ as command
+from sgl_jax.planner import sweep as sweep_module
+from sgl_jax.planner.arguments import parse_plan_request
+from sgl_jax.planner.estimate import StepDoesNotFitError
+from sgl_jax.planner.memory import plan_memory, smallest_fit
+from sgl_jax.planner.report import as_dict, as_text
+from sgl_jax.planner.topology import has_tpu_compiler
 
 pytestmark = pytest.mark.skipif(
     not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed"

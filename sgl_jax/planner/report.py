@@ -4,12 +4,12 @@ import dataclasses
 import shlex
 from typing import Any
 
-from sgl_jax.aot.program_cost import Collective
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.plan.arguments import SERVER_SETTINGS, PlanRequest
-from sgl_jax.plan.estimate import Plan, StepPlan
-from sgl_jax.plan.memory import in_gib
-from sgl_jax.plan.step_time import ICI_HOP_S
+from sgl_jax.planner.arguments import SERVER_SETTINGS, PlanRequest
+from sgl_jax.planner.estimate import Plan, StepPlan
+from sgl_jax.planner.memory import in_gib
+from sgl_jax.planner.program_cost import Collective
+from sgl_jax.planner.step_time import ICI_HOP_S
 
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",

@@ -1,4 +1,4 @@
-"""The planner's command: read, plan, print."""
+"""The planner's command: read, plan, print. `sgl-jax plan`, or `python -m sgl_jax.planner`."""
 
 import dataclasses
 import json
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import jax
 
-from sgl_jax.aot.topology import has_tpu_compiler
-from sgl_jax.plan.advice import advise
-from sgl_jax.plan.arguments import PlanRequest, parse_plan_request
-from sgl_jax.plan.estimate import DoesNotFitError, Plan, StepDoesNotFitError, make_plan
-from sgl_jax.plan.memory import plan_memory, smallest_fit
-from sgl_jax.plan.plot_file import figure_class
-from sgl_jax.plan.report import as_dict, as_text
-from sgl_jax.plan.sweep import plot_sweep, sweep, sweep_table
+from sgl_jax.planner.advice import advise
+from sgl_jax.planner.arguments import PlanRequest, parse_plan_request
+from sgl_jax.planner.estimate import DoesNotFitError, Plan, StepDoesNotFitError, make_plan
+from sgl_jax.planner.memory import plan_memory, smallest_fit
+from sgl_jax.planner.plot_file import figure_class
+from sgl_jax.planner.report import as_dict, as_text
+from sgl_jax.planner.sweep import plot_sweep, sweep, sweep_table
+from sgl_jax.planner.topology import has_tpu_compiler
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,3 +104,7 @@ def _nearest(request: PlanRequest, is_compiled: bool) -> str | None:
 def _mesh(request: PlanRequest) -> str:
     args = request.args
     return f"{request.topology.name} with --dp-size {args.dp_size} --tp-size {args.tp_size}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_jax.aot.topology import Topology
 from sgl_jax.core.server_args import ServerArgs, add_arguments
 from sgl_jax.models.config import ModelConfig, ModelConfigError
-from sgl_jax.plan.plot_file import PLOT_SUFFIXES, check_plot_file
+from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file
+from sgl_jax.planner.topology import Topology
 
 SERVER_SETTINGS = (
     *("model_path", "dtype", "kv_cache_dtype", "context_length", "tp_size", "dp_size"),

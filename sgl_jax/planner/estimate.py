@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 
 import jax
 
-from sgl_jax.aot.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
-from sgl_jax.aot.program_cost import ProgramCost, program_cost
-from sgl_jax.aot.topology import topology_mesh
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.layers.mesh_axes import DATA_AXIS
-from sgl_jax.plan.arguments import PlanRequest
-from sgl_jax.plan.memory import MemoryPlan, in_gib, plan_memory
-from sgl_jax.plan.step_time import StepTime, estimate_step
-from sgl_jax.plan.step_work import DeviceBytes, StepWork
+from sgl_jax.planner.arguments import PlanRequest
+from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
+from sgl_jax.planner.memory import MemoryPlan, in_gib, plan_memory
+from sgl_jax.planner.program_cost import ProgramCost, program_cost
+from sgl_jax.planner.step_time import DeviceBytes, StepTime, StepWork, estimate_step
+from sgl_jax.planner.topology import topology_mesh
 
 
 class DoesNotFitError(Exception):

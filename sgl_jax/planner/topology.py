@@ -1,9 +1,13 @@
-"""Slices of TPUs by name, as meshes of devices that are only described.
+"""TPUs by name: what a device of each generation can do, and slices as meshes of described devices.
+
+HBM, its bandwidth, peak bf16 and interconnect are those of Google Cloud's pages on the generations
+(cloud.google.com/tpu/docs); the clock is what peak and the number of matrix units give. A device is
+what JAX calls one: a chip, but on tpu7x one of a chip's two TensorCores, with half of its memory,
+bandwidth and links.
 
 A slice is `v6e-8`, named as Google Cloud does: v5e and v6e count chips, v5p and tpu7x count
-TensorCores, two on each chip. Or its grid of chips: `v6e:2x4`.
-
-The descriptions come from libtpu, which must be installed; no TPU is touched or looked for.
+TensorCores, two on each chip. Or its grid of chips: `v6e:2x4`. Its description comes from libtpu,
+which must be installed; no TPU is touched or looked for.
 """
 
 import importlib.util
@@ -11,14 +15,40 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from sgl_jax.aot.chips import CHIPS, Chip
 from sgl_jax.executor.devices import arrange_devices
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device; bandwidths in bytes per second, all of them peaks."""
+
+    device_kind: str  # as jax says
+    devices_per_chip: int
+    usable_hbm_bytes: int
+    hbm_bytes_per_s: float
+    bf16_flops_per_s: float
+    clock_hz: float
+    ici_link_bytes_per_s: float  # of one link in one direction
+
+
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {
+        "v5e": Chip("TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9),
+        "v6e": Chip("TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9),
+        "v5p": Chip("TPU v5", 1, int(95.74 * GIB), 2765e9, 459e12, 1.75e9, 100e9),
+        "tpu7x": Chip("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9),
+    }
+)
+
 
 # Chips -> grid, of the shapes that can be rented.
 _FLAT: Mapping[int, tuple[int, ...]] = MappingProxyType(

@@ -2,16 +2,16 @@
 
 import pytest
 
-from sgl_jax.aot.engine_programs import engine_programs
-from sgl_jax.aot.program_cost import ProgramCost
-from sgl_jax.aot.topology import has_tpu_compiler, topology_mesh
 from sgl_jax.core.server_args import parse_server_args
-from sgl_jax.plan.advice import advise
-from sgl_jax.plan.arguments import SERVER_SETTINGS, parse_plan_request
-from sgl_jax.plan.estimate import Plan, StepPlan, device_bytes
-from sgl_jax.plan.memory import plan_memory
-from sgl_jax.plan.report import serve_command
-from sgl_jax.plan.step_time import StepTime
+from sgl_jax.planner.advice import advise
+from sgl_jax.planner.arguments import SERVER_SETTINGS, parse_plan_request
+from sgl_jax.planner.engine_programs import engine_programs
+from sgl_jax.planner.estimate import Plan, StepPlan, device_bytes
+from sgl_jax.planner.memory import plan_memory
+from sgl_jax.planner.program_cost import ProgramCost
+from sgl_jax.planner.report import serve_command
+from sgl_jax.planner.step_time import StepTime
+from sgl_jax.planner.topology import has_tpu_compiler, topology_mesh
 
 pytestmark = pytest.mark.skipif(
     not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed"

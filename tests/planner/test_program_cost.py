@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.aot.program_cost import program_cost
-from sgl_jax.aot.topology import Topology, topology_mesh
+from sgl_jax.planner.program_cost import program_cost
+from sgl_jax.planner.topology import Topology, topology_mesh
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu (sgl-jax[tpu]) is not installed"

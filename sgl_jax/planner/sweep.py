@@ -4,10 +4,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from sgl_jax.plan.advice import advise
-from sgl_jax.plan.arguments import PlanRequest, on_mesh
-from sgl_jax.plan.estimate import DoesNotFitError, Plan, make_plan
-from sgl_jax.plan.plot_file import figure_class
+from sgl_jax.planner.advice import advise
+from sgl_jax.planner.arguments import PlanRequest, on_mesh
+from sgl_jax.planner.estimate import DoesNotFitError, Plan, make_plan
+from sgl_jax.planner.plot_file import figure_class
 
 Outcome = Plan | str  # a plan, or why there is none
 

@@ -1,4 +1,7 @@
-"""The grouped product as loops over blocks of lines: cost follows the lines and groups in use."""
+"""The grouped product of XLA: its own, and for a CPU loops over blocks of lines.
+
+The loops' cost follows the lines and groups in use.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -37,3 +40,22 @@ def blocked_grouped_matmul(
     width = matrices.shape[2 if transposed else 3]
     out = jnp.zeros((num_lines + BLOCK_LINES, width), lines.dtype)
     return lax.fori_loop(0, matrices.shape[1], group, out)[:num_lines]
+
+
+def ragged_grouped_matmul(
+    lines: jax.Array,
+    matrices: jax.Array,
+    layer: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
+) -> jax.Array:
+    """See `interface.GroupedMatmul`."""
+    own = lax.dynamic_index_in_dim(matrices, layer, keepdims=False)
+    contracted = ((1,), (2 if transposed else 1,))
+    dimensions = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracted, ((), ())),
+        lhs_ragged_dimensions=(0,),
+        rhs_group_dimensions=(0,),
+    )
+    return lax.ragged_dot_general(lines, own, group_sizes, dimensions)

@@ -1,8 +1,8 @@
 """What to change, read off a plan."""
 
 from sgl_jax.executor.engine_config import EngineConfig
-from sgl_jax.plan.estimate import Plan
-from sgl_jax.plan.memory import MemoryPlan, plan_memory, smallest_fit
+from sgl_jax.planner.estimate import Plan
+from sgl_jax.planner.memory import MemoryPlan, plan_memory, smallest_fit
 
 _MAX_WASTE = 0.1  # of a request's pages
 _MAX_COLLECTIVES = 0.3  # of a decode step

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-from sgl_jax.aot.chips import GIB
-from sgl_jax.aot.engine_programs import bytes_per_device
-from sgl_jax.aot.topology import Topology, topology_mesh
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.pool_size import pages_that_fit
 from sgl_jax.models.placement import place_model
-from sgl_jax.plan.arguments import PlanRequest, on_mesh
+from sgl_jax.planner.arguments import PlanRequest, on_mesh
+from sgl_jax.planner.engine_programs import bytes_per_device
+from sgl_jax.planner.topology import GIB, Topology, topology_mesh
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,19 @@ import dataclasses
 
 import pytest
 
-from sgl_jax.aot.chips import CHIPS
-from sgl_jax.aot.program_cost import Collective, ProgramCost
-from sgl_jax.plan.arguments import read_config
-from sgl_jax.plan.attention import BUNDLES, BUNDLES_8_BITS
-from sgl_jax.plan.experts import experts_time
-from sgl_jax.plan.step_time import (
+from sgl_jax.planner.arguments import read_config
+from sgl_jax.planner.program_cost import Collective, ProgramCost
+from sgl_jax.planner.step_time import (
+    BUNDLES,
+    BUNDLES_8_BITS,
     ICI_HOP_S,
+    DeviceBytes,
+    StepWork,
     collective_time,
     estimate_step,
+    experts_time,
 )
-from sgl_jax.plan.step_work import DeviceBytes, StepWork
+from sgl_jax.planner.topology import CHIPS
 
 CHIP = CHIPS["v6e"]
 LLAMA = read_config("llama-3.1-8b")

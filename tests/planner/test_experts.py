@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from sgl_jax.aot.chips import CHIPS
-from sgl_jax.plan.arguments import read_config
-from sgl_jax.plan.experts import VISIT_BUNDLES, experts_time, experts_touched
+from sgl_jax.planner.arguments import read_config
+from sgl_jax.planner.step_time import VISIT_BUNDLES, experts_time, experts_touched
+from sgl_jax.planner.topology import CHIPS
 
 CHIP = CHIPS["v6e"]
 MOE = read_config("qwen3-30b-a3b")  # 48 layers, hidden 2048, 128 experts of 768, 8 a token
