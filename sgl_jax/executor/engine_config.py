@@ -93,8 +93,7 @@ class EngineConfig(NamedTuple):
     def build_options(self) -> BuildOptions:
         """How the model is built."""
         simulates = self.platform == "cpu" and self.args.attention_backend == "pallas"
-        # What layers exchange is waited for, unless there is other work in the same turn.
-        exchanges = self.platform == "tpu" and self.args.tp_size > 1
+        on_tpu = self.platform == "tpu"
         return BuildOptions(
             dtype=self.dtype,
             shards_weights=self.args.weight_sharding == "data",
@@ -105,8 +104,12 @@ class EngineConfig(NamedTuple):
             separates_layers=self.platform == "cpu"
             and not simulates
             and self.args.weight_sharding == "replicated",
-            unrolled_layers=_UNROLLED_LAYERS if exchanges else 1,
-            defers_sum=exchanges,
+            # docs/planning.md has the figures. In one turn the compiler fetches what a layer reads
+            # while the one before it computes.
+            unrolled_layers=_UNROLLED_LAYERS if on_tpu else 1,
+            # What was exchanged is added to the residual by the next layer's norm; what was not, by
+            # the product that it comes from.
+            defers_sum=on_tpu and self.args.tp_size > 1,
         )
 
     def decided(self, given: ServerArgs) -> dict[str, Any]:

@@ -112,9 +112,9 @@ def test_a_resolved_config_is_resolved_to_itself():
 
 @pytest.mark.parametrize(
     ("platform", "tp_size", "loop"),
-    [("cpu", 2, (1, False)), ("tpu", 1, (1, False)), ("tpu", 4, (4, True))],
+    [("cpu", 2, (1, False)), ("tpu", 1, (4, False)), ("tpu", 4, (4, True))],
 )
-def test_layers_that_exchange_run_several_in_a_turn(platform, tp_size, loop):
+def test_a_tpu_runs_several_layers_in_a_turn(platform, tp_size, loop):
     options = resolve(platform, tp_size=tp_size).build_options
     assert (options.unrolled_layers, options.defers_sum) == loop
 

@@ -37,28 +37,30 @@ _NUMBERS = 0x07F007F0
 class Rows(NamedTuple):
     """Where the tokens of B rows are; arrays outside of a kernel, in scalar memory inside."""
 
-    sizes: Any  # int32 [3]: layer, num_decode, num_rows
+    layers: Any  # int32 [1]: the one that runs
+    sizes: Any  # int32 [2]: num_decode, num_rows
     kv_starts: Any  # int32 [B]
     q_offsets: Any  # int32 [B + 1]
 
     @classmethod
     def of(cls, batch: AttentionBatch, layer: jax.Array) -> "Rows":
         """What a kernel is given."""
-        sizes = jnp.stack([layer, batch.num_decode, batch.num_rows]).astype(jnp.int32)
-        return cls(sizes, batch.kv_starts, batch.q_offsets)
+        # What is the same in all layers is made once, outside of their loop.
+        sizes = jnp.stack([batch.num_decode, batch.num_rows]).astype(jnp.int32)
+        return cls(layer.reshape(1), sizes, batch.kv_starts, batch.q_offsets)
 
     @property
     def layer(self) -> jax.Array:
-        return self.sizes[0]
+        return self.layers[0]
 
     @property
     def num_decode(self) -> jax.Array:
-        return self.sizes[1]
+        return self.sizes[0]
 
     @property
     def num_rows(self) -> jax.Array:
         """Rows up to the last one that has queries."""
-        return self.sizes[2]
+        return self.sizes[1]
 
     def q_len(self, row: Any) -> jax.Array:
         return self.q_offsets[row + 1] - self.q_offsets[row]

@@ -42,11 +42,16 @@ READ_AHEAD = 4  # runs between the start of a read and its use
 class _Tokens(NamedTuple):
     """The tokens of the step, in scalar memory."""
 
-    sizes: Any  # int32 [2]: layer, number of tokens that are not padding
+    layers: Any  # int32 [1]: the one that runs
     token_rows: Any  # int32 [T]
     positions: Any  # int32 [T]
     pages: Any  # int32 [T] where each token goes
     q_offsets: Any  # int32 [B + 1]
+
+    @property
+    def num_tokens(self) -> jax.Array:
+        """Of all rows, without padding."""
+        return self.q_offsets[self.q_offsets.shape[0] - 1]
 
 
 class _Runs(NamedTuple):
@@ -79,7 +84,7 @@ class _Kernel(NamedTuple):
 def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: int) -> jax.Array:
     """Fill `runs` with those of this grid step; how many there are."""
     start = pl.program_id(0) * block
-    stop = jnp.minimum(start + block, tokens.sizes[1])
+    stop = jnp.minimum(start + block, tokens.num_tokens)
 
     def next_run(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         token, count = state
@@ -152,7 +157,7 @@ def _stage(kernel: _Kernel) -> None:
 
 
 def _kernel(tokens: _Tokens, kv: Any, _old: Any, *memory: Any) -> None:
-    kernel, block = _Kernel(tokens.sizes[0], kv, *memory), kv.shape[0]
+    kernel, block = _Kernel(tokens.layers[0], kv, *memory), kv.shape[0]
 
     def start_read(run: jax.Array) -> None:
         pl.when(run >= IN_FLIGHT)(lambda: _write(kernel, run - IN_FLIGHT).wait())
@@ -163,7 +168,7 @@ def _kernel(tokens: _Tokens, kv: Any, _old: Any, *memory: Any) -> None:
         _change_tile(kernel, run)
         _write(kernel, run).start()
 
-    @pl.when(pl.program_id(0) * block < tokens.sizes[1])
+    @pl.when(pl.program_id(0) * block < tokens.num_tokens)
     def _() -> None:
         count = _find_runs(tokens, kernel.runs, block, kernel.cache.shape[3], kernel.tile)
         _stage(kernel)
@@ -228,8 +233,7 @@ def write_kv(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret,
     )
-    sizes = jnp.stack([layer, batch.q_offsets[-1]]).astype(jnp.int32)
     # The whole page table might not fit into scalar memory.
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
-    tokens = _Tokens(sizes, batch.token_rows, batch.positions, pages, batch.q_offsets)
+    tokens = _Tokens(layer.reshape(1), batch.token_rows, batch.positions, pages, batch.q_offsets)
     return kernel(tokens, kv, kv_cache)
