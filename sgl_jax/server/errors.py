@@ -119,13 +119,21 @@ def error_response(error: ApiError) -> Response:
     return Response(envelope(error), error.status_code, headers, "application/json")
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Make every way out of `app` use the envelope."""
+def install_error_handlers(app: FastAPI, methods: Mapping[str, Sequence[str]]) -> None:
+    """Make every way out of `app` use the envelope.
+
+    Args:
+        methods: path -> what `Allow` names there. Of several methods each is a route of its own, and
+            by itself a 405 would name those of the first.
+    """
 
     async def handle(request: Request, error: Exception) -> Response:
         answer = to_api_error(error)
+        path = request.url.path
+        if answer.status_code == 405 and path in methods:
+            answer.headers = {"allow": ", ".join(methods[path])}
         if answer.status_code == 500:
-            logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
+            logger.error("%s %r failed", request.method, path, exc_info=error)
         return error_response(answer)
 
     kinds = (HTTPException, RequestValidationError, InvalidRequestError)
