@@ -27,7 +27,7 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
     app.state.context = context
     for routes in (openai_routes, native_routes, call_routes, management_routes):
         app.include_router(routes.router)
-    install_error_handlers(app)
+    install_error_handlers(app, {call.route: call.methods for call in CALLS if call.route})
     # The last one is the first that a request passes.
     app.add_middleware(BodyLimitMiddleware, limits=context.limits)
     if not keys.is_open:

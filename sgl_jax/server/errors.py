@@ -6,7 +6,7 @@ data back to it.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,15 +89,17 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why")
 
 
-def abort_error(finish: FinishReason, names: Mapping[str, str]) -> ApiError | None:
+def abort_error(
+    finish: FinishReason, names: Mapping[str, str], as_told: Callable[[str], str]
+) -> ApiError | None:
     """The error behind an abort that carries an HTTP status, else None: then it is an ending.
 
-    `names`: as for `client_names`.
+    `names`: as for `client_names`; `as_told`: the engine's message as the caller may read it.
     """
     if finish.type != "abort" or finish.status_code is None:
         return None
     code = {400: "invalid_value", 503: "queue_full", 504: "timeout"}.get(finish.status_code)
-    error = InvalidRequestError(finish.message or "the request was aborted", finish.param)
+    error = InvalidRequestError(as_told(finish.message or "the request was aborted"), finish.param)
     _rename(error, names)
     return ApiError(finish.status_code, str(error), param=error.param, code=finish.code or code)
 
@@ -119,13 +121,21 @@ def error_response(error: ApiError) -> Response:
     return Response(envelope(error), error.status_code, headers, "application/json")
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Make every way out of `app` use the envelope."""
+def install_error_handlers(app: FastAPI, methods: Mapping[str, Sequence[str]]) -> None:
+    """Make every way out of `app` use the envelope.
+
+    Args:
+        methods: path -> what `Allow` names there. Each method is a route of its own, and a 405 by
+            itself names those of the first.
+    """
 
     async def handle(request: Request, error: Exception) -> Response:
         answer = to_api_error(error)
+        path = request.url.path
+        if answer.status_code == 405 and path in methods:
+            answer.headers = {"allow": ", ".join(methods[path])}
         if answer.status_code == 500:
-            logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
+            logger.error("%s %r failed", request.method, path, exc_info=error)
         return error_response(answer)
 
     kinds = (HTTPException, RequestValidationError, InvalidRequestError)

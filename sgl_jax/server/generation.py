@@ -7,7 +7,7 @@ client goes away or one of them fails, the others are aborted.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
@@ -23,6 +23,7 @@ from sgl_jax.server.api_keys import caller_of
 from sgl_jax.server.connection import CLIENT_GONE, LoopShare, while_connected
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import abort_error, envelope, to_api_error
+from sgl_jax.server.session_owner import owner_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +78,20 @@ class StreamGroup:
         streaming: bool,
         names: Mapping[str, str] = NO_NAMES,
         sender: str = "",
+        as_told: Callable[[str], str] = str,
     ) -> None:
-        """`names`: our names of fields, and the client's; `sender`: of the API key."""
+        """
+        Args:
+            names: our names of fields, and the client's.
+            sender: name of the API key.
+            as_told: a sentence of the engine, in the caller's ids of sessions.
+        """
         self._frontend = frontend
         self._requests = requests
         self._streaming = streaming
         self._names = names
         self._sender = sender
+        self._as_told = as_told
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
         self._wake = asyncio.Event()
         self.streams: list[RequestStream] = []
@@ -126,7 +134,7 @@ class StreamGroup:
                 if chunk is None:
                     continue
                 if chunk.finish is not None:
-                    failure = abort_error(chunk.finish, self._names)
+                    failure = abort_error(chunk.finish, self._names, self._as_told)
                     if failure is not None:
                         raise failure
                     self.num_open -= 1
@@ -169,8 +177,14 @@ async def respond(
 
     Errors of the engine name fields by `names`, as for `client_names`.
     """
-    sender = caller_of(request).name
-    group = StreamGroup(context.frontend, requests, streaming=streaming, names=names, sender=sender)
+    group = StreamGroup(
+        context.frontend,
+        requests,
+        streaming=streaming,
+        names=names,
+        sender=caller_of(request).name,
+        as_told=owner_of(request).as_told,
+    )
     if streaming:
         return EventStream(group, answer_format, context.reader_timeout_s)
     answers = await while_connected(request.receive, _gather(group))

@@ -174,6 +174,7 @@ GENERATE: Fields = {
     **_REQUEST,
     **_fields("session_id", None, "it is for routers; session_params names a session"),
     **_fields("is_single batch_size", None, "it is SGLang's own, and counted here"),
+    **_fields("return_meta_info", None, "every answer has it"),
     **_fields("input_embeds positional_embed_overrides", NOTHING, "prompts are tokens"),
     **_fields(
         "multi_item_delimiter_indices token_indices_to_pool",
@@ -187,6 +188,7 @@ _OPENAI: Fields = {
     **_REQUEST,
     **SAMPLING,
     **_fields("moderation", NOTHING, "there is no moderation"),
+    **_fields("stream_output", (True,), "events have only what is new"),
 }
 
 CHAT: Fields = {
@@ -196,6 +198,7 @@ CHAT: Fields = {
     **_fields("tool_choice function_call", ("none", "auto"), "tools are not supported"),
     **_fields("audio", NOTHING, "there is only text"),
     **_fields("prediction", None, "it is a hint"),
+    **_fields("best_of", (1,), "ask for n answers"),
     **_fields("verbosity", ("medium",), "the model cannot be told"),
     **_fields("web_search_options", (), "there is no web search"),
     **_fields("input_ids", NOTHING, "the prompt is made of messages; see /v1/completions"),
@@ -205,6 +208,8 @@ CHAT: Fields = {
 COMPLETION: Fields = {
     **_OPENAI,
     **_fields("suffix", NOTHING, "text is only continued"),
+    **_fields("return_prompt_token_ids", (False,), "it is return_token_ids here"),
+    **_fields("return_meta_info", (False,), "answers have usage and finish_reason"),
     **_fields("session_id", None, "it is for routers; session_params names a session"),
 }
 

@@ -192,7 +192,8 @@ class ScriptedEngine:
                 finish = msgspec.structs.replace(finish, code="too_many_sessions")
             return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
         if request.session is not None and request.session.id not in self.sessions:
-            finish = FinishReason(type="abort", message="there is no such session", status_code=400)
+            text = f"there is no such session: {request.session.id!r}"
+            finish = FinishReason(type="abort", message=text, status_code=400)
             return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
         self.running[request.rid] = Running(request)
         return None

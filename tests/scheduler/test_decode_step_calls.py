@@ -1,4 +1,4 @@
-"""A step in which every request decodes is planned by few functions: a newcomer can read them all."""
+"""A step in which every request decodes is planned by few functions, which can all be read."""
 
 import sys
 from types import FrameType

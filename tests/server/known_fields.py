@@ -46,6 +46,7 @@ EVERYWHERE: dict[str, Any] = {
     "return_cached_tokens_details": False,
     "return_spec_tokens_details": False,
     "return_prompt_token_ids": False,
+    "return_meta_info": False,
     "return_sampling_mask": False,
     "sampling_logprobs_mode": None,
     "return_flat_raw_output_top_logprobs": False,
@@ -58,6 +59,7 @@ EVERYWHERE: dict[str, Any] = {
     "require_reasoning": False,
     "separate_reasoning": True,
     "stream_reasoning": True,
+    "stream_output": True,
 }
 
 # Beside those: in a body of OpenAI's routes, or under `sampling_params` in /generate.
@@ -90,6 +92,7 @@ SAMPLING: dict[str, Any] = {
     "include_stop_str_in_output": False,
     "use_beam_search": False,
     "length_penalty": 1.0,
+    "best_of": 1,
 }
 
 OPENAI: dict[str, Any] = {
@@ -99,7 +102,6 @@ OPENAI: dict[str, Any] = {
     "stream_options": None,
     "seed": 1,
     "min_tokens": 0,
-    "return_meta_info": False,
     "return_token_ids": False,
     "response_format": {"type": "text"},
     "metadata": {"a": "b"},
@@ -146,17 +148,15 @@ COMPLETION: dict[str, Any] = {
     **SAMPLING,
     **OPENAI,
     "max_tokens": 3,
-    "best_of": 1,
     "echo": False,
     "logprobs": None,
     "suffix": None,
     "session_id": "s",
 }
-del COMPLETION["return_prompt_token_ids"], COMPLETION["return_meta_info"]
 
 GENERATE: dict[str, Any] = {
     **EVERYWHERE,
-    "sampling_params": {**SAMPLING, "max_new_tokens": 3, "best_of": 1},
+    "sampling_params": {**SAMPLING, "max_new_tokens": 3},
     "model": None,
     "stream": False,
     "session_id": None,
@@ -207,6 +207,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "length_penalty": 2.0,
         "use_beam_search": True,
         "return_entropy": 0,
+        "stream_output": False,
     },
     "/v1/completions": {
         "suffix": "end",
@@ -217,6 +218,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "return_cached_tokens_details": True,
         "include_stop_str_in_output": True,
         "best_of": 2,
+        "return_prompt_token_ids": True,
+        "return_meta_info": True,
     },
     "/generate": {
         "input_embeds": [[0.5]],

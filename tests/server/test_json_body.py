@@ -93,7 +93,7 @@ async def test_a_long_body_is_validated_once_and_beside_the_loop(
     app = FastAPI()
     app.state.context = object.__new__(ServerContext)
     app.state.context.json_bodies = JsonBodies(Limits())
-    install_error_handlers(app)
+    install_error_handlers(app, {})
     routes = APIRouter(route_class=JsonRoute)
 
     @routes.post("/sum")

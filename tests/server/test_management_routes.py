@@ -107,6 +107,7 @@ async def test_unknown_routes_and_methods_answer_in_the_envelope(rig: Rig) -> No
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert (await rig.http.get("/generate")).headers["allow"] == "POST"
+    assert (await rig.http.put("/flush_cache")).headers["allow"] == "GET, POST"
 
 
 async def test_metrics_show_requests_and_ranks(rig: Rig) -> None:

@@ -89,6 +89,14 @@ async def test_no_caller_closes_forks_or_continues_the_session_of_another(rig: R
     ] == "alice:chat"
 
 
+async def test_a_refused_turn_names_the_session_as_its_caller_does(rig: Rig) -> None:
+    turn = {"text": "hi", "session_params": {"id": "chat"}}
+    for more in ({}, {"stream": True}):
+        answer = await call(rig, BOB, "/generate", **turn, **more)
+        assert answer.status_code == 400
+        assert "'chat'" in answer.json()["error"]["message"]
+
+
 async def test_without_keys_ids_are_as_they_are(rig: Rig) -> None:
     await rig.http.post("/open_session", json={"session_id": "chat"})
     assert rig.engine.sessions == {"chat"}

@@ -231,12 +231,12 @@ async def test_log_probabilities_may_begin_anywhere_in_the_history(rig: Rig) -> 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refused_turn_is_a_plain_400(rig: Rig, stream: bool) -> None:
     for path, fields in (
-        ("/generate", {"text": "hi", "session_params": {"id": "missing"}}),
-        ("/v1/chat/completions", {"messages": HI, "session_id": "missing"}),
+        ("/generate", {"text": "hi", "session_params": {"id": "unknown"}}),
+        ("/v1/chat/completions", {"messages": HI, "session_id": "unknown"}),
     ):
         answer = await rig.http.post(path, json={**fields, "stream": stream})
         assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "there is no such session"
+        assert answer.json()["error"]["message"] == "there is no such session: 'unknown'"
 
 
 async def test_a_turn_for_which_sessions_have_no_room_is_a_503_of_its_own_kind(rig: Rig) -> None:
