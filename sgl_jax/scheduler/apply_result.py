@@ -60,12 +60,7 @@ def apply_result(
         ranks.num_generated_tokens += int(gains.counts.sum())
     detailed |= gains.is_finished
     plain = ~detailed
-    plain_rows = rows[plain]
-    outputs.add_plain(
-        [rank.running for rank in ranks.ranks],
-        ranks.split(plain_rows, ranks.bounds(plain_rows)),
-        tokens[:, 0][plain],
-    )
+    outputs.add_plain(ranks, rows[plain], tokens[:, 0][plain])
 
     done = []
     for i in detailed.nonzero()[0].tolist():

@@ -4,16 +4,16 @@ Most rows gain one plain token in most steps, and from one step to the next they
 same rows. So the ids of a rank's requests are listed once, and again only when they change.
 """
 
-from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from sgl_jax.core.messages import OutputBatch, RequestOutput
 from sgl_jax.core.step_plan import Int32Array, RowIndex
-from sgl_jax.scheduler.running_rows import RunningRows
+from sgl_jax.scheduler.ranks import Ranks
 
 
 class _ListedRows(NamedTuple):
-    """Rows of a rank and the ids of their requests, while `active` is the rank's."""
+    """Joint rows of a rank and the ids of their requests, while `active` is the rank's."""
 
     active: RowIndex | None
     rows: bytes
@@ -29,16 +29,15 @@ class GainedOutputs:
         self._tokens: list[bytes] = []
         self._listed = [_ListedRows(None, b"", [])] * dp_size
 
-    def add_plain(
-        self, ranks: Sequence[RunningRows], rows: Sequence[RowIndex], tokens: Int32Array
-    ) -> None:
-        """Each of `rows`, listed for each of `ranks`, gained one of `tokens` and nothing else."""
-        for k, (running, own_rows) in enumerate(zip(ranks, rows, strict=True)):
-            listed, wanted = self._listed[k], own_rows.tobytes()
+    def add_plain(self, ranks: Ranks, rows: RowIndex, tokens: Int32Array) -> None:
+        """Each of the joint `rows`, rank by rank, gained one of `tokens` and nothing else."""
+        for k, (first, end) in enumerate(pairwise(ranks.bounds(rows))):
+            listed, active = self._listed[k], ranks.ranks[k].running.active
+            wanted = rows[first:end].tobytes()
             # `active` is another array as soon as a request comes or goes.
-            if listed.active is not running.active or listed.rows != wanted:
-                listed = _ListedRows(running.active, wanted, running.rids[own_rows].tolist())
-                self._listed[k] = listed
+            if listed.active is not active or listed.rows != wanted:
+                rids = ranks.running.rids[rows[first:end]].tolist()
+                listed = self._listed[k] = _ListedRows(active, wanted, rids)
             self._rids += listed.rids
         self._tokens.append(tokens.astype("<i4", copy=False).tobytes())
 

@@ -3,17 +3,27 @@
 import numpy as np
 
 from sgl_jax.core.messages import RequestOutput
+from sgl_jax.scheduler.config import SchedulerConfig
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
-from tests.scheduler.driver import generate
+from tests.scheduler.driver import generate, make_sizes
+
+NUM_ROWS = 4
 
 
-def make_running(rids: str) -> RunningRows:
-    running = RunningRows(RowColumns.empty(4, 32))
-    for row, rid in enumerate(rids, start=1):
-        running.add(row, Request(generate(rid, [1, 2], 9), 0, 11), ())
-    return running
+def run(ranks: Ranks, dp_rank: int, row: int, rid: str) -> None:
+    ranks.ranks[dp_rank].running.add(row, Request(generate(rid, [1, 2], 9), 0, 11), ())
+
+
+def make_ranks(*rids: str) -> Ranks:
+    """Ranks where requests run, a letter each, in rows from 1 on."""
+    sizes = make_sizes(dp_size=len(rids), num_rows=NUM_ROWS)
+    ranks = Ranks(sizes, SchedulerConfig(chunked_prefill_size=8))
+    for dp_rank, own in enumerate(rids):
+        for row, rid in enumerate(own, start=1):
+            run(ranks, dp_rank, row, rid)
+    return ranks
 
 
 def gained(outputs: GainedOutputs) -> list[tuple[str, int]]:
@@ -23,27 +33,25 @@ def gained(outputs: GainedOutputs) -> list[tuple[str, int]]:
 
 
 def test_what_was_gained_is_taken_once() -> None:
-    outputs, running = GainedOutputs(2), [make_running("ab"), make_running("c")]
-    rows = [np.array([2, 1]), np.array([1])]
-    outputs.add_plain(running, rows, np.array([7, -8, 2**31 - 1], np.int32))
-    outputs.add_plain(running, [rows[0], rows[1][:0]], np.array([1, 2], np.int32))
+    outputs, ranks = GainedOutputs(2), make_ranks("ab", "c")
+    outputs.add_plain(ranks, np.array([2, 1, NUM_ROWS + 1]), np.array([7, -8, 2**31 - 1], np.int32))
+    outputs.add_plain(ranks, np.array([2, 1]), np.array([1, 2], np.int32))
     assert gained(outputs) == [("b", 7), ("a", -8), ("c", 2**31 - 1), ("b", 1), ("a", 2)]
     assert outputs.take() is None
 
 
 def test_a_row_that_another_request_holds_now_gains_for_that() -> None:
-    outputs, running = GainedOutputs(1), make_running("ab")
-    rows = [np.array([1, 2])]
-    outputs.add_plain([running], rows, np.array([3, 4], np.int32))
-    running.remove(2)
-    running.add(2, Request(generate("c", [1, 2], 9), 0, 11), ())
-    outputs.add_plain([running], rows, np.array([5, 6], np.int32))
+    outputs, ranks = GainedOutputs(1), make_ranks("ab")
+    outputs.add_plain(ranks, np.array([1, 2]), np.array([3, 4], np.int32))
+    ranks.ranks[0].running.remove(2)
+    run(ranks, 0, 2, "c")
+    outputs.add_plain(ranks, np.array([1, 2]), np.array([5, 6], np.int32))
     assert gained(outputs) == [("a", 3), ("b", 4), ("a", 5), ("c", 6)]
 
 
 def test_only_what_is_kept_is_left_after_clear_to() -> None:
-    outputs, running = GainedOutputs(1), make_running("a")
-    outputs.add_plain([running], [np.array([1])], np.array([3], np.int32))
+    outputs, ranks = GainedOutputs(1), make_ranks("a")
+    outputs.add_plain(ranks, np.array([1]), np.array([3], np.int32))
     outputs.clear_to([RequestOutput("b", [5], 0, 0)])
     batch = outputs.take()
     assert batch is not None
