@@ -3,7 +3,7 @@
 import numpy as np
 
 from sgl_jax.core.messages import RequestOutput
-from sgl_jax.scheduler.config import SchedulerConfig
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
@@ -19,7 +19,7 @@ def run(ranks: Ranks, dp_rank: int, row: int, rid: str) -> None:
 def make_ranks(*rids: str) -> Ranks:
     """Ranks where requests run, a letter each, in rows from 1 on."""
     sizes = make_sizes(dp_size=len(rids), num_rows=NUM_ROWS)
-    ranks = Ranks(sizes, SchedulerConfig(chunked_prefill_size=8))
+    ranks = Ranks(sizes, SchedulerArgs())
     for dp_rank, own in enumerate(rids):
         for row, rid in enumerate(own, start=1):
             run(ranks, dp_rank, row, rid)
