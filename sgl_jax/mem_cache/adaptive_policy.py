@@ -18,8 +18,7 @@ from math import sqrt
 
 import numpy as np
 
-from sgl_jax.mem_cache.eviction_policy import UseRun
-from sgl_jax.mem_cache.eviction_queue import EvictionQueue
+from sgl_jax.mem_cache.eviction_policy import EvictionPolicy, UseRun
 from sgl_jax.mem_cache.ghost_pages import GhostPages, Int64Array, PrefixHasher, RecalledPages
 from sgl_jax.mem_cache.tree_node import TreeNode, front
 
@@ -30,17 +29,17 @@ GHOSTS_PER_PAGE = 4
 HALVED_AFTER = 8
 
 
-class AdaptivePolicy:
-    """Implements `EvictionPolicy` for a cache of `num_pages` pages.
+class AdaptivePolicy(EvictionPolicy):
+    """For a cache of `num_pages` pages.
 
     A node's `page_hashes` are uint64, one for each page of its edge: of the prefix to its end.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(NUM_CLASSES)
         self._num_pages = num_pages
         self._page_size = page_size
         self._hasher = PrefixHasher(page_size)
-        self._queues: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(NUM_CLASSES)]
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
         self._forget_counts()
 
@@ -48,22 +47,6 @@ class AdaptivePolicy:
         self._num_reused = [1.0] * NUM_CLASSES  # pages, with the share of those that returned
         self._num_left = [1.0] * NUM_CLASSES  # pages
         self._num_left_since_halved = 0
-
-    def __len__(self) -> int:
-        """Leaves that may go."""
-        return sum(map(len, self._queues))
-
-    def __contains__(self, node: TreeNode) -> bool:
-        """Whether `node` may go."""
-        return node in self._queues[node.num_uses]
-
-    def add(self, node: TreeNode) -> None:
-        """`node` may go, at the age it has now."""
-        self._queues[node.num_uses].add(node)
-
-    def discard(self, node: TreeNode) -> None:
-        """`node` may not go."""
-        self._queues[node.num_uses].discard(node)
 
     def next_victim(self, now: int) -> TreeNode | None:
         """Of the oldest leaves of each class, the one with the lowest rate of use."""
@@ -136,15 +119,9 @@ class AdaptivePolicy:
 
     def clear(self) -> None:
         """Forget members, ghosts and counts."""
-        for queue in self._queues:
-            queue.clear()
+        super().clear()
         self._ghosts.clear()
         self._forget_counts()
-
-    def audit(self) -> None:
-        """Every member is listed at its age."""
-        for queue in self._queues:
-            queue.audit()
 
 
 def _hash_before(node: TreeNode) -> int:

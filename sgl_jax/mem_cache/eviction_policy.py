@@ -7,7 +7,7 @@ by its tokens, and what is locked stays, independent of the policy's state.
 Ages are of the tree's logical clock, never wall time, so that hosts evict alike.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sgl_jax.mem_cache.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -22,32 +22,36 @@ class UseRun(NamedTuple):
     num_uses: int
 
 
-class EvictionPolicy(Protocol):
-    """A set of leaves that may go, and what is known of how they were used.
+class EvictionPolicy:
+    """A set of leaves that may go, and what is known of how they were used: here, nothing.
 
     What holds between any two calls, and `audit` proves: a node is in the set, at its present
     `last_access` and `num_uses`, exactly if the component last said so by `add` or `discard`.
     """
 
+    def __init__(self, num_classes: int) -> None:
+        """`num_uses` of all nodes is below `num_classes`: a queue for each, by age."""
+        self._queues: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(num_classes)]
+
     def __len__(self) -> int:
         """Leaves that may go."""
-        ...
+        return sum(map(len, self._queues))
 
     def __contains__(self, node: TreeNode) -> bool:
         """Whether `node` may go."""
-        ...
+        return node in self._queues[node.num_uses]
 
     def add(self, node: TreeNode) -> None:
-        """`node` may go; called again whenever its `last_access` changed."""
-        ...
+        """`node` may go, at the age it has now; called again whenever its `last_access` changed."""
+        self._queues[node.num_uses].add(node)
 
     def discard(self, node: TreeNode) -> None:
         """`node` may not go, or no more."""
-        ...
+        self._queues[node.num_uses].discard(node)
 
     def next_victim(self, now: int) -> TreeNode | None:
         """The leaf to take from first; None if none may go. It stays in the set."""
-        ...
+        raise NotImplementedError
 
     def begin(self, node: TreeNode) -> list[UseRun]:
         """A new edge is on the tree, not in the set yet: how often its tokens were used before.
@@ -55,79 +59,36 @@ class EvictionPolicy(Protocol):
         Answers at least one run, from the top, together the whole edge; `node.num_uses` becomes
         that of the last. The tree splits the edge so that each node has one number.
         """
-        ...
-
-    def use(self, node: TreeNode, now: int) -> None:
-        """A request found `node` on its path; `last_access` still says when it was used before."""
-        ...
-
-    def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge lost its first `upper.end - start` tokens to the new `upper`."""
-        ...
-
-    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge is about to take over that of `upper`, in front; `num_uses` is equal."""
-        ...
-
-    def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
-        """`leaf` is about to lose what lies past `keep_tokens` of its edge."""
-        ...
-
-    def clear(self) -> None:
-        """Forget everything, members included."""
-        ...
-
-    def audit(self) -> None:
-        """Prove that every member is listed at its age; raise `LedgerError` if not."""
-        ...
-
-
-class LruPolicy:
-    """Least recently used first. Implements `EvictionPolicy`; `num_uses` stays 0."""
-
-    def __init__(self) -> None:
-        self._queue: EvictionQueue[TreeNode] = EvictionQueue()
-
-    def __len__(self) -> int:
-        """Leaves that may go."""
-        return len(self._queue)
-
-    def __contains__(self, node: TreeNode) -> bool:
-        """Whether `node` may go."""
-        return node in self._queue
-
-    def add(self, node: TreeNode) -> None:
-        """`node` may go, at the age it has now."""
-        self._queue.add(node)
-
-    def discard(self, node: TreeNode) -> None:
-        """`node` may not go."""
-        self._queue.discard(node)
-
-    def next_victim(self, now: int) -> TreeNode | None:
-        """The leaf used longest ago."""
-        return self._queue.oldest()
-
-    def begin(self, node: TreeNode) -> list[UseRun]:
-        """Nothing is remembered."""
         return [UseRun(len(node.key), 0)]
 
     def use(self, node: TreeNode, now: int) -> None:
-        """Ages say it all."""
+        """A request found `node` on its path; `last_access` still says when it was used before."""
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Nothing is kept for an edge."""
+        """`lower`'s edge lost its first `upper.end - start` tokens to the new `upper`."""
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Nothing is kept for an edge."""
+        """`lower`'s edge is about to take over that of `upper`, in front; `num_uses` is equal."""
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
-        """What left is forgotten."""
+        """`leaf` is about to lose what lies past `keep_tokens` of its edge."""
 
     def clear(self) -> None:
-        """Forget all members."""
-        self._queue.clear()
+        """Forget everything, members included."""
+        for queue in self._queues:
+            queue.clear()
 
     def audit(self) -> None:
-        """Every member is listed at its age."""
-        self._queue.audit()
+        """Prove that every member is listed at its age; raise `LedgerError` if not."""
+        for queue in self._queues:
+            queue.audit()
+
+
+class LruPolicy(EvictionPolicy):
+    """Least recently used first; `num_uses` stays 0."""
+
+    def __init__(self) -> None:
+        super().__init__(num_classes=1)
+
+    def next_victim(self, now: int) -> TreeNode | None:
+        return self._queues[0].oldest()

@@ -8,7 +8,7 @@ A prefix is kept under a namespace, "" by default, and found under that namespac
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,8 @@ class PrefixMatch(NamedTuple):
     node: TreeNode | None  # None if length is 0: then nothing is locked
 
 
-class PrefixCache(Protocol):
-    """Keeps prefixes of one rank. Counts are pages.
+class PrefixCache:
+    """Keeps prefixes of one rank; here, none. Counts are pages.
 
     Where a `start` is given, it is a node that the asking lease has locked, and known to lie on
     the path of the tokens: only what is below it is looked at.
@@ -40,31 +40,31 @@ class PrefixCache(Protocol):
     @property
     def num_evicted(self) -> int:
         """Pages given back by eviction since the start."""
-        ...
+        return 0
 
     @property
     def num_evictable(self) -> int:
         """Pages the cache could give back now."""
-        ...
+        return 0
 
     @property
     def num_protected(self) -> int:
         """Pages of the cache that live leases have locked."""
-        ...
+        return 0
 
     @property
     def num_locks(self) -> int:
         """Locks taken and not yet undone; a live lease has one, or none."""
-        ...
+        return 0
 
     @property
     def num_locked_tokens(self) -> int:
         """Prefix lengths of these locks, summed over the locks."""
-        ...
+        return 0
 
     def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
-        """How many tokens `match_prefix` would find. Changes nothing."""
-        ...
+        """How many tokens `match_prefix` would find. Changes nothing, not even ages."""
+        return 0
 
     def follow(
         self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
@@ -74,31 +74,30 @@ class PrefixCache(Protocol):
         `below` is a locked node that is known to lie on their path: only what follows it is looked
         at. `tag` is the caller's, for what `take_moved` answers.
         """
-        ...
+        return PrefixCursor(tokens, namespace, tag)
 
     def unfollow(self, cursor: PrefixCursor) -> None:
         """End a cursor of `follow`, once."""
-        ...
 
     def take_moved(self) -> Sequence[PrefixCursor]:
         """The cursors whose length or place has changed since the last call."""
-        ...
+        return ()
 
     @property
     def followed_nodes(self) -> Sequence[TreeNode | None]:
         """The nodes where cursors are, by `PrefixCursor.place`; None where none is."""
-        ...
+        return (None,)
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         """The `next_key` of a cursor that ends at `node` (None: nothing matched), where `tokens`,
         at least a page, come next."""
-        ...
+        return None
 
     def match_prefix(
         self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
     ) -> PrefixMatch:
         """Find and lock the longest cached prefix of `tokens`; a lock of `start` moves there."""
-        ...
+        return PrefixMatch(0, np.zeros(0, np.int32), None)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), taking over the offered pages that are new to the cache.
@@ -106,109 +105,39 @@ class PrefixCache(Protocol):
         Answers the prefix as the cache now holds it, or None if it keeps nothing. It is locked:
         the lock of `offer.node` moves there, if there is one, and `pages` are those behind it.
         """
-        ...
+        return None
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one lock taken by `match_prefix` or `accept`."""
-        ...
+        raise LedgerError(f"{node!r} is unlocked, but ChunkCache never locks")
 
     def evict(self, num_pages: int) -> int:
-        """Free `num_pages` pages, or all that can be freed; returns how many."""
-        ...
+        """Free exactly `num_pages`, or all that are not locked; returns how many."""
+        return 0
 
     def reset(self) -> None:
-        """Evict everything. Raises `LedgerError` if a lock is still held."""
-        ...
+        """Evict everything, and forget how it was used. Raises `LedgerError` if a lock is held."""
 
     def pages_to(self, node: TreeNode) -> Int32Array:
         """The pages of the prefix that ends at `node`, in token order."""
-        ...
+        return np.zeros(0, np.int32)
 
     def nodes(self) -> Sequence[TreeNode]:
         """All nodes that hold something, parents before children."""
-        ...
+        return ()
 
     def held_pages(self) -> Int32Array:
         """All pages the cache holds, in no particular order."""
-        ...
+        return np.zeros(0, np.int32)
 
     def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
         """Check the cache's own records against the locked node of every live lease.
 
         Raises `LedgerError` on a difference.
         """
-        ...
-
-
-class ChunkCache:
-    """Keeps nothing between requests: every lease owns all its pages to the end."""
-
-    num_evicted = 0
-    num_evictable = 0
-    num_protected = 0
-    num_locks = 0
-    num_locked_tokens = 0
-
-    def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
-        """Nothing is ever found."""
-        return 0
-
-    def follow(
-        self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
-    ) -> PrefixCursor:
-        """A cursor that stays at 0."""
-        return PrefixCursor(tokens, namespace, tag)
-
-    def unfollow(self, cursor: PrefixCursor) -> None:
-        """There is nothing to end."""
-
-    def take_moved(self) -> Sequence[PrefixCursor]:
-        """None ever moves."""
-        return ()
-
-    @property
-    def followed_nodes(self) -> Sequence[TreeNode | None]:
-        """No cursor is anywhere."""
-        return (None,)
-
-    def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
-        """No cursor ever goes on."""
-        return None
-
-    def match_prefix(
-        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
-    ) -> PrefixMatch:
-        """Nothing is ever found, so nothing is locked."""
-        return PrefixMatch(0, np.zeros(0, np.int32), None)
-
-    def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
-        """Keeps nothing."""
-        return None
-
-    def unlock(self, node: TreeNode) -> None:
-        """Never owed, since nothing is ever locked."""
-        raise LedgerError(f"{node!r} is unlocked, but ChunkCache never locks")
-
-    def evict(self, num_pages: int) -> int:
-        """There is nothing to free."""
-        return 0
-
-    def reset(self) -> None:
-        """There is nothing to forget."""
-
-    def pages_to(self, node: TreeNode) -> Int32Array:
-        """No pages."""
-        return np.zeros(0, np.int32)
-
-    def nodes(self) -> Sequence[TreeNode]:
-        """No nodes."""
-        return ()
-
-    def held_pages(self) -> Int32Array:
-        """No pages."""
-        return np.zeros(0, np.int32)
-
-    def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
-        """No lease may have a locked node."""
         if locked_nodes:
             raise LedgerError(f"ChunkCache never locks, yet leases hold {list(locked_nodes)}")
+
+
+class ChunkCache(PrefixCache):
+    """Keeps nothing between requests: every lease owns all its pages to the end."""

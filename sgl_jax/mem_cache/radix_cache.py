@@ -10,15 +10,15 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES, EvictionPolicy, LruPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.page_allocator import PageAllocator
-from sgl_jax.mem_cache.prefix_cache import PrefixMatch
+from sgl_jax.mem_cache.prefix_cache import PrefixCache, PrefixMatch
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
-class RadixCache:
-    """A radix tree with one component, FULL. Implements `PrefixCache`.
+class RadixCache(PrefixCache):
+    """A radix tree with one component, FULL. What the methods do is said in `PrefixCache`.
 
     `num_evicted` starts above 0 where the cache takes the place of another. `eviction_policy` is
     one of `EVICTION_POLICIES`; raises `ValueError` if it is not.
@@ -39,61 +39,49 @@ class RadixCache:
 
     @property
     def num_evicted(self) -> int:
-        """Pages given back by eviction since the start."""
         return self._num_evicted
 
     @property
     def num_evictable(self) -> int:
-        """Pages the cache could give back now."""
         return self._full.num_evictable
 
     @property
     def num_protected(self) -> int:
-        """Pages that live leases have locked."""
         return self._full.num_protected
 
     @property
     def num_locks(self) -> int:
-        """Locks taken and not yet undone."""
         return self.tree.num_locks
 
     @property
     def num_locked_tokens(self) -> int:
-        """Prefix lengths of these locks, summed over the locks."""
         return self.tree.num_locked_tokens
 
     def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
-        """How many tokens `match_prefix` would find. Changes nothing, not even ages."""
         _, length = self.tree.peek(_contiguous(tokens), namespace, start)
         return length
 
     def follow(
         self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
     ) -> PrefixCursor:
-        """Keep track of how much of `tokens` the tree holds, until `unfollow`."""
         return self.tree.cursors.follow(_contiguous(tokens), namespace, tag, below)
 
     def unfollow(self, cursor: PrefixCursor) -> None:
-        """End a cursor of `follow`, once."""
         self.tree.cursors.unfollow(cursor)
 
     def take_moved(self) -> Sequence[PrefixCursor]:
-        """The cursors whose length or place has changed since the last call."""
         return self.tree.cursors.take_moved()
 
     @property
     def followed_nodes(self) -> Sequence[TreeNode | None]:
-        """The nodes where cursors are, by `PrefixCursor.place`."""
         return self.tree.cursors.nodes
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
-        """The `next_key` of a cursor that ends at `node`, where `tokens` come next."""
         return self.tree.child_key(node or self.tree.root, tokens, namespace)
 
     def match_prefix(
         self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
     ) -> PrefixMatch:
-        """Find and lock the longest cached prefix of `tokens`; a lock of `start` moves there."""
         # Read before the lock moves: `start` may then become one with what follows it.
         first = 0 if start is None else start.end // self.tree.page_size
         node = self.tree.match(_contiguous(tokens), namespace, start)
@@ -102,7 +90,6 @@ class RadixCache:
         return PrefixMatch(node.end, self.pages_to(node)[first:], node)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
-        """Insert `tokens` (whole pages, at least one); the lock of the offer moves to the end."""
         start = offer.node
         node = self.tree.insert(_contiguous(tokens), offer, start)
         # Before the lock moves: `start` may then become one with what follows it.
@@ -114,32 +101,26 @@ class RadixCache:
         return PrefixMatch(node.end, pages, node)
 
     def unlock(self, node: TreeNode) -> None:
-        """Undo one lock."""
         self.tree.unlock(node)
 
     def evict(self, num_pages: int) -> int:
-        """Free exactly `num_pages`, or all that are not locked."""
         evicted = self.tree.evict(self._full, num_pages)
         self._num_evicted += evicted
         return evicted
 
     def reset(self) -> None:
-        """Evict everything, and forget how it was used. Raises `LedgerError` if a lock is held."""
         if self.num_protected:
             raise LedgerError(f"cannot reset: {self.num_protected} pages are locked")
         self.evict(self.num_evictable)
         self._policy.clear()
 
     def pages_to(self, node: TreeNode) -> Int32Array:
-        """The pages of the prefix that ends at `node`, in token order."""
         return self._full.pages_of(self.tree.path_to(node))
 
     def nodes(self) -> Sequence[TreeNode]:
-        """Every node but the root, parents before children."""
         return list(self.tree.nodes())
 
     def held_pages(self) -> Int32Array:
-        """All pages on the tree."""
         return self._full.pages_of(self.nodes())
 
     def audit(self, locked_nodes: Sequence[TreeNode]) -> None:

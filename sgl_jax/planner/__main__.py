@@ -14,7 +14,6 @@ from sgl_jax.planner.memory import plan_memory, smallest_fit
 from sgl_jax.planner.plot_file import figure_class
 from sgl_jax.planner.report import as_dict, as_text
 from sgl_jax.planner.sweep import plot_sweep, sweep, sweep_table
-from sgl_jax.planner.topology import has_tpu_compiler
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,11 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Nothing runs, and a TPU that is here may be busy.
     jax.config.update("jax_platforms", "cpu")
     try:
-        if not has_tpu_compiler():
-            raise RuntimeError(
-                "the TPU's compiler is not installed: pip install 'sgl-jax[tpu]' brings libtpu, "
-                "which needs no TPU"
-            )
         return _sweep(request) if request.sweep else _plan(request)
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

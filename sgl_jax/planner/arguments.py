@@ -94,11 +94,8 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         _check_plot(words.plot, words.sweep)
         topology = Topology.parse(words.topology)
         args = ServerArgs(**{name: getattr(words, name) for name in SERVER_SETTINGS})
-        if not words.sweep and args.num_devices > topology.num_devices:
-            raise ValueError(
-                f"--dp-size {args.dp_size} x --tp-size {args.tp_size} needs {args.num_devices} "
-                f"devices, {topology.name} has {topology.num_devices}"
-            )
+        if not words.sweep:
+            topology.check_mesh(args.dp_size, args.tp_size)
         config = read_config(args.model_path)
         workload = Workload(words.input_len, words.output_len)
         limit = args.context_length or config.max_position_embeddings

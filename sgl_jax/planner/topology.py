@@ -132,6 +132,14 @@ class Topology(NamedTuple):
         """Devices of the slice, as JAX counts."""
         return self.num_chips * self.chip.devices_per_chip
 
+    def check_mesh(self, dp_size: int, tp_size: int) -> None:
+        """Raise ValueError if it has fewer devices than such a mesh."""
+        if dp_size * tp_size > self.num_devices:
+            raise ValueError(
+                f"--dp-size {dp_size} x --tp-size {tp_size} needs {dp_size * tp_size} devices, "
+                f"{self.name} has {self.num_devices}"
+            )
+
 
 def topology_mesh(topology: Topology, dp_size: int, tp_size: int) -> Mesh:
     """The mesh ('data', 'tensor') an engine would make on such a slice.
@@ -140,11 +148,7 @@ def topology_mesh(topology: Topology, dp_size: int, tp_size: int) -> Mesh:
         RuntimeError: libtpu is not installed.
         ValueError: the slice has fewer devices.
     """
-    if dp_size * tp_size > topology.num_devices:
-        raise ValueError(
-            f"--dp-size {dp_size} x --tp-size {tp_size} needs {dp_size * tp_size} devices, "
-            f"{topology.name} has {topology.num_devices}"
-        )
+    topology.check_mesh(dp_size, tp_size)
     return arrange_devices(_devices(topology), dp_size, tp_size)
 
 

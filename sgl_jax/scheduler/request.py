@@ -15,7 +15,7 @@ from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.sessions.session import Session
+from sgl_jax.sessions.store import Session
 from sgl_jax.sessions.streaming import StreamingSession
 
 

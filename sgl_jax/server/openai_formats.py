@@ -53,19 +53,40 @@ class UsageFormat:
         )
 
 
-class ChatFormat:
+class _Format:
+    """What both kinds of answers share: name, time, model and counts of tokens."""
+
+    _kind: str  # what new names begin with
+    _event_type: type[ChatCompletionChunk | Completion]
+
+    def __init__(self, context: ServerContext, body: GenerationFields) -> None:
+        rid = body.rid[0] if isinstance(body.rid, list) else body.rid
+        self._head = (
+            rid or f"{self._kind}-{uuid.uuid4().hex}",
+            int(time.time()),
+            context.model_name,
+        )
+        self._tokenizer = context.frontend.tokenizer
+        self._shows_ids = bool(body.return_token_ids)
+        self._usage = UsageFormat(body)
+
+    def closing(self, streams: Sequence[RequestStream]) -> bytes:
+        """The counts, where they are wanted at the end."""
+        if not self._usage.at_end:
+            return b""
+        return event(self._event_type(*self._head, [], self._usage.total(streams)))
+
+
+class ChatFormat(_Format):
     """Answers of `/v1/chat/completions`."""
 
+    _kind, _event_type = "chatcmpl", ChatCompletionChunk
+
     def __init__(self, context: ServerContext, body: ChatRequest) -> None:
-        self._id = _answer_id("chatcmpl", body)
-        self._created = int(time.time())
-        self._model = context.model_name
-        self._tokenizer = context.frontend.tokenizer
+        super().__init__(context, body)
         self._logprobs = bool(body.logprobs)
         self._shows_prompt_ids = bool(body.return_prompt_token_ids or body.return_token_ids)
-        self._shows_ids = bool(body.return_token_ids)
         self._shows_meta_info = bool(body.return_meta_info)
-        self._usage = UsageFormat(body)
         self._begun: set[int] = set()
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
@@ -78,13 +99,7 @@ class ChatFormat:
             *_ending(chunk.finish),
         )
         usage = self._usage.of_chunk(chunk, stream)
-        return event(ChatCompletionChunk(self._id, self._created, self._model, [choice], usage))
-
-    def closing(self, streams: Sequence[RequestStream]) -> bytes:
-        if not self._usage.at_end:
-            return b""
-        usage = self._usage.total(streams)
-        return event(ChatCompletionChunk(self._id, self._created, self._model, [], usage))
+        return event(ChatCompletionChunk(*self._head, [choice], usage))
 
     def whole(self, answers: Sequence[Answer]) -> ChatCompletion:
         choices = [
@@ -100,7 +115,7 @@ class ChatFormat:
             for index, answer in enumerate(answers)
         ]
         usage = self._usage.total([answer.stream for answer in answers])
-        return ChatCompletion(self._id, self._created, self._model, choices, usage)
+        return ChatCompletion(*self._head, choices, usage)
 
     def _meta_info(self, answer: Answer) -> MetaInfo:
         request = answer.stream.request
@@ -108,42 +123,30 @@ class ChatFormat:
         return describe(answer.stream, len(answer.token_ids), answer.finish, **logprobs)
 
 
-class CompletionFormat:
-    """Answers of `/v1/completions`.
+class CompletionFormat(_Format):
+    """Answers of `/v1/completions`. With `echo` the text begins with the prompt."""
 
-    With `echo` the text begins with the prompt.
-    """
+    _kind, _event_type = "cmpl", Completion
 
     def __init__(
         self, context: ServerContext, body: CompletionRequest, prompt_texts: Sequence[str]
     ) -> None:
         """`prompt_texts`: what to echo for each choice; empty without `echo`."""
-        self._id = _answer_id("cmpl", body)
-        self._created = int(time.time())
-        self._model = context.model_name
-        self._tokenizer = context.frontend.tokenizer
+        super().__init__(context, body)
         self._with_logprobs = body.logprobs is not None
-        self._shows_ids = bool(body.return_token_ids)
-        self._usage = UsageFormat(body)
         self._echoes = dict(enumerate(prompt_texts))
         self._writers: dict[int, CompletionLogprobsWriter] = {}
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
         choice = self._choice(index, chunk)
         usage = self._usage.of_chunk(chunk, stream)
-        return event(Completion(self._id, self._created, self._model, [choice], usage))
-
-    def closing(self, streams: Sequence[RequestStream]) -> bytes:
-        if not self._usage.at_end:
-            return b""
-        usage = self._usage.total(streams)
-        return event(Completion(self._id, self._created, self._model, [], usage))
+        return event(Completion(*self._head, [choice], usage))
 
     def whole(self, answers: Sequence[Answer]) -> Completion:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         streams = [answer.stream for answer in answers]
         usage = self._usage.total(streams)
-        return Completion(self._id, self._created, self._model, choices, usage)
+        return Completion(*self._head, choices, usage)
 
     def _choice(self, index: int, part: Chunk | Answer) -> CompletionChoice:
         text = self._echoes.pop(index, "") + part.text
@@ -158,12 +161,6 @@ class CompletionFormat:
             return None
         writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._tokenizer))
         return writer.write([*part.prompt_logprobs, *part.logprobs])
-
-
-def _answer_id(kind: str, body: GenerationFields) -> str:
-    """The name that the client gave its request, or a new one."""
-    rid = body.rid[0] if isinstance(body.rid, list) else body.rid
-    return rid or f"{kind}-{uuid.uuid4().hex}"
 
 
 def _ending(finish: FinishReason | None) -> tuple[str | None, int | str | None]:

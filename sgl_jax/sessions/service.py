@@ -27,8 +27,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease, roll_back_lease
-from sgl_jax.sessions.session import Session
-from sgl_jax.sessions.store import SessionsFullError, SessionStore
+from sgl_jax.sessions.store import Session, SessionsFullError, SessionStore
 from sgl_jax.sessions.streaming import StreamingSession
 from sgl_jax.sessions.tree import RegularSession
 from sgl_jax.sessions.turns import named_turn

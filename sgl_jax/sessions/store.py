@@ -1,7 +1,7 @@
 """Which sessions are open, by id: the rules of opening, closing and idling that all kinds share.
 
 Owns when each was used last, and which of them are only waiting for a turn to end before they
-close. What a turn does to a conversation is told in `session.py`.
+close. What a turn does to a conversation is in `streaming.py` and `tree.py`.
 """
 
 import heapq
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import AbortRequest, GenerateRequest, OpenSession, StopRequest
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.sessions.session import Session
 from sgl_jax.sessions.streaming import StreamingSession
 from sgl_jax.sessions.tree import RegularSession
 from sgl_jax.sessions.turns import named_turn
 
+Session = StreamingSession | RegularSession
 # Checks of closed sessions are swept from the heap when there are twice as many checks as timed
 # sessions, and this many more.
 _MIN_SWEPT = 64

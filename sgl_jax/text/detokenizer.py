@@ -6,7 +6,6 @@ the text of all tokens decoded at once. Cost per token does not grow with the ou
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from sgl_jax.text.tokenizer import REPLACEMENT, Tokenizer
 
@@ -16,27 +15,6 @@ _MAX_HELD_TOKENS = 8
 # Prompt tokens that set the scene for the first output token (spaces between words).
 _PROMPT_CONTEXT_TOKENS = 6
 _PROMPT_TAIL_TOKENS = 16  # looked at to find them
-
-
-class IncrementalDetokenizer(Protocol):
-    """Turns a growing list of token ids into a growing text."""
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The text gained by `ids`, less what may still be half a character."""
-        ...
-
-    def flush(self) -> str:
-        """What was held back, now that no token follows; half characters become U+FFFD."""
-        ...
-
-
-def make_detokenizer(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool
-) -> IncrementalDetokenizer:
-    """The right detokenizer for `tokenizer`, set to continue `prompt_ids`."""
-    if tokenizer.knows_bytes:
-        return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    return WindowDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
 
 
 class ByteDetokenizer:
@@ -52,10 +30,12 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
+        """The text gained by `ids`, less what may still be half a character."""
         skipped, token_bytes = self._skipped, self._token_bytes
         return self._decoder.decode(b"".join(token_bytes(i) for i in ids if i not in skipped))
 
     def flush(self) -> str:
+        """What was held back, now that no token follows; half characters become U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -118,3 +98,15 @@ class WindowDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+IncrementalDetokenizer = ByteDetokenizer | WindowDetokenizer
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool
+) -> IncrementalDetokenizer:
+    """The right detokenizer for `tokenizer`, set to continue `prompt_ids`."""
+    if tokenizer.knows_bytes:
+        return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    return WindowDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)

@@ -6,6 +6,7 @@ import pytest
 
 from sgl_jax.planner import __main__ as command
 from sgl_jax.planner import sweep as sweep_module
+from sgl_jax.planner import topology as topology_module
 from sgl_jax.planner.arguments import parse_plan_request
 from sgl_jax.planner.estimate import StepDoesNotFitError
 from sgl_jax.planner.memory import plan_memory, smallest_fit
@@ -234,6 +235,6 @@ def test_the_smallest_fit_has_as_many_ranks_as_fit():
 
 
 def test_without_the_compiler_the_command_says_how_to_get_it(monkeypatch, capsys):
-    monkeypatch.setattr(command, "has_tpu_compiler", lambda: False)
+    monkeypatch.setattr(topology_module, "has_tpu_compiler", lambda: False)
     assert command.main(["--model-path", "qwen3-8b", "--topology", "v6e-1"]) == 2
     assert "pip install 'sgl-jax[tpu]'" in capsys.readouterr().err
