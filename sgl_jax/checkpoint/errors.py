@@ -5,20 +5,27 @@ from pathlib import Path
 
 from sgl_jax.layers.sources import Shape
 
+_MAX_NAMED = 8  # a config of another model makes hundreds of tensors wrong
+
 
 class CheckpointError(ValueError):
     """A model folder whose weights are missing, unreadable, or not those of its config."""
 
 
 def check_shapes(folder: Path, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
-    """Raise CheckpointError, naming all that is missing, unexpected, or of a wrong shape."""
+    """Raise CheckpointError, naming what is missing, unexpected or of a wrong shape."""
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
     problems += [
-        f"{name} has shape {list(found[name])}, config.json asks for {list(expected[name])}"
+        f"{name} has shape {list(found[name])} instead of {list(expected[name])}"
         for name in expected.keys() & found.keys()
         if found[name] != expected[name]
     ]
     if problems:
-        listing = "\n  ".join(sorted(problems))
-        raise CheckpointError(f"{len(problems)} problems in {str(folder)!r}:\n  {listing}")
+        named = sorted(problems)[:_MAX_NAMED]
+        if len(problems) > len(named):
+            named.append(f"and {len(problems) - len(named)} more")
+        raise CheckpointError(
+            f"{len(problems)} tensors in {str(folder)!r} are not what config.json asks for: "
+            f"{'; '.join(named)}"
+        )

@@ -28,7 +28,7 @@ def load_safetensors(
     Host memory holds one parameter's part for one chip, and one tensor's slice, at a time.
 
     Raises:
-        CheckpointError: naming every tensor that is missing, unexpected or of a wrong shape, or
+        CheckpointError: naming tensors that are missing, unexpected or of a wrong shape, or
             one that holds other values than finite numbers.
     """
     expected: dict[str, Shape] = {}

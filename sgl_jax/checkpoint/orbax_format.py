@@ -39,7 +39,7 @@ def load_orbax(
     `check_all`: look for values that are no finite numbers everywhere, see `finite`.
 
     Raises:
-        CheckpointError: naming every parameter that is missing, unexpected or of a wrong shape,
+        CheckpointError: naming parameters that are missing, unexpected or of a wrong shape,
             or one that holds other values than finite numbers.
     """
     path = (folder / PARAMS_FOLDER).absolute()

@@ -24,7 +24,9 @@ class SchedulerArgs:
 
     # Scheduling
     max_queued_requests: int = setting(
-        2048, "waiting requests beyond which new ones get a 503", bounds=(1, 10_000_000)
+        2048,
+        "requests that may wait beside those that run or can start; with more, new ones get a 503",
+        bounds=(1, 10_000_000),
     )
     schedule_policy: str = setting(
         "lpm",

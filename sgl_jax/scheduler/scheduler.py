@@ -62,8 +62,9 @@ class Scheduler:
         self.max_passed_over = max_passed_over
         self._all_ranks = Ranks(sizes, args)
         self.ranks = self._all_ranks.ranks
-        # Retracted requests wait beside those that the queue's limit allows.
+        # As many as may run wait, too, before their first step and when they were retracted.
         capacity = args.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
+        self._max_requests = capacity
         memories = [rank.memory for rank in self.ranks]
         self._waiting = WaitingQueue(args.schedule_policy, memories, capacity, max_passed_over)
         self._deadlines = Deadlines(args.waiting_timeout, args.request_timeout)
@@ -90,8 +91,11 @@ class Scheduler:
         if message.rid in self._requests:
             self.refuse(message, f"request id {message.rid!r} is already in use", 400)
             return
-        if len(self._waiting) >= self.args.max_queued_requests:
-            text = f"the queue is full ({self.args.max_queued_requests} requests)"
+        if len(self._requests) >= self._max_requests:
+            text = (
+                f"the queue is full: --max-queued-requests ({self.args.max_queued_requests}) wait "
+                "beside those that run or can start"
+            )
             self.refuse(message, text, 503)
             return
         try:

@@ -19,6 +19,8 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model"),
 )
+_MAIN_FILE = "tokenizer.json"
+_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are no UTF-8
 
 
@@ -53,6 +55,7 @@ class Tokenizer:
         """
         if not Path(path).is_dir():
             raise ValueError(f"no tokenizer folder at {path!r}")
+        template = None if chat_template is None else _read_template(Path(chat_template))
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         # Takes a second: only when a tokenizer is wanted.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -65,15 +68,15 @@ class Tokenizer:
                 hf_tokenizer = PreTrainedTokenizerFast(tokenizer_object=empty)
             if not hf_tokenizer.is_fast:
                 raise ValueError("it has no tokenizer.json")
-            if chat_template is not None:
-                hf_tokenizer.chat_template = _read_template(Path(chat_template))
+            if template is not None:
+                hf_tokenizer.chat_template = template
             return cls(hf_tokenizer)
         # The libraries raise errors of any type for a malformed file.
         except Exception as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                f"cannot read a tokenizer from {path!r}: {type(error).__name__}: {reason}"
-            ) from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            where = " or ".join(_files_at_fault(Path(path)))
+            reason = f"{where}: {reason}" if where else reason
+            raise ValueError(f"cannot read a tokenizer from {path!r}: {reason}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -221,6 +224,26 @@ class Tokenizer:
             return bytes(self._byte_of_char[char] for char in token)
         except KeyError:  # an added token is plain text, not written in the byte alphabet
             return bytes(token.encode())
+
+
+def _files_at_fault(folder: Path) -> list[str]:
+    """Names of files of which one must be why no tokenizer can be read; none if it is not known."""
+    settings = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
+    if not (folder / _MAIN_FILE).is_file():
+        return []
+    for name in (_MAIN_FILE, *settings):
+        try:
+            is_object = isinstance(json.loads((folder / name).read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            return [name]
+    try:
+        tokenizers.Tokenizer.from_file(str(folder / _MAIN_FILE))
+    # The library has no type for its errors.
+    except Exception:
+        return [_MAIN_FILE]
+    return settings
 
 
 def _read_template(path: Path) -> str:

@@ -4,6 +4,7 @@ So a fault stops the start, instead of failing the first request.
 """
 
 import logging
+from pathlib import Path
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.server_args import ServerArgs
@@ -87,5 +88,8 @@ def _check_round_trip(tokenizer: Tokenizer, path: str) -> None:
 
 
 def _template_of(path: str, chat_template: str | None) -> str:
-    where = f"in {path!r}" if chat_template is None else repr(chat_template)
-    return f"the chat template {where}"
+    if chat_template is not None:
+        return f"the chat template {chat_template!r}"
+    files = [Path(path) / name for name in ("chat_template.jinja", "tokenizer_config.json")]
+    here = next((file for file in files if file.is_file()), path)  # the first one counts
+    return f"the chat template in {str(here)!r}"

@@ -198,10 +198,11 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
 
 
 def test_a_full_queue_refuses_with_503() -> None:
-    driver = Driver(make_sizes(), SchedulerArgs(max_queued_requests=2))
-    for i in range(3):
+    """Beside those that may wait, as many are taken as may run, though none has started yet."""
+    driver = Driver(make_sizes(num_rows=4, dp_size=2), SchedulerArgs(max_queued_requests=2))
+    for i in range(9):
         driver.submit(generate(f"r{i}", [1], 2))
-    assert driver.finish["r2"].status_code == 503
+    assert {rid: end.status_code for rid, end in driver.finish.items()} == {"r8": 503}
     driver.run()
 
 

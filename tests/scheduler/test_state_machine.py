@@ -151,7 +151,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_stop_ids = rng.choice([0, 0, 1, 3])
         num_top = rng.choice([-1, -1, -1, 0, 2])
         min_new_tokens = min(rng.choice([0, 0, 3]), max_new_tokens)
-        is_full = driver.scheduler.num_waiting >= MAX_QUEUED
+        in_flight = driver.scheduler.num_waiting + driver.scheduler.num_running
+        is_full = in_flight >= MAX_QUEUED + sizes.dp_size * (sizes.num_rows - 1)
         driver.submit(
             generate(
                 rid,

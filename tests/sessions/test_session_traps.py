@@ -91,9 +91,11 @@ def test_trap_4_a_request_refused_before_it_starts_leaves_the_lease_and_clears_t
     assert lease is not None
     lengths = lease.kv_committed_len, lease.kv_allocated_len, lease.cache_protected_len
     too_long = s.begin("s", [1] * 500)
-    s.driver.submit(generate("waits", [1], 3))
+    for rid in ("would run", "waits"):
+        s.driver.submit(generate(rid, [1], 3))
     queue_full = s.begin("s", [1])
-    s.driver.abort("waits")
+    for rid in ("would run", "waits"):
+        s.driver.abort(rid)
     waits = s.begin("s", [1])
     s.driver.abort(waits)
     for rid in (too_long, queue_full, waits):

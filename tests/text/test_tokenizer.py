@@ -35,6 +35,8 @@ def test_without_a_tokenizer_a_text_is_refused_for_what_is_missing(tmp_path: Pat
         ("tokenizer_config.json", "[1, 2]"),
         ("tokenizer_config.json", '{"bos_token": 7}'),
         ("tokenizer_config.json", '{"model_max_length": {}, "tokenizer_class": 5}'),
+        ("tokenizer.json", "{"),
+        ("special_tokens_map.json", "[]"),
     ],
 )
 def test_a_damaged_tokenizer_is_named_in_one_line(
@@ -42,8 +44,9 @@ def test_a_damaged_tokenizer_is_named_in_one_line(
 ) -> None:
     folder = shutil.copytree(byte_level_folder, tmp_path / "damaged")
     (folder / file).write_text(content)
-    with pytest.raises(ValueError, match=r"cannot read a tokenizer from '.*damaged'") as caught:
+    with pytest.raises(ValueError, match=r"cannot read a tokenizer from '.*/damaged'") as caught:
         Tokenizer.load(str(folder))
+    assert f"{file}: " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

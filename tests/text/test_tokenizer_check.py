@@ -37,6 +37,21 @@ def test_a_template_that_fails_is_named(
         load_tokenizer(ServerArgs(model_path=str(byte_level_folder), chat_template=str(file)))
 
 
+def test_the_file_of_the_tokenizers_own_template_is_named(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(byte_level_folder, tmp_path / "model")
+    config = folder / "tokenizer_config.json"
+    content = json.loads(config.read_text()) | {"chat_template": "{{ 1 / 0 }}"}
+    config.write_text(json.dumps(content))
+    beside = folder / "chat_template.jinja"
+    beside.write_text("{{ 1 / 0 }}")
+    for file in (beside, config):  # the first one counts
+        with pytest.raises(ValueError, match=f"the chat template in '{file}' does not work"):
+            load_tokenizer(ServerArgs(model_path=str(folder)))
+        beside.unlink(missing_ok=True)
+
+
 def test_a_template_file_that_is_no_text_is_named(byte_level_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "bad.jinja"
     file.write_bytes(b"\xff\xfe")
