@@ -24,13 +24,18 @@ def num_bytes(array):
 
 def compile_on(mesh, function, *arguments, donated=()):
     """`function` of such arrays, or of None, as a program for a chip; and the seconds of work."""
-    whole = NamedSharding(mesh, P())
-    placed = jax.tree.map(lambda array: array.update(sharding=whole), arguments)
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
+    lowered = lower_on(mesh, function, *arguments, donated=donated)
     # Of all threads of this process alone: the machine may be busy.
     start = time.process_time()
     return lowered.compile(), time.process_time() - start
+
+
+def lower_on(mesh, function, *arguments, donated=()):
+    """`function` of such arrays for a chip, before it is compiled."""
+    whole = NamedSharding(mesh, P())
+    placed = jax.tree.map(lambda array: array.update(sharding=whole), arguments)
+    with jax.set_mesh(mesh):
+        return jax.jit(function, donate_argnums=donated).lower(*placed)
 
 
 def num_kernels(program):

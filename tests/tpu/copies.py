@@ -1,0 +1,55 @@
+"""Copies of weights and of the cache in a compiled program, found in its text."""
+
+import math
+import re
+
+import jax
+
+from sgl_jax.planner.engine_programs import EngineProgramsOnPaper
+
+MAX_COPY_BYTES = 2**20
+_FUSED = re.compile(r" fusion\(.*?calls=%([\w.-]+)")
+_COMPUTATION = re.compile(r"^%?([\w.-]+) (?:\(.*)?\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
+_ARRAY = re.compile(r"\b[a-z]+(\d+)\w*\[([\d,]+)\](\S*?)(?=[,)]* |, |$)")
+_IN_VMEM = "S(1)"
+# What has a result and computes none; a start has its result at its end.
+_PASSES_ON = {
+    *("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"),
+    *("copy-start", "slice-start", "call-start", "async-start", "opt-barrier"),
+}
+
+
+def shapes_kept(engine: EngineProgramsOnPaper) -> set[tuple[int, ...]]:
+    """Of each large weight, of all layers and of one, and of the cache, on one device."""
+    kept = set()
+    for own in jax.tree.leaves((engine.placed.params, engine.state.kv_pool)):
+        shape = own.sharding.shard_shape(own.shape)
+        kept |= {shape, shape[1:]} if len(shape) > 2 else {shape}
+    return {shape for shape in kept if 2 * math.prod(shape) > MAX_COPY_BYTES}
+
+
+def copies(text: str, kept: set[tuple[int, ...]], num_tokens: int) -> list[str]:
+    """Instructions that write an array as large as one of `kept` anew, into HBM.
+
+    What is fused is not written, what is fetched into VMEM is no copy, and neither is what is
+    changed in place. An array with an axis of `num_tokens` is one of activations.
+    """
+    sizes = {math.prod(shape) for shape in kept}
+    fused, found, here = set(_FUSED.findall(text)), [], ""
+    for line in text.splitlines():
+        if heading := _COMPUTATION.match(line):
+            here = heading[1]
+            continue
+        instruction = _INSTRUCTION.match(line)
+        if instruction is None or here in fused or instruction[3] in _PASSES_ON:
+            continue
+        if "output_to_operand_aliasing" in line:
+            continue
+        for bits, dims, layout in _ARRAY.findall(instruction[2]):
+            shape = [int(dim) for dim in dims.split(",")]
+            num_bytes = math.prod(shape) * int(bits) // 8
+            is_large = num_bytes > MAX_COPY_BYTES and _IN_VMEM not in layout
+            if is_large and math.prod(shape) in sizes and num_tokens not in shape:
+                found.append(f"{instruction[1]} = {instruction[2]} in {here}")
+    return found
