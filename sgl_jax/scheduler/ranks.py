@@ -38,14 +38,21 @@ class Ranks:
         self.num_drafted = 0  # tokens whose result was read, and of these:
         self.num_accepted = 0  # past a stop as well
         self.memories = [rank.memory for rank in self.ranks]
-        self._active_parts = [rank.running.active for rank in self.ranks]
-        self._active = self.join(self._active_parts)
+        # The rows of all running requests as `active` answers them, and each rank's. Mostly a step
+        # is of these, and nothing is joined or split for it.
+        self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
+        self._active = self._join(self._active_parts)
 
     def join(self, rows: Sequence[Int32Array | IntpArray]) -> tuple[RowIndex, list[int]]:
         """The joint rows of each rank's `rows`, rank by rank, and where each rank's begin.
 
         Those of rank k lie in [bounds[k], bounds[k + 1]).
         """
+        if all(part is own for part, own in zip(rows, self._active_parts, strict=True)):
+            return self._active
+        return self._join(rows)
+
+    def _join(self, rows: Sequence[Int32Array | IntpArray]) -> tuple[RowIndex, list[int]]:
         counts = [len(part) for part in rows]
         joint = np.concatenate(rows, dtype=np.intp)
         joint += self._first_rows[:-1].repeat(counts)
@@ -55,8 +62,7 @@ class Ranks:
         """The joint rows of all running requests, oldest first on each rank, as `join` answers."""
         parts = [rank.running.active for rank in self.ranks]
         # A rank's rows are another array as soon as they change.
-        if any(now is not before for now, before in zip(parts, self._active_parts, strict=True)):
-            self._active_parts, self._active = parts, self.join(parts)
+        self._active_parts, self._active = parts, self.join(parts)
         return self._active
 
     def bounds(self, joint: RowIndex) -> list[int]:
@@ -66,8 +72,10 @@ class Ranks:
         )
         return starts
 
-    def split(self, joint: RowIndex, bounds: Sequence[int]) -> list[RowIndex]:
+    def split(self, joint: RowIndex, bounds: Sequence[int]) -> Sequence[RowIndex]:
         """Each rank's own rows, of joint ones: undoes `join`."""
+        if joint is self._active[0]:
+            return self._active_parts
         return [
             joint[bounds[k] : bounds[k + 1]] - first
             for k, first in enumerate(self._first_rows[:-1].tolist())

@@ -11,6 +11,7 @@ from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.rank_memory import commit_rows, grow_rows
 from sgl_jax.scheduler.ranks import Ranks, reduced_of_each
+from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 NUM_ROWS = 6
@@ -42,6 +43,27 @@ def test_split_undoes_join(lists: list[list[int]]) -> None:
     assert [rows.tolist() for rows in ranks.split(joint, bounds)] == lists
     found = [(rank.dp_rank, row) for rank, row in map(ranks.locate, joint.tolist())]
     assert found == [(k, row) for k, rows in enumerate(lists) for row in rows]
+
+
+def test_the_rows_of_all_running_requests_are_joined_as_any_others() -> None:
+    ranks = make_ranks(2)
+    for dp_rank, row in ((1, 3), (0, 2), (1, 1), (0, 4)):
+        request = Request(generate(f"r{row}", [1, 2], 9), 0, 11)
+        ranks.ranks[dp_rank].running.add(row, request, ())
+    for gone in (None, 2):
+        if gone is not None:
+            ranks.ranks[0].running.remove(gone)
+        own = [rank.running.active for rank in ranks.ranks]
+        for joint, bounds in (
+            ranks.join(own),
+            ranks.active(),
+            ranks.join(own),
+            ranks.join([rows.copy() for rows in own]),
+        ):
+            assert joint.tolist() == [*own[0], *(NUM_ROWS + own[1])]
+            assert [rows.tolist() for rows in ranks.split(joint, bounds)] == [
+                rows.tolist() for rows in own
+            ]
 
 
 @given(st.lists(st.lists(st.integers(0, 100)), min_size=1, max_size=4))
