@@ -56,7 +56,8 @@ class ApiKeys:
             admins: name -> key of callers that may use every route.
 
         Raises:
-            ValueError: a key is empty, a name too long, or either is the same as another one.
+            ValueError: a key is empty, a name too long or reserved, or either is the same as
+                another one.
         """
         shared = sorted(set(clients) & set(admins))
         if shared:
@@ -67,6 +68,8 @@ class ApiKeys:
         for caller, key in callers:
             if not key.strip():
                 raise ValueError(f"the API key {caller.name!r} is empty")
+            if caller.name == ANONYMOUS.name:
+                raise ValueError(f"{caller.name!r} is the name of callers without a key")
             if len(caller.name) > MAX_NAME_CHARS:
                 raise ValueError(
                     f"the name of an API key must have at most {MAX_NAME_CHARS} characters, "

@@ -74,8 +74,10 @@ class ServerContext:
 
         Raises:
             InvalidRequestError: a prompt is empty or too long.
+            QueueFullError: the engine has no room for so many: then nothing is tokenised.
             ApiError: it took too long, or the client went away.
         """
+        self.frontend.check_room(len(prompts))
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             self.frontend.checks.check_text(text)
@@ -101,6 +103,7 @@ class ServerContext:
         template_args: Mapping[str, Any],
     ) -> list[int]:
         """Token ids of the conversation of `request`. Raises as `encode_prompts`."""
+        self.frontend.check_room(1)
         self.frontend.checks.check_length(sum(len(message["content"]) for message in messages))
         encoding = self.texts.encode_chat(
             _client_of(request),

@@ -137,6 +137,12 @@ def test_a_name_fits_into_the_ids_of_its_sessions() -> None:
         ApiKeys({"x" * 65: "a"}, {})
 
 
+def test_no_key_has_the_name_of_callers_without_one() -> None:
+    for clients, admins in (({"anonymous": "a"}, {}), ({}, {"anonymous": "a"})):
+        with pytest.raises(ValueError, match="'anonymous' is the name of callers without a key"):
+            ApiKeys(clients, admins)
+
+
 def test_no_key_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         from_flags("--help", SGL_JAX_API_KEY="hush-hush")

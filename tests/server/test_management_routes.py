@@ -77,6 +77,30 @@ async def test_each_prompt_of_a_list_counts_for_the_queue(rig: Rig) -> None:
     assert (await waiting).status_code == 200
 
 
+async def test_what_a_full_queue_refuses_is_not_tokenised(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.engine.stand_still()
+    waiting = asyncio.create_task(
+        rig.http.post("/generate", json={"text": ["hi"] * (MAX_QUEUED + MAX_RUNNING)})
+    )
+    await meanwhile_until(lambda: rig.front.num_open, "the requests are sent")
+    asked: list[str] = []
+    for name in ("encode", "encode_chat"):
+        monkeypatch.setattr(rig.context.texts, name, lambda *args, **kwargs: asked.append("text"))
+    monkeypatch.setattr(rig.context.texts, "is_short", lambda texts: False)
+    for path, body in (
+        ("/generate", {"text": "hi"}),
+        ("/v1/completions", {"prompt": ["hi"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ):
+        refused = await rig.http.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+    assert asked == []
+    rig.engine.go_on()
+    assert (await waiting).status_code == 200
+
+
 async def test_facts_are_told_but_not_the_key(model_folder: Path, tokenizer: Tokenizer) -> None:
     async with serving(model_folder, tokenizer, api_key="hush") as rig:
         rig.http.headers["authorization"] = "Bearer hush"
