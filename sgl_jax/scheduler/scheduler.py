@@ -63,10 +63,11 @@ class Scheduler:
         self._all_ranks = Ranks(sizes, args)
         self.ranks = self._all_ranks.ranks
         # As many as may run wait, too, before their first step and when they were retracted.
-        capacity = args.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
-        self._max_requests = capacity
+        self._max_requests = args.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
         memories = [rank.memory for rank in self.ranks]
-        self._waiting = WaitingQueue(args.schedule_policy, memories, capacity, max_passed_over)
+        self._waiting = WaitingQueue(
+            args.schedule_policy, memories, self._max_requests, max_passed_over
+        )
         self._deadlines = Deadlines(args.waiting_timeout, args.request_timeout)
         self._forced_retract = ForcedRetract(args)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
