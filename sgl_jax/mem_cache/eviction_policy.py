@@ -7,6 +7,7 @@ by its tokens, and what is locked stays, independent of the policy's state.
 Ages are of the tree's logical clock, never wall time, so that hosts evict alike.
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from sgl_jax.mem_cache.eviction_queue import EvictionQueue
@@ -22,8 +23,8 @@ class UseRun(NamedTuple):
     num_uses: int
 
 
-class EvictionPolicy:
-    """A set of leaves that may go, and what is known of how they were used: here, nothing.
+class EvictionPolicy(ABC):
+    """A set of leaves that may go, in queues, and what a subclass knows of how they were used.
 
     What holds between any two calls, and `audit` proves: a node is in the set, at its present
     `last_access` and `num_uses`, exactly if the component last said so by `add` or `discard`.
@@ -49,27 +50,31 @@ class EvictionPolicy:
         """`node` may not go, or no more."""
         self._queues[node.num_uses].discard(node)
 
+    @abstractmethod
     def next_victim(self, now: int) -> TreeNode | None:
         """The leaf to take from first; None if none may go. It stays in the set."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self, node: TreeNode) -> list[UseRun]:
         """A new edge is on the tree, not in the set yet: how often its tokens were used before.
 
         Answers at least one run, from the top, together the whole edge; `node.num_uses` becomes
         that of the last. The tree splits the edge so that each node has one number.
         """
-        return [UseRun(len(node.key), 0)]
 
+    @abstractmethod
     def use(self, node: TreeNode, now: int) -> None:
         """A request found `node` on its path; `last_access` still says when it was used before."""
 
+    @abstractmethod
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge lost its first `upper.end - start` tokens to the new `upper`."""
 
+    @abstractmethod
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge is about to take over that of `upper`, in front; `num_uses` is equal."""
 
+    @abstractmethod
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
         """`leaf` is about to lose what lies past `keep_tokens` of its edge."""
 
@@ -92,3 +97,18 @@ class LruPolicy(EvictionPolicy):
 
     def next_victim(self, now: int) -> TreeNode | None:
         return self._queues[0].oldest()
+
+    def begin(self, node: TreeNode) -> list[UseRun]:
+        return [UseRun(len(node.key), 0)]
+
+    def use(self, node: TreeNode, now: int) -> None:
+        """The node's age alone counts."""
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Both have their age."""
+
+    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
+        """`lower` has its age."""
+
+    def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
+        """What is gone is not remembered."""

@@ -11,6 +11,7 @@
     leaked locks   are not hidden by adding "protected" in (15)
     the root       never enters the eviction set, and is never locked: not by a match that finds
                    nothing, nor by one that is cut to nothing or to an earlier boundary
+    left out       a cache or policy that lacks a method is refused, and does not answer "nothing"
     crossed        boundaries of a prefill that is given up in the middle neither leak nor get lost
 
 Traps of the scheduler: `tests/scheduler/test_traps.py`.
@@ -23,11 +24,12 @@ import pytest
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError, LedgerError
-from sgl_jax.mem_cache.eviction_policy import LruPolicy
+from sgl_jax.mem_cache.eviction_policy import EvictionPolicy, LruPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.page_allocator import PageAllocator
+from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -349,3 +351,12 @@ def test_a_match_cut_to_an_earlier_boundary_locks_only_the_path_to_it(limit: int
     tree.evict(full, 99)
     assert not tree.root.children
     assert allocator.num_free == 19
+
+
+@pytest.mark.parametrize(("base", "null"), [(PrefixCache, ChunkCache), (EvictionPolicy, LruPolicy)])
+def test_a_method_left_out_is_refused(base: type, null: type) -> None:
+    null()
+    for name in base.__abstractmethods__:
+        said = {other: vars(null)[other] for other in base.__abstractmethods__ - {name}}
+        with pytest.raises(TypeError, match=name):
+            type("Forgetful", (base,), said)()
