@@ -29,8 +29,8 @@ from sgl_jax.engine.memory_defect import MAX_DUMPS, DefectRecord
 from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
 from sgl_jax.mem_cache.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.testing.fake_executor import OracleExecutor
 from tests.engine.scripted_channel import ScriptedChannel
+from tests.oracle_executor import OracleExecutor
 from tests.scheduler.driver import make_sizes
 
 SIZES = make_sizes(dp_size=2, num_pages=40, max_chunk_tokens=24, max_context_len=64)

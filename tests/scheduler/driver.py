@@ -28,8 +28,8 @@ from sgl_jax.scheduler.recorder import Recorder
 from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER
-from sgl_jax.testing.fake_executor import OracleExecutor
 from tests.faults import StepFailedError
+from tests.oracle_executor import OracleExecutor
 
 MAX_RECORDING_BYTES = 64 << 20
 

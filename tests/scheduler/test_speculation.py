@@ -7,7 +7,7 @@ import pytest
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.testing.fake_executor import OracleExecutor
+from tests.oracle_executor import OracleExecutor
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 K = 4

@@ -1,0 +1,248 @@
+"""An executor without a device that checks each step: the oracle of the scheduler's tests.
+
+It keeps a fake KV cache: each slot holds a hash of the whole prefix up to its token, and every step
+checks that what it would read is what must be there. Its tokens depend on the prefix alone, so a
+request's output must be the same for every schedule.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.page_tables import PageTables
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
+from sgl_jax.core.step_plan import (
+    Float32Array,
+    Int32Array,
+    PromptLogprobs,
+    RankPlan,
+    RankResult,
+    StepHandle,
+    StepPlan,
+)
+from sgl_jax.testing.fake_executor import FakeExecutor
+
+_MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator
+_MASK = (1 << 64) - 1
+
+
+class ContentError(AssertionError):
+    """A step would have read KV that is not that of its own prefix."""
+
+
+class OracleExecutor(FakeExecutor):
+    """Simulates what KV pages hold, rank by rank, in launch order."""
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        super().__init__(sizes)
+        shape = (sizes.num_pages, sizes.page_size)
+        self._kv = [np.zeros(shape, np.uint64) for _ in range(sizes.dp_size)]
+        rows = (sizes.num_rows, sizes.max_context_len)
+        # What the device's token table holds, and the prefix hash at each of its positions.
+        self._tokens = [np.zeros(rows, np.int32) for _ in range(sizes.dp_size)]
+        self._hashes = [np.zeros(rows, np.uint64) for _ in range(sizes.dp_size)]
+        self._lens = [np.zeros(sizes.num_rows, np.int32) for _ in range(sizes.dp_size)]
+        ids = (sizes.num_rows, MAX_LOGPROB_IDS)
+        self._logprob_ids = [np.zeros(ids, np.int32) for _ in range(sizes.dp_size)]
+        self._page_tables = PageTables(sizes)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Run the step. Raises `ContentError` if a row would read foreign or missing KV."""
+        self._page_tables.apply(plan.page_changes)
+        return tuple(self._run_rank(rank, rank_plan) for rank, rank_plan in enumerate(plan.ranks))
+
+    def expected_output(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """The tokens any schedule must generate after `prompt`."""
+        state = 0
+        for token in prompt:
+            state = _extend(state, token)
+        output = []
+        for _ in range(num_tokens):
+            output.append(self._sample(state))
+            state = _extend(state, output[-1])
+        return output
+
+    def _run_rank(self, rank: int, plan: RankPlan) -> RankResult:
+        tokens, hashes = self._tokens[rank], self._hashes[rank]
+        for admission in plan.admissions:
+            start, end = admission.start, admission.start + len(admission.tokens)
+            tokens[admission.row, start:end] = admission.tokens
+            _hash_span(tokens[admission.row], hashes[admission.row], start, end)
+            self._lens[rank][admission.row] = end
+            own_ids = self._logprob_ids[rank][admission.row]
+            own_ids[:] = 0
+            own_ids[: len(admission.logprob_ids)] = admission.logprob_ids
+        result = self._no_result(plan)
+        self._check_rows_distinct(rank, plan)
+        num_drafts = plan.num_drafts.tolist()
+        page_table = self._page_tables.of(rank, plan.rows, plan.num_pages)
+        for i, row in enumerate(plan.rows.tolist()):
+            start = self._start(rank, plan, i)
+            end = start + int(plan.q_lens[i]) - num_drafts[i]
+            state = int(hashes[row, end - 1])
+            drafts = self._draft(state, num_drafts[i])
+            slots = self._slots(page_table[i], end + len(drafts))
+            self._read_and_write(rank, row, slots, start, end, drafts)
+            if plan.samples[i]:
+                gained = self._verify(state, drafts)
+                result.tokens[i, : len(gained)] = gained
+                self._report(result, i, state, gained, self._ids(rank, plan, i))
+                stored = tokens[row, end : end + len(gained)]
+                stored[:] = gained[: len(stored)]  # the last one may lie past the table's end
+                _hash_span(tokens[row], hashes[row], end, end + len(stored))
+                self._lens[rank][row] = end + len(gained)
+        if plan.num_scored is None:
+            return result
+        scored = np.flatnonzero(plan.num_scored).tolist()
+        counts = plan.num_scored.tolist()
+        return result._replace(
+            prompt_logprobs={
+                i: self._score(plan, i, counts[i], hashes, self._ids(rank, plan, i)) for i in scored
+            }
+        )
+
+    def _no_result(self, plan: RankPlan) -> RankResult:
+        """A result to be filled in, with log-probabilities if the plan asks for them."""
+        shape = (len(plan.rows), 1 + self.sizes.max_draft_tokens)
+        result = RankResult(np.full(shape, -1, np.int32))
+        if not plan.return_logprob:
+            return result
+        return result._replace(
+            logprobs=np.zeros(shape, np.float32),
+            top_ids=np.zeros((*shape, MAX_TOP_LOGPROBS), np.int32),
+            top_logprobs=np.zeros((*shape, MAX_TOP_LOGPROBS), np.float32),
+            id_logprobs=np.zeros((*shape, plan.num_logprob_ids), np.float32),
+        )
+
+    def _ids(self, rank: int, plan: RankPlan, i: int) -> Int32Array:
+        """As many of row i's `logprob_ids` as the plan says that one has."""
+        return self._logprob_ids[rank][plan.rows[i], : plan.num_logprob_ids]
+
+    def _report(
+        self, result: RankResult, i: int, state: int, gained: list[int], ids: Int32Array
+    ) -> None:
+        """Made-up log-probabilities of row i's new tokens, that only their prefix determines."""
+        if result.logprobs is None or result.top_ids is None or result.top_logprobs is None:
+            return
+        assert result.id_logprobs is not None
+        for j, token in enumerate(gained):
+            state = _extend(state, token)
+            value = made_up_logprobs(np.array([state], np.uint64))
+            result.logprobs[i, j] = value[0]
+            result.top_ids[i, j] = token + np.arange(MAX_TOP_LOGPROBS)
+            result.top_logprobs[i, j] = value - np.arange(MAX_TOP_LOGPROBS)
+            result.id_logprobs[i, j] = made_up_id_logprobs(value, ids)[0]
+
+    def _read_and_write(
+        self,
+        rank: int,
+        row: int,
+        slots: NDArray[np.int64],
+        start: int,
+        end: int,
+        drafts: list[int],
+    ) -> None:
+        """Check the KV before `start`, write that of [start, end), and that of drafts behind."""
+        kv, hashes = self._kv[rank].reshape(-1), self._hashes[rank][row]
+        wrong = np.flatnonzero(kv[slots[:start]] != hashes[:start])
+        if len(wrong):
+            raise ContentError(
+                f"rank {rank}, row {row}: position {int(wrong[0])} of {start} holds foreign KV "
+                f"in page {int(slots[wrong[0]]) // self.sizes.page_size}"
+            )
+        kv[slots[start:end]] = hashes[start:end]
+        state = int(hashes[end - 1])
+        for draft, slot in zip(drafts, slots[end:], strict=True):
+            state = _extend(state, draft)
+            kv[slot] = state
+
+    def _start(self, rank: int, plan: RankPlan, i: int) -> int:
+        """Where row i's first query lies: the device knows, and the host where it says so."""
+        planned = int(plan.kv_starts[i])
+        if i >= plan.num_decode:
+            return planned
+        start = int(self._lens[rank][plan.rows[i]]) - 1
+        if start < planned or (start > planned and not plan.relayed[i]):
+            raise ContentError(
+                f"rank {rank}, row {plan.rows[i]}: the last token is at position {start}, the "
+                f"plan says {'at least ' if plan.relayed[i] else ''}{planned}"
+            )
+        return start
+
+    def _draft(self, state: int, count: int) -> list[int]:
+        """Guesses of the next tokens, each right three times out of four."""
+        drafts = []
+        for _ in range(count):
+            token = self._sample(state)
+            wrong = (state >> 20) % 4 == 0
+            drafts.append((token + 1) % self.sizes.vocab_size if wrong else token)
+            state = _extend(state, drafts[-1])
+        return drafts
+
+    def _verify(self, state: int, drafts: list[int]) -> list[int]:
+        """The tokens that follow: those of the drafts that are right, and one more."""
+        gained = [self._sample(state)]
+        for draft in drafts:
+            if draft != gained[-1]:
+                break
+            state = _extend(state, draft)
+            gained.append(self._sample(state))
+        return gained
+
+    def _score(
+        self, plan: RankPlan, i: int, count: int, hashes: NDArray[np.uint64], ids: Int32Array
+    ) -> PromptLogprobs:
+        """Made-up log-probabilities of the tokens after the last `count` of row i's chunk."""
+        first = int(plan.kv_starts[i] + plan.q_lens[i]) - count + 1
+        logprobs = made_up_logprobs(hashes[int(plan.rows[i]), first : first + count])
+        logprobs = np.pad(logprobs, (0, count - len(logprobs)))
+        return PromptLogprobs(
+            logprobs=logprobs,
+            top_ids=np.zeros((count, MAX_TOP_LOGPROBS), np.int32),
+            top_logprobs=np.zeros((count, MAX_TOP_LOGPROBS), np.float32),
+            id_logprobs=made_up_id_logprobs(logprobs, ids),
+        )
+
+    def expected_logprobs(self, prompt: list[int]) -> list[float]:
+        """What any schedule must report for each token of `prompt` but the first."""
+        hashes = np.zeros(len(prompt), np.uint64)
+        _hash_span(np.array(prompt, np.int32), hashes, 0, len(prompt))
+        logprobs: list[float] = made_up_logprobs(hashes).tolist()
+        return logprobs
+
+    def _check_rows_distinct(self, rank: int, plan: RankPlan) -> None:
+        if len(np.unique(plan.rows)) != len(plan.rows) or (plan.rows <= 0).any():
+            raise ContentError(f"rank {rank}: rows must be distinct and not null: {plan.rows}")
+
+    def _slots(self, pages: Int32Array, num_tokens: int) -> NDArray[np.int64]:
+        positions = np.arange(num_tokens)
+        page_size = self.sizes.page_size
+        page_ids = pages[positions // page_size].astype(np.int64)
+        if (page_ids <= 0).any():
+            raise ContentError(f"a row of {num_tokens} tokens lists the null page: {pages}")
+        return page_ids * page_size + positions % page_size
+
+    def _sample(self, state: int) -> int:
+        return (state >> 33) % self.sizes.vocab_size
+
+
+def made_up_logprobs(hashes: NDArray[np.uint64]) -> Float32Array:
+    """A log-probability in (-16, 0] that only the prefix up to the token determines."""
+    return -(hashes >> np.uint64(44)).astype(np.float32) / np.float32(1 << 16)
+
+
+def made_up_id_logprobs(logprobs: Float32Array, ids: Int32Array) -> Float32Array:
+    """Of tokens that a request has named, float32[n, ids], beside the `logprobs` float32[n]."""
+    return logprobs[:, None] - ids.astype(np.float32) / np.float32(1024)
+
+
+def _extend(state: int, token: int) -> int:
+    return ((state ^ (token + 1)) * _MULTIPLIER + 1442695040888963407) & _MASK
+
+
+def _hash_span(tokens: Int32Array, hashes: NDArray[np.uint64], start: int, end: int) -> None:
+    """Set hashes[start:end] to the prefix hashes of tokens."""
+    state = int(hashes[start - 1]) if start else 0
+    for position in range(start, end):
+        state = _extend(state, int(tokens[position]))
+        hashes[position] = state
