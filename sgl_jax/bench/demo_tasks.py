@@ -8,7 +8,7 @@ one split is never written into a dialogue of another. Pure Python: must never i
 import hashlib
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Split = Literal["train", "valid", "test"]
@@ -170,20 +170,11 @@ class DialogueWriter:
         self.facts: dict[tuple[str, str], str] = {}
 
     def write(self, kind: str) -> Turn:
-        """One turn of the given kind (a key of ``DEFAULT_MIX``)."""
+        """One turn of the given kind: the name of a method below."""
         if kind == "recall" and not self.facts:
             kind = "tell"
-        writers: dict[str, Callable[[], Turn]] = {
-            "tell": self.tell,
-            "recall": self.recall,
-            "unknown": self.unknown,
-            "sum": self.sum,
-            "sort": self.sort,
-            "reverse": self.reverse,
-            "chat": self.chat,
-            "filler": self.filler,
-        }
-        return writers[kind]()
+        turn: Turn = getattr(self, kind)()
+        return turn
 
     def tell(self, num_facts: int = 0) -> Turn:
         """One to three new facts (or ``num_facts``), sometimes followed by a question."""

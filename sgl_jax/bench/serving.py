@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.warmup_requests:
         rng = random.Random(-args.seed)
         warm = [rng.sample(prompt, len(prompt)) for prompt in load.prompts[: args.warmup_requests]]
-        asyncio.run(run(Load(**{**load.__dict__, "prompts": warm})))
+        asyncio.run(run(replace(load, prompts=warm)))
     results, wall_s = asyncio.run(run(load))
     figures = summarise(load, results, wall_s)
     print(format_table(figures))

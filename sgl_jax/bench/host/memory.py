@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sgl_jax.bench.host.steps import CONTEXT_LEN, ROWS_PER_RANK, VOCAB_SIZE
+from sgl_jax.bench.host.steps import CONTEXT_LEN, ROWS_PER_RANK, SIZES, VOCAB_SIZE
 from sgl_jax.bench.host.timing import Timing, timed, timed_once
-from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.ledger import check_balance
 from sgl_jax.mem_cache.page_allocator import PageAllocator, alloc_each
 from sgl_jax.mem_cache.radix_cache import RadixCache
@@ -86,16 +85,15 @@ def bench_allocator(repeats: int) -> Iterator[Timing]:
 
         taken, given = [], []
         for _ in range(repeats):
-            taken += timed_once(alloc)
-            given += timed_once(free)
+            taken.append(timed_once(alloc))
+            given.append(timed_once(free))
         yield Timing(f"alloc {num_pages:,} of 65,536 pages", taken, num_pages)
         yield Timing(f"free {num_pages:,} of 65,536 pages", given, num_pages)
 
 
 def bench_balance(repeats: int) -> Iterator[Timing]:
     """Proving the counts of one rank whose rows are all held."""
-    sizes = EngineSizes(1, 16, 20_000, ROWS_PER_RANK + 1, 2000, 4096, 1024, VOCAB_SIZE)
-    memory = RankMemory(0, sizes)
+    memory = RankMemory(0, SIZES._replace(num_pages=20_000, max_context_len=2000))
     rows = []
     for token in range(ROWS_PER_RANK):
         rows.append(memory.open_lease(np.full(10, token, np.int32)).row)

@@ -11,23 +11,22 @@ long, in the mean, as those of recorded conversations, so that five or six reque
 step and as many start; or 2,000 tokens, so that one does.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.bench.host.steps import DP_SIZE, ROWS_PER_RANK, VOCAB_SIZE, StepLoop
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.bench.host.steps import ROWS_PER_RANK, SIZES, VOCAB_SIZE, StepLoop
+from sgl_jax.bench.host.timing import timed_once
 from sgl_jax.core.messages import GenerateRequest, OpenSession, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.engine.garbage import collect_if_many, take_over_collection
 from sgl_jax.scheduler.scheduler import Scheduler
 
-PAGE_SIZE = 16
 NUM_WAITING = 2048
 NUM_SESSIONS = 4000
 NUM_STEMS = 40
@@ -62,15 +61,11 @@ class ServingLoad:
     """Clients that keep `NUM_WAITING` requests waiting, before ranks of the given sizes."""
 
     def __init__(self, load: Load) -> None:
-        sizes = EngineSizes(
-            dp_size=DP_SIZE,
-            page_size=PAGE_SIZE,
+        sizes = SIZES._replace(
             num_pages=load.num_pages,
             num_rows=load.num_rows,
             max_context_len=5000,
             max_step_tokens=load.chunk_size + load.num_rows - 1,
-            max_prompt_logprob_tokens=1024,
-            vocab_size=VOCAB_SIZE,
         )
         args = SchedulerArgs(
             max_queued_requests=2 * NUM_WAITING + NUM_SESSIONS,
@@ -123,9 +118,7 @@ class ServingLoad:
         while self.scheduler.num_waiting < NUM_WAITING:
             is_turn = bool(self._idle) and self._rng.random() < _TURN_SHARE
             message = self._turn_of(self._idle.popleft()) if is_turn else self._request()
-            start = time.thread_time()
-            self.scheduler.submit(message)
-            seconds.append(time.thread_time() - start)
+            seconds.append(timed_once(partial(self.scheduler.submit, message)))
         return seconds
 
     def _request(self) -> GenerateRequest:

@@ -7,9 +7,8 @@ from itertools import count
 
 import numpy as np
 
-from sgl_jax.bench.host.steps import VOCAB_SIZE
+from sgl_jax.bench.host.steps import SIZES, VOCAB_SIZE
 from sgl_jax.bench.host.timing import Timing, timed_once
-from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
@@ -22,15 +21,12 @@ class IdleSessions:
     """A rank with `num_idle` idle sessions of three pages each, two of them on the tree."""
 
     def __init__(self, num_idle: int) -> None:
-        sizes = EngineSizes(
+        sizes = SIZES._replace(
             dp_size=1,
-            page_size=16,
             num_pages=1 + 3 * num_idle + 1000,
             num_rows=num_idle + 50,
             max_context_len=80_000,
             max_step_tokens=16_384 + num_idle + 49,
-            max_prompt_logprob_tokens=1024,
-            vocab_size=VOCAB_SIZE,
         )
         self.rank = RankScheduler(0, sizes, SchedulerArgs(session_memory_fraction=0.99))
         self.ids = count()
@@ -78,7 +74,7 @@ def bench_sessions(repeats: int) -> Iterator[Timing]:
         seconds: list[float] = []
         for _ in range(repeats):
             row = beside.admit(beside.request(100))
-            seconds += timed_once(partial(beside.rank.finish, row))
+            seconds.append(timed_once(partial(beside.rank.finish, row)))
         yield Timing(f"finish beside {num_beside:,} idle sessions", seconds, 1)
     sessions, seconds = IdleSessions(num_idle), []
     memory = sessions.rank.memory

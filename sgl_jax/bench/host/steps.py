@@ -20,6 +20,16 @@ DP_SIZE = 8
 ROWS_PER_RANK = 256
 CONTEXT_LEN = 1000
 VOCAB_SIZE = 32_000
+SIZES = EngineSizes(
+    dp_size=DP_SIZE,
+    page_size=16,
+    num_pages=40_000,
+    num_rows=ROWS_PER_RANK + 1,
+    max_context_len=4000,
+    max_step_tokens=2048 + ROWS_PER_RANK,
+    max_prompt_logprob_tokens=1024,
+    vocab_size=VOCAB_SIZE,
+)
 
 
 class StepLoop:
@@ -56,15 +66,12 @@ class StepLoop:
 def decoding_loop(page_size: int, dp_size: int = DP_SIZE) -> StepLoop:
     """A loop with every row of every rank decoding at about `CONTEXT_LEN` tokens."""
     tokens_per_row = 2 * CONTEXT_LEN
-    sizes = EngineSizes(
+    sizes = SIZES._replace(
         dp_size=dp_size,
         page_size=page_size,
         num_pages=1 + ROWS_PER_RANK * tokens_per_row // page_size,
-        num_rows=ROWS_PER_RANK + 1,
         max_context_len=tokens_per_row,
         max_step_tokens=16_384 + ROWS_PER_RANK,
-        max_prompt_logprob_tokens=1024,
-        vocab_size=VOCAB_SIZE,
     )
     scheduler = Scheduler(sizes, SchedulerArgs(schedule_policy="fcfs"))
     rng = np.random.default_rng(0)
@@ -99,7 +106,7 @@ def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
     checked: list[float] = []
     for _ in range(repeats):
         bare.append(loop.turn())
-        checked.append(loop.turn() + timed_once(loop.scheduler.check_balance)[0])
+        checked.append(loop.turn() + timed_once(loop.scheduler.check_balance))
     share = median(checked) / median(bare) - 1
     name = f"busy check share of a step, {dp_size} x {ROWS_PER_RANK} rows, page {page_size}"
     with_us, without_us = median(checked) * 1e6, median(bare) * 1e6
@@ -109,17 +116,7 @@ def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
 def bench_full_queue(repeats: int) -> Iterator[Timing]:
     """Steps that decode and admit while 2,000 requests wait, longest cached prefix first."""
     num_waiting = 2000
-    sizes = EngineSizes(
-        dp_size=DP_SIZE,
-        page_size=16,
-        num_pages=40_000,
-        num_rows=ROWS_PER_RANK + 1,
-        max_context_len=4000,
-        max_step_tokens=2048 + ROWS_PER_RANK,
-        max_prompt_logprob_tokens=1024,
-        vocab_size=VOCAB_SIZE,
-    )
-    scheduler = Scheduler(sizes, SchedulerArgs(max_queued_requests=2 * num_waiting))
+    scheduler = Scheduler(SIZES, SchedulerArgs(max_queued_requests=2 * num_waiting))
     rng = np.random.default_rng(0)
     stems = rng.integers(0, VOCAB_SIZE, (20, 1500))
     ids = count()

@@ -37,16 +37,11 @@ HEADER = f"{'':<62} {'us, median':>11} {'us, worst':>11} {'operations/s':>13}"
 def timed(name: str, call: Callable[[], object], *, repeats: int, num_ops: int = 1) -> Timing:
     """Time `call` `repeats` times, once more before that to warm up."""
     call()
-    seconds = []
-    for _ in range(repeats):
-        start = time.thread_time()
-        call()
-        seconds.append(time.thread_time() - start)
-    return Timing(name, seconds, num_ops)
+    return Timing(name, [timed_once(call) for _ in range(repeats)], num_ops)
 
 
-def timed_once(call: Callable[[], object]) -> list[float]:
-    """Seconds that one call took, as a list of one."""
+def timed_once(call: Callable[[], object]) -> float:
+    """Seconds that one call took."""
     start = time.thread_time()
     call()
-    return [time.thread_time() - start]
+    return time.thread_time() - start

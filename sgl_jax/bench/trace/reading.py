@@ -6,12 +6,13 @@ id for each 512 tokens of the prompt, the last of them perhaps fewer. Equal ids 
 up to and including that block. The tokens are not recorded: they are derived from the ids.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from sgl_jax.core.step_plan import Int32Array
@@ -27,13 +28,16 @@ class TraceError(ValueError):
     """The file is not recorded traffic; the message names the line."""
 
 
-class TracedRequest(NamedTuple):
-    """One recorded request."""
+class TracedRequest(msgspec.Struct, frozen=True):
+    """One recorded request; lengths are tokens."""
 
-    arrival_ms: int
-    input_len: int  # tokens
-    output_len: int  # tokens
-    block_ids: tuple[int, ...]  # of each 512 tokens of the prompt, the last block perhaps partial
+    arrival_ms: Annotated[int, Meta(ge=0)] = msgspec.field(name="timestamp")
+    input_len: Annotated[int, Meta(ge=1)] = msgspec.field(name="input_length")
+    output_len: Annotated[int, Meta(ge=1)] = msgspec.field(name="output_length")
+    # Of each 512 tokens of the prompt, the last block perhaps partial.
+    block_ids: tuple[Annotated[int, Meta(ge=0, lt=_MAX_BLOCK_ID)], ...] = msgspec.field(
+        name="hash_ids"
+    )
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> list[TracedRequest]:
@@ -66,46 +70,21 @@ def _parse(name: str, lines: Iterable[str], num_requests: int | None) -> list[Tr
                     "the request before"
                 )
             _check_prefixes(request.block_ids, preceding)
-        except TraceError as error:
+        except (TraceError, msgspec.DecodeError) as error:
             raise TraceError(f"{name}, line {number}: {error}") from error
         requests.append(request)
     return requests
 
 
 def _parse_line(line: str) -> TracedRequest:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TraceError(f"not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise TraceError(f"expected an object with timestamp, input_length, ..., got {line[:40]!r}")
-    input_len = _integer(fields, "input_length", 1)
-    ids = fields.get("hash_ids")
-    if not isinstance(ids, list) or not all(_is_integer(i) and 0 <= i < _MAX_BLOCK_ID for i in ids):
-        raise TraceError(f"hash_ids must be a list of integers in [0, 2^53), got {str(ids)[:40]}")
-    num_blocks = -(-input_len // BLOCK_TOKENS)
-    if len(ids) != num_blocks:
+    request = msgspec.json.decode(line, type=TracedRequest)
+    num_blocks = -(-request.input_len // BLOCK_TOKENS)
+    if len(request.block_ids) != num_blocks:
         raise TraceError(
-            f"input_length {input_len} makes {num_blocks} blocks of {BLOCK_TOKENS} tokens, "
-            f"hash_ids has {len(ids)}"
+            f"input_length {request.input_len} makes {num_blocks} blocks of {BLOCK_TOKENS} tokens, "
+            f"hash_ids has {len(request.block_ids)}"
         )
-    return TracedRequest(
-        arrival_ms=_integer(fields, "timestamp", 0),
-        input_len=input_len,
-        output_len=_integer(fields, "output_length", 1),
-        block_ids=tuple(ids),
-    )
-
-
-def _integer(fields: dict[str, Any], name: str, least: int) -> int:
-    value = fields.get(name)
-    if not _is_integer(value) or value < least:
-        raise TraceError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return value
-
-
-def _is_integer(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return request
 
 
 def _check_prefixes(block_ids: Sequence[int], preceding: dict[int, int]) -> None:
