@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from sgl_jax.core.messages import Heartbeat
 
@@ -54,12 +53,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
 

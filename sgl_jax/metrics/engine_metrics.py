@@ -37,21 +37,39 @@ class EngineMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at each scrape."""
-        ranks = self._state.get("ranks", [])
+        state, requests = self._state, self._requests
+        ranks = state.get("ranks", [])
         for name, (key, help_text) in _RANK_GAUGES.items():
-            yield _per_rank(name, help_text, [(rank, rank[key]) for rank in ranks])
-        yield _per_rank(
+            yield _gauges(name, help_text, ["dp_rank"], [(r["dp_rank"], r[key]) for r in ranks])
+        yield _gauges(
             "token_usage",
             "share of the KV pages that running requests and sessions hold",
-            [(rank, _usage(rank)) for rank in ranks],
+            ["dp_rank"],
+            [(rank["dp_rank"], _usage(rank)) for rank in ranks],
         )
-        yield _page_states(ranks)
-        yield _waiting_for(self._state.get("waiting_for", {}))
-        num_sessions = self._state.get("num_sessions", 0)
-        yield GaugeMetricFamily("sglang:num_sessions", "sessions open", value=num_sessions)
-        yield _gauge("gen_throughput", "tokens generated per second", self._requests)
-        yield _gauge("cache_hit_rate", "share of prompt tokens found cached", self._requests)
-        for name, value in self._state.get("counters", {}).items():
+        yield _gauges(
+            "kv_pages",
+            "KV pages by owner; they add up to the total",
+            ["dp_rank", "state"],
+            [
+                (rank["dp_rank"], owner, rank.get(f"{owner}_pages", 0))
+                for rank in ranks
+                for owner in _PAGE_STATES
+            ],
+        )
+        yield _gauges(
+            "waiting_for",
+            "waiting requests by what they wait for",
+            ["reason"],
+            state.get("waiting_for", {}).items(),
+        )
+        for name, help_text, value in (
+            ("num_sessions", "sessions open", state.get("num_sessions", 0)),
+            ("gen_throughput", "tokens generated per second", requests.generation_rate()),
+            ("cache_hit_rate", "share of prompt tokens found cached", requests.cache_hit_rate()),
+        ):
+            yield GaugeMetricFamily(f"sglang:{name}", help_text, value=value)
+        for name, value in state.get("counters", {}).items():
             # The engine counts in whole numbers; a fraction is a rate or a share.
             kind = CounterMetricFamily if isinstance(value, int) else GaugeMetricFamily
             yield kind(f"sglang:engine_{name}", name.replace("_", " "), value=value)
@@ -62,36 +80,11 @@ def _usage(rank: Mapping[str, Any]) -> float:
     return float(held / max(rank["total_pages"] - rank.get("reserved_pages", 0), 1))
 
 
-def _per_rank(
-    name: str, help_text: str, values: list[tuple[Mapping[str, Any], float]]
+def _gauges(
+    name: str, help_text: str, labels: list[str], rows: Iterable[tuple[Any, ...]]
 ) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"sglang:{name}", help_text, labels=["dp_rank"])
-    for rank, value in values:
-        family.add_metric([str(rank["dp_rank"])], value)
+    """One gauge for each row: its labels, then its value."""
+    family = GaugeMetricFamily(f"sglang:{name}", help_text, labels=labels)
+    for *own, value in rows:
+        family.add_metric(list(map(str, own)), value)
     return family
-
-
-def _page_states(ranks: list[Mapping[str, Any]]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(
-        "sglang:kv_pages",
-        "KV pages by owner; they add up to the total",
-        labels=["dp_rank", "state"],
-    )
-    for rank in ranks:
-        for state in _PAGE_STATES:
-            family.add_metric([str(rank["dp_rank"]), state], rank.get(f"{state}_pages", 0))
-    return family
-
-
-def _waiting_for(counts: Mapping[str, int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(
-        "sglang:waiting_for", "waiting requests by what they wait for", labels=["reason"]
-    )
-    for reason, count in counts.items():
-        family.add_metric([reason], count)
-    return family
-
-
-def _gauge(name: str, help_text: str, requests: RequestMetrics) -> GaugeMetricFamily:
-    value = {"gen_throughput": requests.generation_rate, "cache_hit_rate": requests.cache_hit_rate}
-    return GaugeMetricFamily(f"sglang:{name}", help_text, value=value[name]())

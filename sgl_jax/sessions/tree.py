@@ -4,6 +4,8 @@ A turn keeps what it adds, not what it continues: the history before it is that 
 at some length. So a chain of turns takes as much memory as its last one has tokens.
 """
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from sgl_jax.core.errors import InvalidRequestError
@@ -16,25 +18,21 @@ MAX_TURNS = 16_384
 MAX_KEPT_TOKENS = 1 << 22  # 16 MiB
 
 
+@dataclass(slots=True, eq=False)
 class _Node:
     """A turn: the first `kept_len` tokens of its parent, then `added`, then its output.
 
     `output` is None while it runs; `so_far` is then what it is known to have generated.
     """
 
-    __slots__ = ("added", "children", "kept_len", "name", "output", "parent", "rid", "so_far")
-
-    def __init__(
-        self, rid: str, name: str, parent: "_Node | None", kept_len: int, added: Int32Array
-    ) -> None:
-        self.rid = rid
-        self.name = name
-        self.parent = parent
-        self.kept_len = kept_len
-        self.added = added
-        self.output: Int32Array | None = None
-        self.so_far = NO_TOKENS
-        self.children: dict[str, _Node] = {}  # by name
+    rid: str
+    name: str
+    parent: "_Node | None"
+    kept_len: int
+    added: Int32Array
+    output: Int32Array | None = None
+    so_far: Int32Array = field(default_factory=lambda: NO_TOKENS)
+    children: "dict[str, _Node]" = field(default_factory=dict)  # by name
 
     @property
     def prompt_len(self) -> int:

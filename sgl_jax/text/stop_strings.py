@@ -49,13 +49,8 @@ class StopStringChecker:
         return held
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0:
-                candidate = (start + len(stop), start, stop)
-                best = candidate if best is None or candidate < best else best
-        return None if best is None else (best[1], best[2])
+        found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
     def _suffix_that_may_begin_a_stop(self, text: str) -> int:
         longest = 0

@@ -11,14 +11,7 @@ class TextWorkers:
     """Starts the process, again if it has ended, and asks it for workers."""
 
     def __init__(self, tokenizer_path: str, chat_template: str | None = None) -> None:
-        self._arguments = (
-            [tokenizer_path]
-            if chat_template is None
-            else [
-                tokenizer_path,
-                chat_template,
-            ]
-        )
+        self._arguments = [path for path in (tokenizer_path, chat_template) if path is not None]
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
