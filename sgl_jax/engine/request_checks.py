@@ -107,39 +107,49 @@ class RequestChecks:
             InvalidRequestError: names the field and what is allowed.
         """
         self._check_prompt(prompt_ids)
-        is_length_default = sampling.max_new_tokens is None
-        sampling = self._checked_sampling(sampling, len(prompt_ids), default_max_new_tokens)
-        is_prompt_only = sampling.max_new_tokens == 0
+        checked = self._checked_sampling(sampling, len(prompt_ids), default_max_new_tokens)
+        is_prompt_only = checked.max_new_tokens == 0
         if is_prompt_only:
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=1)
-        check_between("top_logprobs_num", top_logprobs_num, 0, MAX_TOP_LOGPROBS)
-        self._check_ids("token_ids_logprob", token_ids_logprob, MAX_LOGPROB_IDS)
-        longest = len(prompt_ids) if session is None else self._facts.max_request_tokens
-        check_between("logprob_start_len", logprob_start_len, -1, longest)
-        if dp_rank is not None:
-            check_between("dp_rank", dp_rank, 0, self._facts.dp_size - 1)
-        check_namespace(namespace)
-        priority = 0 if priority is None else priority
-        check_between("priority", priority, MIN_PRIORITY, MAX_PRIORITY)
+            checked = msgspec.structs.replace(checked, max_new_tokens=1)
         rid = uuid.uuid4().hex if rid is None else rid
         check_rid(rid)
-        if session is not None:
-            session = self._check_session(session, rid)
-        return GenerateRequest(
+        request = GenerateRequest(
             rid=rid,
             input_ids=prompt_ids,
-            sampling=sampling,
+            sampling=checked,
             return_logprob=return_logprob,
             top_logprobs_num=top_logprobs_num,
             logprob_start_len=logprob_start_len,
             token_ids_logprob=list(token_ids_logprob),
             dp_rank=dp_rank,
-            session=session,
-            is_length_default=is_length_default,
+            session=None if session is None else self._checked_turn(session, rid),
+            is_length_default=sampling.max_new_tokens is None,
             is_prompt_only=is_prompt_only,
             namespace=namespace,
-            priority=priority,
+            priority=priority or 0,
         )
+        self._check_options(request)
+        return request
+
+    def _check_options(self, request: GenerateRequest) -> None:
+        """What is beside prompt, sampling and session is within the limits of the engine."""
+        check_between("top_logprobs_num", request.top_logprobs_num, 0, MAX_TOP_LOGPROBS)
+        ids = request.token_ids_logprob
+        if len(ids) > MAX_LOGPROB_IDS:
+            raise InvalidRequestError(
+                f"token_ids_logprob takes at most {MAX_LOGPROB_IDS} ids, got {len(ids)}",
+                "token_ids_logprob",
+            )
+        for token in ids:
+            check_between("token_ids_logprob", token, 0, self._facts.vocab_size - 1)
+        # A turn's history, which counts, is known to the engine alone.
+        is_turn = request.session is not None
+        longest = self._facts.max_request_tokens if is_turn else len(request.input_ids)
+        check_between("logprob_start_len", request.logprob_start_len, -1, longest)
+        if request.dp_rank is not None:
+            check_between("dp_rank", request.dp_rank, 0, self._facts.dp_size - 1)
+        check_namespace(request.namespace)
+        check_between("priority", request.priority, MIN_PRIORITY, MAX_PRIORITY)
 
     def _checked_sampling(
         self, sampling: SamplingParams, num_prompt_tokens: int, default_max_new_tokens: int | None
@@ -161,7 +171,7 @@ class RequestChecks:
             )
         return sampling
 
-    def _check_session(self, turn: SessionTurn, rid: str) -> SessionTurn:
+    def _checked_turn(self, turn: SessionTurn, rid: str) -> SessionTurn:
         """The turn under the name that its client gave it, and without a second BOS."""
         check_session_id(turn.id, "session_params.id")
         if turn.rid is not None:
@@ -169,12 +179,6 @@ class RequestChecks:
         most = self._facts.max_request_tokens
         check_between("session_params.offset", turn.offset, -most, most)
         return msgspec.structs.replace(turn, name=rid, bos_token_id=self._tokenizer.bos_token_id)
-
-    def _check_ids(self, name: str, ids: Sequence[int], most: int) -> None:
-        if len(ids) > most:
-            raise InvalidRequestError(f"{name} takes at most {most} ids, got {len(ids)}", name)
-        for token in ids:
-            check_between(name, token, 0, self._facts.vocab_size - 1)
 
     def _check_prompt(self, prompt_ids: list[int]) -> None:
         if not prompt_ids:

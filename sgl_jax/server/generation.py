@@ -80,11 +80,12 @@ class StreamGroup:
         sender: str = "",
         as_told: Callable[[str], str] = str,
     ) -> None:
-        """
+        """Hold the requests; they start on entering the block.
+
         Args:
-            names: our names of fields, and the client's.
+            names: the client's name of each field that the client calls otherwise than we do.
             sender: name of the API key.
-            as_told: a sentence of the engine, in the caller's ids of sessions.
+            as_told: rewrites a message of the engine to the session ids that the caller knows.
         """
         self._frontend = frontend
         self._requests = requests
