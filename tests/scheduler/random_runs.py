@@ -11,48 +11,52 @@ import random
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 
-from tests.scheduler.test_state_machine import NAMESPACES, PRIORITIES, SchedulerMachine
-from tests.sessions.test_session_machine import SessionMachine
+from tests.scheduler.setups import PRIORITIES, SHAPES, Setup
+from tests.scheduler.test_state_machine import NAMESPACES, SchedulerMachine
+from tests.sessions.test_session_machine import MAX_SESSIONS, SessionMachine
 
 STEPS_PER_RUN = 400
-_SHAPES = [None, (), (2, 8), (1, 3, 6, 10, 14), (4, 12), (7,), (5, 9, 20)]
 
 
-def draw_settings(rng: random.Random) -> dict[str, object]:
-    """Settings of the machine's `start`."""
-    return {
-        "dp_size": rng.randint(1, 4),
-        "page_size": rng.choice([1, 4, 16]),
-        "pool_tokens": rng.choice([48, 80, 128, 256]),
-        "num_rows": rng.randint(3, 9),
-        "chunk": rng.choice([1, 3, 8, 16, 64]),
-        "max_unread": rng.randint(0, 2),
-        "radix": rng.random() < 0.8,
-        "policy": rng.choice(["fcfs", "lpm"]),
-        "balance": rng.choice(["prefix_aware", "prefix_aware", "round_robin"]),
-        "conservativeness": rng.choice([0.0, 0.0, 0.3, 10.0]),
-        "num_draft_tokens": rng.choice([0, 0, 1, 3, 4]),
-        "shapes": rng.choice(_SHAPES),
-        "retract_interval": rng.choice([0, 0, 0, 0, 2, 3, 5]),
-        "no_prefill_bs": rng.choice([0, 0, 0, 1, 2, 5]),
-        "is_replayed": False,
-        "timeouts_s": rng.choice([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (4.0, 8.0)]),
-        "priorities": rng.choice(PRIORITIES),
-        "threshold": rng.choice([0, 10]),
-        "max_passed_over": rng.choice([1, 3, 128]),
-        "eviction": rng.choice(["adaptive", "adaptive", "lru"]),
-    }
+def draw_setup(rng: random.Random) -> Setup:
+    """What a run without conversations begins with."""
+    return Setup(
+        dp_size=rng.randint(1, 4),
+        page_size=rng.choice([1, 4, 16]),
+        pool_tokens=rng.choice([48, 80, 128, 256]),
+        num_rows=rng.randint(3, 9),
+        chunk=rng.choice([1, 3, 8, 16, 64]),
+        max_unread=rng.randint(0, 2),
+        radix=rng.random() < 0.8,
+        policy=rng.choice(["fcfs", "lpm"]),
+        balance=rng.choice(["prefix_aware", "prefix_aware", "round_robin"]),
+        conservativeness=rng.choice([0.0, 0.0, 0.3, 10.0]),
+        num_draft_tokens=rng.choice([0, 0, 1, 3, 4]),
+        shapes=rng.choice(SHAPES),
+        retract_interval=rng.choice([0, 0, 0, 0, 2, 3, 5]),
+        no_prefill_bs=rng.choice([0, 0, 0, 1, 2, 5]),
+        is_replayed=False,
+        timeouts_s=rng.choice([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (4.0, 8.0)]),
+        priorities=rng.choice(PRIORITIES),
+        threshold=rng.choice([0, 10]),
+        max_passed_over=rng.choice([1, 3, 128]),
+        eviction=rng.choice(["adaptive", "adaptive", "lru"]),
+    )
 
 
-def draw_session_settings(rng: random.Random) -> dict[str, object]:
-    """Settings of `SessionMachine.start`, which says the rest itself."""
-    settings = draw_settings(rng)
-    for name in ("no_prefill_bs", "threshold", "eviction"):
-        del settings[name]
-    settings["page_size"] = rng.choice([1, 4, 16, 256])
-    settings["fraction"] = rng.choice([1.0, 1.0, 0.5, 0.0])
-    return settings
+def draw_session_setup(rng: random.Random) -> Setup:
+    """What a run with conversations begins with."""
+    return replace(
+        draw_setup(rng),
+        no_prefill_bs=0,
+        threshold=0,
+        eviction="adaptive",
+        page_size=rng.choice([1, 4, 16, 256]),
+        session_memory_fraction=rng.choice([1.0, 1.0, 0.5, 0.0]),
+        max_sessions=MAX_SESSIONS,
+    )
 
 
 def talk(machine: SessionMachine, rng: random.Random) -> None:
@@ -77,7 +81,7 @@ def run(
     rng = random.Random(seed)
     machine = SessionMachine() if with_sessions else SchedulerMachine()
     machine.audit_interval = 16
-    machine.start(**(draw_session_settings if with_sessions else draw_settings)(rng))  # type: ignore[arg-type]
+    machine.start((draw_session_setup if with_sessions else draw_setup)(rng))
     machine.liveness.check_interval = 5
     load = rng.choice([0.05, 0.15, 0.4])  # how often requests come, against steps
     while len(machine.driver.plans) < num_steps:

@@ -22,19 +22,15 @@ from hypothesis.stateful import (
 )
 
 from sgl_jax.core.messages import AbortRequest, StopRequest
-from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.admission import AGED_PRIORITY
 from tests.faults import FaultyExecutor, no_more_pages
-from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
+from tests.scheduler.driver import Driver, generate
 from tests.scheduler.liveness import Liveness
+from tests.scheduler.setups import MAX_QUEUED, Setup, setups
 
-MAX_QUEUED = 40
 NAMESPACES = ("", "red", "blue")
-# Enabled, and whether low values come first; some requests are as important as may be.
-PRIORITIES = [(False, False), (True, False), (True, True)]
+# Priorities; some requests are as important as may be.
 VALUES = (0, 0, 1, -7, 50, 2**31 - 1, -(2**31))
-# What steps are padded to, beside the most that a step may hold; None for no padding.
-SHAPES = st.sampled_from([None, (), (2, 8), (1, 3, 6, 10, 14), (4, 12), (7,), (5, 9, 20)])
 STEMS = [[stem * 10 + i % (5 + stem) for i in range(40)] for stem in range(3)]
 
 
@@ -46,89 +42,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     audit_interval = 1  # steps from one full walk to the next
 
-    @initialize(
-        dp_size=st.integers(1, 4),
-        page_size=st.sampled_from([1, 4, 16]),
-        pool_tokens=st.sampled_from([48, 80, 128, 256]),
-        num_rows=st.integers(3, 9),
-        chunk=st.sampled_from([1, 3, 8, 16, 64]),
-        max_unread=st.integers(0, 2),
-        radix=st.booleans(),
-        policy=st.sampled_from(["fcfs", "lpm"]),
-        balance=st.sampled_from(["prefix_aware", "round_robin"]),
-        conservativeness=st.sampled_from([0.0, 0.0, 0.3, 10.0]),
-        num_draft_tokens=st.sampled_from([0, 0, 1, 3, 4]),
-        shapes=SHAPES,
-        retract_interval=st.sampled_from([0, 0, 1, 2, 3, 5]),
-        no_prefill_bs=st.sampled_from([0, 0, 1, 2, 5]),
-        is_replayed=st.sampled_from([False, False, False, True]),
-        timeouts_s=st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0), (4.0, 8.0)]),
-        priorities=st.sampled_from(PRIORITIES),
-        threshold=st.sampled_from([0, 0, 10]),
-        max_passed_over=st.sampled_from([1, 3, 128]),
-        eviction=st.sampled_from(["adaptive", "adaptive", "lru"]),
-    )
-    def start(
-        self,
-        dp_size: int,
-        page_size: int,
-        pool_tokens: int,
-        num_rows: int,
-        chunk: int,
-        max_unread: int,
-        radix: bool,
-        policy: str,
-        balance: str,
-        conservativeness: float,
-        num_draft_tokens: int,
-        shapes: tuple[int, ...] | None,
-        retract_interval: int,
-        no_prefill_bs: int,
-        is_replayed: bool,
-        timeouts_s: tuple[float, float],
-        priorities: tuple[bool, bool],
-        threshold: int,
-        max_passed_over: int,
-        eviction: str,
-        **settings: Any,
-    ) -> None:
-        """`settings` are further ones of `SchedulerArgs`."""
-        sizes = make_sizes(
-            dp_size=dp_size,
-            page_size=page_size,
-            num_pages=1 + max(pool_tokens // page_size, 3),
-            num_rows=num_rows,
-            max_chunk_tokens=chunk,
-            max_prompt_logprob_tokens=5,
-            max_draft_tokens=num_draft_tokens,
+    @initialize(setup=setups())
+    def start(self, setup: Setup) -> None:
+        self.driver = Driver(
+            setup.sizes(),
+            setup.args(),
+            max_unread=setup.max_unread,
+            max_passed_over=setup.max_passed_over,
         )
-        if shapes is not None:
-            most = sizes.max_step_tokens
-            smaller = (shape for shape in shapes if shape < most)
-            sizes = sizes._replace(step_token_shapes=(*smaller, most))
-        config = SchedulerArgs(
-            disable_radix_cache=not radix,
-            schedule_policy=policy,
-            load_balance_method=balance,
-            schedule_conservativeness=conservativeness,
-            max_queued_requests=MAX_QUEUED,
-            **forced_retract(retract_interval),
-            test_retract_no_prefill_bs=no_prefill_bs,
-            waiting_timeout=timeouts_s[0],
-            request_timeout=timeouts_s[1],
-            enable_priority_scheduling=priorities[0],
-            schedule_low_priority_values_first=priorities[1],
-            priority_scheduling_preemption_threshold=threshold,
-            radix_eviction_policy=eviction,
-            **settings,
-        )
-        self.driver = Driver(sizes, config, max_unread=max_unread, max_passed_over=max_passed_over)
         self.liveness = Liveness(self.driver.scheduler)
         self.driver.after_plan = self.liveness.check
         self.num_checked: dict[str, int] = {}  # tokens of each request that were proved
         self.executor = FaultyExecutor(self.driver.oracle)
         self.driver.executor = self.executor
-        self.is_replayed = is_replayed
+        self.is_replayed = setup.is_replayed
         self.now_s = 100.0
         self.driver.tick(self.now_s)
         self.arrived_s: dict[str, float] = {}

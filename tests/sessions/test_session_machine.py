@@ -20,11 +20,9 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.sessions.streaming import StreamingSession
 from tests.scheduler.driver import generate
+from tests.scheduler.setups import MAX_QUEUED, Setup, setups
 from tests.scheduler.test_state_machine import (
-    MAX_QUEUED,
     NAMESPACES,
-    PRIORITIES,
-    SHAPES,
     STEMS,
     SchedulerMachine,
     run_machine,
@@ -40,70 +38,22 @@ class SessionMachine(SchedulerMachine):
     """Conversations beside plain requests."""
 
     @initialize(
-        dp_size=st.integers(1, 4),
-        page_size=st.sampled_from([1, 4, 16, 256]),
-        pool_tokens=st.sampled_from([48, 80, 128, 256]),
-        num_rows=st.integers(3, 7),
-        chunk=st.sampled_from([1, 3, 8, 16, 64]),
-        max_unread=st.integers(0, 2),
-        radix=st.booleans(),
-        num_draft_tokens=st.sampled_from([0, 0, 1, 4]),
-        shapes=SHAPES,
-        retract_interval=st.sampled_from([0, 0, 0, 1, 3]),
-        is_replayed=st.sampled_from([False, False, False, True]),
-        timeouts_s=st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0)]),
-        fraction=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
-        balance=st.sampled_from(["prefix_aware", "round_robin"]),
-        conservativeness=st.sampled_from([0.0, 0.3]),
-        priorities=st.sampled_from(PRIORITIES),
-        max_passed_over=st.sampled_from([1, 3, 128]),
-        policy=st.sampled_from(["fcfs", "lpm"]),
-    )
-    def start(  # type: ignore[override]
-        self,
-        dp_size: int,
-        page_size: int,
-        pool_tokens: int,
-        num_rows: int,
-        chunk: int,
-        max_unread: int,
-        radix: bool,
-        num_draft_tokens: int,
-        shapes: tuple[int, ...] | None,
-        retract_interval: int,
-        is_replayed: bool,
-        timeouts_s: tuple[float, float],
-        fraction: float,
-        balance: str,
-        conservativeness: float,
-        priorities: tuple[bool, bool],
-        max_passed_over: int,
-        policy: str,
-    ) -> None:
-        super().start(
-            dp_size=dp_size,
-            page_size=page_size,
-            pool_tokens=pool_tokens,
-            num_rows=num_rows,
-            chunk=chunk,
-            max_unread=max_unread,
-            radix=radix,
-            policy=policy,
-            threshold=0,
-            max_passed_over=max_passed_over,
-            eviction="adaptive",
-            balance=balance,
-            conservativeness=conservativeness,
-            num_draft_tokens=num_draft_tokens,
-            shapes=shapes,
-            retract_interval=retract_interval,
-            no_prefill_bs=0,
-            is_replayed=is_replayed,
-            timeouts_s=timeouts_s,
-            priorities=priorities,
-            session_memory_fraction=fraction,
-            max_sessions=MAX_SESSIONS,
+        setup=setups(
+            page_size=st.sampled_from([1, 4, 16, 256]),
+            num_rows=st.integers(3, 7),
+            num_draft_tokens=st.sampled_from([0, 0, 1, 4]),
+            retract_interval=st.sampled_from([0, 0, 0, 1, 3]),
+            timeouts_s=st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0)]),
+            conservativeness=st.sampled_from([0.0, 0.3]),
+            no_prefill_bs=st.just(0),
+            threshold=st.just(0),
+            eviction=st.just("adaptive"),
+            session_memory_fraction=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
+            max_sessions=st.just(MAX_SESSIONS),
         )
+    )
+    def start(self, setup: Setup) -> None:
+        super().start(setup)
         self.talk = Conversations(self.driver)
         self.trees = TurnTrees(self.driver)
         self.num_opened = 0

@@ -1,0 +1,110 @@
+"""What a random run of the scheduler begins with: sizes, settings and how it is driven."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.server_args import SchedulerArgs
+from tests.scheduler.driver import forced_retract, make_sizes
+
+MAX_QUEUED = 40
+# Enabled, and whether low values come first.
+PRIORITIES = [(False, False), (True, False), (True, True)]
+# What steps are padded to, beside the most that a step may hold; None for no padding.
+SHAPES = [None, (), (2, 8), (1, 3, 6, 10, 14), (4, 12), (7,), (5, 9, 20)]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine. Fields that are not explained are those of `EngineSizes` or `SchedulerArgs`."""
+
+    dp_size: int
+    page_size: int
+    pool_tokens: int  # of each rank; it has three pages at least
+    num_rows: int  # of each rank
+    chunk: int  # prompt tokens of a step and rank
+    max_unread: int  # steps whose results may wait to be read
+    radix: bool
+    policy: str
+    balance: str
+    conservativeness: float
+    num_draft_tokens: int
+    shapes: tuple[int, ...] | None  # of `SHAPES`
+    retract_interval: int  # 0: no forced retract
+    no_prefill_bs: int
+    is_replayed: bool  # whether its events are run again at the end
+    timeouts_s: tuple[float, float]  # to wait, and in all
+    priorities: tuple[bool, bool]  # of `PRIORITIES`
+    threshold: int
+    max_passed_over: int
+    eviction: str
+    session_memory_fraction: float = 0.8
+    max_sessions: int = 4096
+
+    def sizes(self) -> EngineSizes:
+        """What the executor offers."""
+        sizes = make_sizes(
+            dp_size=self.dp_size,
+            page_size=self.page_size,
+            num_pages=1 + max(self.pool_tokens // self.page_size, 3),
+            num_rows=self.num_rows,
+            max_chunk_tokens=self.chunk,
+            max_prompt_logprob_tokens=5,
+            max_draft_tokens=self.num_draft_tokens,
+        )
+        if self.shapes is None:
+            return sizes
+        most = sizes.max_step_tokens
+        smaller = (shape for shape in self.shapes if shape < most)
+        return sizes._replace(step_token_shapes=(*smaller, most))
+
+    def args(self) -> SchedulerArgs:
+        """Settings of the scheduler."""
+        return SchedulerArgs(
+            disable_radix_cache=not self.radix,
+            schedule_policy=self.policy,
+            load_balance_method=self.balance,
+            schedule_conservativeness=self.conservativeness,
+            max_queued_requests=MAX_QUEUED,
+            **forced_retract(self.retract_interval),
+            test_retract_no_prefill_bs=self.no_prefill_bs,
+            waiting_timeout=self.timeouts_s[0],
+            request_timeout=self.timeouts_s[1],
+            enable_priority_scheduling=self.priorities[0],
+            schedule_low_priority_values_first=self.priorities[1],
+            priority_scheduling_preemption_threshold=self.threshold,
+            radix_eviction_policy=self.eviction,
+            session_memory_fraction=self.session_memory_fraction,
+            max_sessions=self.max_sessions,
+        )
+
+
+_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "dp_size": st.integers(1, 4),
+    "page_size": st.sampled_from([1, 4, 16]),
+    "pool_tokens": st.sampled_from([48, 80, 128, 256]),
+    "num_rows": st.integers(3, 9),
+    "chunk": st.sampled_from([1, 3, 8, 16, 64]),
+    "max_unread": st.integers(0, 2),
+    "radix": st.booleans(),
+    "policy": st.sampled_from(["fcfs", "lpm"]),
+    "balance": st.sampled_from(["prefix_aware", "round_robin"]),
+    "conservativeness": st.sampled_from([0.0, 0.0, 0.3, 10.0]),
+    "num_draft_tokens": st.sampled_from([0, 0, 1, 3, 4]),
+    "shapes": st.sampled_from(SHAPES),
+    "retract_interval": st.sampled_from([0, 0, 1, 2, 3, 5]),
+    "no_prefill_bs": st.sampled_from([0, 0, 1, 2, 5]),
+    "is_replayed": st.sampled_from([False, False, False, True]),
+    "timeouts_s": st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0), (4.0, 8.0)]),
+    "priorities": st.sampled_from(PRIORITIES),
+    "threshold": st.sampled_from([0, 0, 10]),
+    "max_passed_over": st.sampled_from([1, 3, 128]),
+    "eviction": st.sampled_from(["adaptive", "adaptive", "lru"]),
+}
+
+
+def setups(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Setup]:
+    """Any setup, but for the `fields` given."""
+    return st.builds(Setup, **_FIELDS | fields)
