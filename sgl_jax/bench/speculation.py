@@ -81,7 +81,6 @@ def compare(
     *,
     seed: int = 0,
     num_draft_tokens: int = 4,
-    tasks: Sequence[str] = TASKS,
     **settings: Any,
 ) -> list[Comparison]:
     """`num_questions` of each task, asked with and without drafts.
@@ -89,13 +88,10 @@ def compare(
     Args:
         settings: of both engines, beside the model and how steps overlap.
     """
-    drafts = {
-        "speculative_algorithm": "NGRAM",
-        "speculative_num_draft_tokens": num_draft_tokens,
-    }
-    plain = _run_all(num_questions, seed, tasks, settings)
-    drafting = _run_all(num_questions, seed, tasks, settings | drafts)
-    return [Comparison(task, plain[task], drafting[task]) for task in tasks]
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": num_draft_tokens}
+    plain = _run_all(num_questions, seed, settings)
+    drafting = _run_all(num_questions, seed, settings | drafts)
+    return [Comparison(task, plain[task], drafting[task]) for task in TASKS]
 
 
 def together(comparisons: Sequence[Comparison]) -> Comparison:
@@ -114,12 +110,7 @@ def _sum(runs: Sequence[Run]) -> Run:
     )
 
 
-def _run_all(
-    num_questions: int,
-    seed: int,
-    tasks: Sequence[str],
-    settings: dict[str, Any],
-) -> dict[str, Run]:
+def _run_all(num_questions: int, seed: int, settings: dict[str, Any]) -> dict[str, Run]:
     """By task."""
     with Engine(
         str(DEMO_MODEL),
@@ -129,7 +120,7 @@ def _run_all(
         **settings,
     ) as engine:
         runs = {}
-        for task in tasks:
+        for task in TASKS:
             questions = held_out_questions(num_questions, seed, tasks=(task,))
             prompts = [engine.tokenizer.apply_chat_template(q.messages) for q in questions]
             runs[task] = _run(engine, prompts)
@@ -174,9 +165,7 @@ def main() -> None:
     """Print the table; exit with 0 if drafts changed nothing and paid."""
     args = parse_args()
     comparisons = compare(
-        args.num_questions,
-        seed=args.seed,
-        num_draft_tokens=args.num_draft_tokens,
+        args.num_questions, seed=args.seed, num_draft_tokens=args.num_draft_tokens
     )
     overall = together(comparisons)
     print("\n".join([HEADER, *(comparison.line() for comparison in [*comparisons, overall])]))

@@ -80,11 +80,6 @@ class EngineConfig(NamedTuple):
         return self.args.context_length
 
     @property
-    def vocab_size(self) -> int:
-        """Of the model."""
-        return self.model.vocab_size
-
-    @property
     def pages_per_row(self) -> int:
         """Pages of a request of the full context."""
         return -(-self.context_len // self.args.page_size)
@@ -126,7 +121,7 @@ class EngineConfig(NamedTuple):
         probabilities, and twice the counts of tokens in prompts and in outputs.
         """
         num_drawn = self.limits.decode_tokens
-        return 4 * self.vocab_size * (num_drawn + 6 * min(num_drawn, BLOCK_ROWS))
+        return 4 * self.model.vocab_size * (num_drawn + 6 * min(num_drawn, BLOCK_ROWS))
 
     def sizes(self, num_pages: int) -> EngineSizes:
         """Everything the scheduler must stay within, with `num_pages` on each rank."""
@@ -138,7 +133,7 @@ class EngineConfig(NamedTuple):
             max_context_len=self.context_len,
             max_step_tokens=self.limits.tokens,
             max_prompt_logprob_tokens=self.limits.prompt_logprob_tokens,
-            vocab_size=self.vocab_size,
+            vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
             step_token_shapes=tuple(bucket.tokens for bucket in self.buckets.all),
             max_draft_tokens=self.limits.draft_tokens,

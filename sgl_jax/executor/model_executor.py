@@ -17,7 +17,14 @@ import numpy as np
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.step_plan import Float32Array, Int32Array, RankPlan, RankResult, StepPlan
+from sgl_jax.core.step_plan import (
+    Executor,
+    Float32Array,
+    Int32Array,
+    RankPlan,
+    RankResult,
+    StepPlan,
+)
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
@@ -38,8 +45,8 @@ from sgl_jax.models.placement import place_model
 logger = logging.getLogger(__name__)
 
 
-class ModelExecutor:
-    """Implements `core.step_plan.Executor` for a model on a mesh of devices.
+class ModelExecutor(Executor):
+    """Runs a model on a mesh of devices.
 
     Attributes:
         sizes: what plans must stay within.

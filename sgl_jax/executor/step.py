@@ -5,7 +5,7 @@ rank's own, and no rank reads another's. Every chip of a rank learns the tokens 
 that the token table stays equal on all of them.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +17,16 @@ from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
 from sgl_jax.layers.sampling import (
     SampledRows,
-    SplitLogits,
     TokenLogprobs,
     draw_tokens,
     no_logprobs,
     score_tokens,
     unpack_row_params,
 )
+from sgl_jax.models.decoder import CausalLM
 
 # Positions whose logits are held at once when prompts are scored.
 _SCORED_BLOCK = 32
-
-
-class Model(Protocol):
-    """What a step needs of a model; see `sgl_jax.models.decoder.CausalLM`."""
-
-    def __call__(
-        self, token_ids: jax.Array, batch: AttentionBatch, kv_cache: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Hidden states [T, hidden_size] and the updated cache."""
-        ...
-
-    def logits(self, hidden: jax.Array) -> SplitLogits:
-        """Of hidden [n, hidden_size], this chip's slice of the vocabulary."""
-        ...
 
 
 class StepState(NamedTuple):
@@ -62,7 +48,7 @@ class StepOutput(NamedTuple):
 
 
 def run_step(
-    model: Model,
+    model: CausalLM,
     state: StepState,
     row_params: jax.Array,
     controls: RankControls,
@@ -162,7 +148,7 @@ def _write_tokens(
 
 
 def _score_if_any(
-    model: Model,
+    model: CausalLM,
     controls: RankControls,
     hidden: jax.Array,
     scored: LastQueries,
@@ -182,7 +168,9 @@ def _score_if_any(
     return result
 
 
-def _score(model: Model, hidden: jax.Array, successors: jax.Array, ids: jax.Array) -> TokenLogprobs:
+def _score(
+    model: CausalLM, hidden: jax.Array, successors: jax.Array, ids: jax.Array
+) -> TokenLogprobs:
     """Log-probabilities of `successors` int32[S] and `ids` int32[S, n] after `hidden`.
 
     A block at a time: the logits of all would take too much memory.

@@ -1,10 +1,8 @@
 """The first place where two values differ, in words a person can use."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 _MAX_CHARS = 200  # of a value in the words
@@ -17,36 +15,33 @@ def first_difference(path: str, recorded: Any, got: Any) -> str | None:
     """
     if isinstance(recorded, np.ndarray) and isinstance(got, np.ndarray):
         return _array_difference(path, recorded, got)
-    if type(recorded) is type(got):
-        fields = _fields(recorded)
-        if fields:
-            values = ((f, getattr(recorded, f), getattr(got, f)) for f in fields)
-            return _first(first_difference(_join(path, f), a, b) for f, a, b in values)
-        if isinstance(recorded, dict) and recorded.keys() == got.keys():
-            return _first(first_difference(f"{path}[{k!r}]", recorded[k], got[k]) for k in recorded)
-        if isinstance(recorded, (list, tuple)):
-            return _sequence_difference(path, recorded, got)
+    parts, others = _parts(recorded), _parts(got)
+    if type(recorded) is type(got) and parts is not None and others is not None:
+        common = [place for place in parts if place in others]
+        for place in common:
+            words = first_difference(path + place, parts[place], others[place])
+            if words is not None:
+                return words
+        if len(parts) != len(others):
+            return f"{path}: recorded {len(parts)} of them, got {len(others)}"
+        if len(common) == len(parts):
+            return None
     is_same = recorded == got or (recorded != recorded and got != got)  # NaN is as recorded
     return None if is_same else f"{path}: recorded {_cut(recorded)}, got {_cut(got)}"
 
 
-def _fields(value: Any) -> Sequence[str]:
-    if isinstance(value, msgspec.Struct):
-        return value.__struct_fields__
-    if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value)]
-    named: Sequence[str] = getattr(value, "_fields", ())
-    return named
-
-
-def _sequence_difference(path: str, recorded: Sequence[Any], got: Sequence[Any]) -> str | None:
-    found = _first(
-        first_difference(f"{path}[{i}]", a, b)
-        for i, (a, b) in enumerate(zip(recorded, got, strict=False))
-    )
-    if found is None and len(recorded) != len(got):
-        return f"{path}: recorded {len(recorded)} of them, got {len(got)}"
-    return found
+def _parts(value: Any) -> dict[str, Any] | None:
+    """What a value is made of, by what stands behind its name to reach it; None for a scalar."""
+    if isinstance(value, dict):
+        return {f"[{key!r}]": part for key, part in value.items()}
+    names = getattr(value, "__struct_fields__", None) or getattr(value, "_fields", None)
+    if names is None and dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+    if names is not None:
+        return {f".{name}": getattr(value, name) for name in names}
+    if isinstance(value, list | tuple):
+        return {f"[{index}]": part for index, part in enumerate(value)}
+    return None
 
 
 def _array_difference(path: str, recorded: np.ndarray, got: np.ndarray) -> str | None:
@@ -71,11 +66,3 @@ def _short(array: np.ndarray) -> str:
 def _cut(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + "..."
-
-
-def _first(found: Any) -> str | None:
-    return next((words for words in found if words is not None), None)
-
-
-def _join(path: str, field: str) -> str:
-    return f"{path}.{field}" if path else field

@@ -3,10 +3,10 @@
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import RankPlan, RankResult, StepHandle, StepPlan
+from sgl_jax.core.step_plan import Executor, RankPlan, RankResult, StepHandle, StepPlan
 
 
-class FakeExecutor:
+class FakeExecutor(Executor):
     """Answers each sampling row with a token made from its position; costs next to nothing.
 
     It accepts no draft.

@@ -18,6 +18,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -76,10 +77,11 @@ def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
     most = _address_space_bytes() + _MOST_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     decoder = msgspec.msgpack.Decoder(Job)
+    stream = jobs.makefile("rb")
     jobs.sendall(READY)
     num_bytes = 0
     while num_bytes < LAST_JOB_BYTES:
-        data = _read_frame(jobs)
+        data = _read_frame(stream)
         if data is None:
             return
         num_bytes = len(data)
@@ -126,21 +128,14 @@ def _packed(ids: list[int]) -> bytes:
     return packed.tobytes()
 
 
-def _read_frame(jobs: socket.socket) -> bytes | None:
+def _read_frame(stream: BinaryIO) -> bytes | None:
     """The next frame; None if the parent has closed its end."""
-    head = _read(jobs, LENGTH.size)
-    return None if head is None else _read(jobs, LENGTH.unpack(head)[0])
-
-
-def _read(jobs: socket.socket, num_bytes: int) -> bytes | None:
-    data = bytearray(num_bytes)
-    view, start = memoryview(data), 0
-    while start < num_bytes:
-        gained = jobs.recv_into(view[start:])
-        if not gained:
-            return None
-        start += gained
-    return bytes(data)
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    data = stream.read(size)
+    return data if len(data) == size else None
 
 
 if __name__ == "__main__":
