@@ -56,7 +56,8 @@ def ask(model_path: str, num_questions: int, seed: int, **cache: Any) -> Answers
 
 
 def report(name: str, found: Answers, exact: Answers) -> str:
-    """A line on how far answers are from those with the exact cache."""
+    """A line of the table: mean log-probability of the prompts' tokens, mean and 99th percentile
+    of its difference from `exact`, and how many output tokens differ."""
     change = np.abs(found.prompt_logprobs - exact.prompt_logprobs)
     pairs = [
         pair

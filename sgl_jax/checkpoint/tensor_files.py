@@ -86,9 +86,9 @@ def _files(folder: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()), key=str)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{str(index)!r} has no valid weight_map") from error
-        strangers = [name for name in names if not isinstance(name, str)]
-        if strangers:
-            raise CheckpointError(f"{str(index)!r} names files that are no names: {strangers}")
+        malformed = [name for name in names if not isinstance(name, str)]
+        if malformed:
+            raise CheckpointError(f"{str(index)!r} names files that are no names: {malformed}")
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
             raise CheckpointError(f"{str(index)!r} names files that are missing: {absent}")

@@ -13,11 +13,11 @@ from sgl_jax.core.messages import Heartbeat
 
 
 class EngineHealth:
-    """Receives heartbeats, and tells since when there was none. Safe to use from several threads.
+    """When the engine's last heartbeat came, and whether that is too long ago. Thread-safe.
 
     Args:
-        timeout_s: the engine is stuck when it was silent for longer.
-        clock: seconds, never going back.
+        timeout_s: seconds without a heartbeat after which the engine counts as stuck.
+        clock: returns seconds; monotonic.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -17,7 +17,7 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 
 logger = logging.getLogger(__name__)
 
-# An engine that goes on after a defect may meet it again and again: the disk shall not fill.
+# An engine that goes on after a defect may meet it again and again: this bounds the disk space.
 MAX_DUMPS = 10
 
 

@@ -11,8 +11,8 @@ from sgl_jax.text.tokenizer_check import load_tokenizer
 def open_model_files(args: ServerArgs) -> Tokenizer:
     """The tokenizer that `args` name. Raises ValueError, naming the file, if it cannot be used.
 
-    The config comes first, though the engine reads it again: the tokenizer's library looks into it,
-    too, and would blame the tokenizer for what is wrong there.
+    The config comes first, though the engine reads it again: the tokenizer's library reads it, too,
+    and its error about a bad config would name the tokenizer.
     """
     if (Path(args.model_path) / CONFIG_FILE).is_file():
         ModelConfig.from_path(args.model_path)

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 # A server refuses what it cannot serve soon; a list of prompts is there to be waited for.
 _NO_QUEUE_LIMIT = 10_000_000
-# From this many prompts on, a progress bar is worth its line.
+# From this many prompts on, a progress bar is shown.
 _MANY_PROMPTS = 16
 
 
@@ -280,7 +280,7 @@ class Engine:
         return sessions
 
     def check_health(self) -> float:
-        """Seconds that the engine loop has been in its present turn: a long step shows there.
+        """Seconds since the engine loop began the turn it is in: large while a long step runs.
 
         Raises:
             EngineDeadError: the engine ended.

@@ -90,8 +90,8 @@ def set_compilation_cache(directory: str | None) -> Path | None:
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"the compilation cache {path} must belong to this user and be writable by no one "
-            "else; name another with --compilation-cache-dir, or 'none'"
+            f"the compilation cache {path} must belong to this user and not be writable by "
+            "others; name another with --compilation-cache-dir, or 'none'"
         )
     jax.config.update("jax_compilation_cache_dir", str(path))
     # Every program counts towards a fast restart, however small.

@@ -11,8 +11,8 @@ from sgl_jax.core.step_plan import RankPlan, StepPlan
 def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
     """Raise ValueError, naming rank and limit, if `plan` exceeds `sizes`.
 
-    Of relayed rows only the least is known of where they lie; that enough of their pages are read
-    is the scheduler's care.
+    Of relayed rows `kv_starts` is a lower bound, so whether `num_pages` covers them is not checked
+    beyond it: the scheduler reserves for the upper bound.
     """
     if len(plan.ranks) != sizes.dp_size:
         raise ValueError(f"the plan has {len(plan.ranks)} ranks, the engine {sizes.dp_size}")

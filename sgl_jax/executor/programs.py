@@ -68,7 +68,7 @@ class Programs:
         self._admit: AdmitProgram | None = None
 
     def layout(self, bucket: Bucket) -> DPLayout:
-        """How the rows of a step of this shape lie in its arrays."""
+        """Where each rank's rows lie in the arrays of a step of shape `bucket`."""
         return DPLayout(self._sizes.dp_size, bucket.rows, self._sizes.pages_per_row)
 
     def step(self, bucket: Bucket) -> StepProgram:

@@ -38,7 +38,7 @@ class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):
 
 
 class TokenIds(msgspec.Struct, frozen=True, tag="ids"):
-    """int32 ids, one entry a text."""
+    """For each text the bytes of its token ids, `ID_BYTES` each."""
 
     ids: list[bytes]
 

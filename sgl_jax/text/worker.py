@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     # A service manager signals every process of the service: the parent says when to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    # No zombies: workers end by themselves, and no one asks how.
+    # No zombies: exit codes of workers are not read.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     control = socket.socket(fileno=int(arguments[0]))
     try:

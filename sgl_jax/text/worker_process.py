@@ -21,7 +21,7 @@ class TextWorkers:
             return
         self.close()
         self._control, theirs = socket.socketpair()
-        # What a fork would have to fear: the tokenizer's threads.
+        # The process forks, which is not safe with the tokenizer's threads.
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
         with theirs:
             command = (sys.executable, "-m", "sgl_jax.text.worker", str(theirs.fileno()))

@@ -1,4 +1,4 @@
-"""Where two greedy outputs differ, and whether the model itself was of two minds there.
+"""Where two greedy outputs differ, and whether that was a near tie of the model.
 
 Floating-point sums in another order may tip the balance between two all but equally likely
 tokens. Nothing else may make greedy outputs differ.

@@ -1,6 +1,6 @@
 """An engine that follows a script instead of a model: each output repeats the prompt.
 
-It keeps the real one's promises to the front (one finish per request, overshoot after a stop
+It does what the front relies on of the real one (one finish per request, overshoot after a stop
 string, replies), so everything above the engine can be tested without a device. Run as a program
 it takes the place of `python -m sgl_jax.engine`.
 """

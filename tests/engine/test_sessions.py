@@ -101,7 +101,7 @@ def test_so_it_is_with_other_settings(variant: str) -> None:
         converse(engine)
 
 
-def test_the_books_hold_while_a_session_idles(engine: Engine) -> None:
+def test_the_ledger_balances_while_a_session_idles(engine: Engine) -> None:
     session_id = engine.open_session(streaming=True)
     history = turn(engine, session_id, list(range(300, 320))).num_prompt_tokens + 8
     info = engine.server_info()
@@ -392,7 +392,7 @@ def test_idle_sessions_hold_no_more_than_their_share() -> None:
         assert result.output_ids == whole(engine, [*history, 303])
 
 
-def test_books_found_wrong_by_a_close_are_repaired_and_sessions_go_on(tmp_path: Path) -> None:
+def test_records_found_wrong_by_a_close_are_repaired_and_sessions_go_on(tmp_path: Path) -> None:
     with Engine(DEMO, **SETTINGS, memory_dump_dir=str(tmp_path)) as engine:
         doomed, survivor = engine.open_session(streaming=True), engine.open_session(streaming=True)
         for session_id in (doomed, survivor):

@@ -1,4 +1,4 @@
-"""The mesh that is asked for, or a clear refusal; a compilation cache no one else can write."""
+"""The mesh that is asked for, or a clear refusal; a compilation cache that others cannot write."""
 
 import jax
 import pytest

@@ -275,7 +275,7 @@ def test_when_counts_disagree_the_error_names_pages_owners_and_their_last_transi
     assert published not in caught.value.pages
 
 
-def test_a_walk_that_breaks_on_broken_books_is_part_of_the_message() -> None:
+def test_a_walk_that_breaks_on_broken_records_is_part_of_the_message() -> None:
     memory = busy_memory()
     leak_a_page(memory)
     memory.cache.nodes()[0].values[0] = None

@@ -234,7 +234,7 @@ class LeaseMachine(RuleBasedStateMachine):
                 self.release(which, cut, rng.random() < 0.8)
             else:
                 self.make_room(rng.randrange(10))
-            self.books_balance()
+            self.ledger_balances()
 
     @property
     def tree(self) -> RadixTree | None:
@@ -275,7 +275,7 @@ class LeaseMachine(RuleBasedStateMachine):
             assert slots[position % self.page_size] == holder.tokens[: position + 1].tobytes()
 
     @invariant()
-    def books_balance(self) -> None:
+    def ledger_balances(self) -> None:
         if not hasattr(self, "memory"):
             return
         check_balance(self.memory)

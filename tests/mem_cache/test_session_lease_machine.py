@@ -145,7 +145,7 @@ class SessionLeaseMachine(LeaseMachine):
                 self.resume(which, cut, rng.randrange(2), rng.randrange(2))
             else:
                 self.release(which, cut, insert=True)
-            self.books_balance()
+            self.ledger_balances()
             self.counts_are_those_of_a_walk()
 
     def running_pages(self) -> set[int]:

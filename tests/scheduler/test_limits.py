@@ -32,7 +32,7 @@ def test_with_every_row_decoding_a_step_of_just_enough_tokens_goes_on() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_alone_on_a_rank_without_pages_ends_once_with_an_error(overlap: bool) -> None:
-    """Pages are gone that no request holds; the lone request cannot wait for anybody."""
+    """Pages are gone that no request holds; the only request has nothing to wait for."""
     driver = Driver(make_sizes(num_pages=12, page_size=4), overlap=overlap)
     driver.submit(generate("a", [1, 2, 3], 30))
     while len(driver.tokens["a"]) < 3:

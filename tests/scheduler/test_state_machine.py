@@ -117,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             self.driver.step()
-            self.check_books()
+            self.check_ledger()
 
     def live(self) -> list[str]:
         return [
@@ -213,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         executor.disarm()
 
     @invariant()
-    def check_books(self) -> None:
+    def check_ledger(self) -> None:
         if not hasattr(self, "driver"):
             return
         self.driver.scheduler.check_balance()
@@ -308,7 +308,7 @@ def run_machine(
     return num_steps
 
 
-def test_random_events_leave_the_books_balanced_and_the_tokens_right(tmp_path: Path) -> None:
+def test_random_events_leave_the_ledger_balancesd_and_the_tokens_right(tmp_path: Path) -> None:
     run_machine(
         tmp_path,
         max_examples=100,

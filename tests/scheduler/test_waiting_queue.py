@@ -117,7 +117,7 @@ def test_a_stream_of_better_requests_does_not_starve_another(priority: int) -> N
         (request,) = (r for r in queue.waiting if r.arrival == first)
         queue.waiting.started(request, 0)
         queue.add(arrival, 16, priority=priority)
-    pytest.fail("the oldest request was passed over forever")
+    pytest.fail("the oldest request was passed over without end")
 
 
 def test_requests_pinned_to_a_full_rank_do_not_hold_up_the_rest() -> None:
