@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sgl_jax.layers.parameter import Declaration, Path
 
@@ -22,17 +21,12 @@ def dummy_params(
     params = {}
     for path, own in declared.items():
         if own.initial == "ones":
-            params[path] = _ones(own.array)
+            params[path] = jnp.ones(own.array.shape, own.array.dtype, device=own.array.sharding)
         else:
             name = zlib.crc32("/".join(path).encode())
             key = jax.random.fold_in(jax.random.key(seed), name)
             params[path] = _normal(own.array)(key, jnp.float32(initializer_range))
     return params
-
-
-def _ones(wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    whole = np.ones(wanted.shape, wanted.dtype)
-    return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: whole[index])
 
 
 def _normal(wanted: jax.ShapeDtypeStruct) -> jax.stages.Wrapped:

@@ -61,13 +61,7 @@ def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T |
 
 def _as_turn(given: SessionTurn | Mapping[str, Any] | None, num_prompts: int) -> SessionTurn | None:
     """The turn that a request is, if any; it has one prompt. Raises `InvalidRequestError`."""
-    if given is None or isinstance(given, SessionTurn):
-        turn = given
-    else:
-        try:
-            turn = msgspec.convert(dict(given), SessionTurn)
-        except msgspec.ValidationError as error:
-            raise InvalidRequestError(str(error), "session_params") from error
+    turn = None if given is None else _converted(given, SessionTurn, "session_params")
     if turn is not None and num_prompts != 1:
         raise InvalidRequestError(
             f"a session takes one prompt at a time, got {num_prompts}", "session_params"
@@ -102,9 +96,14 @@ def as_batch(
 
 def as_sampling(sampling: Sampling) -> SamplingParams:
     """As a struct. Raises `InvalidRequestError`."""
-    if isinstance(sampling, SamplingParams):
-        return sampling
+    return _converted(sampling or {}, SamplingParams, "sampling_params")
+
+
+def _converted(given: Any, kind: type[T], param: str) -> T:
+    """A struct, or a mapping of its fields, as a struct. Raises `InvalidRequestError`."""
+    if isinstance(given, kind):
+        return given
     try:
-        return msgspec.convert(dict(sampling or {}), SamplingParams)
+        return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(str(error), "sampling_params") from error
+        raise InvalidRequestError(str(error), param) from error

@@ -81,7 +81,8 @@ class EngineProcess:
         assert self._process.stdin is not None
         # If the child is dead already, the report of its exit tells more than this broken pipe.
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(_encode_start(args, folder))
+            start = {"args": dataclasses.asdict(args), "folder": folder}
+            self._process.stdin.write(json.dumps(start).encode() + b"\n")
             self._process.stdin.flush()
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         self._watcher.start()
@@ -167,10 +168,6 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     finally:
         channel.close()
     return 0
-
-
-def _encode_start(args: ServerArgs, folder: str) -> bytes:
-    return json.dumps({"args": dataclasses.asdict(args), "folder": folder}).encode() + b"\n"
 
 
 def _die_with_parent(folder: str) -> None:

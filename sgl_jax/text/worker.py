@@ -74,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
 def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
     """Answer jobs until there are no more, or one was long."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
-    most = _address_space_bytes() + _MOST_MEMORY_BYTES
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = in_use + _MOST_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     decoder = msgspec.msgpack.Decoder(Job)
     stream = jobs.makefile("rb")
@@ -90,11 +91,6 @@ def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
         answer = frame(_answer(job, tokenizer))
         signal.setitimer(signal.ITIMER_REAL, 0)
         jobs.sendall(answer)
-
-
-def _address_space_bytes() -> int:
-    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return num_pages * resource.getpagesize()
 
 
 def _answer(job: Job, tokenizer: Tokenizer) -> JobAnswer:

@@ -7,9 +7,9 @@ is measured, but does not advance the clock. So a run is a function of its input
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.testing.fake_executor import FakeExecutor
+
+T = TypeVar("T")
 
 _SAMPLE_INTERVAL_S = 1.0  # of the clock
 
@@ -152,19 +154,26 @@ class _Replay:
 
     def _turn(self) -> None:
         """Plan and launch one step; read the oldest once two are in flight, or none can run."""
-        start = time.thread_time()
-        plan = self._scheduler.plan()
-        self._step_host_s += time.thread_time() - start
+        plan = self._timed(self._scheduler.plan)
         if plan is not None:
             self._launch(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > 1):
             self._read_oldest()
         elif plan is None:
             self._wait_for_arrival()
-        self._take_outputs()
+        batch = self._timed(self._scheduler.take_outputs)
+        if batch is not None:
+            self._log_outputs(batch)
         if plan is not None:
             self._run.host_s.append(self._step_host_s)
             self._step_host_s = 0.0
+
+    def _timed(self, call: Callable[..., T], *values: Any) -> T:
+        """What `call` answers; its processor time is the step's."""
+        start = time.thread_time()
+        answer = call(*values)
+        self._step_host_s += time.thread_time() - start
+        return answer
 
     def _launch(self, plan: StepPlan) -> None:
         begin_s = max(self._now_s, self._device_free_s)
@@ -183,9 +192,7 @@ class _Replay:
         done = self._in_flight.popleft()
         self._now_s = max(self._now_s, done.end_s)
         results = self._executor.result(done.handle)
-        start = time.thread_time()
-        self._scheduler.apply_result(done.plan, results)
-        self._step_host_s += time.thread_time() - start
+        self._timed(self._scheduler.apply_result, done.plan, results)
 
     def _wait_for_arrival(self) -> None:
         """Nothing runs: go on when the next request arrives."""
@@ -195,13 +202,6 @@ class _Replay:
             raise RuntimeError(
                 f"{self._scheduler.num_waiting} requests wait, and no step can be planned"
             )
-
-    def _take_outputs(self) -> None:
-        start = time.thread_time()
-        batch = self._scheduler.take_outputs()
-        self._step_host_s += time.thread_time() - start
-        if batch is not None:
-            self._log_outputs(batch)
 
     def _log_outputs(self, batch: OutputBatch) -> None:
         logs = self._run.requests
