@@ -11,26 +11,22 @@ default, the demonstration tasks' (split "valid"), are for the demonstration mod
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from sgl_jax.bench.demo_tasks import held_out_questions
+from sgl_jax.bench.host.steps import StepLoop
 from sgl_jax.checkpoint.kv_scales import ScalesByHead, write_kv_scales
-from sgl_jax.core.messages import (
-    EngineMessage,
-    FrontMessage,
-    GenerateRequest,
-    OutputBatch,
-    Shutdown,
-)
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs, add_arguments
 from sgl_jax.core.step_plan import Float32Array
-from sgl_jax.engine.core import EngineCore
 from sgl_jax.executor.engine_config import TPU_PAGE_SIZE
+from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.text.tokenizer import Tokenizer
 
 SERVER_SETTINGS = (
@@ -38,39 +34,6 @@ SERVER_SETTINGS = (
     *("tp_size", "weight_sharding", "attention_backend", "page_size", "chunked_prefill_size"),
     "compilation_cache_dir",
 )
-
-
-class OneAtATime:
-    """A channel that sends a prompt, calls `look` when it is answered, and sends the next."""
-
-    def __init__(
-        self, prompts: Sequence[list[int]], output_len: int, look: Callable[[], None]
-    ) -> None:
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=output_len)
-        self._inbox: list[FrontMessage] = [
-            *(
-                GenerateRequest(rid=str(i), input_ids=p, sampling=sampling)
-                for i, p in enumerate(prompts)
-            ),
-            Shutdown(),
-        ]
-        self._look = look
-        self._is_waiting = False
-
-    def poll(self, timeout_s: float) -> list[FrontMessage]:
-        """The next prompt, or the shutdown, unless one is being answered."""
-        if self._is_waiting:
-            return []
-        self._is_waiting = True
-        return [self._inbox.pop(0)]
-
-    def send(self, message: EngineMessage) -> None:
-        """Look if this is the end of an answer."""
-        if not isinstance(message, OutputBatch):  # a heartbeat
-            return
-        if any(output.finish is not None for output in message.outputs):
-            self._look()
-            self._is_waiting = False
 
 
 def kv_absmax(
@@ -81,22 +44,27 @@ def kv_absmax(
     longest = max(map(len, prompts)) + output_len
     page_size = args.page_size or TPU_PAGE_SIZE  # the larger of what 0 stands for
     context_len = -(-longest // page_size) * page_size
-    core = EngineCore(
-        dataclasses.replace(
-            args,
-            # Room for one request, in whose pages nothing else is written.
-            context_length=min(context_len, config.max_position_embeddings),
-            max_total_tokens=context_len,
-            max_running_requests=1,
-            disable_overlap_schedule=True,
-            skip_warmup=True,
-            decode_log_interval=0,
-        )
+    args = dataclasses.replace(
+        args,
+        # Room for one request, in whose pages nothing else is written.
+        context_length=min(context_len, config.max_position_embeddings),
+        max_total_tokens=context_len,
+        max_running_requests=1,
+        skip_warmup=True,
     )
+    executor = ModelExecutor(args)
+    scheduler = Scheduler(executor.sizes, args)
+    loop = StepLoop(scheduler, executor)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=output_len)
     seen: list[Float32Array] = []
-    core.run(OneAtATime(prompts, output_len, lambda: seen.append(core.executor.kv_absmax())))
-    if len(seen) < len(prompts) or not np.isfinite(seen).all():
-        raise RuntimeError("not every prompt was answered, or K and V are not finite")
+    for number, prompt in enumerate(prompts):
+        scheduler.submit(GenerateRequest(rid=str(number), input_ids=prompt, sampling=sampling))
+        while not scheduler.is_idle:
+            loop.turn()
+        seen.append(executor.kv_absmax())
+    executor.close()
+    if not np.isfinite(seen).all():
+        raise RuntimeError("K and V are not finite")
     greatest = np.max(seen, axis=0).reshape(2, config.num_layers, config.num_kv_heads, -1)
     k, v = greatest.max(axis=3)  # over copies of a head
     return k, v

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -250,7 +251,7 @@ class EngineCore:
         """Trace the devices; a folder that was made for it goes if that is refused."""
         folder = message.output_dir or tempfile.mkdtemp(prefix="sgl_jax-profile-")
         try:
-            self.executor.start_profile(folder)
+            self.executor.profiler.start(Path(folder))
         except (RuntimeError, OSError, ValueError) as error:
             if message.output_dir is None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -261,10 +262,10 @@ class EngineCore:
     def stop_profile(self, message: StopProfile) -> Reply:
         """Write the trace."""
         try:
-            folder = self.executor.stop_profile()
+            folder = self.executor.profiler.stop()
         except (RuntimeError, OSError) as error:
             return _refused(message, str(error), code="profile_refused")
-        return _answer(message, Traced(folder))
+        return _answer(message, Traced(str(folder)))
 
     def tell_state(self, message: GetState) -> Reply:
         """See `state`."""

@@ -51,6 +51,7 @@ class ModelExecutor(Executor):
     Attributes:
         sizes: what plans must stay within.
         info: what was loaded and decided, for people to read.
+        profiler: traces the devices.
     """
 
     def __init__(self, args: ServerArgs) -> None:
@@ -96,7 +97,7 @@ class ModelExecutor(Executor):
         )
         self._skip_warmup = args.skip_warmup
         self._watch = CompileWatch()
-        self._profiler = Profiler()
+        self.profiler = Profiler()
         self._in_flight: deque[LaunchedStep] = deque()
         self._page_tables = PageTables(self.sizes)
         self.info: dict[str, Any] = {
@@ -200,19 +201,6 @@ class ModelExecutor(Executor):
         of 8 bits.
         """
         return np.asarray(kv_absmax(self._state.kv_pool, self._pool_layout, self._mesh))
-
-    def start_profile(self, output_dir: str) -> None:
-        """Trace the devices into `output_dir` until `stop_profile`.
-
-        Raises RuntimeError if a trace runs already, OSError if nothing can be written there; then
-        no folder was made.
-        """
-        self._profiler.start(Path(output_dir))
-
-    def stop_profile(self) -> str:
-        """End the trace and write it; its folder. Raises RuntimeError if none runs, OSError if it
-        cannot."""
-        return str(self._profiler.stop())
 
     def close(self) -> None:
         """Wait for what is in flight and let go of the devices' memory. Cannot be used again."""

@@ -1,6 +1,7 @@
 """Device traces that clients ask for: their folders, and why one is refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,16 +16,7 @@ def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineCore:
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     core = object.__new__(EngineCore)
-    profiler = Profiler()
-
-    class Executor:
-        def start_profile(self, output_dir: str) -> None:
-            profiler.start(Path(output_dir))
-
-        def stop_profile(self) -> str:
-            return str(profiler.stop())
-
-    core.executor = Executor()  # type: ignore[assignment]
+    core.executor = SimpleNamespace(profiler=Profiler())  # type: ignore[assignment]
     return core
 
 

@@ -12,7 +12,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest, OutputBatch
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.testing.fake_executor import FakeExecutor
 
@@ -33,18 +33,18 @@ SIZES = EngineSizes(
 
 
 class StepLoop:
-    """The engine's loop around `scheduler`, one step in flight, on a fake executor."""
+    """The engine's loop around `scheduler`, one step in flight; by default on a fake executor."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor | None = None) -> None:
         self.scheduler = scheduler
         self.outputs: OutputBatch | None = None  # of the last turn
-        self._executor = FakeExecutor(scheduler.sizes)
+        self._executor = executor or FakeExecutor(scheduler.sizes)
         self._before: tuple[StepPlan, StepHandle] | None = None
 
     def turn(self) -> float:
         """Plan and launch a step, apply the result of the one before, take the outputs.
 
-        Returns the seconds that the scheduler took; those of the fake executor are left out.
+        Returns the seconds that the scheduler took; those of the executor are left out.
         """
         scheduler, executor = self.scheduler, self._executor
         start = time.thread_time()
