@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sgl_jax.planner.plot_file import figure_class
+
 _TOKENS = range(300, 700)  # of any vocabulary
 
 
@@ -210,16 +212,12 @@ class _Conversations:
 
 def plot(source: Path, target: Path) -> None:
     """Draw what `measure` found, a pair of lines for each label."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     by_label: dict[str, list[Point]] = defaultdict(list)
     for line in source.read_text().splitlines():
         point = Point(**json.loads(line))
         by_label[point.label].append(point)
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
+    figure = figure_class()(figsize=(6.4, 4.0), layout="tight")
+    axes = figure.subplots()
     for color, (label, points) in zip(("C0", "C1", "C2", "C3"), by_label.items(), strict=False):
         lens = [point.history_len for point in points]
         axes.plot(
@@ -233,7 +231,6 @@ def plot(source: Path, target: Path) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
     figure.savefig(target, metadata={"Date": None})
 
 
@@ -254,20 +251,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot(*options.plot)
         return
     client = Client(options.base_url)
+    sizes = (options.num_turns, options.num_new, options.num_output)
     if options.num_sessions:
-        sizes = (options.num_sessions, options.num_turns, options.num_new, options.num_output)
-        print(measure_growth(client, *sizes))
+        print(measure_growth(client, options.num_sessions, *sizes))
         return
     print(HEADER)
     for history_len in map(int, options.history_lens.split(",")):
-        point = measure(
-            client,
-            options.label,
-            history_len,
-            options.num_turns,
-            options.num_new,
-            options.num_output,
-        )
+        point = measure(client, options.label, history_len, *sizes)
         print(point.line(), flush=True)
         if options.output:
             with options.output.open("a") as file:

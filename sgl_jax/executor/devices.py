@@ -85,7 +85,8 @@ def set_compilation_cache(directory: str | None) -> Path | None:
     if directory == "none":
         jax.config.update("jax_compilation_cache_dir", None)
         return None
-    path = Path(directory) if directory else _default_cache_folder()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    path = Path(directory) if directory else Path(base, "sgl_jax", "xla").expanduser()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -98,8 +99,3 @@ def set_compilation_cache(directory: str | None) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
-
-
-def _default_cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "sgl_jax" / "xla"

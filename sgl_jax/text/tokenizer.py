@@ -7,6 +7,7 @@ text beyond what the tokenizer itself does (no clean-up of spaces, no added prom
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,10 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
-        self._special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
+        # Those that `skip_special_tokens` leaves out of the text.
+        self.special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
         self._byte_of_char = _byte_level_alphabet() if self._is_byte_level() else None
         self._token_bytes: dict[int, bytes] = {}
-        self._longest_token: int | None = None
-        self._knows_text = self.knows_text
 
     @classmethod
     def load(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
@@ -83,20 +83,15 @@ class Tokenizer:
         """Ids the tokenizer knows; the model's vocabulary may be padded beyond it."""
         return int(self._backend.get_vocab_size())
 
-    @property
+    @cached_property
     def knows_text(self) -> bool:
         """Whether it has any token that is text: without, it was loaded from no files."""
-        return any(i not in self._special_ids for i in self._backend.get_vocab().values())
+        return any(i not in self.special_ids for i in self._backend.get_vocab().values())
 
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be written as prompts."""
         return bool(self._hf.chat_template)
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out of the text."""
-        return self._special_ids
 
     @property
     def eos_token_id(self) -> int | None:
@@ -108,16 +103,14 @@ class Tokenizer:
         """The tokenizer's beginning-of-sequence token, if it names one."""
         return None if self._hf.bos_token_id is None else int(self._hf.bos_token_id)
 
-    @property
+    @cached_property
     def longest_token_chars(self) -> int:
         """Characters of the longest token: bounds how few tokens a long text can have."""
-        if self._longest_token is None:
-            self._longest_token = max(map(len, self._backend.get_vocab()), default=1)
-        return self._longest_token
+        return max(map(len, self._backend.get_vocab()), default=1)
 
     def check_knows_text(self) -> None:
         """Raise `InvalidRequestError` if there is no tokenizer that could encode a text."""
-        if not self._knows_text:
+        if not self.knows_text:
             raise InvalidRequestError(
                 "this model has no tokenizer: send token ids (input_ids) instead of text", "text"
             )

@@ -22,7 +22,7 @@ from sgl_jax.planner.step_time import DeviceBytes
 from sgl_jax.planner.topology import Topology, has_tpu_compiler
 from tests.bench.traced import EXCERPT, request
 
-MS = LinearStepTime(1.0, 0.0, 0.0, 0.0)  # every step takes a millisecond
+MS = LinearStepTime(1.0, 0.0, 0.0, 0.0).seconds  # every step takes a millisecond
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_pages_are_all_accounted_for_in_every_sample(busy_run):
 
 def test_the_clock_adds_up_steps_that_overlap():
     # 1,000 tokens in chunks of 512 at 1 us each, then two more tokens, a millisecond each.
-    step_time = LinearStepTime(1.0, 1.0, 0.0, 0.0)
+    step_time = LinearStepTime(1.0, 1.0, 0.0, 0.0).seconds
     trace = [request(1, 2, input_len=1000, output_len=3)]
     run = served(trace, step_time, num_tokens=4096, chunk=512)
     (log,) = run.requests

@@ -16,7 +16,7 @@ from sgl_jax.bench.trace.plot import plot_run
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, VOCAB_SIZE, read_trace
 from sgl_jax.bench.trace.report import CacheRow, cache_table, served_text, served_values
 from sgl_jax.bench.trace.served import serve_trace
-from sgl_jax.bench.trace.step_time import LinearStepTime, StepTime
+from sgl_jax.bench.trace.step_time import LinearStepTime, StepSeconds
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs, add_arguments
 from sgl_jax.executor.buckets import step_limits
@@ -184,8 +184,8 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
         max_queued_requests=len(trace),
         check_memory=words.check_memory,
     )
-    sizes, step_time, about = _engine(trace, args, words)
-    run = serve_trace(trace, sizes, args, step_time, speedup=words.speedup)
+    sizes, step_seconds, about = _engine(trace, args, words)
+    run = serve_trace(trace, sizes, args, step_seconds, speedup=words.speedup)
     pool_tokens = sizes.dp_size * (sizes.num_pages - 1) * sizes.page_size
     capacity = pool_tokens // BLOCK_TOKENS
     oracles = oracle_hit_rates(trace, capacity)
@@ -204,7 +204,7 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
 
 def _engine(
     trace: Trace, args: ServerArgs, words: argparse.Namespace
-) -> tuple[EngineSizes, StepTime, str]:
+) -> tuple[EngineSizes, StepSeconds, str]:
     """The engine's sizes, how long its steps take, and that in words."""
     if words.planner_model is not None:
         # It brings jax, which nothing else here needs.
@@ -215,7 +215,7 @@ def _engine(
             f"steps as the planner estimates for {words.planner_model} on {words.topology}, "
             f"dp {args.dp_size} x tp {args.tp_size}"
         )
-        return sizes, planned, about
+        return sizes, planned.seconds, about
     limits = step_limits(resolve_for_device(args, "tpu"))
     num_tokens = args.max_total_tokens or _DEFAULT_TOTAL_TOKENS
     sizes = EngineSizes(
@@ -234,7 +234,7 @@ def _engine(
         f"{linear.decode_us_per_row:g} us a decoding request, {linear.kv_ns_per_token:g} ns a KV "
         "token read"
     )
-    return sizes, linear, about
+    return sizes, linear.seconds, about
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class PlannedStepTime(NamedTuple):
     chip: Chip
 
     def seconds(self, plan: StepPlan) -> float:
-        """See `StepTime`: all ranks are padded to one shape, and wait for the most attention."""
+        """As `StepSeconds`: all ranks are padded to one shape, and wait for the most attention."""
         loads = [rank_load(rank_plan) for rank_plan in plan.ranks]
         tokens = max(load.tokens for load in loads)
         index = int(np.searchsorted(self.shapes, tokens))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
-from sgl_jax.bench.trace.step_time import StepTime
+from sgl_jax.bench.trace.step_time import StepSeconds
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import FinishReason, GenerateRequest, OutputBatch
 from sgl_jax.core.sampling_params import SamplingParams
@@ -103,13 +103,13 @@ class _Replay:
         trace: Sequence[TracedRequest],
         sizes: EngineSizes,
         args: SchedulerArgs,
-        step_time: StepTime,
+        step_seconds: StepSeconds,
         speedup: float,
     ) -> None:
         self._trace = trace
         self._scheduler = Scheduler(sizes, args)
         self._executor = DistinctAnswers(sizes)
-        self._step_time = step_time
+        self._step_seconds = step_seconds
         self._in_flight: deque[_Launched] = deque()
         first_ms = trace[0].arrival_ms
         logs = [RequestLog((r.arrival_ms - first_ms) * 1e-3 / speedup) for r in trace]
@@ -177,7 +177,7 @@ class _Replay:
 
     def _launch(self, plan: StepPlan) -> None:
         begin_s = max(self._now_s, self._device_free_s)
-        seconds = self._step_time.seconds(plan)
+        seconds = self._step_seconds(plan)
         self._device_free_s = begin_s + seconds
         self._run.busy_s += seconds
         launched = _Launched(plan, self._executor.launch(plan), self._device_free_s)
@@ -255,7 +255,7 @@ def serve_trace(
     trace: Sequence[TracedRequest],
     sizes: EngineSizes,
     args: SchedulerArgs,
-    step_time: StepTime,
+    step_seconds: StepSeconds,
     *,
     speedup: float = 1.0,
 ) -> ServedRun:
@@ -265,10 +265,10 @@ def serve_trace(
         trace: at least one request, in order of arrival.
         sizes: of the engine; its vocabulary holds at least `reading.VOCAB_SIZE` tokens.
         args: of the scheduler; with `check_memory` "busy" each step's ledger is proved.
-        step_time: how long steps take.
+        step_seconds: how long steps take.
         speedup: arrivals come so many times as fast as they did.
 
     Raises `MemoryDefectError` if the memory is not what its ledger says; after the last request
     that is proved by a full walk.
     """
-    return _Replay(trace, sizes, args, step_time, speedup).run()
+    return _Replay(trace, sizes, args, step_seconds, speedup).run()

@@ -4,17 +4,12 @@ A step ends when its most loaded rank does. `LinearStepTime` is a sum of four co
 `planned_step_time` has the estimate of the planner for a model and a slice.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from sgl_jax.core.step_plan import RankPlan, StepPlan
 
-
-class StepTime(Protocol):
-    """Says how long steps take."""
-
-    def seconds(self, plan: StepPlan) -> float:
-        """Seconds that one step keeps the device busy."""
-        ...
+StepSeconds = Callable[[StepPlan], float]  # that a step keeps the device busy
 
 
 class RankLoad(NamedTuple):
@@ -55,7 +50,7 @@ class LinearStepTime(NamedTuple):
     kv_ns_per_token: float  # of KV read
 
     def seconds(self, plan: StepPlan) -> float:
-        """See `StepTime`."""
+        """As `StepSeconds`: those of the rank with the most to do."""
         return max(self._rank_seconds(rank_load(rank_plan)) for rank_plan in plan.ranks)
 
     def _rank_seconds(self, load: RankLoad) -> float:
