@@ -13,6 +13,8 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,13 +103,7 @@ def together(comparisons: Sequence[Comparison]) -> Comparison:
 
 
 def _sum(runs: Sequence[Run]) -> Run:
-    return Run(
-        outputs=[output for run in runs for output in run.outputs],
-        num_decode_steps=sum(run.num_decode_steps for run in runs),
-        num_drafted=sum(run.num_drafted for run in runs),
-        num_accepted=sum(run.num_accepted for run in runs),
-        seconds=sum(run.seconds for run in runs),
-    )
+    return Run._make(reduce(add, column) for column in zip(*runs, strict=True))
 
 
 def _run_all(num_questions: int, seed: int, settings: dict[str, Any]) -> dict[str, Run]:
