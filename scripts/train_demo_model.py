@@ -1,7 +1,7 @@
 """Train the demonstration model of ``models/demo`` on a CPU, from nothing, in about an hour.
 
 The model is a small Qwen3 (``dense_qwen3`` beside this file); the data are the dialogues of
-``sgl_jax.bench.demo_tasks``.
+``demo_dialogues``, whose tasks are in ``sgl_jax.bench.demo_tasks``.
 
 An interrupted run continues from its last checkpoint when started again with the same arguments.
 Needs the extra ``train`` (optax). Never imported by the server.
@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import optax.contrib
+from demo_dialogues import DRILL_MIX, write_dialogue
 from dense_qwen3 import SPECIAL_TOKENS, Config, Params, export, forward, init_params
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -76,7 +77,7 @@ def train_tokenizer(config: Config) -> Tokenizer:
     )
     texts = ["system\nuser\nassistant\n" for _ in range(1000)]
     for seed in range(1000):
-        messages = demo_tasks.write_dialogue(random.Random(f"tokenizer {seed}"), "train", 256)
+        messages = write_dialogue(random.Random(f"tokenizer {seed}"), "train", 256)
         texts += [message["content"] for message in messages]
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
@@ -139,11 +140,9 @@ def training_batch(
         max_facts = rng.choice((2, 4, 8, 12))
         if rng.random() < DRILL_SHARE:
             attributes = tuple(rng.sample(demo_tasks.ATTRIBUTES, rng.choice((1, 1, 2, 3))))
-            dialogue = demo_tasks.write_dialogue(
-                rng, "train", length, demo_tasks.DRILL_MIX, max_facts, attributes
-            )
+            dialogue = write_dialogue(rng, "train", length, DRILL_MIX, max_facts, attributes)
         else:
-            dialogue = demo_tasks.write_dialogue(rng, "train", length, mix, max_facts)
+            dialogue = write_dialogue(rng, "train", length, mix, max_facts)
         dialogues.append(dialogue)
     return make_batch(tokenizer, dialogues, length, rng)
 

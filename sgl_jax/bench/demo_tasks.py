@@ -127,8 +127,6 @@ DEFAULT_MIX: Mapping[str, float] = {
     "chat": 0.3,
     "filler": 0.3,
 }
-# Many people with the same attribute: only the name says which value is asked for.
-DRILL_MIX: Mapping[str, float] = {"tell": 1.0, "recall": 2.0, "unknown": 1.5, "filler": 0.2}
 
 
 class Turn(NamedTuple):
@@ -295,30 +293,7 @@ class DialogueWriter:
         return text
 
 
-def write_dialogue(
-    rng: random.Random,
-    split: Split,
-    max_tokens: int,
-    mix: Mapping[str, float] = DEFAULT_MIX,
-    max_facts: int = 12,
-    attributes: tuple[str, ...] = ATTRIBUTES,
-) -> list[Message]:
-    """Mixed turns until about ``max_tokens`` tokens are reached."""
-    writer = DialogueWriter(rng, split, attributes)
-    kinds, weights = list(mix), list(mix.values())
-    turns: list[Turn] = []
-    num_tokens = 0
-    while num_tokens < max_tokens:
-        kind = rng.choices(kinds, weights)[0]
-        if kind == "tell" and len(writer.facts) >= max_facts:
-            kind = "filler"
-        turn = writer.write(kind)
-        turns.append(turn)
-        num_tokens += estimate_tokens(turn.user) + estimate_tokens(turn.assistant)
-    return _messages_of(rng, turns)
-
-
-def _messages_of(rng: random.Random, turns: list[Turn]) -> list[Message]:
+def messages_of(rng: random.Random, turns: list[Turn]) -> list[Message]:
     """The turns as chat messages; one conversation in five opens with a system message."""
     messages = []
     if rng.random() < 0.2:
@@ -345,7 +320,7 @@ def make_question(task: str, rng: random.Random, split: Split = "test") -> Quest
             turns.append(writer.tell(rng.choice((1, 2, 3))))
         turns += [writer.write(rng.choice(kinds)) for _ in range(rng.randrange(6))]
         last = writer.write(task)
-    messages = [*_messages_of(rng, turns), {"role": "user", "content": last.user}]
+    messages = [*messages_of(rng, turns), {"role": "user", "content": last.user}]
     return Question(task, tuple(messages), last.assistant)
 
 

@@ -29,15 +29,12 @@ class TensorFiles:
             CheckpointError: there are no files, one is missing or damaged, or a tensor is not of
                 a 16 or 32 bit float type.
         """
-        self._stack = ExitStack()
         self._tensors: dict[str, Any] = {}  # name -> lazy slice
         self._file_of: dict[str, Path] = {}
-        try:
+        with ExitStack() as stack:
             for path in _files(folder):
-                self._open(path)
-        except BaseException:
-            self.close()
-            raise
+                self._open(path, stack)
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> "TensorFiles":
         return self
@@ -63,9 +60,9 @@ class TensorFiles:
         self._tensors.clear()
         self._stack.close()
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, stack: ExitStack) -> None:
         try:
-            file = self._stack.enter_context(safe_open(path, framework="np"))
+            file = stack.enter_context(safe_open(path, framework="np"))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
         for name in file.keys():  # noqa: SIM118 (no mapping, only its keys)

@@ -53,10 +53,10 @@ class StopStringChecker:
         return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
     def _suffix_that_may_begin_a_stop(self, text: str) -> int:
-        longest = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+        sizes = (
+            size
+            for stop in self._stops
+            for size in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:size])
+        )
+        return max(sizes, default=0)

@@ -7,7 +7,7 @@ text beyond what the tokenizer itself does (no clean-up of spaces, no added prom
 import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Tokenizer:
         # Those that `skip_special_tokens` leaves out of the text.
         self.special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
         self._byte_of_char = _byte_level_alphabet() if self._is_byte_level() else None
-        self._token_bytes: dict[int, bytes] = {}
+        self.token_bytes = cache(self._token_bytes)
 
     @classmethod
     def load(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
@@ -136,16 +136,6 @@ class Tokenizer:
         """Whether every token stands for fixed bytes (byte-level BPE), in any context."""
         return self._byte_of_char is not None
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token; b"" for an id beyond the vocabulary.
-
-        For a tokenizer that is not byte-level: the bytes of the token decoded on its own.
-        """
-        cached = self._token_bytes.get(token_id)
-        if cached is None:
-            cached = self._token_bytes[token_id] = self._find_token_bytes(token_id)
-        return cached
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -207,7 +197,11 @@ class Tokenizer:
         steps = decoder.get("decoders", [decoder])
         return [step.get("type") for step in steps] == ["ByteLevel"]
 
-    def _find_token_bytes(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token; b"" for an id beyond the vocabulary.
+
+        For a tokenizer that is not byte-level: the bytes of the token decoded on its own.
+        """
         if self._byte_of_char is None:
             return self.decode([token_id], skip_special_tokens=False).encode()
         token = self._backend.id_to_token(token_id)

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from scripts.demo_dialogues import write_dialogue
 from sgl_jax.bench import demo_tasks, eval_demo
 from sgl_jax.bench.demo_tasks import TASKS, UNKNOWN_ANSWER, Question, held_out_questions
 
@@ -100,7 +101,7 @@ def test_splits_share_no_item() -> None:
     """The sums of training dialogues are never those of the test questions."""
     trained = set()
     for seed in range(200):
-        for message in demo_tasks.write_dialogue(random.Random(seed), "train", 200):
+        for message in write_dialogue(random.Random(seed), "train", 200):
             trained |= set(re.findall(r"\d+ \+ \d+ = \d+", message["content"]))
     asked = {question.answer.rstrip(".") for question in questions_of("sum", 300)}
     assert trained
@@ -109,7 +110,7 @@ def test_splits_share_no_item() -> None:
 
 def test_a_dialogue_stops_near_its_token_budget() -> None:
     for seed in range(20):
-        messages = demo_tasks.write_dialogue(random.Random(seed), "valid", 300)
+        messages = write_dialogue(random.Random(seed), "valid", 300)
         num_tokens = sum(demo_tasks.estimate_tokens(m["content"]) for m in messages)
         assert 300 <= num_tokens < 420
 

@@ -16,7 +16,7 @@ import numpy as np
 from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
 from sgl_jax.bench.trace.step_time import StepSeconds
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import FinishReason, GenerateRequest, OutputBatch
+from sgl_jax.core.messages import GenerateRequest, OutputBatch
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
@@ -214,7 +214,8 @@ class _Replay:
             log.output_len += len(output.token_ids)
             if output.finish is not None:
                 log.end_s = self._now_s
-                log.refusal = _refusal(output.finish)
+                if output.finish.type == "abort":
+                    log.refusal = output.finish.message or "aborted"
 
     # -- what is found ----------------------------------------------------------------------
 
@@ -245,10 +246,6 @@ class _Replay:
                 raise RuntimeError(
                     f"request {index} got {log.output_len} tokens of {request.output_len}"
                 )
-
-
-def _refusal(finish: FinishReason) -> str | None:
-    return (finish.message or "aborted") if finish.type == "abort" else None
 
 
 def serve_trace(
