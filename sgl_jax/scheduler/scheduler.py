@@ -260,6 +260,8 @@ class Scheduler:
         """
         if not self._requests:
             return None
+        for rank in self.ranks:
+            rank.publish_awaited()
         taken = self._forced_retract.take(self.ranks, self._steps)
         may_start = not taken and self._forced_retract.may_start(self.ranks)
         preempted = self._admission.preempt(self.ranks) if may_start else []

@@ -1,7 +1,7 @@
 """The plans of a step, made of the rows that were chosen for it, for all ranks at once.
 
-With them the step counts as launched: lengths are committed, and what its prefill chunks write is
-published. So a step that is built must be launched.
+With them the step counts as launched: lengths are committed, and what its prefill chunks write may
+be published. So a step that is built must be launched.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array, RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.rank_memory import commit_rows
-from sgl_jax.mem_cache.release import publish_prefix
 from sgl_jax.scheduler.ranks import Ranks, reduced_of_each
 from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.step_builder import StepBuilder
@@ -28,7 +27,8 @@ def build_plan(ranks: Ranks, builders: Sequence[StepBuilder], step_id: int) -> S
     plan = StepPlan(step_id, _plans(ranks, builders, step), ranks.tables.page_log.take())
     _commit(ranks, step)
     for builder in builders:
-        _publish_chunks(builder)
+        if builder.chunk_rows:
+            builder.rank.offer_chunks(builder.chunk_rows)
         if not builder.retracted:
             builder.rank.reserve.after_step()
     return plan
@@ -154,13 +154,3 @@ def _commit(ranks: Ranks, step: _JointStep) -> None:
     sampled = step.rows[step.samples]
     running.planned_len[sampled] = step.ends[step.samples] + 1
     running.score_start[sampled] = NOT_SCORED
-
-
-def _publish_chunks(builder: StepBuilder) -> None:
-    """Let other requests read what this step prefills: the next step runs after it."""
-    memory, running = builder.rank.memory, builder.rank.running
-    for row in builder.chunk_rows:
-        # A later turn of a session is published when it has succeeded: until then the session
-        # may have to go back to where it began.
-        if not running.request(row).kept_len:
-            publish_prefix(memory, memory.leases[row], running.known_tokens(row))
