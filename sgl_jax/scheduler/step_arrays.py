@@ -17,7 +17,18 @@ from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.step_builder import StepBuilder
 
 
-def build_plan(ranks: Ranks, builders: Sequence[StepBuilder], step_id: int) -> StepPlan:
+class LaunchedRows(NamedTuple):
+    """What is kept of a step until its result is read: columns of its rows, rank by rank."""
+
+    rows: RowIndex  # joint rows
+    bounds: list[int]  # of each rank's part
+    epochs: Int32Array  # of the leases that the rows were
+    samples: BoolArray
+
+
+def build_plan(
+    ranks: Ranks, builders: Sequence[StepBuilder], step_id: int
+) -> tuple[StepPlan, LaunchedRows]:
     """The plan, of each rank's builder. Lengths are committed, prefill chunks published."""
     for builder in builders:
         builder.trim_to_shape()
@@ -31,7 +42,7 @@ def build_plan(ranks: Ranks, builders: Sequence[StepBuilder], step_id: int) -> S
             builder.rank.offer_chunks(builder.chunk_rows)
         if not builder.retracted:
             builder.rank.reserve.after_step()
-    return plan
+    return plan, LaunchedRows(step.rows, step.bounds, ranks.tables.epoch[step.rows], step.samples)
 
 
 class _JointStep(NamedTuple):
@@ -81,7 +92,6 @@ class _JointStep(NamedTuple):
 
 def _plans(ranks: Ranks, builders: Sequence[StepBuilder], step: _JointStep) -> tuple[RankPlan, ...]:
     """The plans, before anything is committed. Their arrays are copies, or views of copies."""
-    epochs = ranks.tables.epoch[step.rows]
     q_lens = step.num_tokens + step.num_drafts
     relayed = step.unread > 0
     num_pages = _num_pages(ranks, step)
@@ -90,7 +100,6 @@ def _plans(ranks: Ranks, builders: Sequence[StepBuilder], step: _JointStep) -> t
     return tuple(
         RankPlan(
             rows=step.own_rows[part],
-            epochs=epochs[part],
             kv_starts=step.kv_starts[part],
             q_lens=q_lens[part],
             samples=step.samples[part],

@@ -565,8 +565,8 @@ MUTATIONS = (
     Mutation(
         "commit a result to the row's present holder",
         _COMMIT,
-        "current = tables.epoch[planned] == epochs",
-        "current = running.rids[planned] != ''",
+        "current = ranks.tables.epoch[launched.rows] == launched.epochs",
+        "current = running.rids[launched.rows] != ''",
     ),
     Mutation(
         "keep the overshoot past a stop",
