@@ -207,6 +207,8 @@ class RankScheduler:
 
     def take_admissions(self) -> tuple[RowAdmission, ...]:
         """What the next launched step must tell the device; the caller sends it, once."""
+        if not self._unsent_admissions:
+            return ()
         admissions = tuple(self._unsent_admissions.values())
         self._unsent_admissions.clear()
         return admissions
@@ -223,7 +225,8 @@ class RankScheduler:
             if self.running.request(row).kept_len:
                 continue
             lease = self.memory.leases[row]
-            if lease.kv_committed_len == self.running.known_len[row]:
+            # A last token is computed as decode rows are, not in a chunk.
+            if lease.kv_committed_len + 1 >= self.running.known_len[row]:
                 self._unpublished.pop(row, None)
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
             elif row not in self._unpublished:

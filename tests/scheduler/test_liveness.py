@@ -156,11 +156,11 @@ def test_what_is_shared_is_waited_for_no_longer_than_its_request_needs() -> None
     assert driver.cached["second"] == 64
 
 
-def computing_driver() -> Driver:
-    """One rank that has computed 160 tokens of a prompt of 164, 16 in each step."""
+def computing_driver(prompt_len: int = 164) -> Driver:
+    """One rank that has computed 160 tokens of a prompt, 16 in each step."""
     sizes = make_sizes(num_pages=200, max_context_len=300, max_chunk_tokens=16)
     driver = Driver(sizes, SchedulerArgs())
-    driver.submit(generate("first", [i % 47 for i in range(64)] + [48] * 100, 2))
+    driver.submit(generate("first", [i % 47 for i in range(prompt_len)], 2))
     for _ in range(10):
         driver.step()
     return driver
@@ -172,6 +172,11 @@ def test_a_prompt_goes_to_the_tree_when_it_is_complete_if_nothing_waits_for_it()
     assert (allocator.num_tree, allocator.num_leased) == (0, 40)
     driver.step()
     assert allocator.num_tree == 41
+
+
+def test_a_prompt_whose_last_token_is_computed_as_decode_rows_are_goes_to_the_tree() -> None:
+    driver = computing_driver(prompt_len=161)
+    assert driver.scheduler.ranks[0].memory.allocator.num_tree == 40
 
 
 @pytest.mark.parametrize("num_shared", [8, 64, 160])
