@@ -76,7 +76,6 @@ def decode_plan(sizes: EngineSizes, batch_size: int, context_len: int) -> StepPl
     pages = 1 + np.arange(batch_size * pages_per_row).reshape(batch_size, -1)
     plan = RankPlan(
         rows=rows,
-        epochs=np.zeros_like(rows),
         kv_starts=np.full_like(rows, context_len),
         q_lens=np.ones_like(rows),
         samples=np.ones(batch_size, np.bool_),

@@ -70,7 +70,6 @@ class RankPlan(NamedTuple):
     """
 
     rows: Int32Array  # [n] row of ReqToTokenPool, never 0
-    epochs: Int32Array  # [n] the row's lease epoch at launch; the executor ignores it
     kv_starts: Int32Array  # [n]
     q_lens: Int32Array  # [n], 1 + drafts for decode rows
     samples: BoolArray  # [n]

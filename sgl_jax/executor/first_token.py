@@ -32,7 +32,6 @@ def first_token_plan(sizes: EngineSizes) -> StepPlan:
     )
     rank = RankPlan(
         rows=np.array([1], np.int32),
-        epochs=np.zeros(1, np.int32),
         kv_starts=np.zeros(1, np.int32),
         q_lens=np.array([length], np.int32),
         samples=np.array([True]),

@@ -235,7 +235,6 @@ def _idle_rank() -> RankPlan:
     nothing = np.zeros(0, np.int32)
     return RankPlan(
         rows=nothing,
-        epochs=nothing,
         kv_starts=nothing,
         q_lens=nothing,
         samples=np.zeros(0, np.bool_),

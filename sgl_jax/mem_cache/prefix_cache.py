@@ -96,6 +96,14 @@ class PrefixCache(ABC):
         at least a page, come next."""
 
     @abstractmethod
+    def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
+        """Whether what `next_key` tells to come behind `node` would be of use if it were accepted.
+
+        So it is if the walk of a cursor ends there for want of it; or if the cache has it from
+        elsewhere by now.
+        """
+
+    @abstractmethod
     def match_prefix(
         self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
     ) -> PrefixMatch:
@@ -163,6 +171,9 @@ class ChunkCache(PrefixCache):
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         return None
+
+    def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
+        return False
 
     def match_prefix(
         self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None

@@ -108,6 +108,11 @@ class CursorIndex:
             cursor.is_moved = False
         return moved
 
+    def has_filed(self, node: TreeNode, key: bytes | None) -> bool:
+        """Whether a child of `node` under `key` would move a cursor."""
+        stop = self._stops.get(node.node_id)
+        return stop is not None and key in stop.filed
+
     # -- what the tree reports ----------------------------------------------------------------
 
     def child_added(self, parent: TreeNode, child: TreeNode) -> None:

@@ -79,6 +79,10 @@ class RadixCache(PrefixCache):
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         return self.tree.child_key(node or self.tree.root, tokens, namespace)
 
+    def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
+        parent = node or self.tree.root
+        return next_key in parent.children or self.tree.cursors.has_filed(parent, next_key)
+
     def match_prefix(
         self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
     ) -> PrefixMatch:

@@ -26,7 +26,7 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 # Of so many pages one is evicted ahead of need, where pages must be evicted, and so many at most.
 _PAGES_PER_EVICTED = 512
-_MAX_EVICTED_AHEAD = 64
+_MAX_EVICTED_AHEAD = 256
 
 
 class MemoryView(NamedTuple):

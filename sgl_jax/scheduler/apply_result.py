@@ -28,24 +28,29 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.running_rows import RowColumns
+from sgl_jax.scheduler.step_arrays import LaunchedRows
 
 
 def apply_result(
-    ranks: Ranks, plan: StepPlan, results: Sequence[RankResult], outputs: GainedOutputs
+    ranks: Ranks,
+    plan: StepPlan,
+    launched: LaunchedRows,
+    results: Sequence[RankResult],
+    outputs: GainedOutputs,
 ) -> list[Request]:
-    """Apply a step's results, add what requests gained to `outputs`; returns the finished."""
-    running, tables = ranks.running, ranks.tables
-    planned, bounds = ranks.join([rank_plan.rows for rank_plan in plan.ranks])
-    epochs = np.concatenate([rank_plan.epochs for rank_plan in plan.ranks])
-    samples = np.concatenate([rank_plan.samples for rank_plan in plan.ranks])
-    current = tables.epoch[planned] == epochs
+    """Apply the results of `plan`, which was launched with `launched`.
+
+    Adds what requests gained to `outputs`; returns the finished.
+    """
+    running, bounds = ranks.running, launched.bounds
+    current = ranks.tables.epoch[launched.rows] == launched.epochs
     for k, rank_plan in enumerate(plan.ranks):
         if rank_plan.num_scored is not None:
             own_current = current[bounds[k] : bounds[k + 1]]
             _collect_prompt_logprobs(ranks.ranks[k], rank_plan, results[k], own_current)
 
-    index = (current & samples).nonzero()[0]
-    rows = planned[index]
+    index = (current & launched.samples).nonzero()[0]
+    rows = launched.rows[index]
     tokens = np.concatenate([result.tokens for result in results]).take(index, axis=0)
     detailed = running.is_unsent[rows] | running.return_logprob[rows]
     num_stop_ids = max(rank.running.num_stop_ids for rank in ranks.ranks)
@@ -60,7 +65,8 @@ def apply_result(
         ranks.num_generated_tokens += int(gains.counts.sum())
     detailed |= gains.is_finished
     plain = ~detailed
-    outputs.add_plain(ranks, rows[plain], tokens[:, 0][plain])
+    plain_bounds = index[plain].searchsorted(bounds).tolist()
+    outputs.add_plain(ranks, rows[plain], plain_bounds, tokens[:, 0][plain])
 
     done = []
     for i in detailed.nonzero()[0].tolist():

@@ -3,6 +3,7 @@
 One struct for each event, tagged by its class name. Arrays travel as (dtype, shape, bytes).
 """
 
+import re
 from dataclasses import fields
 from typing import Any, TypeAlias
 
@@ -200,4 +201,7 @@ def _encode_array(value: Any) -> Any:
 
 def _decode_array(kind: type, value: Any) -> Any:
     dtype, shape, data = value
+    # Of other texts numpy makes what it can, by parsing them as Python.
+    if not re.fullmatch("[<|][biuf][1248]", dtype):
+        raise ValueError(f"an array of an unknown dtype, {dtype!r}")
     return np.frombuffer(data, dtype).reshape(shape)

@@ -4,6 +4,7 @@ Most rows gain one plain token in most steps, and from one step to the next they
 same rows. So the ids of a rank's requests are listed once, and again only when they change.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,9 +30,14 @@ class GainedOutputs:
         self._tokens: list[bytes] = []
         self._listed = [_ListedRows(None, b"", [])] * dp_size
 
-    def add_plain(self, ranks: Ranks, rows: RowIndex, tokens: Int32Array) -> None:
-        """Each of the joint `rows`, rank by rank, gained one of `tokens` and nothing else."""
-        for k, (first, end) in enumerate(pairwise(ranks.bounds(rows))):
+    def add_plain(
+        self, ranks: Ranks, rows: RowIndex, bounds: Sequence[int], tokens: Int32Array
+    ) -> None:
+        """Each of the joint `rows` gained one of `tokens` and nothing else.
+
+        Those of rank k are `rows[bounds[k] : bounds[k + 1]]`.
+        """
+        for k, (first, end) in enumerate(pairwise(bounds)):
             listed, active = self._listed[k], ranks.ranks[k].running.active
             wanted = rows[first:end].tobytes()
             # `active` is another array as soon as a request comes or goes.

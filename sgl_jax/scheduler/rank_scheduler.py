@@ -5,6 +5,7 @@ What runs in a step is decided in `step_builder.py`, what its result means in `a
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
     adopt_prefix,
+    publish_prefix,
     release_idle_lease,
     release_kv_cache,
     resume_lease,
@@ -68,6 +70,8 @@ class RankScheduler:
         self._max_session_pages = int(args.session_memory_fraction * sizes.num_pages)
         # What the device has not been told yet, by row: a step that runs nothing is not launched.
         self._unsent_admissions: dict[int, RowAdmission] = {}
+        # Rows whose prompts were computed in part, and what their leases' nodes lack of them.
+        self._unpublished: dict[int, bytes | None] = {}
 
     # -- room for a request -------------------------------------------------------------------
 
@@ -203,9 +207,43 @@ class RankScheduler:
 
     def take_admissions(self) -> tuple[RowAdmission, ...]:
         """What the next launched step must tell the device; the caller sends it, once."""
+        if not self._unsent_admissions:
+            return ()
         admissions = tuple(self._unsent_admissions.values())
         self._unsent_admissions.clear()
         return admissions
+
+    def offer_chunks(self, rows: Sequence[int]) -> None:
+        """A step was launched that computes prompt tokens of `rows`: let other requests read them.
+
+        Those of a prompt that is not complete are on the tree no sooner than one of the others
+        could go on with them (`publish_awaited`).
+        """
+        for row in rows:
+            # A later turn of a session is published when it has succeeded: until then the session
+            # may have to go back to where it began.
+            if self.running.request(row).kept_len:
+                continue
+            lease = self.memory.leases[row]
+            # A last token is computed as decode rows are, not in a chunk.
+            if lease.kv_committed_len + 1 >= self.running.known_len[row]:
+                self._unpublished.pop(row, None)
+                publish_prefix(self.memory, lease, self.running.known_tokens(row))
+            elif row not in self._unpublished:
+                self._unpublished[row] = self._next_key(row)
+
+    def publish_awaited(self) -> None:
+        """Publish what was computed of prompts that waiting requests could go on with."""
+        for row, next_key in self._unpublished.items():
+            lease = self.memory.leases[row]
+            if self.memory.cache.is_awaited(lease.node, next_key):
+                publish_prefix(self.memory, lease, self.running.known_tokens(row))
+                self._unpublished[row] = self._next_key(row)
+
+    def _next_key(self, row: int) -> bytes | None:
+        lease = self.memory.leases[row]
+        tokens = self.running.known_tokens(row)[lease.cache_protected_len :]
+        return self.memory.cache.next_key(lease.node, tokens, lease.namespace)
 
     def finish(self, row: int, *, num_tokens: int | None = None) -> Request:
         """End the request in `row` well; its first `num_tokens` tokens (all) are kept."""
@@ -264,10 +302,12 @@ class RankScheduler:
             self.running.remove(row)
         self.memory.rebuild()
         self._unsent_admissions.clear()
+        self._unpublished.clear()
 
     def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
+        self._unpublished.pop(row, None)
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         unsent = self._unsent_admissions.pop(row, None)

@@ -33,7 +33,7 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState, max_request_len
 from sgl_jax.scheduler.runnable import choose_runnable
-from sgl_jax.scheduler.step_arrays import build_plan
+from sgl_jax.scheduler.step_arrays import LaunchedRows, build_plan
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
@@ -84,6 +84,7 @@ class Scheduler:
         self._finished = 0
         self._timed_out = 0
         self._outputs = GainedOutputs(sizes.dp_size)
+        self._launched: dict[int, LaunchedRows] = {}  # by step id, until the result is read
 
     # -- events -----------------------------------------------------------------------------
 
@@ -188,7 +189,8 @@ class Scheduler:
         return True
 
     def fail_all(self, reason: str) -> None:
-        """The device lost its state: end every request and trust no cached page."""
+        """The device lost its state: end every request, and keep no cached page."""
+        self._launched.clear()
         for request in list(self._requests.values()):
             finish = FinishReason("abort", message=reason, status_code=500)
             self._end(request, finish, insert=False)
@@ -212,6 +214,7 @@ class Scheduler:
             self._forget(request, succeeded=request.rid in succeeded)
         self._outputs.clear_to(ends)
         self._waiting.clear()
+        self._launched.clear()
         for rank in self.ranks:
             rank.rebuild()
         self.audit()
@@ -260,6 +263,8 @@ class Scheduler:
         """
         if not self._requests:
             return None
+        for rank in self.ranks:
+            rank.publish_awaited()
         taken = self._forced_retract.take(self.ranks, self._steps)
         may_start = not taken and self._forced_retract.may_start(self.ranks)
         preempted = self._admission.preempt(self.ranks) if may_start else []
@@ -280,13 +285,20 @@ class Scheduler:
             self._admission.admit_into(self._all_ranks, builders, self._steps)
         if all(builder.is_empty for builder in builders):
             return None
-        plan = build_plan(self._all_ranks, builders, self._steps)
+        plan, launched = build_plan(self._all_ranks, builders, self._steps)
+        self._launched[plan.step_id] = launched
         self._steps += 1
         return plan
 
     def apply_result(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
-        """The result of a launched step was read. Results are read in launch order."""
-        for request in apply_result(self._all_ranks, plan, results, self._outputs):
+        """The result of a launched step was read. Results are read in launch order.
+
+        Of a step from before `fail_all` or `rebuild`, nothing is any request's.
+        """
+        launched = self._launched.pop(plan.step_id, None)
+        if launched is None:
+            return
+        for request in apply_result(self._all_ranks, plan, launched, results, self._outputs):
             self._forget(request, succeeded=True)
         if self.args.check_memory == "busy":
             self.check_balance()

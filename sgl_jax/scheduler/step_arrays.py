@@ -1,7 +1,7 @@
 """The plans of a step, made of the rows that were chosen for it, for all ranks at once.
 
-With them the step counts as launched: lengths are committed, and what its prefill chunks write is
-published. So a step that is built must be launched.
+With them the step counts as launched: lengths are committed, and what its prefill chunks write may
+be published. So a step that is built must be launched.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,23 @@ import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array, RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.rank_memory import commit_rows
-from sgl_jax.mem_cache.release import publish_prefix
 from sgl_jax.scheduler.ranks import Ranks, reduced_of_each
 from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.step_builder import StepBuilder
 
 
-def build_plan(ranks: Ranks, builders: Sequence[StepBuilder], step_id: int) -> StepPlan:
+class LaunchedRows(NamedTuple):
+    """What is kept of a step until its result is read: columns of its rows, rank by rank."""
+
+    rows: RowIndex  # joint rows
+    bounds: list[int]  # of each rank's part
+    epochs: Int32Array  # of the leases that the rows were
+    samples: BoolArray
+
+
+def build_plan(
+    ranks: Ranks, builders: Sequence[StepBuilder], step_id: int
+) -> tuple[StepPlan, LaunchedRows]:
     """The plan, of each rank's builder. Lengths are committed, prefill chunks published."""
     for builder in builders:
         builder.trim_to_shape()
@@ -28,10 +38,11 @@ def build_plan(ranks: Ranks, builders: Sequence[StepBuilder], step_id: int) -> S
     plan = StepPlan(step_id, _plans(ranks, builders, step), ranks.tables.page_log.take())
     _commit(ranks, step)
     for builder in builders:
-        _publish_chunks(builder)
+        if builder.chunk_rows:
+            builder.rank.offer_chunks(builder.chunk_rows)
         if not builder.retracted:
             builder.rank.reserve.after_step()
-    return plan
+    return plan, LaunchedRows(step.rows, step.bounds, ranks.tables.epoch[step.rows], step.samples)
 
 
 class _JointStep(NamedTuple):
@@ -81,7 +92,6 @@ class _JointStep(NamedTuple):
 
 def _plans(ranks: Ranks, builders: Sequence[StepBuilder], step: _JointStep) -> tuple[RankPlan, ...]:
     """The plans, before anything is committed. Their arrays are copies, or views of copies."""
-    epochs = ranks.tables.epoch[step.rows]
     q_lens = step.num_tokens + step.num_drafts
     relayed = step.unread > 0
     num_pages = _num_pages(ranks, step)
@@ -90,7 +100,6 @@ def _plans(ranks: Ranks, builders: Sequence[StepBuilder], step: _JointStep) -> t
     return tuple(
         RankPlan(
             rows=step.own_rows[part],
-            epochs=epochs[part],
             kv_starts=step.kv_starts[part],
             q_lens=q_lens[part],
             samples=step.samples[part],
@@ -154,13 +163,3 @@ def _commit(ranks: Ranks, step: _JointStep) -> None:
     sampled = step.rows[step.samples]
     running.planned_len[sampled] = step.ends[step.samples] + 1
     running.score_start[sampled] = NOT_SCORED
-
-
-def _publish_chunks(builder: StepBuilder) -> None:
-    """Let other requests read what this step prefills: the next step runs after it."""
-    memory, running = builder.rank.memory, builder.rank.running
-    for row in builder.chunk_rows:
-        # A later turn of a session is published when it has succeeded: until then the session
-        # may have to go back to where it began.
-        if not running.request(row).kept_len:
-            publish_prefix(memory, memory.leases[row], running.known_tokens(row))

@@ -146,7 +146,6 @@ def rank_plan(num_decode, kv_starts, q_lens):
     n = len(kv_starts)
     return RankPlan(
         rows=np.arange(1, n + 1, dtype=np.int32),
-        epochs=np.zeros(n, np.int32),
         kv_starts=np.array(kv_starts, np.int32),
         q_lens=np.array(q_lens, np.int32),
         samples=np.ones(n, np.bool_),

@@ -77,7 +77,6 @@ class Driver:
         drafts = [self._num_drafts(row) for row in decode] + [0] * len(prefill)
         plan = RankPlan(
             rows=np.array([row.row for row in rows], np.int32),
-            epochs=np.zeros(len(rows), np.int32),
             kv_starts=np.array([row.committed for row in rows], np.int32),
             q_lens=np.array(q_lens, np.int32) + np.array(drafts, np.int32),
             samples=np.array(samples, np.bool_),

@@ -12,7 +12,6 @@ def rank_plan(num_rows, first=1, pages=3, **wants):
     ids = np.arange(first, first + num_rows, dtype=np.int32)
     return RankPlan(
         rows=ids,
-        epochs=ids,
         kv_starts=ids * 10,
         q_lens=ids + 1,
         samples=ids % 2 == 0,

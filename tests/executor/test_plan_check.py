@@ -27,7 +27,6 @@ def plan(**changes):
     """A decode row, then a prefill chunk of 8 tokens, with `changes`."""
     rank = RankPlan(
         rows=np.array([1, 3], np.int32),
-        epochs=np.zeros(2, np.int32),
         kv_starts=np.array([5, 0], np.int32),
         q_lens=np.array([1, 8], np.int32),
         samples=np.array([True, False]),

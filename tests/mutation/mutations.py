@@ -453,6 +453,24 @@ MUTATIONS = (
         "self.cache.evict(num_pages)",
     ),
     Mutation(
+        "publish no part of a prompt before all of it",
+        _RANK,
+        "            if self.memory.cache.is_awaited(lease.node, next_key):\n",
+        "            if next_key is None:\n",
+    ),
+    Mutation(
+        "keep what another published meanwhile",
+        _CACHE,
+        "return next_key in parent.children or self.tree.cursors.has_filed(parent, next_key)",
+        "return self.tree.cursors.has_filed(parent, next_key)",
+    ),
+    Mutation(
+        "go on publishing for a request that left",
+        _RANK,
+        "[:num_tokens]\n        self._unpublished.pop(row, None)\n",
+        "[:num_tokens]\n",
+    ),
+    Mutation(
         "give a row back with its old epoch",
         _ROWS,
         "        self.epoch[row] += 1\n        self._free.append(row)",
@@ -547,8 +565,8 @@ MUTATIONS = (
     Mutation(
         "commit a result to the row's present holder",
         _COMMIT,
-        "current = tables.epoch[planned] == epochs",
-        "current = running.rids[planned] != ''",
+        "current = ranks.tables.epoch[launched.rows] == launched.epochs",
+        "current = running.rids[launched.rows] != ''",
     ),
     Mutation(
         "keep the overshoot past a stop",
@@ -817,9 +835,9 @@ MUTATIONS = (
     ),
     Mutation(
         "publish a turn before it has succeeded",
-        _BUILDER,
-        "        if not running.request(row).kept_len:\n",
-        "        if True:\n",
+        _RANK,
+        "            if self.running.request(row).kept_len:\n                continue\n",
+        "",
     ),
     Mutation(
         "leave a closed session its lease",

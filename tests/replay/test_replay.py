@@ -266,6 +266,16 @@ def test_a_recording_of_other_structures_is_refused(recording: bytes) -> None:
         EventReader(io.BytesIO(recording.replace(b"kv_starts", b"kv_begins", 1)))
 
 
+@pytest.mark.parametrize("dtype", [b",i4", b"(,)", b"O8\x00", b"4<i"])
+def test_an_array_of_a_damaged_dtype_is_named(
+    dtype: bytes, recording: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "damaged.events"
+    path.write_bytes(recording.replace(b"<i4", dtype))
+    assert main([str(path)]) == 2
+    assert "an array of an unknown dtype" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_damaged_file_never_ends_in_a_traceback(
     seed: int, recording: bytes, tmp_path: Path

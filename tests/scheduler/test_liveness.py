@@ -156,6 +156,58 @@ def test_what_is_shared_is_waited_for_no_longer_than_its_request_needs() -> None
     assert driver.cached["second"] == 64
 
 
+def computing_driver(prompt_len: int = 164) -> Driver:
+    """One rank that has computed 160 tokens of a prompt, 16 in each step."""
+    sizes = make_sizes(num_pages=200, max_context_len=300, max_chunk_tokens=16)
+    driver = Driver(sizes, SchedulerArgs())
+    driver.submit(generate("first", [i % 47 for i in range(prompt_len)], 2))
+    for _ in range(10):
+        driver.step()
+    return driver
+
+
+def test_a_prompt_goes_to_the_tree_when_it_is_complete_if_nothing_waits_for_it() -> None:
+    driver = computing_driver()
+    allocator = driver.scheduler.ranks[0].memory.allocator
+    assert (allocator.num_tree, allocator.num_leased) == (0, 40)
+    driver.step()
+    assert allocator.num_tree == 41
+
+
+def test_a_prompt_whose_last_token_is_computed_as_decode_rows_are_goes_to_the_tree() -> None:
+    driver = computing_driver(prompt_len=161)
+    assert driver.scheduler.ranks[0].memory.allocator.num_tree == 40
+
+
+@pytest.mark.parametrize("num_shared", [8, 64, 160])
+def test_what_was_computed_before_a_request_came_is_read_at_once(num_shared: int) -> None:
+    driver = computing_driver()
+    driver.submit(generate("second", driver.prompts["first"][:num_shared] + [49] * 8, 2))
+    driver.step()
+    assert driver.scheduler.num_running == 2, "the last 4 tokens leave room in their step"
+    driver.run()
+    assert driver.cached["second"] == num_shared
+    driver.check_tokens("second")
+
+
+def test_what_another_published_meanwhile_is_not_kept_twice() -> None:
+    """One prompt twice; the first is scored and slow, so the second does not wait for it."""
+    sizes = make_sizes(
+        num_pages=200, max_context_len=300, max_chunk_tokens=16, max_prompt_logprob_tokens=2
+    )
+    driver = Driver(sizes, SchedulerArgs())
+    prompt = [i % 47 for i in range(64)]
+    driver.submit(generate("scored", prompt, 2, logprob_start_len=0))
+    driver.submit(generate("plain", prompt, 2))
+    allocator = driver.scheduler.ranks[0].memory.allocator
+    while not driver.tokens["plain"]:
+        driver.step()
+    assert not driver.tokens["scored"]
+    assert allocator.num_tree == 16
+    assert allocator.num_leased <= 2, "pages of the scored prompt that the tree has, too"
+    driver.run()
+
+
 @pytest.mark.parametrize("ending", ["abort", "retract"])
 def test_the_request_that_waited_for_a_prefix_computes_it_if_the_first_is_gone(ending: str) -> None:
     sizes = make_sizes(num_pages=200, max_context_len=300, max_chunk_tokens=16)

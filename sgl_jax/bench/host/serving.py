@@ -5,10 +5,11 @@ On each of 8 ranks about 256 requests run; 2,048 wait, of 40 shared beginnings i
 Submitting is timed apart.
 
 What limits the number of requests that run is one of `LOADS`: the prompt tokens of a step (then
-memory suffices, and 500 sessions stay idle on each rank), rows, or pages. Where memory is the
-limit, waiting requests take that of idle sessions, so few sessions keep theirs. Answers are as
+memory suffices, and 500 sessions stay idle on each rank), rows, or pages. Where rows or pages are
+the limit, waiting requests take those of idle sessions, so few sessions keep theirs. Answers are as
 long, in the mean, as those of recorded conversations, so that five or six requests end in each
-step and as many start; or 2,000 tokens, so that one does.
+step and as many start; or 2,000 tokens, so that one does. That few start where prompt tokens are
+the limit only if a step has few of them, so that each rank goes on with a prompt in every step.
 """
 
 from collections import deque
@@ -34,6 +35,7 @@ NUM_NAMESPACES = 4
 _STEM_LENS = (1200, 1800)
 _TAIL_LENS = (100, 400)
 _TURN_LENS = (30, 90)
+_SHORT_LENS = (4, 6)
 _RECORDED_LENS = (100, 586)
 _LONG_LENS = (1500, 2500)
 _FIRST_TURN_LENS = (60, 140)
@@ -47,6 +49,9 @@ class Load(NamedTuple):
     num_pages: int
     chunk_size: int  # prompt tokens of a step
     answer_lens: tuple[int, int] = _RECORDED_LENS
+    # Whether as many as shall run are started with prompts of a few tokens, after the shared
+    # beginnings were computed: a step has too few prompt tokens for that.
+    is_filled: bool = False
 
 
 LOADS = {
@@ -54,6 +59,7 @@ LOADS = {
     "limited by rows": Load(1 + ROWS_PER_RANK, num_pages=25_000, chunk_size=2048),
     "limited by pages": Load(1 + 2 * ROWS_PER_RANK, num_pages=7_000, chunk_size=2048),
     "limited by rows, long answers": Load(1 + ROWS_PER_RANK, 60_000, 2048, _LONG_LENS),
+    "limited by prompt tokens, long answers": Load(1 + 400 + 500, 60_000, 30, _LONG_LENS, True),
 }
 
 
@@ -86,11 +92,31 @@ class ServingLoad:
         self._open_sessions()
         # Those that run first end as those will that come after them: some soon, some late.
         self._answer_lens = (1, load.answer_lens[1])
-        for _ in range(100):
-            while self.scheduler.num_waiting < 64:
-                self.scheduler.submit(self._request())
-            self.step()
+        if load.is_filled:
+            self._fill()
+        else:
+            for _ in range(100):
+                while self.scheduler.num_waiting < 64:
+                    self.scheduler.submit(self._request())
+                self.step()
         self._answer_lens = load.answer_lens
+
+    def _fill(self) -> None:
+        """Every rank has computed all stems, and requests of short prompts run."""
+        for number in range(NUM_STEMS):
+            for dp_rank in range(SIZES.dp_size):
+                sampling = SamplingParams(max_new_tokens=1)
+                self.scheduler.submit(self._request_for(number, [0], sampling, dp_rank))
+        while not self.scheduler.is_idle:
+            self.step()
+        while (num_missing := SIZES.dp_size * ROWS_PER_RANK - self.scheduler.num_running) > 0:
+            while self.scheduler.num_waiting < min(64, num_missing):
+                tokens = self._tokens(_SHORT_LENS)
+                message = GenerateRequest(
+                    rid=str(next(self._ids)), input_ids=tokens, sampling=self._sampling()
+                )
+                self.scheduler.submit(message)
+            self.step()
 
     def _open_sessions(self) -> None:
         for number in range(NUM_SESSIONS):
@@ -123,12 +149,19 @@ class ServingLoad:
 
     def _request(self) -> GenerateRequest:
         number = int(self._rng.integers(NUM_STEMS))
+        return self._request_for(number, self._tokens(_TAIL_LENS), self._sampling())
+
+    def _request_for(
+        self, number: int, tail: list[int], sampling: SamplingParams, dp_rank: int | None = None
+    ) -> GenerateRequest:
+        """A request that continues a stem."""
         return GenerateRequest(
             rid=str(next(self._ids)),
-            input_ids=[*self._stems[number].tolist(), *self._tokens(_TAIL_LENS)],
-            sampling=self._sampling(),
+            input_ids=[*self._stems[number].tolist(), *tail],
+            sampling=sampling,
             namespace=f"tenant {number % NUM_NAMESPACES}",
             priority=int(self._rng.integers(4)),
+            dp_rank=dp_rank,
         )
 
     def _turn_of(self, session: str) -> GenerateRequest:
