@@ -35,6 +35,9 @@ MAX_SKEW_SHARE = 0.25
 AGED_PRIORITY = 2**32
 # Requests that are told in one step what to wait for; the others are told in the next.
 MAX_PUT_OFF = 128
+# Of those that are due, so many are tried in a step before the others, the oldest: were priorities
+# to keep a long queue waiting, all of it would become due.
+MAX_DUE_TRIED = 32
 
 _T = TypeVar("_T", RankScheduler, RankRoom)
 
@@ -95,7 +98,7 @@ class Admission:
         """Start what can start in step number `step`, of which `builders` are the ranks' shares."""
         if not len(self._waiting):
             return
-        due = self._waiting.due()
+        due = self._waiting.due(MAX_DUE_TRIED)
         if not due and not any(builder.can_admit and builder.rank.has_row for builder in builders):
             self._holds.clear()
             return
@@ -170,10 +173,10 @@ class Admission:
         """Start what was passed over too often, or hold a rank for it."""
         self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}
         for request in due:
+            if not any(room.is_open for room in rooms):
+                return  # all ranks are held for older ones, or take nothing anyway
             if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):
                 continue  # not due any more: an older one that was due has just started
-            if request.rid in self._holds and not any(room.is_open for room in rooms):
-                continue  # its rank is held, or takes nothing anyway
             if fitting := self._fitting_options(rooms, request):
                 if self._args.enable_priority_scheduling:
                     request.priority = AGED_PRIORITY

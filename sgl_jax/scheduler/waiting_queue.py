@@ -189,14 +189,10 @@ class WaitingQueue:
     def leader_of(self, request: Request) -> tuple[int, int] | None:
         """Rank and row of the request whose prefix it waits for; None if for none any more."""
         line = request.line
-        if not self._has_leader[line]:
+        if not self._has_leader[line] or not len(self._still_led(np.array([line]))):
             return None
-        dp_rank, row, epoch, length = self._leader[line].tolist()
-        rows = self._memories[dp_rank].rows
-        if rows.epoch[row] == epoch and rows.cache_protected_len[row] < length:
-            return dp_rank, row
-        self._has_leader[line] = False  # for good: lengths grow while the epoch is the same
-        return None
+        dp_rank, row = self._leader[line, :2].tolist()
+        return dp_rank, row
 
     def stay(self, request: Request, dp_rank: int, until_step: int) -> None:
         """Do not try `request` before that rank has room or that step is planned."""
@@ -243,12 +239,13 @@ class WaitingQueue:
                 keys[~may_fit] = _LAST
                 known_room = room_now
 
-    def due(self) -> list[Request]:
-        """Requests that are due, oldest first, whether or not they may start."""
+    def due(self, limit: int | None = None) -> list[Request]:
+        """Requests that are due, oldest first, whether or not they may start: all, or the first
+        `limit`."""
         lines = (self._passed_over[: self._end] >= self._max_passed_over).nonzero()[0]
         if len(lines) > 1:
             lines = lines[np.argsort(self._arrival[lines])]
-        return [self._by_line[line] for line in lines.tolist()]
+        return [self._by_line[line] for line in lines[:limit].tolist()]
 
     @property
     def highest_priority(self) -> int | None:
@@ -305,11 +302,22 @@ class WaitingQueue:
     def _following(self) -> Int64Array:
         """The lines of requests that wait for a prefix that is being computed."""
         lines = (self._has_leader[: self._end] & self._is_waiting[: self._end]).nonzero()[0]
-        if not len(lines):
-            return lines
-        is_following = [self.leader_of(self._by_line[line]) is not None for line in lines.tolist()]
-        following: Int64Array = lines[np.array(is_following, np.bool_)]
-        return following
+        return self._still_led(lines) if len(lines) else lines
+
+    def _still_led(self, lines: Int64Array) -> Int64Array:
+        """Of `lines`, at least one, that have had a leader, those that have it still.
+
+        The others have none any more, for good: lengths grow while the epoch is the same.
+        """
+        dp_ranks, leaders, epochs, lengths = self._leader[lines].T
+        is_led = np.zeros(len(lines), np.bool_)
+        for dp_rank in np.flatnonzero(np.bincount(dp_ranks)).tolist():
+            rows, here = self._memories[dp_rank].rows, dp_ranks == dp_rank
+            is_computing = rows.cache_protected_len[leaders[here]] < lengths[here]
+            is_led[here] = is_computing & (rows.epoch[leaders[here]] == epochs[here])
+        self._has_leader[lines[~is_led]] = False
+        still_led: Int64Array = lines[is_led]
+        return still_led
 
     def _staying(self, is_open: BoolArray, step: int) -> Int64Array:
         """The lines of requests that wait for a better rank than those that have room."""

@@ -1362,14 +1362,14 @@ MUTATIONS = (
     Mutation(
         "wait for the prefix of a request that is gone",
         _QUEUE,
-        "if rows.epoch[row] == epoch and rows.cache_protected_len[row] < length:",
-        "if rows.cache_protected_len[row] < length:",
+        "is_led[here] = is_computing & (rows.epoch[leaders[here]] == epochs[here])",
+        "is_led[here] = is_computing",
     ),
     Mutation(
         "wait for what runs in the same row of another rank",
         _QUEUE,
-        "        rows = self._memories[dp_rank].rows\n",
-        "        rows = self._memories[0].rows\n",
+        "rows, here = self._memories[dp_rank].rows, dp_ranks == dp_rank",
+        "rows, here = self._memories[0].rows, dp_ranks == dp_rank",
     ),
     # -- the waiting queue
     Mutation(

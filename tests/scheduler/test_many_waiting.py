@@ -1,0 +1,66 @@
+"""A step looks closely at few requests, however many are due or follow another one."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.admission import MAX_DUE_TRIED, Admission
+from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.test_waiting_queue import Queue
+
+
+def test_of_many_that_become_due_at_once_the_oldest_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """400 wait, and the highest priority came last: what starts first passes over all others."""
+    sizes = make_sizes(dp_size=2, num_pages=400, num_rows=5, max_chunk_tokens=16)
+    args = SchedulerArgs(enable_priority_scheduling=True)
+    driver = Driver(sizes, args, max_passed_over=1)
+    for i in range(400):
+        driver.submit(generate(f"r{i}", [i % 47] * 8, 12, priority=i // 40))
+    tried = 0
+    inner = Admission._fitting_options
+
+    def fitting_options(*args: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        return inner(*args)
+
+    monkeypatch.setattr(Admission, "_fitting_options", fitting_options)
+    most_due = 0
+    while driver.scheduler.num_waiting:
+        tried = 0
+        driver.step()
+        most_due = max(most_due, len(driver.scheduler._waiting.due()))
+        assert tried <= MAX_DUE_TRIED
+    assert most_due > 300
+    driver.run()
+    assert all(finish.type == "length" for finish in driver.finish.values())
+
+
+def num_calls_to_try(num_followers: int) -> int:
+    """Python functions called to find what may start, where nothing may."""
+    queue = Queue(dp_size=2)
+    rows = [memory.open_lease(np.zeros(0, np.int32)).row for memory in queue.memories]
+    for arrival in range(num_followers):
+        dp_rank = arrival % 2
+        queue.waiting.follow(queue.add(arrival, 32), dp_rank, rows[dp_rank], 16)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        assert queue.order() == []
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_five_hundred_that_follow_a_prefix_cost_no_more_calls_than_ten() -> None:
+    assert num_calls_to_try(500) == num_calls_to_try(10)
