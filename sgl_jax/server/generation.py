@@ -5,7 +5,7 @@ client goes away or one of them fails, the others are aborted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
@@ -114,19 +114,19 @@ class StreamGroup:
     ) -> None:
         self._abandon()
 
-    async def batches(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
-        """Chunks with the index of their request, several at a time when they wait.
+    async def next_batch(self) -> list[tuple[int, Chunk]]:
+        """Chunks with the index of their request, all that wait, or at least one.
 
         Raises:
             ApiError: a request was aborted with an HTTP status, such as 503 for a full queue.
             EngineDeadError, ShuttingDownError: the engine has ended, or the server ends now.
         """
-        while self.num_open:
+        batch: list[tuple[int, Chunk]] = []
+        while not batch:
             if not self._ready:
                 self._waiting = asyncio.get_running_loop().create_future()
                 await self._waiting
             ready, self._ready = self._ready, {}
-            batch = []
             for index in ready:
                 chunk = self.streams[index].take()
                 if chunk is None:
@@ -139,8 +139,7 @@ class StreamGroup:
                 elif self.streams[index].error is not None:
                     self._signal(index)  # the error comes with the next `take`
                 batch.append((index, chunk))
-            if batch:
-                yield batch
+        return batch
 
     def _start(self, index: int, request: GenerateRequest) -> RequestStream:
         return self._frontend.start(
@@ -226,7 +225,8 @@ class EventStream(Response):
         started = False
         async with PatientSend(send, self._reader_timeout_s) as patient_send, self._group as group:
             try:
-                async for batch in group.batches():
+                while group.num_open:
+                    batch = await group.next_batch()
                     if not started:
                         await patient_send(_START)
                         started = True
@@ -258,8 +258,8 @@ class EventStream(Response):
 async def _gather(group: StreamGroup) -> list[Answer]:
     async with group:
         answers = [Answer(stream) for stream in group.streams]
-        async for batch in group.batches():
-            for index, chunk in batch:
+        while group.num_open:
+            for index, chunk in await group.next_batch():
                 answers[index].add(chunk)
         return answers
 
