@@ -24,7 +24,8 @@ class StepLog:
         """A step's result was applied."""
         self._steps += 1
         for rank in plan.ranks:
-            self._prefilled += int(rank.q_lens[rank.num_decode :].sum())
+            if rank.num_decode < len(rank.q_lens):
+                self._prefilled += int(rank.q_lens[rank.num_decode :].sum())
         if self._interval and self._steps % self._interval == 0:
             self._write_line(scheduler)
 

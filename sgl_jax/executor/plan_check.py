@@ -50,7 +50,7 @@ def _problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
         return f"{rank.num_tokens} query tokens, at most {sizes.max_step_tokens} fit in a step"
     if not 0 <= rank.num_decode <= n or rank.relayed[rank.num_decode :].any():
         return f"num_decode {rank.num_decode} does not match {n} rows or relayed {rank.relayed}"
-    if (rank.num_drafts > sizes.max_draft_tokens).any():
+    if (rank.q_lens[: rank.num_decode] > 1 + sizes.max_draft_tokens).any():
         return f"{rank.num_drafts.max()} drafts of a row, at most {sizes.max_draft_tokens} fit"
     return _score_problem(rank, sizes) or _length_problem(rank, sizes)
 

@@ -6,7 +6,9 @@ Owns its Prometheus registry: nothing is registered globally, so two engines in 
 
 import time
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+from sgl_jax.metrics.time_histogram import TimeHistogram
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120)
 _E2E_BUCKETS_S = (0.1, 0.2, 0.4, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 100, 200, 400, 600, 1200)
@@ -55,8 +57,7 @@ class RequestMetrics:
 
     def observe_next_tokens(self, seconds: float, count: int) -> None:
         """`count` tokens came together, `seconds` after the one before."""
-        for _ in range(count):
-            self._itl.observe(seconds / count)
+        self._itl.observe(seconds / count, count)
 
     def count_finish(self, num_prompt_tokens: int, cached_tokens: int, seconds: float) -> None:
         self._num_finished_prompt += num_prompt_tokens
@@ -88,5 +89,5 @@ class RequestMetrics:
     def _counter(self, name: str, help_text: str) -> Counter:
         return Counter(f"sglang:{name}", help_text, registry=self.registry)
 
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"sglang:{name}", help_text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, help_text: str, bounds_s: tuple[float, ...]) -> TimeHistogram:
+        return TimeHistogram(f"sglang:{name}", help_text, bounds_s, self.registry)

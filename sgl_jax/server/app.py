@@ -26,7 +26,8 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
     )
     app.state.context = context
     for routes in (openai_routes, native_routes, call_routes, management_routes):
-        app.include_router(routes.router)
+        # Not `include_router`: a request would be matched with every route twice.
+        app.router.routes.extend(routes.router.routes)
     install_error_handlers(app, {call.route: call.methods for call in CALLS if call.route})
     # The last one is the first that a request passes.
     app.add_middleware(BodyLimitMiddleware, limits=context.limits)

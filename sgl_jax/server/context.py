@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ class ServerContext:
     def __post_init__(self) -> None:
         self.json_bodies = JsonBodies(self.limits)
 
-    @property
+    @functools.cached_property
     def model_name(self) -> str:
         """The model's name in the OpenAI API."""
         return self.args.served_model_name or Path(self.args.model_path).resolve().name

@@ -5,9 +5,7 @@ client goes away or one of them fails, the others are aborted.
 """
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
@@ -20,16 +18,15 @@ from sgl_jax.core.messages import FinishReason, GenerateRequest, TokenLogprobs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.api_keys import caller_of
-from sgl_jax.server.connection import CLIENT_GONE, LoopShare, while_connected
+from sgl_jax.server.connection import CLIENT_GONE, LoopShare, PatientSend, while_connected
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import abort_error, envelope, to_api_error
 from sgl_jax.server.session_owner import owner_of
 
-logger = logging.getLogger(__name__)
-
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _PIECE_BYTES = 64 * 1024  # what is sent at a time
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
 
 
 @dataclass
@@ -94,7 +91,7 @@ class StreamGroup:
         self._sender = sender
         self._as_told = as_told
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
-        self._wake = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # for something to be ready
         self.streams: list[RequestStream] = []
         self.num_open = len(requests)
 
@@ -118,18 +115,19 @@ class StreamGroup:
     ) -> None:
         self._abandon()
 
-    async def batches(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
-        """Chunks with the index of their request, several at a time when they wait.
+    async def next_batch(self) -> list[tuple[int, Chunk]]:
+        """Chunks with the index of their request, all that wait, or at least one.
 
         Raises:
             ApiError: a request was aborted with an HTTP status, such as 503 for a full queue.
             EngineDeadError, ShuttingDownError: the engine has ended, or the server ends now.
         """
-        while self.num_open:
-            await self._wake.wait()
-            self._wake.clear()
+        batch: list[tuple[int, Chunk]] = []
+        while not batch:
+            if not self._ready:
+                self._waiting = asyncio.get_running_loop().create_future()
+                await self._waiting
             ready, self._ready = self._ready, {}
-            batch = []
             for index in ready:
                 chunk = self.streams[index].take()
                 if chunk is None:
@@ -142,8 +140,7 @@ class StreamGroup:
                 elif self.streams[index].error is not None:
                     self._signal(index)  # the error comes with the next `take`
                 batch.append((index, chunk))
-            if batch:
-                yield batch
+        return batch
 
     def _start(self, index: int, request: GenerateRequest) -> RequestStream:
         return self._frontend.start(
@@ -152,7 +149,8 @@ class StreamGroup:
 
     def _signal(self, index: int) -> None:
         self._ready[index] = None
-        self._wake.set()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def _abandon(self) -> None:
         for stream in self.streams:
@@ -204,10 +202,6 @@ def event(value: Any) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 
-class ReaderStalledError(Exception):
-    """A client takes nothing more of its stream."""
-
-
 class EventStream(Response):
     """A streamed answer. Headers wait for the first chunk, so that a refusal is a plain error.
 
@@ -230,58 +224,49 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         started = False
-        async with self._group as group:
+        async with PatientSend(send, self._reader_timeout_s) as patient_send, self._group as group:
             try:
-                async for batch in group.batches():
+                while group.num_open:
+                    batch = await group.next_batch()
                     if not started:
-                        await send(
-                            {"type": "http.response.start", "status": 200, "headers": _HEADERS}
-                        )
+                        await patient_send(_START)
                         started = True
-                    await self._send_events(send, batch)
-            except ReaderStalledError as error:
-                logger.info("a stream ends: %s", error)
+                    for piece in self._pieces(batch):
+                        await patient_send(_body(piece, more=True))
             except Exception as error:
                 if not started:
                     raise
                 failure = to_api_error(error)
-                with contextlib.suppress(ReaderStalledError):
-                    await self._send(send, b"data: %b\n\n" % envelope(failure), more=False)
+                await patient_send(_body(b"data: %b\n\n" % envelope(failure), more=False))
                 if failure.status_code == 500:
                     raise
+            else:
+                await patient_send(_body(b"", more=False))
 
-    async def _send_events(self, send: Send, batch: Sequence[tuple[int, Chunk]]) -> None:
-        """The events of a batch, and the end of the stream if it is the last."""
-        group, events = self._group, bytearray()
+    def _pieces(self, batch: Sequence[tuple[int, Chunk]]) -> Iterator[bytes]:
+        """The events of a batch, and those that end the stream, to be sent one after another."""
+        group, events = self._group, b""
         for index, chunk in batch:
             events += self._format.event(index, chunk, group.streams[index])
             if len(events) >= _PIECE_BYTES:
-                await self._send(send, events, more=True)
-                events = bytearray()
+                yield from _cut(events)
+                events = b""
         if not group.num_open:
             events += self._format.closing(group.streams) + b"data: [DONE]\n\n"
-        if events:
-            await self._send(send, events, more=bool(group.num_open))
-
-    async def _send(self, send: Send, data: bytes | bytearray, *, more: bool) -> None:
-        """Raises `ReaderStalledError` if there is no room for a piece of `data` in time."""
-        for start in range(0, len(data), _PIECE_BYTES):
-            end = start + _PIECE_BYTES
-            try:
-                async with asyncio.timeout(self._reader_timeout_s):
-                    await send(_body(bytes(data[start:end]), more=more or end < len(data)))
-            except TimeoutError as error:
-                text = f"its client read less than {_PIECE_BYTES} bytes in "
-                raise ReaderStalledError(f"{text}{self._reader_timeout_s:g} s") from error
+        yield from _cut(events)
 
 
 async def _gather(group: StreamGroup) -> list[Answer]:
     async with group:
         answers = [Answer(stream) for stream in group.streams]
-        async for batch in group.batches():
-            for index, chunk in batch:
+        while group.num_open:
+            for index, chunk in await group.next_batch():
                 answers[index].add(chunk)
         return answers
+
+
+def _cut(data: bytes) -> Iterator[bytes]:
+    return (data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES))
 
 
 def _body(data: bytes, *, more: bool) -> dict[str, Any]:

@@ -9,16 +9,17 @@ loop, which so waits for one of these at most, and of a validation for one of it
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from sgl_jax.server.errors import ApiError, to_api_error
 from sgl_jax.server.limits import Limits
 
+T = TypeVar("T")
 _INLINE_BYTES = 65_536  # has so few values that counting them would cost more than it saves
 _SLICE_BYTES = 2**20
 _QUOTE, _COMMA = ord('"'), ord(",")
@@ -37,35 +38,37 @@ class JsonBodies:
         # One, since each of several would take its turn of the interpreter before the event loop.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="json")
 
-    async def decode(self, body: bytes, kind: type[BaseModel] | None = None) -> Any:
-        """The JSON value that `body` holds, by the letter of RFC 8259; a long one as a `kind`.
+    async def read(self, body: bytearray, kind: TypeAdapter[T]) -> T:
+        """The `kind` that `body` holds in JSON, by the letter of RFC 8259.
 
         Raises:
             ApiError: 400, it is no JSON, or has more values, keys or depth than the limits allow,
-                or a long one is no `kind`.
+                or is no `kind`.
         """
         if len(body) > _INLINE_BYTES:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._reader, _read, body, self._limits, kind)
         if body.count(b"[") + body.count(b"{") > self._limits.max_json_depth:
             check_shape(body, self._limits)
-        return _decode(body)
+        return validated(_decode(body), kind)
 
 
-def _read(body: bytes, limits: Limits, kind: type[BaseModel] | None) -> Any:
+def _read(body: bytearray, limits: Limits, kind: TypeAdapter[T]) -> T:
     check_shape(body, limits)
-    value = _decode(body)
-    if kind is None:
-        return value
+    return validated(_decode(body), kind)
+
+
+def validated(value: Any, kind: TypeAdapter[T]) -> T:
+    """`value`, sent as a body, as a `kind`. Raises `ApiError` 400 that names the field at fault."""
     try:
-        return kind.model_validate(value)
+        return kind.validate_python(value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
         in_body = [{**each, "loc": ("body", *each["loc"])} for each in found]
         raise to_api_error(RequestValidationError(in_body)) from error
 
 
-def _decode(body: bytes) -> Any:
+def _decode(body: bytearray) -> Any:
     try:
         return msgspec.json.decode(body)
     except UnicodeDecodeError as error:
@@ -76,7 +79,7 @@ def _decode(body: bytes) -> Any:
         raise _invalid(f"the body is not valid JSON: {error}") from error
 
 
-def check_shape(body: bytes, limits: Limits) -> None:
+def check_shape(body: bytes | bytearray, limits: Limits) -> None:
     """Raise `ApiError` 400 if `body` has more values, keys or depth than `limits` allow.
 
     Exact for JSON; of anything else it tells nothing, nor fails.
@@ -101,7 +104,7 @@ def check_shape(body: bytes, limits: Limits) -> None:
         _check("keys, lists and objects", num_keys, limits.max_json_keys)
 
 
-def _without_escapes(body: bytes) -> Iterator[bytes]:
+def _without_escapes(body: bytes | bytearray) -> Iterator[bytes | bytearray]:
     r"""Slices of `body` without `\\` and `\"`, so that every quote begins or ends a string."""
     start = 0
     while start < len(body):

@@ -42,8 +42,8 @@ async def health_generate(request: Request) -> Response:
             asyncio.timeout(_HEALTH_TIMEOUT_S),
             StreamGroup(context.frontend, [probe], streaming=False) as group,
         ):
-            async for _ in group.batches():
-                pass
+            while group.num_open:
+                await group.next_batch()
     except TimeoutError as error:
         raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s") from error
     return json_response({"status": "ready"})

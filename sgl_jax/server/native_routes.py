@@ -29,6 +29,7 @@ from sgl_jax.server.session_owner import owner_of
 from sgl_jax.server.session_protocol import session_turn
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # as in SGLang
+_SAMPLING_NAMES = {name: f"sampling_params.{name}" for name in NativeSampling.model_fields}
 
 router = APIRouter(tags=["native"], route_class=JsonRoute)
 
@@ -135,5 +136,4 @@ class NativeFormat:
 
 
 def _names(body: GenerateBody) -> dict[str, str]:
-    sampling = {name: f"sampling_params.{name}" for name in NativeSampling.model_fields}
-    return sampling | {"text": body.prompt_field, "input_ids": body.prompt_field}
+    return _SAMPLING_NAMES | {"text": body.prompt_field, "input_ids": body.prompt_field}

@@ -5,7 +5,7 @@ log-probabilities are kept and appended to, so an event costs the copying of byt
 stream keeps nothing: each event has what is new, and the prompt's log-probabilities come once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -54,21 +54,25 @@ class StreamedAnswer:
         self._num_tokens += len(chunk.token_ids)
         self._text += _encode(chunk.text)[1:-1]
         _append(self._ids, chunk.token_ids)
-        gained = native_logprobs(
-            self._stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
-        )
-        for name, written in self._logprobs.items():
-            _append(written, gained[name])
         meta = _encode(describe(self._stream, self._num_tokens, chunk.finish))
         parts: list[bytes | bytearray] = [b'data: {"text":"', self._text, b'","output_ids":[']
-        parts += [self._ids, b'],"meta_info":', meta[:-1]]
-        for name, written in self._logprobs.items():
-            parts += [b',"', name.encode(), b'":[', written, b"]"]
+        parts += [self._ids, b'],"meta_info":', meta[:-1], *self._add_logprobs(chunk)]
         parts += [b"}", self._tail, b"\n\n"]
         data = b"".join(parts)
         if self._is_incremental:
             self._forget_sent()
         return data
+
+    def _add_logprobs(self, chunk: Chunk) -> Iterator[bytes | bytearray]:
+        """All that are to be told with `chunk`, as further fields of `meta_info`."""
+        if not self._logprobs:
+            return
+        gained = native_logprobs(
+            self._stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
+        )
+        for name, written in self._logprobs.items():
+            _append(written, gained[name])
+            yield from (b',"', name.encode(), b'":[', written, b"]")
 
     def _forget_sent(self) -> None:
         self._text.clear()

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import Namespace
@@ -40,20 +40,16 @@ class RequestFields(StrictModel):
         default=None, description="without effect but with --enable-priority-scheduling"
     )
 
-    @model_validator(mode="after")
-    def _one_rank(self) -> "RequestFields":
-        given = {name: getattr(self, name) for name in _RANK_FIELDS}
-        if len({rank for rank in given.values() if rank is not None}) > 1:
-            name = next(name for name in reversed(_RANK_FIELDS) if given[name] is not None)
-            raise InvalidRequestError(
-                f"{', '.join(_RANK_FIELDS)} are names of one field: send one of them", name
-            )
-        return self
-
     def options_of(self, num_prompts: int) -> list[RequestOptions]:
-        """One for each prompt. Raises `InvalidRequestError` for a list of another length."""
-        ranks = (getattr(self, name) for name in _RANK_FIELDS)
-        dp_rank = next((rank for rank in ranks if rank is not None), None)
+        """One for each prompt. Raises `InvalidRequestError` for a list of another length, and for
+        several ranks."""
+        ranks = [(getattr(self, name), name) for name in _RANK_FIELDS]
+        given = [(rank, name) for rank, name in ranks if rank is not None]
+        dp_rank, _ = given[0] if given else (None, "")
+        if any(rank != dp_rank for rank, _ in given):
+            raise InvalidRequestError(
+                f"{', '.join(_RANK_FIELDS)} are names of one field: send one of them", given[-1][1]
+            )
         each = zip(
             for_each("rid", self.rid, num_prompts),
             for_each("extra_key", self.extra_key, num_prompts),

@@ -70,8 +70,8 @@ class SamplingFields(StrictModel):
 
     def to_sampling(self, max_new_tokens: int | None, choice: int) -> SamplingParams:
         """As the engine takes them; a given seed differs from choice to choice."""
-        names = SamplingFields.model_fields.keys() & set(SamplingParams.__struct_fields__)
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        values = ((name, getattr(self, name)) for name in _ENGINE_NAMES)
+        given = {name: value for name, value in values if value is not None}
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]] if given["stop"] else []
         for name in ("stop", "stop_token_ids"):
@@ -84,6 +84,10 @@ class SamplingFields(StrictModel):
             low = int(RANGES["seed"].low)
             given["seed"] = (seed + choice - low) % _NUM_SEEDS + low
         return SamplingParams(max_new_tokens=max_new_tokens, **given)
+
+
+# Fields that the engine calls alike.
+_ENGINE_NAMES = tuple(SamplingFields.model_fields.keys() & set(SamplingParams.__struct_fields__))
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:

@@ -32,7 +32,7 @@ class ByteDetokenizer:
     def push(self, ids: Sequence[int]) -> str:
         """The text gained by `ids`, less what may still be half a character."""
         skipped, token_bytes = self._skipped, self._token_bytes
-        return self._decoder.decode(b"".join(token_bytes(i) for i in ids if i not in skipped))
+        return self._decoder.decode(b"".join([token_bytes(i) for i in ids if i not in skipped]))
 
     def flush(self) -> str:
         """What was held back, now that no token follows; half characters become U+FFFD."""

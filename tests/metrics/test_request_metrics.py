@@ -1,9 +1,11 @@
 """Figures that dashboards rely on."""
 
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
+from sgl_jax.metrics.time_histogram import TimeHistogram
 
 
 def samples(metrics: RequestMetrics) -> dict[str, float]:
@@ -17,6 +19,20 @@ def test_tokens_that_came_together_share_their_time() -> None:
     told = samples(metrics)
     assert told["sglang:inter_token_latency_seconds_count"] == 3
     assert abs(told["sglang:inter_token_latency_seconds_sum"] - 0.3) < 1e-9
+
+
+def test_a_histogram_tells_what_the_librarys_tells() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    bounds_s = (0.01, 0.5, 1, 20)
+    histogram = TimeHistogram("a:time_seconds", "of a thing", bounds_s, ours)
+    expected = Histogram("a:time_seconds", "of a thing", buckets=bounds_s, registry=theirs)
+    for seconds, count in [(0.0, 1), (0.01, 3), (0.25, 2), (1.0, 1), (20.5, 4)]:
+        histogram.observe(seconds, count)
+        for _ in range(count):
+            expected.observe(seconds)
+    lines = generate_latest(theirs).decode().splitlines()
+    kept = [line for line in lines if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == kept
 
 
 def test_the_hit_rate_counts_finished_requests_only() -> None:

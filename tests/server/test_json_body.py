@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, model_validator
@@ -16,6 +16,7 @@ from pydantic import BaseModel, model_validator
 from sgl_jax.server import json_body
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import ApiError, install_error_handlers
+from sgl_jax.server.generation import json_response
 from sgl_jax.server.json_body import JsonBodies, check_shape
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.limits import Limits
@@ -97,8 +98,8 @@ async def test_a_long_body_is_validated_once_and_beside_the_loop(
     routes = APIRouter(route_class=JsonRoute)
 
     @routes.post("/sum")
-    async def add(body: Body) -> int:
-        return sum(body.items)
+    async def add(body: Body, request: Request) -> Response:
+        return json_response(sum(body.items))
 
     app.include_router(routes)
     Body.threads.clear()
