@@ -48,7 +48,7 @@ LAYOUTS = (
     ("llama-3.3-70b", "tpu7x-8", 1, 8, None),
     ("qwen3-8b", "v6e-1", 1, 1, None),
     ("qwen3-32b", "v6e-8", 1, 8, None),
-    ("qwen3-30b-a3b", "v5e-1", 1, 1, 8),
+    ("qwen3-30b-a3b", "v5e-1", 1, 1, 4),
     ("qwen3-30b-a3b", "v5e-4", 1, 4, 24),
     ("qwen3-30b-a3b", "v5p-2", 1, 1, None),
     ("qwen3-30b-a3b", "v5p-8", 1, 4, None),
