@@ -358,8 +358,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: order the queue by what the default one has",
         _QUEUE,
-        "memory.cache.follow(tokens, request.namespace, line, known)",
-        'memory.cache.follow(tokens, "", line, known)',
+        "memory.cache.cursors.follow(tokens, request.namespace, line, known)",
+        'memory.cache.cursors.follow(tokens, "", line, known)',
     ),
     Mutation(
         "namespaces: a cursor goes on in the default one",
@@ -461,8 +461,8 @@ MUTATIONS = (
     Mutation(
         "keep what another published meanwhile",
         _CACHE,
-        "return next_key in parent.children or self.tree.cursors.has_filed(parent, next_key)",
-        "return self.tree.cursors.has_filed(parent, next_key)",
+        "return next_key in parent.children or self.cursors.has_filed(parent, next_key)",
+        "return self.cursors.has_filed(parent, next_key)",
     ),
     Mutation(
         "go on publishing for a request that left",
@@ -1522,7 +1522,7 @@ MUTATIONS = (
     Mutation(
         "keep the cursors of a request that waits no more",
         _QUEUE,
-        "            memory.cache.unfollow(cursor)\n",
+        "            memory.cache.cursors.unfollow(cursor)\n",
         "            pass\n",
     ),
     Mutation(
