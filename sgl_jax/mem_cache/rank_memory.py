@@ -65,7 +65,7 @@ class RankMemory:
     ) -> None:
         self.dp_rank = dp_rank
         self.page_size = sizes.page_size
-        self.rows = ReqToTokenPool(sizes.num_rows, sizes.pages_per_row, tables)
+        self.rows = ReqToTokenPool(tables or RowTables.empty(sizes.num_rows, sizes.pages_per_row))
         self.allocator = PageAllocator(sizes.num_pages, f"rank {dp_rank}")
         self._make_cache = partial(
             RadixCache if use_radix_cache else ChunkCache,

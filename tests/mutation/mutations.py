@@ -1180,8 +1180,8 @@ MUTATIONS = (
     Mutation(
         "go around the ranks and leave a prefix in flight that was waited for",
         _ADMISSION,
-        "next((o for o in fitting if o.dp_rank == stayed), self._next_in_turn(fitting))",
-        "self._next_in_turn(fitting)",
+        "next((o for o in fitting if o.dp_rank == stayed), in_turn)",
+        "in_turn",
     ),
     Mutation(
         "start on a rank that is held for another",
