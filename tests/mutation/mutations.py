@@ -388,8 +388,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: a fork does not inherit",
         _STREAMING,
-        "            namespace=self.namespace,\n",
-        "",
+        "        other = copy(self)\n",
+        '        other = copy(self)\n        other.namespace = ""\n',
     ),
     Mutation(
         "namespaces: a turn may name any",
