@@ -7,8 +7,9 @@ Every kernel is compiled by the TPU's own compiler (libtpu): attention for Llama
 and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or of 8 bits; the grouped product for
 Qwen3-30B-A3B's 128 experts, their inner width split over four chips. What is read off is the
 schedule (`kernel_schedule.py` says what that means): bundles of the hot loop for each token
-of KV in decode, for 10**9 floating point operations in prefill, for each run of tokens in the
-write, for each visit of a group to a tile in the grouped product.
+of KV in decode, for 10**9 floating point operations in prefill, for each head of a token that is
+normalised and rotated, for each run of tokens in the write, for each visit of a group to a tile in
+the grouped product.
 """
 
 import argparse
@@ -42,6 +43,7 @@ from sgl_jax.kernels.attention.tpu.prefill import prefill_attention  # noqa: E40
 from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, prefill_blocks  # noqa: E402
 from sgl_jax.kernels.attention.tpu.write import write_kv  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles, tpu_grouped_matmul  # noqa: E402
+from sgl_jax.kernels.qkv_heads import TOKENS_AT_ONCE, HeadNorm, rotated_heads  # noqa: E402
 from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402
 from sgl_jax.planner.topology import (  # noqa: E402
     CHIPS,
@@ -98,11 +100,23 @@ def per(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
     return cost
 
 
+def per_innermost(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
+    """Bundles of the innermost loop for each of `amount` units."""
+
+    def cost(schedule: Schedule) -> tuple[float, Loop]:
+        loop = max(schedule.loops, key=lambda loop: loop.depth)
+        return loop.bundles / amount, loop
+
+    return cost
+
+
 def per_run(schedule: Schedule) -> tuple[float, Loop]:
     """The write's loops that have one turn a run: finding it, and changing its tile."""
-    changing = max(schedule.loops, key=lambda loop: loop.dmas)
+    depth = max(loop.depth for loop in schedule.loops)
+    innermost = [loop for loop in schedule.loops if loop.depth == depth]
+    changing = max(innermost, key=lambda loop: loop.dmas)
     finding = max(
-        (loop for loop in schedule.loops if loop.depth == changing.depth and not loop.dmas),
+        (loop for loop in innermost if not loop.dmas),
         key=lambda loop: loop.bundles,
     )
     return changing.bundles + finding.bundles, changing
@@ -190,6 +204,28 @@ def our_write(tokens: int, dtype: Any = DTYPE) -> Kernel:
     )
 
 
+def our_heads(tokens: int, q_heads: int, kv_heads: int, normalised: bool) -> Kernel:
+    """Q, K and V of heads of 128."""
+    heads = q_heads + 2 * kv_heads
+
+    def rotate(qkv, cos, sin, *weights):
+        norms = [HeadNorm(weight, 1e-6) for weight in weights] or [None, None]
+        sizes = {"group": q_heads // kv_heads, "head_dim": HEAD_DIM}
+        return rotated_heads(qkv, cos, sin, *norms, **sizes)
+
+    half, weight = ((tokens, HEAD_DIM // 2), jnp.float32), ((HEAD_DIM,), DTYPE)
+    at_once = min(TOKENS_AT_ONCE, tokens)
+    return Kernel(
+        f"heads, {q_heads} and {kv_heads}" + (", normalised" if normalised else ""),
+        rotate,
+        [((tokens, heads * HEAD_DIM), DTYPE), half, half, *[weight] * (2 * normalised)],
+        None,
+        "head of a token",
+        per_innermost(at_once * heads),
+        "by the grid",
+    )
+
+
 def our_grouped_product(tokens: int, inwards: bool) -> Kernel:
     """Gate or up of a layer, stored as [out, in], or down, stored as [in, out]."""
     lines = tokens * TOP_K
@@ -270,6 +306,10 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "prefill-128-fp8": lambda: our_prefill(128, EIGHT_BITS),
     "jax-prefill-512": lambda: jax_prefill(512),
     "jax-prefill-1024": lambda: jax_prefill(1024),
+    "heads-8-1": lambda: our_heads(CHUNK, 8, 1, False),
+    "heads-8-1-normalised": lambda: our_heads(CHUNK, 8, 1, True),
+    "heads-32-8": lambda: our_heads(CHUNK, 32, 8, False),
+    "heads-32-8-normalised": lambda: our_heads(CHUNK, 32, 8, True),
     "write-64": lambda: our_write(64),
     "write-2048": lambda: our_write(2048),
     "write-2048-fp8": lambda: our_write(2048, EIGHT_BITS),

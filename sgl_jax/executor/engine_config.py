@@ -20,6 +20,7 @@ from sgl_jax.kernels.attention.api import attention_implementation, check_pages
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
+from sgl_jax.layers.qkv_heads import qkv_heads_implementation
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import KVPoolLayout, kv_pool_shape
 from sgl_jax.models.config import ModelConfig
@@ -93,6 +94,9 @@ class EngineConfig(NamedTuple):
             dtype=self.dtype,
             shards_weights=self.args.weight_sharding == "data",
             attend=attention_implementation(self.args.attention_backend, simulate=simulates),
+            qkv_heads=qkv_heads_implementation(
+                self.args.attention_backend, self.model.head_dim, simulate=simulates
+            ),
             multiply_groups=grouped_matmul_implementation(self.platform, simulate=simulates),
             has_kv_scales=self.args.kv_cache_scales is not None,
             # Elsewhere, a program reads a layer's weights out of the stack in place.

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from sgl_jax.kernels.attention.api import (
     AttentionBatch,
@@ -14,7 +13,8 @@ from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
-from sgl_jax.layers.rotary import Rotation, rotate
+from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
+from sgl_jax.layers.rotary import Rotation
 from sgl_jax.layers.sources import Heads
 
 
@@ -86,13 +86,15 @@ class Attention(nnx.Module):
         output: Linear,
         *,
         attend: RaggedPagedAttention,
+        qkv_heads: QKVHeads = xla_qkv_heads,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         sliding_window: int | None = None,
         has_kv_scales: bool = False,
     ) -> None:
-        """`qkv` is split by its outputs, `output` by its inputs; `attend` is the kernel; the norms
-        are those of each query and key; `has_kv_scales` adds the scales of an 8-bit cache."""
+        """`qkv` is split by its outputs, `output` by its inputs; `attend` is the kernel, and
+        `qkv_heads` what comes before it; the norms are those of each query and key;
+        `has_kv_scales` adds the scales of an 8-bit cache."""
         self.heads = heads
         self.qkv = qkv
         self.output = output
@@ -101,6 +103,7 @@ class Attention(nnx.Module):
         self.kv_scales = KVScales(heads.num_kv) if has_kv_scales else None
         self.sliding_window = sliding_window
         self.attend = attend
+        self.qkv_heads = qkv_heads
 
     def __call__(
         self,
@@ -111,10 +114,7 @@ class Attention(nnx.Module):
         layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, hidden] -> (result [T, hidden], kv_cache with this layer's new K and V)."""
-        q, k, v = self._project(x)
-        q = q if self.q_norm is None else self.q_norm(q)
-        k = k if self.k_norm is None else self.k_norm(k)
-        q, k = rotate(q, by), rotate(k, by)
+        q, k, v = self.qkv_heads(self.qkv(x), self.heads, self.q_norm, self.k_norm, by)
         if self.kv_scales is not None:
             q, k, v = self.kv_scales.before(q, k, v)
         out, kv_cache = self.attend(
@@ -129,12 +129,3 @@ class Attention(nnx.Module):
         if self.kv_scales is not None:
             out = self.kv_scales.after(out)
         return self.output(out.reshape(x.shape[0], -1)), kv_cache
-
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [T, q_heads, head_dim], k and v [T, kv_heads, head_dim] of this chip."""
-        # Behind the barrier the split into heads cannot reach the product: there it makes the TPU's
-        # compiler transpose the weights in every step, at eight times the product's cost.
-        qkv = lax.optimization_barrier(self.qkv(x))
-        qkv = qkv.reshape(x.shape[0], -1, self.heads.group + 2, self.heads.head_dim)
-        q = qkv[:, :, :-2].reshape(x.shape[0], -1, qkv.shape[-1])
-        return q, qkv[:, :, -2], qkv[:, :, -1]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from numpy.typing import NDArray
 
 
@@ -49,7 +50,9 @@ def inverse_frequencies(
 def rotation(positions: jax.Array, frequencies: NDArray[np.float32]) -> Rotation:
     """The rotation of tokens at `positions`, int32 [T]."""
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
+    # Behind the barrier they cannot reach the loop over layers: there the TPU's compiler would
+    # compute them anew in each turn.
+    return Rotation(*lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles))))
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:

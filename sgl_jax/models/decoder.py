@@ -30,6 +30,7 @@ from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
+from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation, inverse_frequencies, rotation
 from sgl_jax.layers.sampling import SplitLogits
 from sgl_jax.layers.sources import Padded, Tensor
@@ -47,6 +48,7 @@ class BuildOptions(NamedTuple):
     dtype: DTypeLike
     shards_weights: bool = False  # each rank holds its part of a layer, and gathers it to run it
     attend: RaggedPagedAttention = xla_ragged_paged_attention
+    qkv_heads: QKVHeads = xla_qkv_heads
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`

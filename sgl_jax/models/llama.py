@@ -54,6 +54,7 @@ def llama_layer(
             Linear(qkv, options.dtype, "outputs", bias if qkv_bias else None),
             Linear(output, options.dtype, "inputs"),
             attend=options.attend,
+            qkv_heads=options.qkv_heads,
             q_norm=norm("self_attn.q_norm", config.head_dim) if qk_norm else None,
             k_norm=norm("self_attn.k_norm", config.head_dim) if qk_norm else None,
             sliding_window=spec.sliding_window,

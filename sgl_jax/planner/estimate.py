@@ -81,7 +81,9 @@ def make_plan(request: PlanRequest) -> Plan:
 
     def plan_step(bucket: Bucket, work: StepWork) -> StepPlan:
         cost = _compile(engine, bucket)
-        time = estimate_step(cost, work, request.config, device, request.topology.chip)
+        time = estimate_step(
+            cost, bucket.tokens, work, request.config, device, request.topology.chip
+        )
         return StepPlan(bucket.rows, bucket.tokens, cost, time)
 
     context = workload.input_len + workload.output_len // 2

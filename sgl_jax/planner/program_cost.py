@@ -3,7 +3,8 @@
 The scheduled HLO carries `estimated_cycles` on most fusions; Pallas kernels and collectives have
 none. What a SparseCore does beside the program, such as a tpu7x's collectives, adds no cycles to
 it. What runs in a loop counts as often as the loop turns, where the compiler knows that; of a
-conditional the cheapest branch counts, which in an engine's step is the one of plain greedy rows.
+conditional that branch counts which exchanges the fewest bytes, and of equals the one of the fewest
+cycles: in an engine's step it is the one of plain greedy rows.
 """
 
 import math
@@ -142,7 +143,7 @@ class _Walk:
             results = [
                 self.visit(branch, in_loop) for branch in re.findall(r"%([\w.-]+)", branches)
             ]
-            return min(results, key=lambda result: result[0])
+            return min(results, key=lambda result: (_exchanged(result[1]), result[0]))
         if opcode == "call-start":  # of a SparseCore, whose cycles are not the program's
             return 0, self.visit(_callee(text, "to_apply"), in_loop)[1]
         own = re.search(r'"estimated_cycles":"(\d+)"', text)
@@ -179,6 +180,11 @@ class _Walk:
             if called := re.search(r"calls=%([\w.-]+)", instruction.text):
                 found += self._reached(called[1])
         return found
+
+
+def _exchanged(counts: _Counts) -> int:
+    """Bytes."""
+    return sum(num_bytes * times for (_, _, num_bytes, _, _), times in counts.items())
 
 
 def _callee(text: str, role: str) -> str:

@@ -13,8 +13,10 @@ from sgl_jax.planner.step_time import ICI_HOP_S
 
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
-    "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + attention + experts + "
-    "collectives",
+    "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + heads + attention + "
+    "experts + collectives",
+    "heads, whose kernel normalises and rotates them = its bytes / HBM bandwidth, or its "
+    "instructions, if those are more, and what any operation takes in each layer",
     "attention = KV bytes / HBM bandwidth, or the kernels' instructions, if those are more",
     "experts = bytes of experts in use and of lines / HBM bandwidth, or the kernel's instructions, "
     "if those are more",
@@ -116,11 +118,12 @@ def _step_dict(step: StepPlan) -> dict[str, Any]:
 
 def _step_lines(title: str, step: StepPlan) -> list[str]:
     time = step.time
+    heads = f"heads {_ms(time.heads_s)}, " if time.heads_s else ""
     experts = f"experts {_ms(time.experts_s)}, " if time.experts_s else ""
     return [
         f"{title} of {step.tokens:,} tokens: {_ms(time.total_s)}, bound by {time.bound}",
-        f"  program {_ms(time.program_s)} (weights alone {_ms(time.weights_s)}), attention "
-        f"{_ms(time.attention_s)}, {experts}collectives {_ms(time.collectives_s)}",
+        f"  program {_ms(time.program_s)} (weights alone {_ms(time.weights_s)}), {heads}"
+        f"attention {_ms(time.attention_s)}, {experts}collectives {_ms(time.collectives_s)}",
         *[f"  {_collective(collective)}" for collective in step.cost.collectives],
     ]
 

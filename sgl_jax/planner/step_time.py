@@ -1,10 +1,11 @@
 """How long one step may take, from what its compiled program says and what the chip can do.
 
 A step is estimated as the longer of (the compiler's cycles of all but kernels and collectives) and
-(the bytes of weights over the bandwidth), plus attention, plus experts, plus collectives. The
-compiler knows nothing of the two kernels: attention is the longer of its KV bytes over the
-bandwidth and the instructions of its kernels' schedules, experts are likewise. Nothing of this was
-measured on a chip: it is what the step would take if nothing waited for anything else.
+(the bytes of weights over the bandwidth), plus heads, plus attention, plus experts, plus
+collectives. The compiler counts no cycles of Pallas kernels: attention is the longer of its KV
+bytes over the bandwidth and the instructions of its kernels' schedules, experts are likewise, and
+heads (`kernels.qkv_heads`) are what their kernel moves and computes. Nothing of this was measured
+on a chip: it is what the step would take if nothing waited for anything else.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
+from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME, block_tokens
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.models.config import ModelConfig, MoeConfig
 from sgl_jax.planner.program_cost import Collective, ProgramCost
@@ -189,6 +191,74 @@ def experts_touched(tokens: int, moe: MoeConfig) -> float:
     return 1.0 - (1.0 - moe.top_k / moe.num_experts) ** tokens
 
 
+class HeadsCycles(NamedTuple):
+    """Of the kernel that normalises and rotates heads; instructions one a cycle."""
+
+    call: int  # what the compiler counts for its own smallest operation
+    normalised: float  # instructions for a head of 128 of one token
+    plain: float  # where heads are only rotated
+
+
+# docs/kernels.md: the more of 8 query heads and one KV head, and of 32 and 8; bfloat16.
+HEADS_CYCLES: Mapping[str, HeadsCycles] = MappingProxyType(
+    {
+        "TPU v5 lite": HeadsCycles(1827, 1.02, 0.80),
+        "TPU v6 lite": HeadsCycles(2122, 0.74, 0.51),
+        "TPU v5": HeadsCycles(2124, 1.03, 0.80),
+        "TPU7x": HeadsCycles(2298, 0.75, 0.51),
+    }
+)
+
+
+class HeadsTime(NamedTuple):
+    """Seconds of all layers on one device in a step."""
+
+    calls_s: float  # that a kernel runs at all
+    hbm_s: float  # reading the product of Q, K and V, and writing each
+    instructions_s: float
+    num_blocks: int  # of tokens: while one is computed, the next one comes and the last one goes
+
+    @property
+    def total_s(self) -> float:
+        """The first block's way in and the last one's way out overlap with nothing."""
+        shorter, longer = sorted((self.hbm_s, self.instructions_s))
+        return self.calls_s + longer + shorter / self.num_blocks
+
+
+def heads_time(
+    num_tokens: int,
+    config: ModelConfig,
+    itemsize: int,
+    tp_size: int,
+    chip: Chip,
+    *,
+    normalised: bool,
+) -> HeadsTime:
+    """Estimate the splitting, normalising and rotating of heads by `kernels.qkv_heads`.
+
+    Args:
+        num_tokens: of the program's shape, padding included.
+        config: of the model.
+        itemsize: bytes of an activation.
+        tp_size: chips that share the heads.
+        chip: the device.
+        normalised: whether queries and keys are.
+    """
+    kv_heads = max(config.num_kv_heads // tp_size, 1)
+    width = (config.num_heads // tp_size + 2 * kv_heads) * config.head_dim
+    angle_bytes = 2 * config.head_dim // 2 * 4
+    token_bytes = 2 * width * itemsize + angle_bytes
+    cycles = HEADS_CYCLES[chip.device_kind]
+    instructions = num_tokens * width / LANES * (cycles.normalised if normalised else cycles.plain)
+    layers = config.num_layers
+    return HeadsTime(
+        calls_s=layers * cycles.call / chip.clock_hz,
+        hbm_s=layers * num_tokens * token_bytes / chip.hbm_bytes_per_s,
+        instructions_s=layers * instructions / chip.clock_hz,
+        num_blocks=-(-num_tokens // block_tokens(num_tokens, width * itemsize)),
+    )
+
+
 # From one chip to the next, for each step of an exchange (jax-ml.github.io/scaling-book).
 ICI_HOP_S = 1e-6
 # A ring through the slice uses two of a chip's links, one in each direction.
@@ -202,6 +272,7 @@ class StepTime:
     total_s: float
     program_s: float  # the compiler's estimate, without kernels and collectives
     weights_s: float  # reading weights, those of experts left out
+    heads_s: float  # normalising and rotating queries and keys, where a kernel does it
     attention_s: float
     experts_s: float
     collectives_s: float
@@ -209,12 +280,18 @@ class StepTime:
 
 
 def estimate_step(
-    cost: ProgramCost, work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
+    cost: ProgramCost,
+    num_tokens: int,
+    work: StepWork,
+    config: ModelConfig,
+    memory: DeviceBytes,
+    chip: Chip,
 ) -> StepTime:
     """Put one step's time together.
 
     Args:
         cost: of its compiled program.
+        num_tokens: of the program's shape, padding included.
         work: what it computes.
         config: of the model.
         memory: bytes of weights and KV on one device.
@@ -230,16 +307,22 @@ def estimate_step(
     experts = experts_time(
         *(work.tokens, config, memory.expert_bytes, memory.weight_itemsize, memory.tp_size, chip)
     )
-    parts = {"HBM": 0.0, "MXU": 0.0, "ICI": collectives, "instructions": 0.0}
+    heads_s = 0.0
+    kernel = next((name for name in cost.kernels if name in (NORMALISED_NAME, PLAIN_NAME)), None)
+    if kernel:
+        sizes = (num_tokens, config, memory.weight_itemsize, memory.tp_size, chip)
+        heads_s = heads_time(*sizes, normalised=kernel == NORMALISED_NAME).total_s
+    parts = {"HBM": 0.0, "MXU": 0.0, "ICI": collectives, "instructions": heads_s}
     parts[_bound_of(fused, hbm=weights, mxu=products)] += fused
     parts[attention.bound] += attention.total_s
     parts["HBM" if experts.total_s == experts.hbm_s else "MXU"] += experts.total_s
     bound = max(parts, key=lambda name: parts[name])
-    total = fused + attention.total_s + experts.total_s + collectives
+    total = fused + heads_s + attention.total_s + experts.total_s + collectives
     return StepTime(
         total_s=total,
         program_s=program,
         weights_s=weights,
+        heads_s=heads_s,
         attention_s=attention.total_s,
         experts_s=experts.total_s,
         collectives_s=collectives,

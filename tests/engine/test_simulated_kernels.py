@@ -68,6 +68,28 @@ def test_simulated_kernels_serve_the_tokens_that_xla_does():
     assert greedy("pallas") == expected
 
 
+@pytest.fixture
+def heads_of_whole_rows(tmp_path):
+    """The config of a small Qwen3 whose heads fill a row of a TPU's lanes; weights are random."""
+    config = json.loads((ROOT / "models" / "demo" / "config.json").read_text())
+    sizes = {"head_dim": 128, "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes | {"initializer_range": 0.2}))
+    return str(tmp_path)
+
+
+def test_heads_that_a_kernel_normalises_and_rotates_serve_the_same_tokens(heads_of_whole_rows):
+    def generate(backend):
+        settings = SETTINGS | {"load_format": "dummy", "attention_backend": backend}
+        with Engine(heads_of_whole_rows, **settings) as engine:
+            wanted = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
+            answers = engine.generate(input_ids=[[*range(5, 25)], [7]], sampling_params=wanted)
+        return [list(answer.output_ids) for answer in answers]
+
+    expected = generate("xla")
+    assert len({token for tokens in expected for token in tokens}) > 2
+    assert generate("pallas") == expected
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [{"dp_size": 2}, {"tp_size": 2}], ids=str)
 def test_so_do_those_of_two_devices(settings):

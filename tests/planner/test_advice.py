@@ -29,7 +29,12 @@ def plan_of(*words, concurrency=256, collectives_s=0.0):
     """A plan of a decode step of a second, bound by memory."""
     request = parse_plan_request([*LLAMA, *words])
     time = StepTime(
-        *(1.0, 1.0, 1.0), attention_s=0.0, experts_s=0.0, collectives_s=collectives_s, bound="HBM"
+        *(1.0, 1.0, 1.0),
+        heads_s=0.0,
+        attention_s=0.0,
+        experts_s=0.0,
+        collectives_s=collectives_s,
+        bound="HBM",
     )
     rows = request.args.max_running_requests or concurrency
     step = StepPlan(rows, rows, ProgramCost(0, 0, 0, 0, 0, 0, (), ()), time)

@@ -4,17 +4,20 @@ import dataclasses
 
 import pytest
 
+from sgl_jax.kernels.qkv_heads import PLAIN_NAME
 from sgl_jax.planner.arguments import read_config
 from sgl_jax.planner.program_cost import Collective, ProgramCost
 from sgl_jax.planner.step_time import (
     BUNDLES,
     BUNDLES_8_BITS,
+    HEADS_CYCLES,
     ICI_HOP_S,
     DeviceBytes,
     StepWork,
     collective_time,
     estimate_step,
     experts_time,
+    heads_time,
 )
 from sgl_jax.planner.topology import CHIPS
 
@@ -34,7 +37,9 @@ def device(layers=0, experts=0, kv_token=0, kv_itemsize=2):
 
 def test_a_decode_step_waits_for_its_weights_and_its_kv():
     work = StepWork(tokens=8, kv_tokens_read=8000, query_key_pairs=8000, is_prefill=False)
-    time = estimate_step(cost(), work, LLAMA, device(layers=16 * ONE_GB, kv_token=131072), CHIP)
+    time = estimate_step(
+        cost(), work.tokens, work, LLAMA, device(layers=16 * ONE_GB, kv_token=131072), CHIP
+    )
     assert time.weights_s == pytest.approx(16 / 1640)
     assert time.attention_s == pytest.approx(8000 * 131072 / 1640e9)
     assert time.total_s == pytest.approx(time.weights_s + time.attention_s)
@@ -44,11 +49,11 @@ def test_a_decode_step_waits_for_its_weights_and_its_kv():
 def test_reading_8_bits_takes_half_the_time_where_instructions_allow_it():
     work = StepWork(tokens=8, kv_tokens_read=8000, query_key_pairs=8000, is_prefill=False)
     narrow = device(kv_token=65536, kv_itemsize=1)
-    on_v6e = estimate_step(cost(), work, LLAMA, narrow, CHIP)
+    on_v6e = estimate_step(cost(), work.tokens, work, LLAMA, narrow, CHIP)
     assert on_v6e.attention_s == pytest.approx(8000 * 65536 / 1640e9)
     assert on_v6e.bound == "HBM"
     v5p = CHIPS["v5p"]
-    on_v5p = estimate_step(cost(), work, LLAMA, narrow, v5p)
+    on_v5p = estimate_step(cost(), work.tokens, work, LLAMA, narrow, v5p)
     cycles = 8000 * 32 * BUNDLES_8_BITS["TPU v5"].decode  # 32 layers of 8 KV heads of 128
     assert on_v5p.attention_s == pytest.approx(cycles / v5p.clock_hz)
     assert on_v5p.bound == "instructions"
@@ -56,14 +61,18 @@ def test_reading_8_bits_takes_half_the_time_where_instructions_allow_it():
 
 def test_the_compilers_cycles_count_where_they_are_more_than_the_weights():
     work = StepWork(8, 0, 0)
-    time = estimate_step(cost(cycles=175_000_000), work, LLAMA, device(layers=ONE_GB), CHIP)
+    time = estimate_step(
+        cost(cycles=175_000_000), work.tokens, work, LLAMA, device(layers=ONE_GB), CHIP
+    )
     assert time.total_s == pytest.approx(0.1)
     assert time.bound == "instructions"
 
 
 def test_a_prefill_chunk_is_bound_by_the_matrix_units():
     work = StepWork(2048, 1024, 2048 * 512)
-    time = estimate_step(cost(), work, LLAMA, device(layers=16 * ONE_GB, kv_token=131072), CHIP)
+    time = estimate_step(
+        cost(), work.tokens, work, LLAMA, device(layers=16 * ONE_GB, kv_token=131072), CHIP
+    )
     flops = 4 * 2048 * 512 * 32 * 128 * 32
     bundles = flops / 1e9 * BUNDLES["TPU v6 lite"].prefill
     assert time.attention_s == pytest.approx(bundles / 1.75e9)
@@ -73,7 +82,9 @@ def test_a_prefill_chunk_is_bound_by_the_matrix_units():
 def test_small_heads_cost_a_prefill_chunk_as_much_as_heads_of_128():
     small = dataclasses.replace(LLAMA, head_dim=64)
     work = StepWork(2048, 1024, 2048 * 512)
-    times = [estimate_step(cost(), work, c, device(layers=1), CHIP) for c in (LLAMA, small)]
+    times = [
+        estimate_step(cost(), work.tokens, work, c, device(layers=1), CHIP) for c in (LLAMA, small)
+    ]
     assert times[0].attention_s == times[1].attention_s > 0
 
 
@@ -99,7 +110,7 @@ def test_an_all_to_all_costs_as_much_as_an_all_gather_where_all_are_near():
 def test_a_step_of_many_small_exchanges_is_bound_by_the_interconnect():
     reduce = Collective("all-reduce", "", 64_000, group_size=8, times=160, in_loop=True)
     time = estimate_step(
-        cost(collectives=[reduce]), StepWork(4, 0, 0), LLAMA, device(layers=ONE_GB), CHIP
+        cost(collectives=[reduce]), 4, StepWork(4, 0, 0), LLAMA, device(layers=ONE_GB), CHIP
     )
     assert time.bound == "ICI"
 
@@ -107,8 +118,40 @@ def test_a_step_of_many_small_exchanges_is_bound_by_the_interconnect():
 def test_a_step_waits_for_its_experts_beside_all_else():
     work = StepWork(tokens=256, kv_tokens_read=0, query_key_pairs=0, is_prefill=False)
     held = device(layers=ONE_GB, experts=57 * ONE_GB)
-    time = estimate_step(cost(), work, MOE, held, CHIP)
+    time = estimate_step(cost(), work.tokens, work, MOE, held, CHIP)
     assert time.experts_s == experts_time(256, MOE, 57 * ONE_GB, 2, 1, CHIP).total_s
     assert time.total_s == pytest.approx(1 / 1640 + time.experts_s)
     assert time.weights_s == pytest.approx(1 / 1640)
     assert time.bound == "HBM"
+
+
+def test_heads_of_few_tokens_are_brought_computed_and_taken_one_after_the_other():
+    time = heads_time(128, LLAMA, 2, 8, CHIP, normalised=False)
+    cycles = HEADS_CYCLES["TPU v6 lite"]
+    heads = 4 + 1 + 1  # of a device: queries, key, value
+    assert time.calls_s == pytest.approx(32 * cycles.call / 1.75e9)
+    # The product is read, Q, K and V are written; a cosine and a sine for each pair of lanes.
+    assert time.hbm_s == pytest.approx(32 * 128 * (2 * heads * 256 + 512) / 1640e9)
+    assert time.instructions_s == pytest.approx(32 * 128 * heads * cycles.plain / 1.75e9)
+    assert time.total_s == pytest.approx(time.calls_s + time.hbm_s + time.instructions_s)
+
+
+def test_heads_of_many_tokens_come_while_others_are_computed():
+    time = heads_time(2048, MOE, 2, 4, CHIP, normalised=True)
+    assert time.num_blocks == 8
+    assert time.instructions_s > time.hbm_s > 0
+    expected = time.calls_s + time.instructions_s + time.hbm_s / 8
+    assert time.total_s == pytest.approx(expected)
+
+
+def test_heads_count_only_where_a_kernel_makes_them():
+    work = StepWork(8, 0, 0)
+    by_xla = cost(cycles=1_000_000)
+    by_kernel = by_xla._replace(kernels=(PLAIN_NAME,) * 4)
+    times = [
+        estimate_step(program, 16, work, LLAMA, device(layers=1), CHIP)
+        for program in (by_xla, by_kernel)
+    ]
+    assert times[0].heads_s == 0
+    assert times[1].heads_s == heads_time(16, LLAMA, 2, 1, CHIP, normalised=False).total_s
+    assert times[1].total_s == pytest.approx(times[0].total_s + times[1].heads_s)

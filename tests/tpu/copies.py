@@ -13,6 +13,8 @@ _COMPUTATION = re.compile(r"^%?([\w.-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b[a-z]+(\d+)\w*\[([\d,]+)\](\S*?)(?=[,)]* |, |$)")
 _IN_VMEM = "S(1)"
+# Of an instruction whose result is changed in place, or is no copy.
+_MAKES_OTHERS = ("output_to_operand_aliasing", 'custom_call_target="tpu_custom_call"')
 # What has a result and computes none; a start has its result at its end.
 _PASSES_ON = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"),
@@ -33,7 +35,8 @@ def copies(text: str, kept: set[tuple[int, ...]], num_tokens: int) -> list[str]:
     """Instructions that write an array as large as one of `kept` anew, into HBM.
 
     What is fused is not written, what is fetched into VMEM is no copy, and neither is what is
-    changed in place. An array with an axis of `num_tokens` is one of activations.
+    changed in place. An array with an axis of `num_tokens` is one of activations, and so is what is
+    gathered, or what a Pallas kernel makes: lines of experts may be as large as some weight.
     """
     sizes = {math.prod(shape) for shape in kept}
     fused, found, here = set(_FUSED.findall(text)), [], ""
@@ -44,7 +47,7 @@ def copies(text: str, kept: set[tuple[int, ...]], num_tokens: int) -> list[str]:
         instruction = _INSTRUCTION.match(line)
         if instruction is None or here in fused or instruction[3] in _PASSES_ON:
             continue
-        if "output_to_operand_aliasing" in line:
+        if instruction[1].startswith("gather") or any(word in line for word in _MAKES_OTHERS):
             continue
         for bits, dims, layout in _ARRAY.findall(instruction[2]):
             shape = [int(dim) for dim in dims.split(",")]

@@ -57,8 +57,8 @@ class Shape(NamedTuple):
 def compile_write(shape, mesh):
     """The compiled kernel, the seconds of work, what is changed in place, temporaries it may have.
 
-    These are K and V side by side, before and after they are turned, and some of the tokens'
-    indices as columns, of which each is padded to a row of lanes.
+    These are K and V, before and after they are turned, and some of the tokens' indices as columns,
+    of which each is padded to a row of lanes.
     """
 
     def run(k, v, cache, layer, *rows):
@@ -101,7 +101,7 @@ def assert_compiles_in_place(kernel, shape, mesh, may_turn=False):
     assert num_kernels(compiled) == 1
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= num_bytes(changed)
-    assert memory.temp_size_in_bytes < 2 * shape.table_bytes + temp_bytes + 2**18
+    assert memory.temp_size_in_bytes < 2 * shape.table_bytes + temp_bytes + 3 * 2**17
     assert seconds < MAX_COMPILE_S
 
 

@@ -87,6 +87,8 @@ def _shape_seconds(
         cost = program_cost(engine.programs.compile_step(bucket))
         work = StepWork(tokens, kv_tokens_read=0, query_key_pairs=0)
         chip = request.topology.chip
-        seconds.append(estimate_step(cost, work, request.config, device, chip).total_s)
+        seconds.append(
+            estimate_step(cost, bucket.tokens, work, request.config, device, chip).total_s
+        )
     interpolated: list[float] = np.interp(shapes, compiled, seconds).tolist()
     return tuple(interpolated)

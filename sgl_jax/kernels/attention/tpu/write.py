@@ -13,9 +13,10 @@ Grid: one step for each block of up to 512 of the step's tokens.
 Buffers, with H the cache's heads (K and V, or half as many if packed), D the head_dim of a slot, a
 chunk up to 128 lanes of one head's K or V, all chunks of a token C lanes together:
 
-    kv     [block, C]                               this grid step's K and V; brought by the grid
+    new    [block, C / 2] each                      this grid step's K and V, or one [block, C] if
+                                                    the cache is packed; brought by the grid
     runs   int32 [block] each                       in scalar memory
-    rows   32 bits [chunks, block + 2 * tile, chunk]   the same as kv, one tile further down
+    rows   32 bits [chunks, block + 2 * tile, chunk]   the same as new, one tile further down
     tiles  [8, H, tile, D]                          of run r in r % 8; as the cache
 
 DMAs of run r: if it fills its tile only in part, read the tile, 4 runs ahead of its use; change it;
@@ -31,7 +32,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch
-from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name, new_slots
+from sgl_jax.kernels.attention.cache_dtype import (
+    as_cached,
+    cache_dtype_name,
+    is_packed,
+    new_slots,
+)
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES, tile_slots
 
 BLOCK_TOKENS = 512  # tokens of one step of the grid
@@ -67,7 +73,7 @@ class _Kernel(NamedTuple):
     """What every function of the kernel needs."""
 
     layer: Any
-    kv: Any
+    new: tuple[Any, ...]
     cache: Any  # [layers, pages, H, page_size, D] in HBM
     rows: Any
     tiles: Any
@@ -149,15 +155,18 @@ def _stage(kernel: _Kernel) -> None:
 
     Only 32-bit rows can be loaded from any row on; there and back loses nothing.
     """
-    chunks, _, width = kernel.rows.shape
-    block = kernel.kv.shape[0]
-    for chunk in range(chunks):
-        rows = kernel.kv[:, chunk * width : (chunk + 1) * width]
-        kernel.rows[chunk, pl.ds(kernel.tile, block)] = rows.astype(kernel.rows.dtype)
+    width = kernel.rows.shape[2]
+    chunks = (
+        part[:, first : first + width]
+        for part in kernel.new
+        for first in range(0, part.shape[1], width)
+    )
+    for chunk, rows in enumerate(chunks):
+        kernel.rows[chunk, pl.ds(kernel.tile, len(rows))] = rows.astype(kernel.rows.dtype)
 
 
-def _kernel(tokens: _Tokens, kv: Any, _old: Any, *memory: Any) -> None:
-    kernel, block = _Kernel(tokens.layers[0], kv, *memory), kv.shape[0]
+def _kernel(tokens: _Tokens, new: tuple[Any, ...], _old: Any, *memory: Any) -> None:
+    kernel, block = _Kernel(tokens.layers[0], new, *memory), new[0].shape[0]
 
     def start_read(run: jax.Array) -> None:
         pl.when(run >= IN_FLIGHT)(lambda: _write(kernel, run - IN_FLIGHT).wait())
@@ -205,11 +214,15 @@ def write_kv(
             f"{cache_dtype_name(kv_cache.dtype)} cache, got {page_size}"
         )
     num_tokens = k.shape[0]
-    block = min(BLOCK_TOKENS, -(-num_tokens // tile) * tile)
-    kv = new_slots(k, v, kv_cache).reshape(num_tokens, -1)
-    kv = jnp.pad(kv, ((0, -num_tokens % block), (0, 0)))
-    wide = jnp.int32 if jnp.issubdtype(kv.dtype, jnp.integer) else jnp.float32
+    block = min(BLOCK_TOKENS, num_tokens)
+    if is_packed(kv_cache, k.shape[2]):
+        slots = [new_slots(k, v, kv_cache)]
+    else:
+        slots = [as_cached(x, kv_cache.dtype) for x in (k, v)]
+    new = tuple(x.reshape(num_tokens, -1) for x in slots)
+    wide = jnp.int32 if jnp.issubdtype(kv_cache.dtype, jnp.integer) else jnp.float32
     width = LANES if head_dim % LANES == 0 else head_dim
+    chunks = sum(x.shape[1] for x in new) // width
     sems = pltpu.SemaphoreType.DMA((IN_FLIGHT,))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     kernel = pl.pallas_call(
@@ -218,22 +231,25 @@ def write_kv(
         out_shape=jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(kv.shape[0] // block,),
-            in_specs=[pl.BlockSpec((block, kv.shape[1]), lambda i, _: (i, 0)), in_hbm],
+            grid=(-(-num_tokens // block),),
+            in_specs=[
+                tuple(pl.BlockSpec((block, x.shape[1]), lambda i, _: (i, 0)) for x in new),
+                in_hbm,
+            ],
             out_specs=in_hbm,
             scratch_shapes=[
-                pltpu.VMEM((kv.shape[1] // width, block + 2 * tile, width), wide),
+                pltpu.VMEM((chunks, block + 2 * tile, width), wide),
                 pltpu.VMEM((IN_FLIGHT, kv_cache.shape[2], tile, head_dim), kv_cache.dtype),
                 sems,
                 sems,
                 _Runs(*[pltpu.SMEM((block,), jnp.int32)] * len(_Runs._fields)),
             ],
         ),
-        input_output_aliases={len(_Tokens._fields) + 1: 0},
+        input_output_aliases={len(_Tokens._fields) + len(new): 0},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret,
     )
     # The whole page table might not fit into scalar memory.
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
     tokens = _Tokens(layer.reshape(1), batch.token_rows, batch.positions, pages, batch.q_offsets)
-    return kernel(tokens, kv, kv_cache)
+    return kernel(tokens, new, kv_cache)

@@ -81,9 +81,11 @@ MANY_TILES = Case(PROGRAMS[0], [(15, 1), (31, 1), (8, 1), (0, 1)], [(5, 24), (16
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_of_several_blocks_of_tokens(mode, monkeypatch):
-    """A row that crosses from one grid step to the next may share a tile with itself."""
-    monkeypatch.setattr(module, "BLOCK_TOKENS", 16)
+@pytest.mark.parametrize("block_tokens", [16, 24])
+def test_a_step_of_several_blocks_of_tokens(block_tokens, mode, monkeypatch):
+    """A row that crosses from one grid step to the next may share a tile with itself; the last
+    block may hold fewer tokens than the others."""
+    monkeypatch.setattr(module, "BLOCK_TOKENS", block_tokens)
     check(MANY_TILES, write(MANY_TILES.program, MODES[mode]))
 
 

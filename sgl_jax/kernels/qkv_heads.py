@@ -1,0 +1,214 @@
+"""Queries and keys normalised and rotated on TPU, and brought into the order attention reads.
+
+XLA makes a dozen operations of this, each of which costs some 2,000 cycles however small it is,
+and in a chunk of prompt tokens a good deal more. Here it is one Pallas kernel, which reads the
+product of Q, K and V once and writes each of them once.
+
+In the product a token's heads lie side by side in lanes, for each KV head its queries, its key and
+its value. K and V leave the same way, heads side by side, as the cache's write reads them. The
+queries of a token leave as a matrix [q_heads, head_dim]: each head's are stored with a stride of
+one matrix into vector memory, in float32, since rows of less than 32 bits cannot be stored so, and
+from there they are read by token.
+
+Grid: one step for each block of tokens. Everything is computed in float32 and rounded once.
+
+Buffers, with R tokens at a time, S the query heads of a token filled up to whole registers:
+
+    qkv       [block, kv_heads * (group + 2) * D]   brought by the grid, as are the next two
+    cos, sin  float32 [block, D / 2]
+    q         [block, q_heads, D]                   taken by the grid, as are the next two
+    k, v      [block, kv_heads * D]
+    by_token  float32 [D / 128, R * S, 128]
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.tpu_chip import LANES
+
+# What the kernel is called in a compiled program.
+NORMALISED_NAME, PLAIN_NAME = "qkv_heads_normalised", "qkv_heads"
+
+TOKENS_AT_ONCE = 64
+BLOCK_BYTES = 3 << 19  # of the product; two blocks are in vector memory, and two of the results
+MAX_BLOCK = 256
+_SUBLANES = 8
+
+
+class HeadNorm(NamedTuple):
+    """Root mean square normalisation of each head."""
+
+    weight: Any  # [head_dim]; in the kernel [1, head_dim]
+    eps: float
+
+
+class _Shape(NamedTuple):
+    """What of a token's product is what."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+
+    @property
+    def q_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    def columns(self, kv_head: int, index: int) -> slice:
+        """Of a KV head's queries the one at `index`; its key and value come after them."""
+        first = (kv_head * (self.group + 2) + index) * self.head_dim
+        return slice(first, first + self.head_dim)
+
+
+def block_tokens(num_tokens: int, token_bytes: int) -> int:
+    """Tokens of one step of the grid, for a product of so many bytes a token."""
+    most = max(TOKENS_AT_ONCE, BLOCK_BYTES // token_bytes // TOKENS_AT_ONCE * TOKENS_AT_ONCE)
+    return min(num_tokens, most, MAX_BLOCK)
+
+
+def rotated_heads(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    q_norm: HeadNorm | None,
+    k_norm: HeadNorm | None,
+    *,
+    group: int,
+    head_dim: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split Q, K and V, and rotate queries and keys, normalised before that if they have norms.
+
+    Args:
+        qkv: [T, kv_heads * (group + 2) * head_dim], as `layers.attention.Attention` has it.
+        cos, sin: float32 [T, head_dim / 2] of each token's angles.
+        q_norm, k_norm: of queries and of keys, or None.
+        group: queries of a KV head.
+        head_dim: a multiple of 128.
+        interpret: simulates the kernel on a CPU: `pltpu.InterpretParams`.
+
+    Returns:
+        q [T, kv_heads * group, head_dim], k and v [T, kv_heads * head_dim]; in qkv's dtype.
+    """
+    num_tokens, width = qkv.shape
+    kv_heads = width // ((group + 2) * head_dim)
+    shape = _Shape(kv_heads, group, head_dim)
+    block = block_tokens(num_tokens, width * qkv.dtype.itemsize)
+    at_once = math.gcd(block, TOKENS_AT_ONCE)
+    stride = -(-shape.q_heads // _SUBLANES) * _SUBLANES
+
+    def by_token(*dims: int) -> pl.BlockSpec:
+        return pl.BlockSpec((block, *dims), lambda i: (i, *[0] * len(dims)))
+
+    def array(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_tokens, *dims), qkv.dtype)
+
+    inputs = (qkv, cos, sin)
+    results = (array(shape.q_heads, head_dim), *[array(kv_heads * head_dim)] * 2)
+    norms = (q_norm, k_norm)
+    weights = tuple(None if norm is None else norm.weight.reshape(1, -1) for norm in norms)
+    whole = pl.BlockSpec((1, head_dim), lambda i: (0, 0))
+    kernel = pl.pallas_call(
+        partial(
+            _kernel, shape=shape, eps=tuple(None if norm is None else norm.eps for norm in norms)
+        ),
+        name=PLAIN_NAME if q_norm is k_norm is None else NORMALISED_NAME,
+        out_shape=results,
+        grid=(-(-num_tokens // block),),
+        in_specs=[
+            *(by_token(*x.shape[1:]) for x in inputs),
+            *(None if weight is None else whole for weight in weights),
+        ],
+        out_specs=tuple(by_token(*x.shape[1:]) for x in results),
+        scratch_shapes=[pltpu.VMEM((head_dim // LANES, at_once * stride, LANES), jnp.float32)],
+        interpret=interpret,
+    )
+    q, k, v = kernel(*inputs, *weights)
+    return q, k, v
+
+
+def _kernel(
+    qkv: Any,
+    cos: Any,
+    sin: Any,
+    q_weight: Any,
+    k_weight: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    by_token: Any,
+    *,
+    shape: _Shape,
+    eps: tuple[float | None, ...],
+) -> None:
+    at_once = math.gcd(qkv.shape[0], TOKENS_AT_ONCE)
+    q_norm, k_norm = (
+        None if own_eps is None else HeadNorm(weight[...].astype(jnp.float32), own_eps)
+        for weight, own_eps in zip((q_weight, k_weight), eps, strict=True)
+    )
+
+    @pl.loop(0, qkv.shape[0] // at_once)
+    def _(i: jax.Array) -> None:
+        tokens = pl.ds(pl.multiple_of(i * at_once, at_once), at_once)
+        angles = _twice(cos[tokens], 1.0), _twice(sin[tokens], -1.0)
+        for head in range(shape.kv_heads):
+            own = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
+            key, value = (qkv[tokens, shape.columns(head, shape.group + n)] for n in range(2))
+            k[tokens, own] = _rotated(_normalised(key, k_norm), *angles).astype(k.dtype)
+            v[tokens, own] = value
+            for n in range(shape.group):
+                query = _normalised(qkv[tokens, shape.columns(head, n)], q_norm)
+                _spread(by_token, head * shape.group + n, at_once, _rotated(query, *angles))
+        for part, lanes in enumerate(_parts(shape.head_dim)):
+            queries = by_token[part].reshape(at_once, -1, LANES)[:, : shape.q_heads]
+            q[tokens, :, lanes] = queries.astype(q.dtype)
+
+
+def _parts(head_dim: int) -> list[slice]:
+    """Lanes of a head, a row of memory at a time."""
+    return [slice(first, first + LANES) for first in range(0, head_dim, LANES)]
+
+
+def _twice(half: jax.Array, sign: float) -> jax.Array:
+    """[R, D / 2] for both halves of a head, of which the first is multiplied by `sign`."""
+    return jnp.concatenate([half * sign, half], axis=1)
+
+
+def _normalised(head: jax.Array, norm: HeadNorm | None) -> jax.Array:
+    """A head of some tokens, [R, D], in float32."""
+    wide = head.astype(jnp.float32)
+    if norm is None:
+        return wide
+    # Lanes are added up by the matrix unit, which has nothing else to do and leaves the sum in all
+    # of them. It multiplies bfloat16: the square of a bfloat16 is two of these, a float32 three.
+    squares = jnp.concatenate(_in_parts(wide * wide, head.dtype.itemsize // 2 + 1), axis=1)
+    ones = jnp.ones((squares.shape[1], wide.shape[1]), jnp.bfloat16)
+    total = lax.dot(squares, ones, preferred_element_type=jnp.float32)
+    return wide * lax.rsqrt(total * (1 / wide.shape[1]) + norm.eps) * norm.weight
+
+
+def _in_parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """Numbers of bfloat16 whose sum is x, to 8 bits each."""
+    parts: list[jax.Array] = []
+    for _ in range(count):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(jnp.float32)
+    return parts
+
+
+def _rotated(head: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """A head of some tokens, [R, D], turned in the half-split form of `layers.rotary`."""
+    return head * cos + pltpu.roll(head, head.shape[1] // 2, 1) * sin
+
+
+def _spread(by_token: Any, head: int, num_tokens: int, rows: jax.Array) -> None:
+    """Put a query head's rows, [R, D], where its tokens' matrices have them."""
+    stride = by_token.shape[1] // num_tokens
+    for part, lanes in enumerate(_parts(rows.shape[1])):
+        by_token[part, pl.ds(head, num_tokens, stride)] = rows[:, lanes]

@@ -1,0 +1,96 @@
+"""From the product of Q, K and V to heads: split, normalised and rotated.
+
+Every implementation has the signature of `QKVHeads`, and `qkv_heads_implementation` is the one
+place that chooses.
+"""
+
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+from jax import lax
+
+from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.rotary import Rotation, rotate
+from sgl_jax.layers.sources import Heads
+
+QKV = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class QKVHeads(Protocol):
+    """Split Q, K and V into heads, normalise queries and keys if they have norms, rotate them."""
+
+    def __call__(
+        self,
+        qkv: jax.Array,
+        heads: Heads,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        by: Rotation,
+    ) -> QKV:
+        """Of one chip's tokens.
+
+        Args:
+            qkv: [T, kv_heads * heads.kv_width], for each KV head its queries, its key, its value.
+            heads: of the layer on the whole mesh; `group` and `head_dim` are the chip's, too.
+            q_norm, k_norm: of each query and of each key.
+            by: each token's rotation.
+
+        Returns:
+            q [T, kv_heads * group, head_dim], k and v [T, kv_heads, head_dim], in qkv's dtype.
+        """
+        ...
+
+
+def xla_qkv_heads(
+    qkv: jax.Array, heads: Heads, q_norm: RMSNorm | None, k_norm: RMSNorm | None, by: Rotation
+) -> QKV:
+    """See `QKVHeads`."""
+    # Behind the barrier the split into heads cannot reach the product: there it makes the TPU's
+    # compiler transpose the weights in every step, at eight times the product's cost.
+    parts = lax.optimization_barrier(qkv)
+    parts = parts.reshape(qkv.shape[0], -1, heads.group + 2, heads.head_dim)
+    q = parts[:, :, :-2].reshape(qkv.shape[0], -1, heads.head_dim)
+    k, v = parts[:, :, -2], parts[:, :, -1]
+    q = q if q_norm is None else q_norm(q)
+    k = k if k_norm is None else k_norm(k)
+    return rotate(q, by), rotate(k, by), v
+
+
+def pallas_qkv_heads(
+    qkv: jax.Array,
+    heads: Heads,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    by: Rotation,
+    *,
+    interpret: Any = False,
+) -> QKV:
+    """See `QKVHeads`; `interpret` simulates the kernel on a CPU: `pltpu.InterpretParams`."""
+    # Here and not above: without the Pallas kernels, a process does not wait for their import.
+    from sgl_jax.kernels.qkv_heads import HeadNorm, rotated_heads
+
+    q, k, v = rotated_heads(
+        qkv,
+        by.cos[:, 0],
+        by.sin[:, 0],
+        *(None if x is None else HeadNorm(x.weight[...], x.eps) for x in (q_norm, k_norm)),
+        group=heads.group,
+        head_dim=heads.head_dim,
+        interpret=interpret,
+    )
+    by_head = (qkv.shape[0], -1, heads.head_dim)
+    return q, k.reshape(by_head), v.reshape(by_head)
+
+
+def qkv_heads_implementation(backend: str, head_dim: int, *, simulate: bool = False) -> QKVHeads:
+    """That of an attention backend, "xla" or "pallas": the TPU's kernel, if it has whole rows of
+    lanes to work on. With `simulate`, a CPU interprets it, slowly."""
+    if backend == "xla" or head_dim % LANES:
+        return xla_qkv_heads
+    if not simulate:
+        return pallas_qkv_heads
+    from jax.experimental.pallas import tpu as pltpu
+
+    return partial(pallas_qkv_heads, interpret=pltpu.InterpretParams())

@@ -1,0 +1,150 @@
+"""The TPU's kernel that normalises and rotates heads, simulated on the CPU, against float64."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgl_jax.kernels import qkv_heads as module
+from tests.kernels.simulation import EAGER, LAZY, MODES, TOLERANCE, simulate
+from tests.quick_compilation import quick_jit
+
+EPS = 1e-6
+
+
+class Case(NamedTuple):
+    """Sizes of one chip's product."""
+
+    tokens: int
+    kv_heads: int
+    group: int
+    head_dim: int = 128
+    dtype: Any = jnp.float32
+    normalised: tuple[bool, bool] = (True, True)  # queries, keys
+
+    @property
+    def width(self):
+        return self.kv_heads * (self.group + 2) * self.head_dim
+
+
+CASES = {
+    "one KV head": Case(8, 1, 8),
+    "bfloat16": Case(48, 2, 4, dtype=jnp.bfloat16),
+    "only rotated": Case(16, 1, 4, normalised=(False, False)),
+    "keys alone normalised": Case(16, 1, 4, normalised=(False, True)),
+    "three heads of 256": Case(24, 1, 3, head_dim=256),
+    "more than 8 queries a token": Case(32, 3, 4, dtype=jnp.bfloat16),
+    "one token": Case(1, 1, 2),
+    "an odd number of tokens": Case(7, 2, 1, dtype=jnp.bfloat16),
+}
+
+
+def build(case):
+    """Product, cosines and sines, weights of queries and keys."""
+    rng = np.random.default_rng(case.tokens)
+    angles = rng.uniform(0, 6, (case.tokens, case.head_dim // 2))
+    weights = [
+        rng.normal(size=case.head_dim).astype(case.dtype) if own else None
+        for own in case.normalised
+    ]
+    qkv = rng.normal(size=(case.tokens, case.width)).astype(case.dtype)
+    return qkv, np.float32(np.cos(angles)), np.float32(np.sin(angles)), *weights
+
+
+def run(case, interpret):
+    @quick_jit
+    def kernel(qkv, cos, sin, *weights):
+        norms = [None if weight is None else module.HeadNorm(weight, EPS) for weight in weights]
+        sizes = {"group": case.group, "head_dim": case.head_dim}
+        return module.rotated_heads(qkv, cos, sin, *norms, **sizes, interpret=interpret)
+
+    return simulate(kernel, *build(case))
+
+
+def expected(qkv, cos, sin, q_weight, k_weight, case):
+    heads = np.float64(qkv).reshape(case.tokens, case.kv_heads, case.group + 2, case.head_dim)
+    cos, sin = (np.float64(x)[:, None] for x in (cos, sin))
+
+    def turned(x, weight):
+        x = x.reshape(case.tokens, -1, case.head_dim)
+        if weight is not None:
+            x = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * np.float64(weight)
+        first, second = np.split(x, 2, axis=-1)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    q, k = turned(heads[:, :, :-2], q_weight), turned(heads[:, :, -2], k_weight)
+    return q, k.reshape(case.tokens, -1), heads[:, :, -1].reshape(case.tokens, -1)
+
+
+def check(case, interpret):
+    found, want = run(case, interpret), expected(*build(case), case)
+    for own, wanted in zip(found, want, strict=True):
+        assert own.dtype == case.dtype
+        # Rounded once: what is allowed of a number of 1 is allowed of all, in proportion.
+        allowed = TOLERANCE[jnp.dtype(case.dtype)]
+        np.testing.assert_allclose(np.float64(own), wanted, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_heads_are_those_of_float64(name, mode):
+    check(CASES[name], MODES[mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_blocks_of_which_the_last_is_not_full(mode, monkeypatch):
+    monkeypatch.setattr(module, "MAX_BLOCK", 16)
+    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 8)
+    check(Case(40, 1, 3), MODES[mode])
+
+
+def test_values_are_not_touched():
+    case = CASES["bfloat16"]
+    _, _, v = run(case, LAZY)
+    heads = build(case)[0].reshape(case.tokens, case.kv_heads, -1, case.head_dim)
+    np.testing.assert_array_equal(v, heads[:, :, -1].reshape(v.shape))
+
+
+def test_a_block_is_of_whole_turns_and_no_larger_than_it_may_be():
+    assert module.block_tokens(5, 2560) == 5
+    assert module.block_tokens(128, 2560) == 128
+    assert module.block_tokens(2048, 2560) == module.MAX_BLOCK
+    wide = module.block_tokens(2048, 12288)
+    assert wide * 12288 <= module.BLOCK_BYTES
+    assert wide % module.TOKENS_AT_ONCE == 0
+    assert module.block_tokens(2048, 1 << 20) == module.TOKENS_AT_ONCE
+
+
+def turn_the_other_way(monkeypatch):
+    rotated = module._rotated
+    monkeypatch.setattr(module, "_rotated", lambda head, cos, sin: rotated(head, cos, -sin))
+
+
+def leave_heads_as_they_are(monkeypatch):
+    monkeypatch.setattr(module, "_normalised", lambda head, norm: head.astype(jnp.float32))
+
+
+def mistake_one_head_for_another(monkeypatch):
+    spread = module._spread
+    monkeypatch.setattr(module, "_spread", lambda where, head, *rest: spread(where, 0, *rest))
+
+
+def add_up_too_few_digits(monkeypatch):
+    """As if a square were one number of 8 bits."""
+    monkeypatch.setattr(module, "_in_parts", lambda x, count: [x.astype(jnp.bfloat16)])
+
+
+FAULTS = (
+    turn_the_other_way,
+    leave_heads_as_they_are,
+    mistake_one_head_for_another,
+    add_up_too_few_digits,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_noticed(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(CASES["one KV head"], EAGER)

@@ -1,0 +1,55 @@
+"""How Q, K and V become heads: the TPU's kernel where it has whole rows of lanes, else XLA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.qkv_heads import (
+    pallas_qkv_heads,
+    qkv_heads_implementation,
+    xla_qkv_heads,
+)
+from sgl_jax.layers.rotary import inverse_frequencies, rotation
+from sgl_jax.layers.sources import Heads, Tensor
+from tests.layers.modules import declared_shapes
+from tests.quick_compilation import quick_jit
+
+TOKENS, HEADS = 12, Heads(num_q=8, num_stored_kv=2, num_kv=2, head_dim=128)
+
+
+def heads_by(implementation, *, normalised):
+    """q, k and v of random numbers."""
+    rng = np.random.default_rng(0)
+    qkv = jnp.asarray(rng.normal(size=(TOKENS, HEADS.num_kv * HEADS.kv_width)), jnp.float32)
+    norm = RMSNorm(Tensor("norm", (HEADS.head_dim,)), 1e-5, jnp.float32)
+    weights = [
+        jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), declared_shapes(norm))
+        for _ in range(2)
+    ]
+    graphdef = nnx.graphdef(norm)
+
+    @quick_jit
+    def run(qkv, *weights):
+        norms = [nnx.merge(graphdef, own) for own in weights] if normalised else [None, None]
+        by = rotation(jnp.arange(TOKENS) * 31, inverse_frequencies(HEADS.head_dim, 1e4))
+        return implementation(qkv, HEADS, *norms, by)
+
+    return run(qkv, *weights)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_kernel_makes_the_same_heads_as_xla(normalised):
+    kernel = qkv_heads_implementation("pallas", HEADS.head_dim, simulate=True)
+    found, want = (heads_by(how, normalised=normalised) for how in (kernel, xla_qkv_heads))
+    for own, wanted in zip(found, want, strict=True):
+        assert own.shape == wanted.shape
+        np.testing.assert_allclose(own, wanted, rtol=0, atol=2e-5)
+
+
+def test_heads_of_half_a_row_of_lanes_are_left_to_xla():
+    assert qkv_heads_implementation("pallas", 64) is xla_qkv_heads
+    assert qkv_heads_implementation("xla", 128) is xla_qkv_heads
+    assert qkv_heads_implementation("pallas", 128) is pallas_qkv_heads
