@@ -29,7 +29,7 @@ def choose_num_pages(
     mesh: Mesh,
     rows_per_rank: int,
     pages_per_row: int,
-    workspace_bytes: int = 0,
+    workspace_bytes: int,
 ) -> int:
     """Pages of one rank, the null page included. Called when the weights are on the devices.
 

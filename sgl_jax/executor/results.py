@@ -4,8 +4,10 @@ Fetches only what the plan asked for; waits for the step to finish.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, PromptLogprobs, RankPlan, RankResult, StepPlan
@@ -60,13 +62,7 @@ def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptL
     """Cut one rank's values into the rows that asked for them, by plan index."""
     ends = np.cumsum(num_scored)
     rows = {}
-    for i in np.flatnonzero(num_scored):
+    for i in np.flatnonzero(num_scored).tolist():
         tokens = slice(ends[i] - num_scored[i], ends[i])
-        of_ids = values.id_logprobs
-        rows[int(i)] = PromptLogprobs(
-            values.logprobs[tokens],
-            values.top_ids[tokens],
-            values.top_logprobs[tokens],
-            None if of_ids is None else of_ids[tokens],
-        )
+        rows[i] = jax.tree.map(itemgetter(tokens), values)
     return rows

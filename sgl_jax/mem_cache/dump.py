@@ -35,7 +35,9 @@ def dump_rank(memory: RankMemory) -> dict[str, Any]:
     """All memory records of one rank as JSON values, and the defects that a walk finds."""
     parts: dict[str, Callable[[RankMemory], Any]] = {
         "view": lambda memory: memory.view()._asdict(),
-        "findings": _findings,
+        "findings": lambda memory: [
+            {"what": what, "pages": pages.tolist()} for what, pages in find_defects(memory)
+        ],
         "leases": _leases,
         "sessions": _sessions,
         "rows": _rows,
@@ -53,10 +55,6 @@ def _guarded(part: Callable[[RankMemory], Any], memory: RankMemory) -> Any:
         return part(memory)
     except Exception as error:  # reading inconsistent records may raise anything
         return f"cannot be read: {type(error).__name__}: {error}"
-
-
-def _findings(memory: RankMemory) -> list[dict[str, Any]]:
-    return [{"what": what, "pages": pages.tolist()} for what, pages in find_defects(memory)]
 
 
 def _leases(memory: RankMemory) -> list[dict[str, Any]]:
@@ -107,8 +105,8 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
     return {
         "num_evictable": cache.num_evictable,
         "num_protected": cache.num_protected,
-        "num_locks": cache.num_locks,
-        "num_locked_tokens": cache.num_locked_tokens,
+        "num_locks": cache.tree.num_locks,
+        "num_locked_tokens": cache.tree.num_locked_tokens,
         "nodes": [
             {
                 "id": node.node_id,

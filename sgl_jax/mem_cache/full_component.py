@@ -31,19 +31,9 @@ class FullComponent:
         self._allocator = allocator
         self._page_size = page_size
         self._policy = policy
-        self._num_evictable = 0
-        self._num_protected = 0
+        self.num_evictable = 0  # pages on the tree that no lease has locked
+        self.num_protected = 0  # those that some lease has
         self._dropped: list[Int32Array] = []
-
-    @property
-    def num_evictable(self) -> int:
-        """Pages on the tree that no lease has locked."""
-        return self._num_evictable
-
-    @property
-    def num_protected(self) -> int:
-        """Pages on the tree that some lease has locked."""
-        return self._num_protected
 
     def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
         """The pages along `nodes`, in token order."""
@@ -63,7 +53,7 @@ class FullComponent:
         pages = offer.pages[start : node.end // self._page_size].copy()
         self._allocator.give_to_tree(pages, offer.owner)
         node.values[self.index] = pages
-        self._num_evictable += len(pages)
+        self.num_evictable += len(pages)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Divide the pages; every lock through the lower node passes through the upper one."""
@@ -93,8 +83,8 @@ class FullComponent:
         while step is not above and step is not None and step.parent is not None:
             step.locks[self.index] += 1
             if step.locks[self.index] == 1:
-                self._num_evictable -= len(step.values[self.index])
-                self._num_protected += len(step.values[self.index])
+                self.num_evictable -= len(step.values[self.index])
+                self.num_protected += len(step.values[self.index])
                 self.refresh(step)
             step = step.parent
 
@@ -106,8 +96,8 @@ class FullComponent:
                 raise LedgerError(f"{step!r} is unlocked more often than it was locked")
             step.locks[self.index] -= 1
             if step.locks[self.index] == 0:
-                self._num_evictable += len(step.values[self.index])
-                self._num_protected -= len(step.values[self.index])
+                self.num_evictable += len(step.values[self.index])
+                self.num_protected -= len(step.values[self.index])
                 self.refresh(step)
             step = step.parent
 
@@ -127,7 +117,7 @@ class FullComponent:
         keep = keep_tokens // self._page_size
         pages = node.values[self.index]
         self._dropped.append(pages[keep:])
-        self._num_evictable -= len(pages) - keep
+        self.num_evictable -= len(pages) - keep
         node.values[self.index] = front(pages, keep)
         if keep == 0:
             self._policy.discard(node)
@@ -174,9 +164,9 @@ class FullComponent:
                 evictable += len(pages)
         if expected_locks:
             raise LedgerError(f"leases lock nodes {sorted(expected_locks)}, not in the tree")
-        if (evictable, protected) != (self._num_evictable, self._num_protected):
+        if (evictable, protected) != (self.num_evictable, self.num_protected):
             raise LedgerError(
-                f"tree counts (evictable, protected) {self._num_evictable, self._num_protected}, "
+                f"tree counts (evictable, protected) {self.num_evictable, self.num_protected}, "
                 f"a walk finds {evictable, protected}"
             )
         if len(self._policy) != num_members:

@@ -66,10 +66,10 @@ def _imbalance(memory: RankMemory) -> str | None:
     if cached != allocator.num_tree:
         return f"the tree counts {cached} pages, it owns {allocator.num_tree}"
     num_locking = np.count_nonzero(rows.cache_protected_len)
-    if num_locking != cache.num_locks or protected != cache.num_locked_tokens:
+    if num_locking != cache.tree.num_locks or protected != cache.tree.num_locked_tokens:
         return (
-            f"{num_locking} rows have locked {protected} tokens, the tree gave {cache.num_locks} "
-            f"locks on {cache.num_locked_tokens} tokens"
+            f"{num_locking} rows have locked {protected} tokens, the tree gave "
+            f"{cache.tree.num_locks} locks on {cache.tree.num_locked_tokens} tokens"
         )
     if memory.locked.num_locked != cache.num_protected:
         return (

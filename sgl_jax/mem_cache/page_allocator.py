@@ -63,8 +63,8 @@ class PageAllocator:
         # A stack: the lowest ids come out first, and pages freed last are reused first while
         # they are still warm in some cache.
         self._free_stack = np.zeros(num_pages, np.int32)
-        self._num_free = 0
-        self._num_tree = 0
+        self.num_free = 0  # pages without an owner
+        self.num_tree = 0  # that the prefix tree owns
         self.reset()
 
     def reset(self) -> None:
@@ -73,19 +73,9 @@ class PageAllocator:
         self._last_owner.fill(FREE)
         self._owner[NULL_PAGE] = RESERVED
         self._free_stack[: self.num_pages - 1] = np.arange(self.num_pages - 1, 0, -1)
-        self._num_free = self.num_pages - 1
-        self._num_tree = 0
+        self.num_free = self.num_pages - 1
+        self.num_tree = 0
         self._log.clear()
-
-    @property
-    def num_free(self) -> int:
-        """Pages without an owner."""
-        return self._num_free
-
-    @property
-    def num_tree(self) -> int:
-        """Pages the prefix tree owns."""
-        return self._num_tree
 
     @property
     def num_reserved(self) -> int:
@@ -95,7 +85,7 @@ class PageAllocator:
     @property
     def num_leased(self) -> int:
         """Pages owned by rows."""
-        return self.num_pages - self.num_reserved - self._num_free - self._num_tree
+        return self.num_pages - self.num_reserved - self.num_free - self.num_tree
 
     def alloc(self, num_pages: int, owner: int) -> Int32Array:
         """Take `num_pages` free pages for row `owner`; int32[num_pages].
@@ -110,14 +100,14 @@ class PageAllocator:
 
     def _top(self, count: int) -> Int32Array:
         """The free pages that are taken next; a view."""
-        if count > self._num_free:
-            raise OutOfPagesError(f"{self.name}: {count} pages asked, {self._num_free} free")
-        top = self._num_free
+        if count > self.num_free:
+            raise OutOfPagesError(f"{self.name}: {count} pages asked, {self.num_free} free")
+        top = self.num_free
         return self._free_stack[top - count : top][::-1]
 
     def _take(self, top: IntpArray, owners: int | Int32Array) -> None:
         """`owners` take the pages that `_top` returned; the arrays must not change afterwards."""
-        self._num_free -= len(top)
+        self.num_free -= len(top)
         self._owner[top] = owners
         self._log.note("take", owners, top)
 
@@ -128,10 +118,10 @@ class PageAllocator:
         count = len(pages)
         self._last_owner[index] = owner
         self._owner[index] = FREE
-        self._free_stack[self._num_free : self._num_free + count] = pages
-        self._num_free += count
+        self._free_stack[self.num_free : self.num_free + count] = pages
+        self.num_free += count
         if owner == TREE:
-            self._num_tree -= count
+            self.num_tree -= count
         self._log.note("free", owner, index)
 
     def give_to_tree(self, pages: Int32Array, owner: int) -> None:
@@ -140,7 +130,7 @@ class PageAllocator:
         self._require(index, owner, "give to the tree")
         self._last_owner[index] = owner
         self._owner[index] = TREE
-        self._num_tree += len(pages)
+        self.num_tree += len(pages)
         self._log.note("give to the tree", owner, index)
 
     def owners(self) -> Int32Array:
@@ -149,7 +139,7 @@ class PageAllocator:
 
     def free_pages(self) -> Int32Array:
         """A copy of the free list, in no particular order."""
-        return self._free_stack[: self._num_free].copy()
+        return self._free_stack[: self.num_free].copy()
 
     def transitions(self) -> list[Transition]:
         """The latest moves of this pool's pages, oldest first."""

@@ -19,12 +19,12 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class PrefixCursor:
-    """A walk along `tokens` of a namespace, made by `PrefixCache.follow` and ended by `unfollow`.
+    """A walk along `tokens` of a namespace, made by `CursorIndex.follow` and ended by `unfollow`.
 
     `length` counts the matched tokens, whole pages; `node` is the last node on the walk (the root
-    if none matched, None without a tree). `place` is a small number, the same for all cursors of
-    one tree at that node (0 without a tree): see `PrefixCache.followed_nodes`. `tag` is the
-    owner's and means nothing to the tree.
+    if none matched, None when it was ended). `place` is a small number, the same for all cursors
+    of one tree at that node: see `CursorIndex.nodes`. `tag` is the owner's and means nothing to the
+    tree.
     """
 
     __slots__ = ("is_moved", "length", "namespace", "next_key", "node", "place", "tag", "tokens")
@@ -83,11 +83,12 @@ class CursorIndex:
         self._moved: list[PrefixCursor] = []
 
     def follow(
-        self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None
+        self, tokens: Int32Array, namespace: str, tag: int, below: TreeNode | None = None
     ) -> PrefixCursor:
-        """A new cursor, placed where the walk along `tokens` ends now.
+        """A new cursor, placed where the walk along `tokens` ends now; to be ended by `unfollow`.
 
-        `below` is a node that is known to lie on it: what is above is not looked at.
+        `below` is a locked node that is known to lie on it: what is above is not looked at.
+        `tag` is for who asks `take_moved`.
         """
         cursor = PrefixCursor(tokens, namespace, tag)
         self._advance(cursor, below or self._root)

@@ -6,6 +6,7 @@ Leases begin here (`open_lease`), grow here, and end in `release.py`, nowhere el
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,9 +18,8 @@ from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.locked_pages import LockedPages
 from sgl_jax.mem_cache.page_allocator import PageAllocator, alloc_each
-from sgl_jax.mem_cache.prefix_cache import ChunkCache, PrefixCache
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
-from sgl_jax.mem_cache.radix_cache import RadixCache
+from sgl_jax.mem_cache.radix_cache import ChunkCache, RadixCache
 from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.session_leases import SessionLeases
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -65,11 +65,15 @@ class RankMemory:
     ) -> None:
         self.dp_rank = dp_rank
         self.page_size = sizes.page_size
-        self.rows = ReqToTokenPool(sizes.num_rows, sizes.pages_per_row, tables)
+        self.rows = ReqToTokenPool(tables or RowTables.empty(sizes.num_rows, sizes.pages_per_row))
         self.allocator = PageAllocator(sizes.num_pages, f"rank {dp_rank}")
-        self._use_radix_cache = use_radix_cache
-        self._eviction_policy = eviction_policy
-        self.cache = self._make_cache(num_evicted=0)
+        self._make_cache = partial(
+            RadixCache if use_radix_cache else ChunkCache,
+            self.allocator,
+            sizes.page_size,
+            eviction_policy=eviction_policy if use_radix_cache else "lru",
+        )
+        self.cache = self._make_cache()
         self.sessions = SessionLeases()
         self.leases: dict[int, KVLease] = {}  # by row
         self.locked = LockedPages(sizes.num_pages)
@@ -92,13 +96,6 @@ class RankMemory:
         self.sessions = SessionLeases()
         self.locked = LockedPages(self.allocator.num_pages)
         self.num_session_held_pages = 0
-
-    def _make_cache(self, num_evicted: int) -> PrefixCache:
-        if not self._use_radix_cache:
-            return ChunkCache()
-        return RadixCache(
-            self.allocator, self.page_size, num_evicted, eviction_policy=self._eviction_policy
-        )
 
     @property
     def num_session_pages(self) -> int:

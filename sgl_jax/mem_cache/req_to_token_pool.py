@@ -123,17 +123,14 @@ class RowTables:
 
 
 class ReqToTokenPool(RowTables):
-    """`num_rows` rows (null row included) of at most `pages_per_row` pages; which of them are held.
+    """The rows of `tables`, all free, the null row among them; which of them are held."""
 
-    `tables`, if given, are the columns to keep them in: of so many rows, all free.
-    """
-
-    def __init__(self, num_rows: int, pages_per_row: int, tables: RowTables | None = None) -> None:
+    def __init__(self, tables: RowTables) -> None:
+        num_rows, pages_per_row = tables.pages.shape
         if num_rows < 2 or pages_per_row < 1:
             raise ValueError(
                 f"a row pool needs at least 2 rows of 1 page, got {num_rows} of {pages_per_row}"
             )
-        tables = tables or RowTables.empty(num_rows, pages_per_row)
         super().__init__(
             tables.pages, tables.lengths, tables.epoch, tables.page_log, tables.first_row
         )

@@ -33,15 +33,8 @@ class LeaseOffer(NamedTuple):
 class TreeComponent(Protocol):
     """One kind of value on the tree. Counts are in the component's own units (pages, slots)."""
 
-    @property
-    def num_evictable(self) -> int:
-        """Units on the tree that no lock holds."""
-        ...
-
-    @property
-    def num_protected(self) -> int:
-        """Units on the tree that a lock holds."""
-        ...
+    num_evictable: int  # units on the tree that no lock holds
+    num_protected: int  # and those that one holds
 
     def usable_len(self, path: Sequence[PathStep], length: int) -> int:
         """The longest prefix of at most `length` matched tokens that this component can serve.

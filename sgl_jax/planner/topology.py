@@ -50,32 +50,15 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
 )
 
 
-# Chips -> grid, of the shapes that can be rented.
-_FLAT: Mapping[int, tuple[int, ...]] = MappingProxyType(
-    {
-        1: (1, 1),
-        4: (2, 2),
-        8: (2, 4),
-        16: (4, 4),
-        32: (4, 8),
-        64: (8, 8),
-        128: (8, 16),
-        256: (16, 16),
-    }
+# The grids of chips that can be rented, the smallest first.
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_CUBES = (
+    *((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)),
+    *((4, 4, 4), (4, 4, 8), (4, 8, 8)),
 )
-_CUBES: Mapping[int, tuple[int, ...]] = MappingProxyType(
-    {
-        1: (1, 1, 1),
-        4: (2, 2, 1),
-        8: (2, 2, 2),
-        16: (2, 2, 4),
-        32: (2, 4, 4),
-        64: (4, 4, 4),
-        128: (4, 4, 8),
-        256: (4, 8, 8),
-    }
+_GRIDS: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType(
+    {"v5e": _FLAT, "v6e": _FLAT, "v5p": _CUBES, "tpu7x": _CUBES}
 )
-_GRIDS = MappingProxyType({"v5e": _FLAT, "v6e": _FLAT, "v5p": _CUBES, "tpu7x": _CUBES})
 _CORES_PER_CHIP_IN_NAME = MappingProxyType({"v5e": 1, "v6e": 1, "v5p": 2, "tpu7x": 2})
 
 
@@ -93,24 +76,23 @@ class Topology(NamedTuple):
             known = ", ".join(CHIPS)
             raise ValueError(f"--topology must be like v6e-8, of {known}, got {name!r}")
         generation, shape = match[1], match[2]
-        grids = _GRIDS[generation]
+        slices = cls.all_of(generation)
         if ":" in name:
-            grid = tuple(int(part) for part in shape.split("x"))
-            if grid not in grids.values():
-                known = ", ".join("x".join(map(str, grid)) for grid in grids.values())
-                raise ValueError(f"--topology: grids of {generation} are {known}, got {shape}")
-            return cls(generation, grid)
-        cores = _CORES_PER_CHIP_IN_NAME[generation]
-        for chips, grid in grids.items():
-            if shape == str(chips * cores):
-                return cls(generation, grid)
-        known = ", ".join(f"{generation}-{chips * cores}" for chips in grids)
-        raise ValueError(f"--topology: sizes of {generation} are {known}, got {name!r}")
+            kind, asked, got = "grids", shape, shape
+            named = {"x".join(map(str, each.grid)): each for each in slices}
+        else:
+            kind, asked, got = "sizes", name, repr(name)
+            named = {each.name: each for each in slices}
+        if asked not in named:
+            raise ValueError(
+                f"--topology: {kind} of {generation} are {', '.join(named)}, got {got}"
+            )
+        return named[asked]
 
     @classmethod
     def all_of(cls, generation: str) -> list["Topology"]:
         """Every slice of a generation, the smallest first."""
-        return [cls(generation, grid) for grid in _GRIDS[generation].values()]
+        return [cls(generation, grid) for grid in _GRIDS[generation]]
 
     @property
     def name(self) -> str:

@@ -228,7 +228,8 @@ class Admission:
         stayed = self._waiting.stays_for(request)
         if self._args.load_balance_method == "round_robin" and self._home_of(request) is None:
             # One that waited for a prefix in flight goes where that is, if it can.
-            return next((o for o in fitting if o.dp_rank == stayed), self._next_in_turn(fitting))
+            in_turn = min(fitting, key=lambda o: (o.dp_rank < self._next_rank, o.dp_rank))
+            return next((o for o in fitting if o.dp_rank == stayed), in_turn)
         best, cheapest = min(options), min(fitting)
         if best.fits or best.leader is not None:
             return best
@@ -237,9 +238,6 @@ class Admission:
             num_steps = 1 + (cheapest.cost - best.cost) // rooms[best.dp_rank].chunk_size
             self._waiting.stay(request, best.dp_rank, step + num_steps)
         return best if self._waiting.is_staying(request, step) else cheapest
-
-    def _next_in_turn(self, fitting: list[Option]) -> Option:
-        return min(fitting, key=lambda option: (option.dp_rank < self._next_rank, option.dp_rank))
 
     def _start(self, rooms: list[RankRoom], request: Request, dp_rank: int) -> None:
         room, cursor = rooms[dp_rank], self._waiting.cursors(request)[dp_rank]

@@ -1,6 +1,7 @@
 """What the scheduler is told and what it answers, as values that can be written to a file.
 
-One struct for each event, tagged by its class name. Arrays travel as (dtype, shape, bytes).
+One struct for each event, tagged by its class name or by the method that is told it. Arrays travel
+as (dtype, shape, bytes).
 """
 
 import re
@@ -41,76 +42,51 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     max_passed_over: int
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
-    """Something that a scheduler is told: `tell` does it, and returns the scheduler's answer."""
+class Told(msgspec.Struct, frozen=True):
+    """Something that a scheduler is told: the tag of each kind names the method of `Scheduler`,
+    and its fields are the arguments."""
 
     def tell(self, scheduler: Scheduler) -> Any:
-        raise NotImplementedError
+        """Tell it; answers what it answers."""
+        return getattr(scheduler, str(self.__struct_config__.tag))(*msgspec.structs.astuple(self))
 
 
-class Submitted(Told, frozen=True):
+class Submitted(Told, frozen=True, tag="submit"):
     message: GenerateRequest
 
-    def tell(self, scheduler: Scheduler) -> None:
-        scheduler.submit(self.message)
 
-
-class Refused(Told, frozen=True):
+class Refused(Told, frozen=True, tag="refuse"):
     message: GenerateRequest
     text: str
     status_code: int
 
-    def tell(self, scheduler: Scheduler) -> None:
-        scheduler.refuse(self.message, self.text, self.status_code)
 
-
-class Aborted(Told, frozen=True):
+class Aborted(Told, frozen=True, tag="abort"):
     message: AbortRequest
 
-    def tell(self, scheduler: Scheduler) -> None:
-        scheduler.abort(self.message)
 
-
-class Stopped(Told, frozen=True):
+class Stopped(Told, frozen=True, tag="stop"):
     message: StopRequest
 
-    def tell(self, scheduler: Scheduler) -> None:
-        scheduler.stop(self.message)
 
-
-class AskedSession(Told, frozen=True):
-    """A client asked about sessions."""
-
+class AskedSession(Told, frozen=True, tag="session"):
     message: SessionMessage
 
-    def tell(self, scheduler: Scheduler) -> Reply:
-        return scheduler.session(self.message)
+
+class Flushed(Told, frozen=True, tag="flush"):
+    pass
 
 
-class Flushed(Told, frozen=True):
-    def tell(self, scheduler: Scheduler) -> bool:
-        return scheduler.flush()
-
-
-class FailedAll(Told, frozen=True):
+class FailedAll(Told, frozen=True, tag="fail_all"):
     reason: str
 
-    def tell(self, scheduler: Scheduler) -> None:
-        scheduler.fail_all(self.reason)
 
-
-class Rebuilt(Told, frozen=True):
+class Rebuilt(Told, frozen=True, tag="rebuild"):
     reason: str
 
-    def tell(self, scheduler: Scheduler) -> None:
-        scheduler.rebuild(self.reason)
 
-
-class Ticked(Told, frozen=True):
+class Ticked(Told, frozen=True, tag="tick"):
     now_s: float
-
-    def tell(self, scheduler: Scheduler) -> None:
-        scheduler.tick(self.now_s)
 
 
 class AnsweredSession(msgspec.Struct, frozen=True, tag=True):

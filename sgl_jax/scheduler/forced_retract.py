@@ -39,15 +39,15 @@ class ForcedRetract:
 
 def _victims(rank: RankScheduler, turn: int) -> list[int]:
     """Half (rounded up) of the rows that may be taken, going on where the last turn ended."""
-    rows = [row for row in rank.running.active.tolist() if _may_take(rank, row)]
+    running = rank.running
+    rows = []
+    for row in running.active.tolist():
+        request = running.request(row)
+        if request.num_retractions == 0 or running.known_len[row] > len(request.tokens):
+            rows.append(row)
     if not rows:
         return []
-    rows.sort(key=lambda row: rank.running.request(row).arrival)
+    rows.sort(key=lambda row: running.request(row).arrival)
     count = (len(rows) + 1) // 2
     start = turn * count % len(rows)
     return (rows[start:] + rows[:start])[:count]
-
-
-def _may_take(rank: RankScheduler, row: int) -> bool:
-    request = rank.running.request(row)
-    return request.num_retractions == 0 or rank.running.known_len[row] > len(request.tokens)

@@ -33,18 +33,15 @@ from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 
 class RankScheduler:
-    """Requests of rank `dp_rank`, running.
-
-    `tables` and `columns`, if given, are views of those of all ranks.
-    """
+    """Requests of rank `dp_rank`, running; `tables` and `columns` are views of all ranks' ones."""
 
     def __init__(
         self,
         dp_rank: int,
         sizes: EngineSizes,
         args: SchedulerArgs,
-        tables: RowTables | None = None,
-        columns: RowColumns | None = None,
+        tables: RowTables,
+        columns: RowColumns,
     ) -> None:
         self.dp_rank = dp_rank
         self.memory = RankMemory(
@@ -54,9 +51,7 @@ class RankScheduler:
             eviction_policy=args.radix_eviction_policy,
             tables=tables,
         )
-        self.running = RunningRows(
-            columns or RowColumns.empty(sizes.num_rows, sizes.max_context_len)
-        )
+        self.running = RunningRows(columns)
         self.reserve = AdmissionReserve(args.schedule_conservativeness)
         self.num_retracted = 0
         self.num_evicted_sessions = 0

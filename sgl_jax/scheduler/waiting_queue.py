@@ -101,7 +101,7 @@ class WaitingQueue:
             # What a session's lease has locked need not be walked again.
             lease = request.session_lease(memory)
             known = lease.node if lease else None
-            cursors.append(memory.cache.follow(tokens, request.namespace, line, known))
+            cursors.append(memory.cache.cursors.follow(tokens, request.namespace, line, known))
         self._cursors[line] = cursors
         self._is_waiting[line] = True
         self._num_pages[line] = self._memories[0].pages_for(len(request.tokens) + 1)
@@ -132,7 +132,7 @@ class WaitingQueue:
         line = request.line
         del self._requests[request.rid], self._by_line[line]
         for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
-            memory.cache.unfollow(cursor)
+            memory.cache.cursors.unfollow(cursor)
         self._priorities.remove(int(self._priority[line]))
         self._is_waiting[line] = False
         self._passed_over[line] = 0
@@ -285,7 +285,7 @@ class WaitingQueue:
     def _take_moves(self) -> None:
         """Take over what has changed on the ranks' trees."""
         for dp_rank, memory in enumerate(self._memories):
-            moved = memory.cache.take_moved()
+            moved = memory.cache.cursors.take_moved()
             if not moved:
                 continue
             lines = np.array([cursor.tag for cursor in moved])
@@ -361,7 +361,7 @@ class WaitingQueue:
         needed = np.empty((len(ranks), len(lines)), np.int32)
         for k, dp_rank in enumerate(ranks.tolist()):
             memory, places = self._memories[dp_rank], self._place[dp_rank, lines]
-            nodes = memory.cache.followed_nodes
+            nodes = memory.cache.cursors.nodes
             in_use = np.zeros(len(nodes), np.int32)
             for place in np.flatnonzero(np.bincount(places)).tolist():
                 in_use[place] = memory.in_use_len(nodes[place]) // memory.page_size

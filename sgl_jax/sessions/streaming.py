@@ -1,5 +1,6 @@
 """An append-only conversation: a list of tokens that each successful turn makes longer."""
 
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -148,17 +149,9 @@ class StreamingSession:
         self.tokens = self.tokens[: self.turns[-1].num_tokens if self.turns else 0].copy()
 
     def fork(self, new_session_id: str) -> "StreamingSession":
-        """Another session with the same history."""
-        opened = OpenSession(
-            rid="",
-            session_id=new_session_id,
-            streaming=True,
-            capacity_of_str_len=self.capacity,
-            timeout_s=self.timeout_s,
-            namespace=self.namespace,
-        )
-        other = StreamingSession(opened)
-        other.tokens, other.turns = self.tokens, list(self.turns)
+        """Another session with the same history; no turn is in flight."""
+        other = copy(self)
+        other.session_id, other.turns, other._replaced = new_session_id, list(self.turns), None
         return other
 
     def _len_after(self, message: StopRequest | AbortRequest) -> int:

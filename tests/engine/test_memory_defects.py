@@ -119,7 +119,7 @@ def give_pages_in_use_away(memory: RankMemory) -> None:
 
 
 def count_pages_that_are_not_free(memory: RankMemory) -> None:
-    memory.cache._full._num_evictable += 1000  # type: ignore[attr-defined]
+    memory.cache._full.num_evictable += 1000  # type: ignore[attr-defined]
     free = memory.allocator.num_free
     memory.allocator.alloc(free, owner=1)
 

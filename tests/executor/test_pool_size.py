@@ -32,29 +32,32 @@ def available(monkeypatch):
 
 def test_the_argument_decides_and_the_null_page_comes_on_top(mesh):
     args = ServerArgs(max_total_tokens=1000)
-    assert choose_num_pages(args, LAYOUT, mesh, rows_per_rank=4, pages_per_row=8) == 62 + 1
+    assert (
+        choose_num_pages(args, LAYOUT, mesh, rows_per_rank=4, pages_per_row=8, workspace_bytes=0)
+        == 62 + 1
+    )
 
 
 def test_on_a_cpu_no_more_than_all_rows_at_their_longest_could_use(mesh, available):
     available(100 * GIB)
-    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 4, 8) == 32 + 1
+    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 4, 8, 0) == 32 + 1
 
 
 def test_on_a_cpu_a_gibibyte_is_enough_unless_one_request_needs_more(mesh, available):
     available(100 * GIB)
-    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 100, 1000) == 8192 + 1
-    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 100, 10_000) == 10_000 + 1
+    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 100, 1000, 0) == 8192 + 1
+    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 100, 10_000, 0) == 10_000 + 1
 
 
 def test_on_a_cpu_all_ranks_together_take_a_quarter_of_what_is_available(mesh, available):
     available(GIB)
-    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 100, 1000) == 1024
+    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 100, 1000, 0) == 1024
 
 
 def test_on_an_accelerator_pages_get_what_weights_and_a_steps_logits_leave(mesh, monkeypatch):
     monkeypatch.setattr(pool_size, "platform_of", lambda mesh: "tpu")
     monkeypatch.setattr(pool_size, "_free_device_bytes", lambda device, fraction: GIB)
-    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 4, 8) == 8192
+    assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 4, 8, 0) == 8192
     logits = 256 * 131_072
     assert choose_num_pages(ServerArgs(), LAYOUT, mesh, 4, 8, logits) == 8192 - 256
 
@@ -62,7 +65,7 @@ def test_on_an_accelerator_pages_get_what_weights_and_a_steps_logits_leave(mesh,
 def test_no_room_for_a_page_is_an_error_that_says_what_to_change(mesh, available):
     available(131_072 * 4)
     with pytest.raises(RuntimeError, match=r"not one page of 16 tokens .* smaller model"):
-        choose_num_pages(ServerArgs(), LAYOUT, mesh, 4, 8)
+        choose_num_pages(ServerArgs(), LAYOUT, mesh, 4, 8, 0)
 
 
 def test_this_machines_memory_is_read_and_plausible():
@@ -89,10 +92,10 @@ class FakeMesh:
 def test_on_an_accelerator_the_fullest_chip_decides_after_weights():
     free, fuller = ({"bytes_limit": 10 * GIB, "bytes_in_use": n * GIB} for n in (1, 4))
     args = ServerArgs(mem_fraction_static=0.9)
-    num_pages = choose_num_pages(args, LAYOUT, FakeMesh(free, fuller), 4, 8)
+    num_pages = choose_num_pages(args, LAYOUT, FakeMesh(free, fuller), 4, 8, 0)
     assert num_pages == 5 * GIB // (131_072 // 2)
 
 
 def test_a_device_that_does_not_tell_its_memory_needs_the_argument():
     with pytest.raises(RuntimeError, match="--max-total-tokens"):
-        choose_num_pages(ServerArgs(), LAYOUT, FakeMesh(None), 4, 8)
+        choose_num_pages(ServerArgs(), LAYOUT, FakeMesh(None), 4, 8, 0)

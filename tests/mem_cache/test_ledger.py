@@ -144,12 +144,12 @@ def shrink_the_allocated(memory: RankMemory) -> None:
 
 
 def count_a_page_too_many(memory: RankMemory) -> None:
-    memory.cache._full._num_evictable += 1  # type: ignore[attr-defined]
+    memory.cache._full.num_evictable += 1  # type: ignore[attr-defined]
 
 
 def call_locked_pages_evictable(memory: RankMemory) -> None:
-    memory.cache._full._num_evictable += 2  # type: ignore[attr-defined]
-    memory.cache._full._num_protected -= 2  # type: ignore[attr-defined]
+    memory.cache._full.num_evictable += 2  # type: ignore[attr-defined]
+    memory.cache._full.num_protected -= 2  # type: ignore[attr-defined]
 
 
 def forget_a_leaf_that_may_go(memory: RankMemory) -> None:

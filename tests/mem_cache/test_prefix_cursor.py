@@ -111,13 +111,13 @@ class CursorMachine(RuleBasedStateMachine):
             elif dice == 5:
                 self.evict(rng.randint(1, 3))
             else:
-                self.add(self.memory.cache.follow(tokens, namespace, tag=0))
+                self.add(self.memory.cache.cursors.follow(tokens, namespace, tag=0))
             self.cursors_are_where_walks_end()
 
     @rule(data=st.data(), namespace=st.sampled_from(["", *NAMESPACES]))
     def follow(self, data: st.DataObject, namespace: str) -> None:
         tokens = self.draw_tokens(data)
-        self.add(self.memory.cache.follow(tokens, namespace, tag=0))
+        self.add(self.memory.cache.cursors.follow(tokens, namespace, tag=0))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), which=st.integers(0, 4))
@@ -126,7 +126,7 @@ class CursorMachine(RuleBasedStateMachine):
         lease, tokens = self.leases[which % len(self.leases)]
         known = tokens[: lease.cache_protected_len]
         tokens = np.concatenate([known, self.draw_tokens(data)])
-        self.add(self.memory.cache.follow(tokens, lease.namespace, 0, lease.node))
+        self.add(self.memory.cache.cursors.follow(tokens, lease.namespace, 0, lease.node))
 
     def add(self, cursor: PrefixCursor) -> None:
         self.cursors.append(cursor)
@@ -136,12 +136,12 @@ class CursorMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 20))
     def unfollow(self, which: int) -> None:
         which %= len(self.cursors)
-        self.memory.cache.unfollow(self.cursors.pop(which))
+        self.memory.cache.cursors.unfollow(self.cursors.pop(which))
         del self.told[which]
 
     @rule()
     def ask_which_have_moved(self) -> None:
-        moved = [id(cursor) for cursor in self.memory.cache.take_moved()]
+        moved = [id(cursor) for cursor in self.memory.cache.cursors.take_moved()]
         assert len(set(moved)) == len(moved)
         assert set(moved) <= {id(cursor) for cursor in self.cursors}
         changed = {
@@ -159,7 +159,7 @@ class CursorMachine(RuleBasedStateMachine):
         for cursor in self.cursors:
             found = self.memory.cache.peek(cursor.tokens, cursor.namespace)
             assert cursor.length == found, cursor
-            assert self.memory.cache.followed_nodes[cursor.place] is cursor.node
+            assert self.memory.cache.cursors.nodes[cursor.place] is cursor.node
         index_of(self.memory).audit()
 
     def teardown(self) -> None:
@@ -168,13 +168,13 @@ class CursorMachine(RuleBasedStateMachine):
             return
         self.ask_which_have_moved()
         for cursor in self.cursors:
-            self.memory.cache.unfollow(cursor)
-        assert not any(self.memory.cache.followed_nodes)
+            self.memory.cache.cursors.unfollow(cursor)
+        assert not any(self.memory.cache.cursors.nodes)
         for lease, tokens in self.leases:
             release_kv_cache(self.memory, lease, tokens, insert=True)
         audit(self.memory)
         self.memory.cache.reset()
-        assert self.memory.cache.take_moved() == []
+        assert self.memory.cache.cursors.take_moved() == []
 
 
 TestCursors = CursorMachine.TestCase
@@ -185,20 +185,20 @@ TestCursors.settings = settings(max_examples=40, stateful_step_count=15, deadlin
 def test_a_cursor_moves_as_pages_are_published_and_evicted(policy: str) -> None:
     memory = make_memory(policy)
     tokens = np.arange(18, dtype=np.int32)
-    cursor = memory.cache.follow(tokens, "", tag=7)
+    cursor = memory.cache.cursors.follow(tokens, "", tag=7)
     assert (cursor.length, cursor.tag) == (0, 7)
     lease = write(memory, tokens[:11])
     assert lease is not None
     assert cursor.length == 8
-    assert memory.cache.take_moved() == [cursor]
+    assert memory.cache.cursors.take_moved() == [cursor]
     release_kv_cache(memory, lease, tokens[:11], insert=True)
-    assert memory.cache.take_moved() == []
+    assert memory.cache.cursors.take_moved() == []
     memory.cache.evict(1)
     assert cursor.length == 4
     memory.cache.evict(1)
     assert cursor.length == 0
-    assert memory.cache.take_moved() == [cursor]
-    memory.cache.unfollow(cursor)
+    assert memory.cache.cursors.take_moved() == [cursor]
+    memory.cache.cursors.unfollow(cursor)
 
 
 PAGES = [np.full(4, token, np.int32) for token in range(10)]
@@ -212,7 +212,7 @@ def path(*pages: int) -> np.ndarray:
 def test_a_cursor_within_an_edge_goes_on_when_that_is_split_where_it_ends() -> None:
     memory = make_memory("lru")
     assert write(memory, path(1, 2, 3, 4)) is not None
-    cursor = memory.cache.follow(path(1, 9, 9), "", tag=0)
+    cursor = memory.cache.cursors.follow(path(1, 9, 9), "", tag=0)
     assert write(memory, path(1, 2, 5)) is not None  # splits the edge behind the cursor
     assert cursor.length == 4
     assert write(memory, path(1, 9)) is not None
@@ -224,7 +224,7 @@ def test_a_cursor_at_the_end_of_an_edge_goes_on_after_that_was_merged() -> None:
     upper, lower = write(memory, path(1)), write(memory, path(1, 2, 3))
     assert upper is not None
     assert lower is not None
-    cursor = memory.cache.follow(path(1, 9, 9), "", tag=0)
+    cursor = memory.cache.cursors.follow(path(1, 9, 9), "", tag=0)
     release_kv_cache(memory, upper, path(1), insert=True)
     assert len(memory.cache.nodes()) == 1
     assert write(memory, path(1, 9)) is not None
@@ -234,18 +234,18 @@ def test_a_cursor_at_the_end_of_an_edge_goes_on_after_that_was_merged() -> None:
 def test_a_cursor_that_moves_before_its_end_is_not_reported() -> None:
     memory = make_memory("lru")
     tokens = np.arange(12, dtype=np.int32)
-    cursor = memory.cache.follow(tokens, "", tag=0)
+    cursor = memory.cache.cursors.follow(tokens, "", tag=0)
     assert write(memory, tokens) is not None
-    memory.cache.unfollow(cursor)
-    assert memory.cache.take_moved() == []
+    memory.cache.cursors.unfollow(cursor)
+    assert memory.cache.cursors.take_moved() == []
 
 
 def test_a_cursor_of_one_namespace_stays_where_it_is_when_another_publishes() -> None:
     memory = make_memory("lru")
     tokens = np.arange(12, dtype=np.int32)
-    cursor = memory.cache.follow(tokens, "red", tag=0)
+    cursor = memory.cache.cursors.follow(tokens, "red", tag=0)
     assert write(memory, tokens, "blue") is not None
-    assert memory.cache.take_moved() == []
+    assert memory.cache.cursors.take_moved() == []
     assert cursor.length == 0
     assert write(memory, tokens, "red") is not None
     assert cursor.length == 12
@@ -253,9 +253,9 @@ def test_a_cursor_of_one_namespace_stays_where_it_is_when_another_publishes() ->
 
 def test_a_change_is_no_work_for_cursors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = make_memory("lru")
-    memory.cache.follow(np.arange(12, dtype=np.int32), "", tag=0)
+    memory.cache.cursors.follow(np.arange(12, dtype=np.int32), "", tag=0)
     for first in range(20, 60):
-        memory.cache.follow(np.full(12, first, np.int32), "", tag=first)
+        memory.cache.cursors.follow(np.full(12, first, np.int32), "", tag=first)
     filed: list[int] = []
     file = CursorIndex._file
     monkeypatch.setattr(

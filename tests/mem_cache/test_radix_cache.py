@@ -168,8 +168,8 @@ class RadixCacheMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         self.cache.audit(self.locks)
-        assert self.cache.num_locks == len(self.locks)
-        assert self.cache.num_locked_tokens == sum(map(len, self.model.locked))
+        assert self.cache.tree.num_locks == len(self.locks)
+        assert self.cache.tree.num_locked_tokens == sum(map(len, self.model.locked))
         assert sorted(self.cache.held_pages().tolist()) == sorted(self.model.pages.values())
         assert cached_pages(self.cache.tree) == self.model.pages
         assert uses_of_pages(self.cache.tree) == self.model.uses

@@ -12,7 +12,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
-from sgl_jax.mem_cache.radix_cache import RadixCache
+from sgl_jax.mem_cache.radix_cache import ChunkCache
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
@@ -239,7 +239,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @property
     def tree(self) -> RadixTree | None:
         cache = self.memory.cache
-        return cache.tree if isinstance(cache, RadixCache) else None
+        return None if isinstance(cache, ChunkCache) else cache.tree
 
     def expect_published(self, holder: Holder, num_known: int) -> None:
         """Tell the model what a publication of the first `num_known` tokens adds to the cache."""

@@ -11,7 +11,7 @@ from sgl_jax.mem_cache.req_to_token_pool import NULL_ROW, ReqToTokenPool, RowTab
 
 
 def test_the_null_row_is_never_handed_out() -> None:
-    pool = ReqToTokenPool(num_rows=4, pages_per_row=2)
+    pool = ReqToTokenPool(RowTables.empty(4, 2))
     rows = [pool.alloc() for _ in range(3)]
     assert sorted(rows) == [1, 2, 3]
     assert NULL_ROW not in rows
@@ -19,14 +19,14 @@ def test_the_null_row_is_never_handed_out() -> None:
 
 
 def test_asking_an_empty_pool_raises() -> None:
-    pool = ReqToTokenPool(num_rows=2, pages_per_row=2)
+    pool = ReqToTokenPool(RowTables.empty(2, 2))
     pool.alloc()
     with pytest.raises(LeaseError, match="all 1 rows are held"):
         pool.alloc()
 
 
 def test_a_row_given_back_is_clean_and_of_a_new_epoch() -> None:
-    pool = ReqToTokenPool(num_rows=3, pages_per_row=4)
+    pool = ReqToTokenPool(RowTables.empty(3, 4))
     row = pool.alloc()
     epoch = int(pool.epoch[row])
     pool.pages[row] = 7
@@ -41,7 +41,7 @@ def test_a_row_given_back_is_clean_and_of_a_new_epoch() -> None:
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_row_that_is_not_held_cannot_be_given_back(row: int) -> None:
-    pool = ReqToTokenPool(num_rows=3, pages_per_row=4)
+    pool = ReqToTokenPool(RowTables.empty(3, 4))
     epochs = pool.epoch.tolist()
     with pytest.raises(LeaseError, match=f"row {row} is given back, but is not held"):
         pool.free(row)
@@ -50,7 +50,7 @@ def test_a_row_that_is_not_held_cannot_be_given_back(row: int) -> None:
 
 
 def test_held_and_free_rows_are_listed() -> None:
-    pool = ReqToTokenPool(num_rows=5, pages_per_row=1)
+    pool = ReqToTokenPool(RowTables.empty(5, 1))
     first, second = pool.alloc(), pool.alloc()
     pool.free(first)
     assert pool.held_rows().tolist() == [second]
@@ -61,7 +61,7 @@ def test_held_and_free_rows_are_listed() -> None:
 @pytest.mark.parametrize(("num_rows", "pages_per_row"), [(1, 4), (2, 0)])
 def test_a_pool_that_can_hold_nothing_is_refused(num_rows: int, pages_per_row: int) -> None:
     with pytest.raises(ValueError, match="at least 2 rows of 1 page"):
-        ReqToTokenPool(num_rows, pages_per_row)
+        ReqToTokenPool(RowTables.empty(num_rows, pages_per_row))
 
 
 class RowMachine(RuleBasedStateMachine):
@@ -71,7 +71,7 @@ class RowMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = ReqToTokenPool(self.num_rows, pages_per_row=3)
+        self.pool = ReqToTokenPool(RowTables.empty(self.num_rows, 3))
         self.held: dict[int, list[int]] = {}
         self.epochs = [0] * self.num_rows
 
@@ -149,7 +149,7 @@ def mirrored(mirror: np.ndarray, tables: RowTables) -> np.ndarray:
 def test_the_log_tells_all_that_rows_list_of_all_ranks(acts: list[tuple[str, int]]) -> None:
     num_rows, width = 4, 3
     joint = RowTables.empty(2 * num_rows, width)
-    parts = [ReqToTokenPool(num_rows, width, joint.part(slice(k, k + num_rows))) for k in (0, 4)]
+    parts = [ReqToTokenPool(joint.part(slice(k, k + num_rows))) for k in (0, 4)]
     mirror = np.zeros((2 * num_rows, width), np.int32)
     for act, seed in acts:
         rng = np.random.default_rng(seed)
@@ -181,7 +181,7 @@ def test_a_log_that_is_not_taken_is_bounded_and_tells_all_the_same() -> None:
 
 def test_rows_that_are_all_given_back_list_nothing_any_more() -> None:
     joint = RowTables.empty(4, 3)
-    pool = ReqToTokenPool(2, 3, joint.part(slice(2, 4)))
+    pool = ReqToTokenPool(joint.part(slice(2, 4)))
     pool.list_pages(1, 0, np.array([5, 6], np.int32))
     mirror = mirrored(np.zeros((4, 3), np.int32), joint)
     pool.reset()

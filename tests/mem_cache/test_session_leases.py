@@ -14,7 +14,7 @@ from sgl_jax.mem_cache.release import (
     resume_lease,
     roll_back_lease,
 )
-from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool
+from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.session_leases import SessionLeases
 
 PAGE_SIZES = [1, 4, 16, 256]
@@ -28,7 +28,7 @@ def array(*values: int) -> np.ndarray:
 
 
 def make_leases(num_leases: int) -> tuple[SessionLeases, list[KVLease]]:
-    rows = ReqToTokenPool(num_leases + 1, 4)
+    rows = ReqToTokenPool(RowTables.empty(num_leases + 1, 4))
     leases = [KVLease(0, rows.alloc(), rows) for _ in range(num_leases)]
     for lease in leases:
         lease.set_lengths(protected=0, committed=5, allocated=8)

@@ -358,8 +358,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: order the queue by what the default one has",
         _QUEUE,
-        "memory.cache.follow(tokens, request.namespace, line, known)",
-        'memory.cache.follow(tokens, "", line, known)',
+        "memory.cache.cursors.follow(tokens, request.namespace, line, known)",
+        'memory.cache.cursors.follow(tokens, "", line, known)',
     ),
     Mutation(
         "namespaces: a cursor goes on in the default one",
@@ -388,8 +388,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: a fork does not inherit",
         _STREAMING,
-        "            namespace=self.namespace,\n",
-        "",
+        "        other = copy(self)\n",
+        '        other = copy(self)\n        other.namespace = ""\n',
     ),
     Mutation(
         "namespaces: a turn may name any",
@@ -461,8 +461,8 @@ MUTATIONS = (
     Mutation(
         "keep what another published meanwhile",
         _CACHE,
-        "return next_key in parent.children or self.tree.cursors.has_filed(parent, next_key)",
-        "return self.tree.cursors.has_filed(parent, next_key)",
+        "return next_key in parent.children or self.cursors.has_filed(parent, next_key)",
+        "return self.cursors.has_filed(parent, next_key)",
     ),
     Mutation(
         "go on publishing for a request that left",
@@ -1180,8 +1180,8 @@ MUTATIONS = (
     Mutation(
         "go around the ranks and leave a prefix in flight that was waited for",
         _ADMISSION,
-        "next((o for o in fitting if o.dp_rank == stayed), self._next_in_turn(fitting))",
-        "self._next_in_turn(fitting)",
+        "next((o for o in fitting if o.dp_rank == stayed), in_turn)",
+        "in_turn",
     ),
     Mutation(
         "start on a rank that is held for another",
@@ -1522,7 +1522,7 @@ MUTATIONS = (
     Mutation(
         "keep the cursors of a request that waits no more",
         _QUEUE,
-        "            memory.cache.unfollow(cursor)\n",
+        "            memory.cache.cursors.unfollow(cursor)\n",
         "            pass\n",
     ),
     Mutation(

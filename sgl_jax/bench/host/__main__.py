@@ -4,10 +4,9 @@ import argparse
 from collections.abc import Iterator
 
 import sgl_jax.bench.host as host
-from sgl_jax.bench.host.memory import bench_allocator, bench_balance, bench_eviction, bench_tree
+from sgl_jax.bench.host.memory import bench_allocator, bench_eviction, bench_tree
 from sgl_jax.bench.host.serving import LOADS, serving_lines
-from sgl_jax.bench.host.sessions import bench_sessions
-from sgl_jax.bench.host.steps import DP_SIZE, bench_full_queue, bench_steps, busy_check_line
+from sgl_jax.bench.host.steps import DP_SIZE, bench_steps, busy_check_line
 from sgl_jax.bench.host.timing import HEADER, Timing
 
 
@@ -15,14 +14,11 @@ def all_timings(repeats: int) -> Iterator[Timing]:
     """Every line of the table, each measured when it is asked for."""
     for page_size in (16, 1):
         yield from bench_steps(page_size, repeats)
-    yield from bench_full_queue(min(repeats, 100))
     for page_size in (16, 1):
         yield from bench_tree(page_size, repeats)
     yield from bench_eviction(1, repeats)
     yield from bench_eviction(1000, repeats)
     yield from bench_allocator(repeats)
-    yield from bench_balance(repeats)
-    yield from bench_sessions(repeats)
 
 
 def main() -> None:

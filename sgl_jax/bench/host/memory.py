@@ -1,15 +1,13 @@
-"""Host time of the memory stack alone: the prefix tree, pages, and proving the counts."""
+"""Host time of the memory stack alone: the prefix tree, and pages."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from sgl_jax.bench.host.steps import CONTEXT_LEN, ROWS_PER_RANK, SIZES, VOCAB_SIZE
+from sgl_jax.bench.host.steps import ROWS_PER_RANK, VOCAB_SIZE
 from sgl_jax.bench.host.timing import Timing, timed, timed_once
-from sgl_jax.mem_cache.ledger import check_balance
 from sgl_jax.mem_cache.page_allocator import PageAllocator, alloc_each
 from sgl_jax.mem_cache.radix_cache import RadixCache
-from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 
 _ROW = 1
@@ -89,15 +87,3 @@ def bench_allocator(repeats: int) -> Iterator[Timing]:
             given.append(timed_once(free))
         yield Timing(f"alloc {num_pages:,} of 65,536 pages", taken, num_pages)
         yield Timing(f"free {num_pages:,} of 65,536 pages", given, num_pages)
-
-
-def bench_balance(repeats: int) -> Iterator[Timing]:
-    """Proving the counts of one rank whose rows are all held."""
-    memory = RankMemory(0, SIZES._replace(num_pages=20_000, max_context_len=2000))
-    rows = []
-    for token in range(ROWS_PER_RANK):
-        rows.append(memory.open_lease(np.full(10, token, np.int32)).row)
-    fits = memory.grow_rows(np.array(rows, np.int32), np.full(len(rows), CONTEXT_LEN, np.int32))
-    assert fits, "the load does not fit the sizes"
-    name = f"check_balance of one rank, {ROWS_PER_RANK} rows held"
-    yield timed(name, lambda: check_balance(memory), repeats=repeats)

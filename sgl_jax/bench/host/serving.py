@@ -40,6 +40,7 @@ _RECORDED_LENS = (100, 586)
 _LONG_LENS = (1500, 2500)
 _FIRST_TURN_LENS = (60, 140)
 _TURN_SHARE = 0.1
+_MOST_FILLING_STEPS = 200  # a small load is never full: some requests end as others start
 
 
 class Load(NamedTuple):
@@ -93,7 +94,7 @@ class ServingLoad:
         # Those that run first end as those will that come after them: some soon, some late.
         self._answer_lens = (1, load.answer_lens[1])
         if load.is_filled:
-            self._fill()
+            self._fill(load.num_rows)
         else:
             for _ in range(100):
                 while self.scheduler.num_waiting < 64:
@@ -101,7 +102,7 @@ class ServingLoad:
                 self.step()
         self._answer_lens = load.answer_lens
 
-    def _fill(self) -> None:
+    def _fill(self, num_rows: int) -> None:
         """Every rank has computed all stems, and requests of short prompts run."""
         for number in range(NUM_STEMS):
             for dp_rank in range(SIZES.dp_size):
@@ -109,7 +110,11 @@ class ServingLoad:
                 self.scheduler.submit(self._request_for(number, [0], sampling, dp_rank))
         while not self.scheduler.is_idle:
             self.step()
-        while (num_missing := SIZES.dp_size * ROWS_PER_RANK - self.scheduler.num_running) > 0:
+        num_wanted = SIZES.dp_size * min(ROWS_PER_RANK, num_rows - 1)
+        for _ in range(_MOST_FILLING_STEPS):
+            num_missing = num_wanted - self.scheduler.num_running
+            if num_missing <= 0:
+                return
             while self.scheduler.num_waiting < min(64, num_missing):
                 tokens = self._tokens(_SHORT_LENS)
                 message = GenerateRequest(

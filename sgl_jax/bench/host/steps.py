@@ -1,8 +1,7 @@
-"""Host time of steps: all rows decoding, and with a full queue behind them."""
+"""Host time of steps in which all rows decode."""
 
 import time
 from collections.abc import Iterator
-from itertools import count
 from statistics import median
 
 import numpy as np
@@ -111,29 +110,3 @@ def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
     name = f"busy check share of a step, {dp_size} x {ROWS_PER_RANK} rows, page {page_size}"
     with_us, without_us = median(checked) * 1e6, median(bare) * 1e6
     return f"{name:<62} {share:>11.1%} ({with_us:,.1f} us, {without_us:,.1f} without)"
-
-
-def bench_full_queue(repeats: int) -> Iterator[Timing]:
-    """Steps that decode and admit while 2,000 requests wait, longest cached prefix first."""
-    num_waiting = 2000
-    scheduler = Scheduler(SIZES, SchedulerArgs(max_queued_requests=2 * num_waiting))
-    rng = np.random.default_rng(0)
-    stems = rng.integers(0, VOCAB_SIZE, (20, 1500))
-    ids = count()
-
-    def fill_queue() -> None:
-        while scheduler.num_waiting < num_waiting:
-            tail = rng.integers(0, VOCAB_SIZE, 500)
-            prompt = np.concatenate([stems[rng.integers(20)], tail]).tolist()
-            sampling = SamplingParams(max_new_tokens=30)
-            scheduler.submit(
-                GenerateRequest(rid=str(next(ids)), input_ids=prompt, sampling=sampling)
-            )
-
-    loop = StepLoop(scheduler)
-    seconds: list[float] = []
-    for _ in range(20 + repeats):
-        fill_queue()
-        seconds.append(loop.turn())
-    name = f"step that admits, {DP_SIZE} ranks, {num_waiting:,} waiting, 2,000 tokens each"
-    yield Timing(name, seconds[20:], 1)
