@@ -17,8 +17,8 @@ import msgspec
 from sgl_jax.core.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from sgl_jax.core.messages import (
     AbortRequest,
+    Asked,
     EngineMessage,
-    FrontMessage,
     GenerateRequest,
     OutputBatch,
     Reply,
@@ -173,10 +173,8 @@ class Frontend:
                 self._client.send(AbortRequest(rid=rid))
         return len(rids)
 
-    def ask(
-        self, make_message: Callable[[str], FrontMessage], on_reply: Callable[[Reply], None]
-    ) -> None:
-        """Send a message that the engine answers; `make_message` gets the rid to put in it.
+    def ask(self, question: Asked, on_reply: Callable[[Reply], None]) -> None:
+        """Send a message that the engine answers.
 
         Raises:
             EngineDeadError, ShuttingDownError: as given to `fail`.
@@ -189,7 +187,7 @@ class Frontend:
                 raise QueueFullError(f"{_MAX_QUESTIONS} questions wait for the engine's answer")
             self._on_reply[rid] = on_reply
         try:
-            self._client.send(make_message(rid))
+            self._client.send(msgspec.structs.replace(question, rid=rid))
         except BaseException:
             with self._lock:
                 self._on_reply.pop(rid, None)

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
+    Asked,
     CloseSession,
     EngineMessage,
     FlushCache,
     ForkSession,
-    FrontMessage,
     GetState,
     Heartbeat,
     ListSessions,
@@ -244,26 +244,26 @@ class Engine:
                 f"{capacity_of_str_len} and {timeout}",
                 "timeout" if capacity_of_str_len >= 0 else "capacity_of_str_len",
             )
-        self._demand(
-            OpenSession,
+        question = OpenSession(
             session_id=name,
             streaming=streaming,
             capacity_of_str_len=capacity_of_str_len,
             timeout_s=timeout,
             namespace=namespace,
         )
+        self._demand(question)
         return name
 
     def close_session(self, session_id: str) -> None:
         """Close a session; if a turn is in flight, when that has ended."""
-        self._demand(CloseSession, session_id=session_id)
+        self._demand(CloseSession(session_id=session_id))
 
     def rollback_session(self, session_id: str, num_turns: int) -> dict[str, Any]:
         """Take a streaming session back to its first `num_turns` turns.
 
         Returns `num_turns` and `num_tokens`, which it holds now.
         """
-        return self._demand(RollbackSession, session_id=session_id, num_turns=num_turns)
+        return self._demand(RollbackSession(session_id=session_id, num_turns=num_turns))
 
     def fork_session(self, session_id: str, new_session_id: str | None = None) -> str:
         """Open a streaming session with the history of another; returns its id.
@@ -271,12 +271,12 @@ class Engine:
         Raises as `open_session`, or `InvalidRequestError` if there is no such session at rest.
         """
         name = as_new_id(new_session_id)
-        self._demand(ForkSession, session_id=session_id, new_session_id=name)
+        self._demand(ForkSession(session_id=session_id, new_session_id=name))
         return name
 
     def list_sessions(self) -> list[dict[str, Any]]:
         """All open sessions: id, kind, turns, tokens, what runs, and where the KV is."""
-        sessions: list[dict[str, Any]] = self._demand(ListSessions)["sessions"]
+        sessions: list[dict[str, Any]] = self._demand(ListSessions())["sessions"]
         return sessions
 
     def check_health(self) -> float:
@@ -292,11 +292,11 @@ class Engine:
 
     def server_info(self) -> dict[str, Any]:
         """The memory view of each rank, and counters."""
-        return self._ask(GetState).data
+        return self._ask(GetState()).data
 
     def flush_cache(self) -> bool:
         """Empty the prefix caches; False while requests are running or waiting."""
-        return self._ask(FlushCache).ok
+        return self._ask(FlushCache()).ok
 
     def shutdown(self) -> None:
         """End the engine and free its memory; requests in flight end with an abort."""
@@ -367,17 +367,17 @@ class Engine:
         for stream in streams:
             self._frontend.abandon(stream)
 
-    def _ask(self, message: Callable[..., FrontMessage], **fields: Any) -> Reply:
+    def _ask(self, question: Asked) -> Reply:
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._frontend.ask(lambda rid: message(rid=rid, **fields), answer.put)
+        self._frontend.ask(question, answer.put)
         reply = answer.get()
         self._frontend.check_alive()
         return reply
 
-    def _demand(self, message: Callable[..., FrontMessage], **fields: Any) -> dict[str, Any]:
+    def _demand(self, question: Asked) -> dict[str, Any]:
         """The engine's answer. Raises `InvalidRequestError` if it refused, `GenerationError` if
         it could not."""
-        reply = self._ask(message, **fields)
+        reply = self._ask(question)
         if reply.data.get("status_code") is not None:
             raise GenerationError(reply.message)
         if not reply.ok:

@@ -5,11 +5,12 @@ import uuid
 from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.context import ServerContext
-from sgl_jax.server.generation import Answer, event
+from sgl_jax.server.generation import event
 from sgl_jax.server.logprobs import CompletionLogprobsWriter, chat_logprobs, native_logprobs
 from sgl_jax.server.meta_info import MetaInfo, describe
 from sgl_jax.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
@@ -21,7 +22,6 @@ from sgl_jax.server.openai_responses import (
     ChatCompletionChunk,
     Completion,
     CompletionChoice,
-    CompletionLogprobs,
     Delta,
     PromptTokensDetails,
     Usage,
@@ -101,26 +101,24 @@ class ChatFormat(_Format):
         usage = self._usage.of_chunk(chunk, stream)
         return event(ChatCompletionChunk(*self._head, [choice], usage))
 
-    def whole(self, answers: Sequence[Answer]) -> ChatCompletion:
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index,
-                AssistantMessage(answer.text),
-                chat_logprobs(self._tokenizer, answer.logprobs) if self._logprobs else None,
-                *_ending(answer.finish),
-                answer.stream.request.input_ids if self._shows_prompt_ids else UNSET,
-                answer.token_ids if self._shows_ids else UNSET,
-                self._meta_info(answer) if self._shows_meta_info else UNSET,
+                AssistantMessage(chunk.text),
+                chat_logprobs(self._tokenizer, chunk.logprobs) if self._logprobs else None,
+                *_ending(chunk.finish),
+                stream.request.input_ids if self._shows_prompt_ids else UNSET,
+                chunk.token_ids if self._shows_ids else UNSET,
+                self._meta_info(chunk, stream) if self._shows_meta_info else UNSET,
             )
-            for index, answer in enumerate(answers)
+            for index, (chunk, stream) in enumerate(zip(chunks, streams, strict=True))
         ]
-        usage = self._usage.total([answer.stream for answer in answers])
-        return ChatCompletion(*self._head, choices, usage)
+        return ChatCompletion(*self._head, choices, self._usage.total(streams))
 
-    def _meta_info(self, answer: Answer) -> MetaInfo:
-        request = answer.stream.request
-        logprobs = native_logprobs(request, self._tokenizer, answer.logprobs, ())
-        return describe(answer.stream, len(answer.token_ids), answer.finish, **logprobs)
+    def _meta_info(self, chunk: Chunk, stream: RequestStream) -> MetaInfo:
+        logprobs = native_logprobs(stream.request, self._tokenizer, chunk.logprobs, ())
+        return describe(stream, chunk.num_output_tokens, chunk.finish, **logprobs)
 
 
 class CompletionFormat(_Format):
@@ -138,29 +136,24 @@ class CompletionFormat(_Format):
         self._writers: dict[int, CompletionLogprobsWriter] = {}
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        choice = self._choice(index, chunk)
-        usage = self._usage.of_chunk(chunk, stream)
-        return event(Completion(*self._head, [choice], usage))
+        choice = self._choice(index, chunk, stream)
+        return event(Completion(*self._head, [choice], self._usage.of_chunk(chunk, stream)))
 
-    def whole(self, answers: Sequence[Answer]) -> Completion:
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        streams = [answer.stream for answer in answers]
-        usage = self._usage.total(streams)
-        return Completion(*self._head, choices, usage)
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Completion:
+        choices = list(map(self._choice, range(len(chunks)), chunks, streams))
+        return Completion(*self._head, choices, self._usage.total(streams))
 
-    def _choice(self, index: int, part: Chunk | Answer) -> CompletionChoice:
-        text = self._echoes.pop(index, "") + part.text
-        logprobs = self._logprobs(index, part)
-        shown: tuple[list[int] | UnsetType, list[int] | UnsetType] = (UNSET, UNSET)
-        if self._shows_ids and isinstance(part, Answer):
-            shown = (part.stream.request.input_ids, part.token_ids)
-        return CompletionChoice(index, text, logprobs, *_ending(part.finish), *shown)
-
-    def _logprobs(self, index: int, part: Chunk | Answer) -> CompletionLogprobs | None:
-        if not self._with_logprobs:
-            return None
-        writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._tokenizer))
-        return writer.write([*part.prompt_logprobs, *part.logprobs])
+    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> CompletionChoice:
+        text = self._echoes.pop(index, "") + chunk.text
+        logprobs = None
+        if self._with_logprobs:
+            writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._tokenizer))
+            logprobs = writer.write([*chunk.prompt_logprobs, *chunk.logprobs])
+        choice = CompletionChoice(index, text, logprobs, *_ending(chunk.finish))
+        if not self._shows_ids:  # as in every stream
+            return choice
+        ids = {"prompt_token_ids": stream.request.input_ids, "token_ids": chunk.token_ids}
+        return replace(choice, **ids)
 
 
 def _ending(finish: FinishReason | None) -> tuple[str | None, int | str | None]:

@@ -55,9 +55,9 @@ class GenerationFields(RequestFields, SamplingFields):
                 raise InvalidRequestError(f"{name} is not there in a stream", name)
         return self
 
-    def to_sampling(self, max_new_tokens: int | None, choice: int) -> SamplingParams:
+    def to_sampling(self, choice: int) -> SamplingParams:
         """As the engine takes them; a given seed differs from choice to choice."""
-        sampling = super().to_sampling(max_new_tokens, choice)
+        sampling = super().to_sampling(choice)
         if self.min_tokens is None:
             return sampling
         return replace(sampling, min_new_tokens=self.min_tokens)

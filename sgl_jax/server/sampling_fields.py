@@ -16,6 +16,7 @@ from sgl_jax.server.strict_model import StrictModel
 
 _MAX_STOP_IDS_SENT = 256  # each is looked at for every answer, though few may count
 _NUM_SEEDS = 2**64
+_LIMIT_NAMES = ("max_new_tokens", "max_completion_tokens", "max_tokens")  # by protocol
 
 
 def in_range(name: str, description: str | None = None) -> Any:
@@ -68,8 +69,9 @@ class SamplingFields(StrictModel):
         """Answers to each prompt."""
         return self.n or 1
 
-    def to_sampling(self, max_new_tokens: int | None, choice: int) -> SamplingParams:
+    def to_sampling(self, choice: int) -> SamplingParams:
         """As the engine takes them; a given seed differs from choice to choice."""
+        limits = [getattr(self, name, None) for name in _LIMIT_NAMES]
         values = ((name, getattr(self, name)) for name in _ENGINE_NAMES)
         given = {name: value for name, value in values if value is not None}
         if isinstance(given.get("stop"), str):
@@ -83,7 +85,8 @@ class SamplingFields(StrictModel):
         if seed is not None:
             low = int(RANGES["seed"].low)
             given["seed"] = (seed + choice - low) % _NUM_SEEDS + low
-        return SamplingParams(max_new_tokens=max_new_tokens, **given)
+        given["max_new_tokens"] = next((limit for limit in limits if limit is not None), None)
+        return SamplingParams(**given)
 
 
 # Fields that the engine calls alike.
