@@ -30,7 +30,7 @@ from sgl_jax.core.messages import (
     Shutdown,
 )
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.channels import InProcessChannel, InProcessClient
+from sgl_jax.engine.channels import InProcessChannel
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
@@ -72,13 +72,12 @@ class Engine:
         self._core = EngineCore(args)
         check_vocabulary(tokenizer, args.tokenizer_folder, self._core.info["vocab_size"])
         self._channel = InProcessChannel(self._handle)
-        self._client = InProcessClient(self._channel)
         facts = EngineFacts.from_info(self._core.info)
         self._health = EngineHealth(args.engine_heartbeat_timeout)
         self._frontend = Frontend(
             tokenizer,
             facts,
-            self._client,
+            self._channel.inbox.put,
             max_queued_requests=args.max_queued_requests,
             log_requests=args.log_requests,
         )
@@ -301,7 +300,7 @@ class Engine:
     def shutdown(self) -> None:
         """End the engine and free its memory; requests in flight end with an abort."""
         if not self._frontend.has_ended:
-            self._client.send(Shutdown())
+            self._channel.inbox.put(Shutdown())
         self._thread.join()
 
     def __enter__(self) -> "Engine":
@@ -322,14 +321,12 @@ class Engine:
         """The engine's thread."""
         reason = "the engine was shut down"
         try:
-            self._core.run(self._channel, on_stall=lambda: self._end("a step never ended"))
+            self._core.run(
+                self._channel, on_stall=lambda: self._frontend.fail("a step never ended")
+            )
         except Exception as error:  # reported to all requests that wait
             logger.exception("the engine ended")
             reason = f"the engine ended: {error}"
-        self._end(reason)
-
-    def _end(self, reason: str) -> None:
-        self._client.close(reason)
         self._frontend.fail(reason)
 
     def _start(

@@ -8,7 +8,7 @@ import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionTurn
-from sgl_jax.core.request_limits import check_namespace, check_session_id, one_namespace
+from sgl_jax.core.request_limits import check_namespace, check_session_id, for_each, one_namespace
 from sgl_jax.core.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -47,10 +47,8 @@ def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, A
 
 
 def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T | None]:
-    """What option `name` gives for each prompt: an entry of its list, or its one value."""
-    each = list(given) if isinstance(given, list | tuple) else [given] * num_prompts
-    if len(each) != num_prompts:
-        raise InvalidRequestError(f"{name} has {len(each)} entries for {num_prompts} prompts", name)
+    """As `for_each`, of values of this `kind`."""
+    each = for_each(name, given, num_prompts)
     for value in each:
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise InvalidRequestError(

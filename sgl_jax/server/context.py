@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import Request
 
 from sgl_jax.core.messages import Asked, Reply
@@ -22,6 +23,7 @@ from sgl_jax.server.json_body import JsonBodies
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.openai_protocol import ChatRequest
 from sgl_jax.server.text_pool import Ids, TextPool
+from sgl_jax.text.jobs import EncodeChat
 
 # What clients and sglang-router send where only one model is known.
 _DEFAULT_MODELS = ("default", "unknown")
@@ -100,15 +102,18 @@ class ServerContext:
         """Token ids of the conversation, the one prompt of `request`. Raises as
         `encode_prompts`."""
         messages = [message.for_template() for message in body.messages]
+        num_chars = sum(len(message["content"]) for message in messages)
         self.frontend.check_room(1)
-        self.frontend.checks.check_length(sum(len(message["content"]) for message in messages))
-        encoding = self.texts.encode_chat(
-            _client_of(request),
+        self.frontend.checks.check_length(num_chars)
+        job = EncodeChat(
             messages,
-            continue_final_message=bool(body.continue_final_message),
-            template_args=body.template_args,
-            max_tokens=self.frontend.facts.max_request_tokens,
+            bool(body.continue_final_message),
+            msgspec.json.encode(body.template_args),
+            self.limits.max_prompt_chars,
+            self.frontend.facts.max_request_tokens,
+            self.limits.text_seconds(num_chars),
         )
+        encoding = self.texts.encode_chat(_client_of(request), job)
         return [self._unpack(await unless_gone(request.receive, encoding))]
 
     def _unpack(self, ids: Ids) -> list[int]:

@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import TypeVar, cast
+from concurrent.futures import Future
+from typing import TypeVar
 
 import uvicorn
 import uvloop
@@ -111,8 +112,10 @@ class _Server:
         code = 1
         try:
             code = await self._run()
-        finally:
-            _end_with(code)
+        finally:  # to end is all that is left: a signal from now on must not change the exit code
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().remove_signal_handler(number)
+                signal.signal(number, lambda number, frame: os._exit(code))
         return code
 
     async def _run(self) -> int:
@@ -180,7 +183,7 @@ class _Server:
         self._frontend = Frontend(
             tokenizer,
             EngineFacts.from_info(info),
-            client,
+            client.send,
             max_queued_requests=self._args.max_queued_requests,
             metrics=metrics,
             log_requests=self._args.log_requests,
@@ -225,7 +228,7 @@ class _Server:
             return bool(frontend.num_open or context.texts.num_open)
 
         while is_busy() and time.monotonic() < deadline and self._death is None:
-            if self._health.is_stuck:  # nothing will finish
+            if self._health.stuck_since:  # nothing will finish
                 logger.error("the engine is stuck; %d requests end unfinished", frontend.num_open)
                 shown = "the server is shutting down, and its engine is stuck"
                 frontend.fail(shown, ShuttingDownError)
@@ -244,7 +247,7 @@ class _Server:
         self._engine_may_end = True
         if self._process is None or not self._process.is_alive:
             return
-        if (self._frontend is None and self._death is None) or self._health.is_stuck:
+        if (self._frontend is None and self._death is None) or self._health.stuck_since:
             self._process.kill()  # it is compiling, or stopped, and reads no messages
             return
         client.send(Shutdown())
@@ -332,37 +335,19 @@ async def _http(
         await serving
 
 
-def _end_with(code: int) -> None:
-    """Nothing is left to do but to end: a signal from now on must not change the exit code."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().remove_signal_handler(number)
-        signal.signal(number, lambda number, frame: os._exit(code))
-
-
 def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
     """Run `call` in a thread that a process which ends does not wait for, unlike an executor's."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(result: T | None, error: Exception | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(cast(T, result))
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = call()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nothing awaits the result
-            loop.call_soon_threadsafe(finish, result, error)
+            done.set_result(call())
+        except Exception as error:
+            done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return done
+    return asyncio.wrap_future(done)
 
 
 def _url(listener: socket.socket) -> str:

@@ -6,11 +6,11 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.request_limits import check_num_requests
+from sgl_jax.core.request_limits import check_num_requests, for_each
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.meta_info import MetaInfo
-from sgl_jax.server.request_fields import RequestFields, for_each
+from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
 from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import Namespace
-from sgl_jax.core.request_limits import one_namespace
+from sgl_jax.core.request_limits import for_each, one_namespace
 from sgl_jax.server.strict_model import ForEach, Priority, Rid, StrictModel
 
 _RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")
@@ -57,14 +57,3 @@ class RequestFields(StrictModel):
             }
             for rid, key, salt, priority in each
         ]
-
-
-def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
-    """What field `name` gives for each prompt: an entry of its list, or its one value."""
-    if not isinstance(given, list):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
-        raise InvalidRequestError(
-            f"{name} has {len(given)} entries for {num_prompts} prompts", name
-        )
-    return given

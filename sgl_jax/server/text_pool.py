@@ -10,9 +10,9 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -95,33 +95,13 @@ class TextPool:
         ]
         return await self._run(client, jobs)
 
-    async def encode_chat(
-        self,
-        client: str,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        continue_final_message: bool,
-        template_args: Mapping[str, Any],
-        max_tokens: int,
-    ) -> Ids:
+    async def encode_chat(self, client: str, job: EncodeChat) -> Ids:
         """Token ids of a conversation, as `Tokenizer.apply_chat_template`.
-
-        Args:
-            max_tokens: of a request, to be told to a client whose prompt is too long.
 
         Raises:
             InvalidRequestError: too long, or refused by the template.
             ApiError: 503, it took too long.
         """
-        num_chars = sum(len(message["content"]) for message in messages)
-        job = EncodeChat(
-            [dict(message) for message in messages],
-            continue_final_message,
-            msgspec.json.encode(template_args),
-            self._limits.max_prompt_chars,
-            max_tokens,
-            self._limits.text_seconds(num_chars),
-        )
         (ids,) = await self._run(client, [job])
         return ids
 
@@ -196,7 +176,12 @@ class _Worker:
             except (OSError, asyncio.IncompleteReadError):  # TimeoutError is an OSError
                 self.close()
                 if start is not None and time.monotonic() - start >= job.seconds:
-                    raise _took_too_long(job) from None
+                    raise ApiError(
+                        503,
+                        f"{'the chat template and ' if isinstance(job, EncodeChat) else ''}the "
+                        f"tokenizer took longer than {job.seconds:.0f} s for this prompt",
+                        code="text_timeout",
+                    ) from None
                 logger.warning("a text worker ended; starting another one")
                 continue
             if len(data) >= LAST_JOB_BYTES:
@@ -238,10 +223,3 @@ def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:
         num_chars += len(text)
     if piece:
         yield piece
-
-
-def _took_too_long(job: Job) -> ApiError:
-    what = "the chat template and the tokenizer" if isinstance(job, EncodeChat) else "the tokenizer"
-    return ApiError(
-        503, f"{what} took longer than {job.seconds:.0f} s for this prompt", code="text_timeout"
-    )

@@ -39,7 +39,7 @@ class Rig:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.client = DirectClient(ScriptedEngine())
         facts = EngineFacts.from_info(self.client.engine.info)
-        self.front = Frontend(tokenizer, facts, self.client, max_queued_requests=MAX_QUEUED)
+        self.front = Frontend(tokenizer, facts, self.client.send, max_queued_requests=MAX_QUEUED)
         self.wakes = 0
 
     def wake(self) -> None:
