@@ -29,6 +29,7 @@ from sgl_jax.core.messages import (
     RollbackSession,
     Shutdown,
 )
+from sgl_jax.core.request_limits import check_namespace, one_namespace
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import InProcessChannel
 from sgl_jax.engine.core import EngineCore
@@ -39,7 +40,6 @@ from sgl_jax.engine.offline_inputs import (
     Prompt,
     Sampling,
     as_batch,
-    as_namespace,
     as_new_id,
     as_options,
     as_sampling,
@@ -236,7 +236,8 @@ class Engine:
             InvalidRequestError: the id is taken, or an argument cannot be.
             GenerationError: too many sessions are open.
         """
-        name, namespace = as_new_id(session_id), as_namespace(extra_key, cache_salt)
+        name, namespace = as_new_id(session_id), one_namespace(extra_key, cache_salt)
+        check_namespace(namespace)
         if capacity_of_str_len < 0 or (timeout is not None and not timeout > 0):
             raise InvalidRequestError(
                 "capacity_of_str_len must be at least 0 and timeout above 0, got "

@@ -142,16 +142,14 @@ async def _ask(request: Request, call: Call, message: Any, made_up: str | None) 
 def _as_told(data: Any, owner: SessionOwner) -> Any:
     """`data` with sessions' ids as their owner calls them, without what is said of others'."""
     if isinstance(data, list):
-        own = [entry for entry in data if _client_id(entry, owner) is not None]
+        own = [entry for entry in data if owner.client_id(entry["session_id"]) is not None]
         return [_as_told(entry, owner) for entry in own]
     if not isinstance(data, dict):
         return data
     told = {name: _as_told(value, owner) for name, value in data.items()}
-    return told | ({"session_id": _client_id(data, owner)} if "session_id" in data else {})
-
-
-def _client_id(entry: dict[str, Any], owner: SessionOwner) -> str | None:
-    return owner.client_id(entry["session_id"])
+    if "session_id" in data:
+        told["session_id"] = owner.client_id(data["session_id"])
+    return told
 
 
 def _close_unheard(context: ServerContext, session_id: str, reply: Reply) -> None:

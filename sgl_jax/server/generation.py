@@ -5,8 +5,8 @@ client goes away or one of them fails, the others are aborted.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -14,7 +14,6 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.messages import GenerateRequest
-from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.api_keys import caller_of
 from sgl_jax.server.connection import CLIENT_GONE, LoopShare, PatientSend, while_connected
@@ -23,7 +22,6 @@ from sgl_jax.server.errors import abort_error, client_names, envelope, to_api_er
 from sgl_jax.server.sampling_fields import SamplingFields
 from sgl_jax.server.session_owner import owner_of
 
-NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _PIECE_BYTES = 64 * 1024  # what is sent at a time
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
@@ -50,27 +48,22 @@ class StreamGroup:
 
     def __init__(
         self,
-        frontend: Frontend,
+        request: Request,
         requests: Sequence[GenerateRequest],
         *,
         streaming: bool,
-        names: Mapping[str, str] = NO_NAMES,
-        sender: str = "",
-        as_told: Callable[[str], str] = str,
+        names: Mapping[str, str],
     ) -> None:
         """Hold the requests; they start on entering the block.
 
-        Args:
-            names: the client's name of each field that the client calls otherwise than we do.
-            sender: name of the API key.
-            as_told: rewrites a message of the engine to the session ids that the caller knows.
+        `names`: the client's name of each field that the client calls otherwise than we do.
         """
-        self._frontend = frontend
+        self._frontend = context_of(request).frontend
         self._requests = requests
         self._streaming = streaming
         self._names = names
-        self._sender = sender
-        self._as_told = as_told
+        self._sender = caller_of(request).name
+        self._as_told = owner_of(request).as_told
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
         self._waiting: asyncio.Future[None] | None = None  # for something to be ready
         self.streams: list[RequestStream] = []
@@ -81,7 +74,11 @@ class StreamGroup:
         share = LoopShare()
         try:
             for index, request in enumerate(self._requests):
-                self.streams.append(self._start(index, request))
+                on_ready = partial(self._signal, index)
+                stream = self._frontend.start(
+                    request, on_ready, streaming=self._streaming, sender=self._sender
+                )
+                self.streams.append(stream)
                 await share.pause()
         except BaseException:
             self._abandon()
@@ -118,11 +115,6 @@ class StreamGroup:
                 batch.append((index, chunk))
         return batch
 
-    def _start(self, index: int, request: GenerateRequest) -> RequestStream:
-        return self._frontend.start(
-            request, lambda: self._signal(index), streaming=self._streaming, sender=self._sender
-        )
-
     def _signal(self, index: int) -> None:
         self._ready[index] = None
         if self._waiting is not None and not self._waiting.done():
@@ -132,11 +124,7 @@ class StreamGroup:
         for stream in self.streams:
             self._frontend.abandon(stream)
             # It held this group, which holds it: a circle around all prompts.
-            stream.on_ready = _nothing
-
-
-def _nothing() -> None:
-    """In place of `on_ready` once no consumer waits."""
+            stream.on_ready = lambda: None
 
 
 async def prepare_all(
@@ -180,17 +168,9 @@ async def respond(
 
     Errors of the engine name fields by `names`, as for `client_names`.
     """
-    context = context_of(request)
-    group = StreamGroup(
-        context.frontend,
-        requests,
-        streaming=bool(streaming),
-        names=names,
-        sender=caller_of(request).name,
-        as_told=owner_of(request).as_told,
-    )
+    group = StreamGroup(request, requests, streaming=bool(streaming), names=names)
     if streaming:
-        return EventStream(group, answer_format, context.reader_timeout_s)
+        return EventStream(group, answer_format, context_of(request).reader_timeout_s)
     chunks = await while_connected(request.receive, _gather(group))
     if chunks is None:
         return Response(status_code=CLIENT_GONE)

@@ -130,7 +130,8 @@ class _Server:
         with _listening_socket(self._args) as listener:
             client = self._client = ZmqEngineClient()
             try:
-                client.listen(self._on_message, self._on_garbage)
+                unreadable = "the engine sent what cannot be read"
+                client.listen(self._on_message, lambda e: self._on_death(str(e), unreadable))
                 self._process = EngineProcess(
                     self._args, client.folder, on_exit, self._engine_command
                 )
@@ -263,9 +264,6 @@ class _Server:
             self._on_death(message.message, "the engine failed; the server's log says why")
         elif self._frontend is not None:
             self._frontend.handle(message)
-
-    def _on_garbage(self, error: ChannelError) -> None:
-        self._on_death(str(error), "the engine sent what cannot be read")
 
     def _on_death(self, reason: str, shown: str) -> None:
         """The engine cannot go on; the first reason stands. `shown` is what clients are told."""

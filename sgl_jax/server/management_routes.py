@@ -40,7 +40,7 @@ async def health_generate(request: Request) -> Response:
     try:
         async with (
             asyncio.timeout(_HEALTH_TIMEOUT_S),
-            StreamGroup(context.frontend, [probe], streaming=False) as group,
+            StreamGroup(request, [probe], streaming=False, names={}) as group,
         ):
             while group.num_open:
                 await group.next_batch()
@@ -93,5 +93,6 @@ async def metrics(request: Request) -> Response:
             reply = await context.ask(GetState(), _SCRAPE_TIMEOUT_S)
             if reply.ok:
                 context.engine_metrics.update(reply.data)
-    text = context.frontend.metrics.exposition()
-    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+    return Response(
+        context.frontend.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST}
+    )

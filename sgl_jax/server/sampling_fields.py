@@ -16,7 +16,6 @@ from sgl_jax.server.strict_model import StrictModel
 
 _MAX_STOP_IDS_SENT = 256  # each is looked at for every answer, though few may count
 _NUM_SEEDS = 2**64
-_LIMIT_NAMES = ("max_new_tokens", "max_completion_tokens", "max_tokens")  # by protocol
 
 
 def in_range(name: str, description: str | None = None) -> Any:
@@ -71,8 +70,7 @@ class SamplingFields(StrictModel):
 
     def to_sampling(self, choice: int) -> SamplingParams:
         """As the engine takes them; a given seed differs from choice to choice."""
-        limits = [getattr(self, name, None) for name in _LIMIT_NAMES]
-        values = ((name, getattr(self, name)) for name in _ENGINE_NAMES)
+        values = [(name, vars(self).get(sent)) for sent, name in _ENGINE_NAMES.items()]
         given = {name: value for name, value in values if value is not None}
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]] if given["stop"] else []
@@ -81,16 +79,20 @@ class SamplingFields(StrictModel):
                 given[name] = tuple(given[name])
         if "logit_bias" in given:
             given["logit_bias"] = _token_bias(given["logit_bias"])
-        seed = self.sampling_seed if self.seed is None else self.seed
-        if seed is not None:
+        if "seed" in given:
             low = int(RANGES["seed"].low)
-            given["seed"] = (seed + choice - low) % _NUM_SEEDS + low
-        given["max_new_tokens"] = next((limit for limit in limits if limit is not None), None)
+            given["seed"] = (given["seed"] + choice - low) % _NUM_SEEDS + low
         return SamplingParams(**given)
 
 
-# Fields that the engine calls alike.
-_ENGINE_NAMES = tuple(SamplingFields.model_fields.keys() & set(SamplingParams.__struct_fields__))
+# What clients of some protocol send -> the engine's name. Where several were sent, the last counts.
+_ENGINE_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "sampling_seed": "seed",
+    **{name: name for name in SamplingParams.__struct_fields__},
+    "min_tokens": "min_new_tokens",
+}
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:

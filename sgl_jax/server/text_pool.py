@@ -61,12 +61,7 @@ class TextPool:
         self._limits = limits
         self._queue: FairQueue[_Work] = FairQueue(max_at_once=_NUM_WORKERS - 1)
         self._serving: list[asyncio.Task[None]] = []
-        self._num_open = 0
-
-    @property
-    def num_open(self) -> int:
-        """Requests whose prompts are being encoded, or wait for it."""
-        return self._num_open
+        self.num_open = 0  # requests whose prompts are being encoded, or wait for it
 
     def start(self) -> None:
         """Take work; workers are asked for when there is some."""
@@ -109,22 +104,15 @@ class TextPool:
         """Do the jobs; if one fails, or the caller is cancelled, the others are not begun."""
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Future[list[Ids]]] = [loop.create_future() for _ in jobs]
-        with self._counted():
+        self.num_open += 1
+        try:
             for job, answer in zip(jobs, answers, strict=True):
                 self._queue.put(client, _Work(job, answer))
-            try:
-                return [ids for answer in answers for ids in await answer]
-            finally:
-                for answer in answers:
-                    answer.cancel()
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._num_open += 1
-        try:
-            yield
+            return [ids for answer in answers for ids in await answer]
         finally:
-            self._num_open -= 1
+            self.num_open -= 1
+            for answer in answers:
+                answer.cancel()
 
     async def _serve(self) -> None:
         """One worker at a time, for ever."""
@@ -172,7 +160,8 @@ class _Worker:
                 async with asyncio.timeout(job.seconds + _GRACE_S):
                     writer.write(data)
                     await writer.drain()
-                    answer: JobAnswer = _decoder.decode(await _read_frame(reader))
+                    (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                    answer: JobAnswer = _decoder.decode(await reader.readexactly(num_bytes))
             except (OSError, asyncio.IncompleteReadError):  # TimeoutError is an OSError
                 self.close()
                 if start is not None and time.monotonic() - start >= job.seconds:
@@ -204,11 +193,6 @@ class _Worker:
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
-    (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return await reader.readexactly(num_bytes)
 
 
 def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:
