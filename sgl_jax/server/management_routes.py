@@ -93,6 +93,5 @@ async def metrics(request: Request) -> Response:
             reply = await context.ask(GetState(), _SCRAPE_TIMEOUT_S)
             if reply.ok:
                 context.engine_metrics.update(reply.data)
-    return Response(
-        context.frontend.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST}
-    )
+    text = context.frontend.metrics.exposition()
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
