@@ -135,25 +135,26 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     session: SessionTurn | None = None
 
 
-class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Question(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A message that a `Reply` answers; the front gives it its `rid`."""
+
+    rid: str = ""
+
+
+class FlushCache(Question, frozen=True, kw_only=True, tag=True):
     """Empty the prefix caches; refused while requests run or wait."""
 
-    rid: str
 
-
-class GetState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class GetState(Question, frozen=True, kw_only=True, tag=True):
     """Ask for the memory view and counters; answered by `Reply` with a dictionary."""
 
-    rid: str
 
-
-class OpenSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class OpenSession(Question, frozen=True, kw_only=True, tag=True):
     """Open a session; answers its id, or a 503 while too many are open.
 
     Refused if the id is in use. `namespace` is that of all its turns, as in `GenerateRequest`.
     """
 
-    rid: str
     session_id: NewSessionId
     streaming: Annotated[bool, doc("append-only, one request in flight, KV kept in place")] = False
     # The name is SGLang's.
@@ -168,71 +169,54 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     namespace: Namespace = ""
 
 
-class CloseSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CloseSession(Question, frozen=True, kw_only=True, tag=True):
     """Close a session and free its memory; a turn in flight is finished first."""
 
-    rid: str
     session_id: SessionId
 
 
-class RollbackSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RollbackSession(Question, frozen=True, kw_only=True, tag=True):
     """Take a streaming session back to the end of its first `num_turns` turns."""
 
-    rid: str
     session_id: SessionId
     num_turns: Annotated[int, Ge(0), Lt(INT32)]
 
 
-class ForkSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ForkSession(Question, frozen=True, kw_only=True, tag=True):
     """Open a streaming session with the history of another; what is cached of it is shared. A 503
     while too many are open, or sessions hold too many tokens.
     """
 
-    rid: str
     session_id: SessionId
     new_session_id: NewSessionId
 
 
-class ListSessions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ListSessions(Question, frozen=True, kw_only=True, tag=True):
     """All open sessions of the caller."""
-
-    rid: str
 
 
 SessionMessage = OpenSession | CloseSession | RollbackSession | ForkSession | ListSessions
 
 
-class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StartProfile(Question, frozen=True, kw_only=True, tag=True):
     """Start a device trace, to be read with TensorBoard or xprof."""
 
-    rid: str
     output_dir: Annotated[
         Annotated[str, MinLen(1), MaxLen(_MAX_PATH_CHARS)] | None,
         doc("default: a new temporary folder"),
     ] = None
 
 
-class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StopProfile(Question, frozen=True, kw_only=True, tag=True):
     """End the trace and write it."""
-
-    rid: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the engine; requests in flight are aborted. To finish them, wait before sending this."""
 
 
-FrontMessage = (
-    GenerateRequest
-    | AbortRequest
-    | StopRequest
-    | FlushCache
-    | GetState
-    | SessionMessage
-    | StartProfile
-    | StopProfile
-    | Shutdown
-)
+Asked = FlushCache | GetState | SessionMessage | StartProfile | StopProfile
+FrontMessage = GenerateRequest | AbortRequest | StopRequest | Asked | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

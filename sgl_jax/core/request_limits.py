@@ -4,7 +4,9 @@ Each check raises `InvalidRequestError` that names the field and what is allowed
 sampling parameters are in `sampling_params.py`.
 """
 
-from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
+from typing import Any
+
+from sgl_jax.core.errors import InvalidRequestError
 
 MAX_RID_CHARS = 256
 MAX_NAMESPACE_CHARS = 256
@@ -14,40 +16,6 @@ INT32 = 2**31  # counts and offsets lie below it
 MIN_PRIORITY, MAX_PRIORITY = -INT32, INT32 - 1
 MAX_CHOICES = 128  # answers to one prompt
 MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts times answers to each
-
-# A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
-_MAX_NORMALIZER_SHRINK = 4
-# English has 4 to 5 characters a token, indented code up to 8.
-_MOST_CHARS_PER_TOKEN = 16
-_SHORT_PROMPT_CHARS = 65_536  # never too many by that average
-
-
-def most_prompt_chars(max_tokens: int, longest_token_chars: int) -> int:
-    """Characters beyond which a prompt has more than `max_tokens` tokens in any tokenization.
-
-    The longest tokens are runs of spaces and dashes, of which no text consists: a long prompt may
-    have `_MOST_CHARS_PER_TOKEN` characters a token on average.
-    """
-    longest = max_tokens * longest_token_chars * _MAX_NORMALIZER_SHRINK
-    return min(longest, _SHORT_PROMPT_CHARS + max_tokens * _MOST_CHARS_PER_TOKEN)
-
-
-def check_prompt_chars(num_chars: int, most: int, max_tokens: int) -> None:
-    """A prompt of so many characters may fit into `max_tokens` tokens."""
-    if num_chars > most:
-        raise ContextLengthError(
-            f"the {num_chars} characters of the prompt (at most {most} are taken)",
-            max_tokens,
-            "text",
-        )
-
-
-def check_prompt_tokens(num_tokens: int, max_tokens: int) -> None:
-    """A prompt of so many tokens leaves room for an output."""
-    if num_tokens >= max_tokens:
-        raise ContextLengthError(
-            f"{num_tokens} prompt tokens and the output", max_tokens, "input_ids"
-        )
 
 
 def check_rid(rid: str, param: str = "rid") -> None:
@@ -72,6 +40,14 @@ def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
             "extra_key",
         )
     return extra_key or cache_salt or ""
+
+
+def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
+    """What field `name` gives for each prompt: an entry of its list, or its one value."""
+    each = list(given) if isinstance(given, list | tuple) else [given] * num_prompts
+    if len(each) != num_prompts:
+        raise InvalidRequestError(f"{name} has {len(each)} entries for {num_prompts} prompts", name)
+    return each
 
 
 def check_num_requests(num_prompts: int, num_choices: int, param: str) -> None:

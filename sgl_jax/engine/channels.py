@@ -52,16 +52,8 @@ class Channel(Protocol):
         ...
 
 
-class EngineClient(Protocol):
-    """The front's end of the line. Messages of one client arrive in the order sent."""
-
-    def send(self, message: FrontMessage) -> None:
-        """Queue a message for the engine; never blocks. Raises `EngineDeadError` once it ended."""
-        ...
-
-
 class InProcessChannel:
-    """The engine's end. Implements `Channel`.
+    """The engine's end, and an `inbox` for the front. Implements `Channel`.
 
     Args:
         deliver: called with each message for the front, in the thread that sends it.
@@ -85,24 +77,6 @@ class InProcessChannel:
     def send(self, message: EngineMessage) -> None:
         """Hand a message to the front."""
         self._deliver(message)
-
-
-class InProcessClient:
-    """The front's end. Implements `EngineClient`."""
-
-    def __init__(self, channel: InProcessChannel) -> None:
-        self._channel = channel
-        self._ended_because: str | None = None
-
-    def send(self, message: FrontMessage) -> None:
-        """Queue a message for the engine. Raises `EngineDeadError` once it ended."""
-        if self._ended_because is not None:
-            raise EngineDeadError(self._ended_because)
-        self._channel.inbox.put(message)
-
-    def close(self, reason: str) -> None:
-        """The engine ended: from now on nothing can be sent to it."""
-        self._ended_because = reason
 
 
 class ZmqChannel:

@@ -17,6 +17,7 @@ import msgspec
 from sgl_jax.core.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from sgl_jax.core.messages import (
     AbortRequest,
+    Asked,
     EngineMessage,
     FrontMessage,
     GenerateRequest,
@@ -24,10 +25,8 @@ from sgl_jax.core.messages import (
     Reply,
     StopRequest,
 )
-from sgl_jax.engine.channels import EngineClient
 from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.request_stream import RequestStream
-from sgl_jax.engine.unheard import UnheardRequests
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -47,22 +46,27 @@ class Frontend:
         self,
         tokenizer: Tokenizer,
         facts: EngineFacts,
-        client: EngineClient,
+        send: Callable[[FrontMessage], None],
         *,
         max_queued_requests: int,
         metrics: RequestMetrics | None = None,
         log_requests: bool = False,
     ) -> None:
+        """`send` queues a message for the engine, after those before it, and never blocks."""
         self.tokenizer = tokenizer
         self.facts = facts
         self.checks = RequestChecks(tokenizer, facts)
         self.metrics = metrics or RequestMetrics()
-        self._client = client
+        self._send = send
         self._log_requests = log_requests
         self._lock = threading.Lock()
         self._streams: dict[str, RequestStream] = {}
         self._on_reply: dict[str, Callable[[Reply], None]] = {}
-        self._unheard = UnheardRequests(max_queued_requests, facts.max_running_requests)
+        # Requests that the engine has said nothing of: on their way, waiting, or computing their
+        # first token. Counted here, since the engine's own queue has no limit while the engine
+        # does not look at it. One whose client went away counts on: its message is still there.
+        self._unheard: set[str] = set()
+        self._max_queued = max_queued_requests
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
         self._death: str | None = None
@@ -84,8 +88,13 @@ class Frontend:
 
     def check_room(self, num_requests: int) -> None:
         """Raise `QueueFullError` if the engine has too much before it to take so many more."""
-        with self._lock:
-            self._unheard.check_room(num_requests)
+        num_unheard = len(self._unheard)
+        if num_unheard + num_requests > self._max_queued + self.facts.max_running_requests:
+            raise QueueFullError(
+                f"the queue is full: {num_unheard} requests wait for the engine, and "
+                f"{num_requests} more would exceed what --max-queued-requests "
+                f"({self._max_queued}) allows"
+            )
 
     # Requests
 
@@ -123,11 +132,11 @@ class Frontend:
         )
         with self._lock:
             self.check_alive()
-            self._unheard.check_room(1)
+            self.check_room(1)
             self._streams[unique.rid] = stream
             self._unheard.add(unique.rid)
         try:
-            self._client.send(unique)
+            self._send(unique)
         except BaseException:
             with self._lock:
                 self._streams.pop(unique.rid, None)
@@ -138,7 +147,7 @@ class Frontend:
             logger.info("request %r: %d prompt tokens", unique.rid, stream.num_prompt_tokens)
         return stream
 
-    def abandon(self, stream: RequestStream, message: str = "the client went away") -> None:
+    def abandon(self, stream: RequestStream) -> None:
         """The consumer of `stream` is gone: end it in the engine, if it has not ended. Once only.
 
         A turn of a session whose final output was not delivered is rolled back: the engine is told
@@ -149,11 +158,11 @@ class Frontend:
             is_open = self._streams.pop(rid, None) is not None
             is_unseen = stream.drop_unseen_end()
         if is_open:
-            self._log_end(stream, message)
-            self.metrics.count_abort()
+            self._log_end(stream, "the client went away")
+            self.metrics.aborted.inc()
         if is_open or (is_unseen and session is not None):
             with contextlib.suppress(EngineDeadError):  # then it has ended there, too
-                self._client.send(AbortRequest(rid=rid, message=message, session=session))
+                self._send(AbortRequest(rid=rid, message="the client went away", session=session))
 
     def abort(self, client_rid: str, sender: str | None = None) -> int:
         """Abort the requests a client named so; their streams end with an abort. Returns how many.
@@ -167,16 +176,14 @@ class Frontend:
                 if client_rid in ("", stream.client_rid) and sender in (None, stream.sender)
             ]
         if client_rid == "" and sender is None:
-            self._client.send(AbortRequest(abort_all=True))
+            self._send(AbortRequest(abort_all=True))
         else:
             for rid in rids:
-                self._client.send(AbortRequest(rid=rid))
+                self._send(AbortRequest(rid=rid))
         return len(rids)
 
-    def ask(
-        self, make_message: Callable[[str], FrontMessage], on_reply: Callable[[Reply], None]
-    ) -> None:
-        """Send a message that the engine answers; `make_message` gets the rid to put in it.
+    def ask(self, question: Asked, on_reply: Callable[[Reply], None]) -> None:
+        """Send a message that the engine answers.
 
         Raises:
             EngineDeadError, ShuttingDownError: as given to `fail`.
@@ -189,7 +196,7 @@ class Frontend:
                 raise QueueFullError(f"{_MAX_QUESTIONS} questions wait for the engine's answer")
             self._on_reply[rid] = on_reply
         try:
-            self._client.send(make_message(rid))
+            self._send(msgspec.structs.replace(question, rid=rid))
         except BaseException:
             with self._lock:
                 self._on_reply.pop(rid, None)
@@ -223,7 +230,7 @@ class Frontend:
             streams, self._streams = list(self._streams.values()), {}
             waiting, self._on_reply = self._on_reply, {}
             for stream in streams:
-                stream.fail(kind(reason))
+                stream.error = kind(reason)
         for stream in streams:
             stream.on_ready()
         for rid, on_reply in waiting.items():
@@ -270,7 +277,7 @@ class Frontend:
 
     def _note_tokens(self, stream: RequestStream, count: int, now: float) -> None:
         if stream.last_token_at is None:
-            self.metrics.observe_first_token(now - stream.created_at)
+            self.metrics.time_to_first_token.observe(now - stream.created_at)
         else:
             self.metrics.observe_next_tokens(now - stream.last_token_at, count)
         stream.last_token_at = now
@@ -282,7 +289,7 @@ class Frontend:
         assert stream.finish is not None
         if stopped_here:
             with contextlib.suppress(EngineDeadError):
-                self._client.send(
+                self._send(
                     StopRequest(
                         rid=stream.request.rid,
                         num_output_tokens=stream.num_output_tokens,
@@ -290,7 +297,7 @@ class Frontend:
                     )
                 )
         if stream.finish.type == "abort":
-            self.metrics.count_abort()
+            self.metrics.aborted.inc()
         else:
             self.metrics.count_finish(
                 stream.num_prompt_tokens, stream.cached_tokens, now - stream.created_at

@@ -40,11 +40,6 @@ class EngineHealth:
         return self._last[1]
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether it has been silent for longer than it may be."""
-        return self.silent_s > self._timeout_s
-
-    @property
     def stuck_since(self) -> datetime | None:
         """When the engine fell silent (UTC), if it is stuck."""
         silent_s = self.silent_s

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
+    Asked,
     CloseSession,
     EngineMessage,
     FlushCache,
     ForkSession,
-    FrontMessage,
     GetState,
     Heartbeat,
     ListSessions,
@@ -29,8 +29,9 @@ from sgl_jax.core.messages import (
     RollbackSession,
     Shutdown,
 )
+from sgl_jax.core.request_limits import check_namespace, one_namespace
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.channels import InProcessChannel, InProcessClient
+from sgl_jax.engine.channels import InProcessChannel
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
@@ -39,7 +40,6 @@ from sgl_jax.engine.offline_inputs import (
     Prompt,
     Sampling,
     as_batch,
-    as_namespace,
     as_new_id,
     as_options,
     as_sampling,
@@ -72,13 +72,12 @@ class Engine:
         self._core = EngineCore(args)
         check_vocabulary(tokenizer, args.tokenizer_folder, self._core.info["vocab_size"])
         self._channel = InProcessChannel(self._handle)
-        self._client = InProcessClient(self._channel)
         facts = EngineFacts.from_info(self._core.info)
         self._health = EngineHealth(args.engine_heartbeat_timeout)
         self._frontend = Frontend(
             tokenizer,
             facts,
-            self._client,
+            self._channel.inbox.put,
             max_queued_requests=args.max_queued_requests,
             log_requests=args.log_requests,
         )
@@ -237,33 +236,34 @@ class Engine:
             InvalidRequestError: the id is taken, or an argument cannot be.
             GenerationError: too many sessions are open.
         """
-        name, namespace = as_new_id(session_id), as_namespace(extra_key, cache_salt)
+        name, namespace = as_new_id(session_id), one_namespace(extra_key, cache_salt)
+        check_namespace(namespace)
         if capacity_of_str_len < 0 or (timeout is not None and not timeout > 0):
             raise InvalidRequestError(
                 "capacity_of_str_len must be at least 0 and timeout above 0, got "
                 f"{capacity_of_str_len} and {timeout}",
                 "timeout" if capacity_of_str_len >= 0 else "capacity_of_str_len",
             )
-        self._demand(
-            OpenSession,
+        question = OpenSession(
             session_id=name,
             streaming=streaming,
             capacity_of_str_len=capacity_of_str_len,
             timeout_s=timeout,
             namespace=namespace,
         )
+        self._demand(question)
         return name
 
     def close_session(self, session_id: str) -> None:
         """Close a session; if a turn is in flight, when that has ended."""
-        self._demand(CloseSession, session_id=session_id)
+        self._demand(CloseSession(session_id=session_id))
 
     def rollback_session(self, session_id: str, num_turns: int) -> dict[str, Any]:
         """Take a streaming session back to its first `num_turns` turns.
 
         Returns `num_turns` and `num_tokens`, which it holds now.
         """
-        return self._demand(RollbackSession, session_id=session_id, num_turns=num_turns)
+        return self._demand(RollbackSession(session_id=session_id, num_turns=num_turns))
 
     def fork_session(self, session_id: str, new_session_id: str | None = None) -> str:
         """Open a streaming session with the history of another; returns its id.
@@ -271,12 +271,12 @@ class Engine:
         Raises as `open_session`, or `InvalidRequestError` if there is no such session at rest.
         """
         name = as_new_id(new_session_id)
-        self._demand(ForkSession, session_id=session_id, new_session_id=name)
+        self._demand(ForkSession(session_id=session_id, new_session_id=name))
         return name
 
     def list_sessions(self) -> list[dict[str, Any]]:
         """All open sessions: id, kind, turns, tokens, what runs, and where the KV is."""
-        sessions: list[dict[str, Any]] = self._demand(ListSessions)["sessions"]
+        sessions: list[dict[str, Any]] = self._demand(ListSessions())["sessions"]
         return sessions
 
     def check_health(self) -> float:
@@ -292,16 +292,16 @@ class Engine:
 
     def server_info(self) -> dict[str, Any]:
         """The memory view of each rank, and counters."""
-        return self._ask(GetState).data
+        return self._ask(GetState()).data
 
     def flush_cache(self) -> bool:
         """Empty the prefix caches; False while requests are running or waiting."""
-        return self._ask(FlushCache).ok
+        return self._ask(FlushCache()).ok
 
     def shutdown(self) -> None:
         """End the engine and free its memory; requests in flight end with an abort."""
         if not self._frontend.has_ended:
-            self._client.send(Shutdown())
+            self._channel.inbox.put(Shutdown())
         self._thread.join()
 
     def __enter__(self) -> "Engine":
@@ -322,14 +322,12 @@ class Engine:
         """The engine's thread."""
         reason = "the engine was shut down"
         try:
-            self._core.run(self._channel, on_stall=lambda: self._end("a step never ended"))
+            self._core.run(
+                self._channel, on_stall=lambda: self._frontend.fail("a step never ended")
+            )
         except Exception as error:  # reported to all requests that wait
             logger.exception("the engine ended")
             reason = f"the engine ended: {error}"
-        self._end(reason)
-
-    def _end(self, reason: str) -> None:
-        self._client.close(reason)
         self._frontend.fail(reason)
 
     def _start(
@@ -367,17 +365,17 @@ class Engine:
         for stream in streams:
             self._frontend.abandon(stream)
 
-    def _ask(self, message: Callable[..., FrontMessage], **fields: Any) -> Reply:
+    def _ask(self, question: Asked) -> Reply:
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._frontend.ask(lambda rid: message(rid=rid, **fields), answer.put)
+        self._frontend.ask(question, answer.put)
         reply = answer.get()
         self._frontend.check_alive()
         return reply
 
-    def _demand(self, message: Callable[..., FrontMessage], **fields: Any) -> dict[str, Any]:
+    def _demand(self, question: Asked) -> dict[str, Any]:
         """The engine's answer. Raises `InvalidRequestError` if it refused, `GenerationError` if
         it could not."""
-        reply = self._ask(message, **fields)
+        reply = self._ask(question)
         if reply.data.get("status_code") is not None:
             raise GenerationError(reply.message)
         if not reply.ok:

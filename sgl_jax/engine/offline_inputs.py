@@ -8,7 +8,7 @@ import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionTurn
-from sgl_jax.core.request_limits import check_namespace, check_session_id, one_namespace
+from sgl_jax.core.request_limits import check_session_id, for_each, one_namespace
 from sgl_jax.core.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -21,13 +21,6 @@ def as_new_id(given: str | None) -> str:
     name = uuid.uuid4().hex if given is None else given
     check_session_id(name)
     return name
-
-
-def as_namespace(extra_key: str | None, cache_salt: str | None) -> str:
-    """The namespace that either names. Raises `InvalidRequestError` if it cannot be one."""
-    namespace = one_namespace(extra_key, cache_salt)
-    check_namespace(namespace)
-    return namespace
 
 
 def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, Any]]:
@@ -47,10 +40,8 @@ def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, A
 
 
 def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T | None]:
-    """What option `name` gives for each prompt: an entry of its list, or its one value."""
-    each = list(given) if isinstance(given, list | tuple) else [given] * num_prompts
-    if len(each) != num_prompts:
-        raise InvalidRequestError(f"{name} has {len(each)} entries for {num_prompts} prompts", name)
+    """As `for_each`, of values of this `kind`."""
+    each = for_each(name, given, num_prompts)
     for value in each:
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise InvalidRequestError(

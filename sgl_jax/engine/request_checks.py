@@ -17,14 +17,17 @@ from sgl_jax.core.request_limits import (
     MIN_PRIORITY,
     check_between,
     check_namespace,
-    check_prompt_chars,
-    check_prompt_tokens,
     check_rid,
     check_session_id,
-    most_prompt_chars,
 )
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.text.tokenizer import Tokenizer
+
+# A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
+_MAX_NORMALIZER_SHRINK = 4
+# English has 4 to 5 characters a token, indented code up to 8.
+_MOST_CHARS_PER_TOKEN = 16
+_SHORT_PROMPT_CHARS = 65_536  # never too many by that average
 
 
 class EngineFacts(NamedTuple):
@@ -51,9 +54,14 @@ class RequestChecks:
 
     @property
     def max_prompt_chars(self) -> int:
-        """Characters beyond which a prompt is too long for any tokenization."""
-        longest = self._tokenizer.longest_token_chars
-        return most_prompt_chars(self._facts.max_request_tokens, longest)
+        """Characters beyond which a prompt is too long for any tokenization.
+
+        The longest tokens are runs of spaces and dashes, of which no text consists: a long prompt
+        may have `_MOST_CHARS_PER_TOKEN` characters a token on average.
+        """
+        max_tokens = self._facts.max_request_tokens
+        longest = max_tokens * self._tokenizer.longest_token_chars * _MAX_NORMALIZER_SHRINK
+        return min(longest, _SHORT_PROMPT_CHARS + max_tokens * _MOST_CHARS_PER_TOKEN)
 
     def check_text(self, text: str) -> None:
         """Raise `InvalidRequestError` for a prompt that is empty, surely too long, or text for a
@@ -65,11 +73,18 @@ class RequestChecks:
     def check_length(self, num_chars: int) -> None:
         """Raise `InvalidRequestError` for so much text, as `check_text`."""
         self._tokenizer.check_knows_text()
-        check_prompt_chars(num_chars, self.max_prompt_chars, self._facts.max_request_tokens)
+        most = self.max_prompt_chars
+        if num_chars > most:
+            text = f"the {num_chars} characters of the prompt (at most {most} are taken)"
+            raise ContextLengthError(text, self._facts.max_request_tokens, "text")
 
     def check_num_tokens(self, num_tokens: int) -> None:
         """Raise `ContextLengthError` for a prompt that leaves no room for an output."""
-        check_prompt_tokens(num_tokens, self._facts.max_request_tokens)
+        most = self._facts.max_request_tokens
+        if num_tokens >= most:
+            raise ContextLengthError(
+                f"{num_tokens} prompt tokens and the output", most, "input_ids"
+            )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt; one of more than `max_prompt_chars` characters is refused."""

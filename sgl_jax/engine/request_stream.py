@@ -56,7 +56,7 @@ class RequestStream:
         self.cached_tokens = 0
         self.dp_rank = 0
         self.finish: FinishReason | None = None
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # ended it, instead of a finish reason
         self.created_at = time.perf_counter()
         self.last_token_at: float | None = None
         self.finished_at: float | None = None
@@ -117,10 +117,6 @@ class RequestStream:
             rest = self._stop_checker.feed(self._detokenizer.flush())
             self._text += rest.text + self._stop_checker.flush()
 
-    def fail(self, error: Exception) -> None:
-        """End the stream with an error instead of a finish reason."""
-        self.error = error
-
     def drop_unseen_end(self) -> bool:
         """No `take` will follow. True, once, if the end of the output was there to take."""
         if self._last_chunk_taken or self.finish is None or self.finish.type == "abort":
@@ -177,7 +173,6 @@ class RequestStream:
 
     def _with_text(self, ids: list[int], finish: FinishReason | None) -> list[int]:
         """Without the stop token that ended the output, unless the client wants to see it."""
-        ended_by_token = finish is not None and finish.type == "stop" and bool(ids)
-        if ended_by_token and not self.request.sampling.no_stop_trim and finish is not None:
-            return ids[:-1] if finish.matched == ids[-1] else ids
-        return ids
+        if self.request.sampling.no_stop_trim or finish is None or finish.type != "stop":
+            return ids
+        return ids[:-1] if ids and finish.matched == ids[-1] else ids

@@ -25,11 +25,11 @@ class RequestMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._requests = self._counter("num_requests", "requests accepted")
-        self._aborted = self._counter("num_aborted_requests", "requests that ended early")
+        self.aborted = self._counter("num_aborted_requests", "requests that ended early")
         self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of those requests")
         self._cached_tokens = self._counter("cached_tokens", "of these, found in the prefix cache")
         self._generated_tokens = self._counter("generation_tokens", "tokens generated")
-        self._ttft = self._histogram(
+        self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "arrival to first token", _TTFT_BUCKETS_S
         )
         self._itl = self._histogram(
@@ -52,9 +52,6 @@ class RequestMetrics:
         self._num_generated += num_tokens
         self._generated_tokens.inc(num_tokens)
 
-    def observe_first_token(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
-
     def observe_next_tokens(self, seconds: float, count: int) -> None:
         """`count` tokens came together, `seconds` after the one before."""
         self._itl.observe(seconds / count, count)
@@ -64,9 +61,6 @@ class RequestMetrics:
         self._num_cached += cached_tokens
         self._cached_tokens.inc(cached_tokens)
         self._e2e.observe(seconds)
-
-    def count_abort(self) -> None:
-        self._aborted.inc()
 
     def cache_hit_rate(self) -> float:
         """Share of the prompt tokens of finished requests that the prefix cache held."""

@@ -5,7 +5,7 @@ Keys are kept as digests. A caller is known by its key's name, or number, never 
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,18 +119,15 @@ class ApiKeys:
 
 
 def _given(prefix: str, key: str | None, path: str | None) -> Iterator[tuple[str, str]]:
+    """Name and key of each. A file has `KEY` or `NAME KEY` a line; # begins a comment line."""
     if key is not None:
         yield prefix, key
-    if path is not None:
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read the API keys in {path}: {error}") from error
-        yield from _read_lines(prefix, path, lines)
-
-
-def _read_lines(prefix: str, path: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """`KEY` or `NAME KEY` a line; # begins a comment line."""
+    if path is None:
+        return
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the API keys in {path}: {error}") from error
     names = set()
     for number, line in enumerate(lines, 1):
         words = line.split()

@@ -54,8 +54,8 @@ def body_of(call: Call) -> type[StrictModel]:
 
 
 def message_of(call: Call, body: StrictModel, owner: SessionOwner) -> tuple[Any, str | None]:
-    """What `body` asks of the engine, its rid left open, and the session's id if it is made up."""
-    fields: dict[str, Any] = {"rid": ""}
+    """What `body` asks of the engine, and the session's id if it is made up."""
+    fields: dict[str, Any] = {}
     made_up = None
     for name, hint, _ in _fields(call):
         given: Any = getattr(body, name, None)
@@ -124,14 +124,10 @@ async def _ask(request: Request, call: Call, message: Any, made_up: str | None) 
     client has named stays: the client can use it or close it.)
     """
     context = context_of(request)
-
-    def make_message(rid: str) -> Any:
-        return msgspec.structs.replace(message, rid=rid)
-
     if made_up is None:
-        reply = await context.ask(make_message, call.timeout_s)
+        reply = await context.ask(message, call.timeout_s)
     else:
-        asking = context.ask(make_message, on_unheard=lambda r: _close_unheard(context, made_up, r))
+        asking = context.ask(message, on_unheard=lambda r: _close_unheard(context, made_up, r))
         reply = await unless_gone(request.receive, asking)
     if reply.ok:
         return reply.data
@@ -146,16 +142,14 @@ async def _ask(request: Request, call: Call, message: Any, made_up: str | None) 
 def _as_told(data: Any, owner: SessionOwner) -> Any:
     """`data` with sessions' ids as their owner calls them, without what is said of others'."""
     if isinstance(data, list):
-        own = [entry for entry in data if _client_id(entry, owner) is not None]
+        own = [entry for entry in data if owner.client_id(entry["session_id"]) is not None]
         return [_as_told(entry, owner) for entry in own]
     if not isinstance(data, dict):
         return data
     told = {name: _as_told(value, owner) for name, value in data.items()}
-    return told | ({"session_id": _client_id(data, owner)} if "session_id" in data else {})
-
-
-def _client_id(entry: dict[str, Any], owner: SessionOwner) -> str | None:
-    return owner.client_id(entry["session_id"])
+    if "session_id" in data:
+        told["session_id"] = owner.client_id(data["session_id"])
+    return told
 
 
 def _close_unheard(context: ServerContext, session_id: str, reply: Reply) -> None:
@@ -164,6 +158,4 @@ def _close_unheard(context: ServerContext, session_id: str, reply: Reply) -> Non
         return
     # Otherwise it goes with the engine.
     with contextlib.suppress(EngineDeadError, ShuttingDownError):
-        context.frontend.ask(
-            lambda rid: CloseSession(rid=rid, session_id=session_id), lambda reply: None
-        )
+        context.frontend.ask(CloseSession(session_id=session_id), lambda reply: None)

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
-from types import TracebackType
 from typing import Self, TypeVar
 
 from starlette.types import Message, Receive, Send
@@ -66,12 +65,7 @@ class PatientSend:
         self._timer = self._loop.call_later(self._patience_s, self._look)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._timer.cancel()
 
     def _look(self) -> None:

@@ -4,13 +4,14 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import Request
 
-from sgl_jax.core.messages import FrontMessage, Reply
+from sgl_jax.core.messages import Asked, Reply
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
@@ -20,7 +21,9 @@ from sgl_jax.server.connection import LoopShare, unless_gone
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.json_body import JsonBodies
 from sgl_jax.server.limits import Limits
+from sgl_jax.server.openai_protocol import ChatRequest
 from sgl_jax.server.text_pool import Ids, TextPool
+from sgl_jax.text.jobs import EncodeChat
 
 # What clients and sglang-router send where only one model is known.
 _DEFAULT_MODELS = ("default", "unknown")
@@ -95,25 +98,23 @@ class ServerContext:
         encoded = iter(ids)
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    async def encode_chat(
-        self,
-        request: Request,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        continue_final_message: bool,
-        template_args: Mapping[str, Any],
-    ) -> list[int]:
-        """Token ids of the conversation of `request`. Raises as `encode_prompts`."""
+    async def encode_chat(self, request: Request, body: ChatRequest) -> list[list[int]]:
+        """Token ids of the conversation, the one prompt of `request`. Raises as
+        `encode_prompts`."""
+        messages = [message.for_template() for message in body.messages]
+        num_chars = sum(len(message["content"]) for message in messages)
         self.frontend.check_room(1)
-        self.frontend.checks.check_length(sum(len(message["content"]) for message in messages))
-        encoding = self.texts.encode_chat(
-            _client_of(request),
+        self.frontend.checks.check_length(num_chars)
+        job = EncodeChat(
             messages,
-            continue_final_message=continue_final_message,
-            template_args=template_args,
-            max_tokens=self.frontend.facts.max_request_tokens,
+            bool(body.continue_final_message),
+            msgspec.json.encode(body.template_args),
+            self.limits.max_prompt_chars,
+            self.frontend.facts.max_request_tokens,
+            self.limits.text_seconds(num_chars),
         )
-        return self._unpack(await unless_gone(request.receive, encoding))
+        encoding = self.texts.encode_chat(_client_of(request), job)
+        return [self._unpack(await unless_gone(request.receive, encoding))]
 
     def _unpack(self, ids: Ids) -> list[int]:
         self.frontend.checks.check_num_tokens(len(ids))
@@ -121,7 +122,7 @@ class ServerContext:
 
     async def ask(
         self,
-        make_message: Callable[[str], FrontMessage],
+        question: Asked,
         timeout_s: float | None = None,
         *,
         on_unheard: Callable[[Reply], None] | None = None,
@@ -147,7 +148,7 @@ class ServerContext:
             elif on_unheard is not None:
                 on_unheard(reply)
 
-        self.frontend.ask(make_message, on_reply)
+        self.frontend.ask(question, on_reply)
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except (TimeoutError, asyncio.CancelledError) as error:

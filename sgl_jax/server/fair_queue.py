@@ -32,8 +32,14 @@ class FairQueue(Generic[T]):
         """The client that comes next, and its work; `done` must follow."""
         while True:
             for client, waiting in self._waiting.items():
-                if self._num_out.get(client, 0) < self._max_at_once:
-                    return client, self._take(client, waiting)
+                num_out = self._num_out.get(client, 0)
+                if num_out < self._max_at_once:
+                    del self._waiting[client]
+                    work = waiting.popleft()
+                    if waiting:
+                        self._waiting[client] = waiting  # behind the others
+                    self._num_out[client] = num_out + 1
+                    return client, work
             self._changed.clear()
             await self._changed.wait()
 
@@ -43,11 +49,3 @@ class FairQueue(Generic[T]):
         if not self._num_out[client]:
             del self._num_out[client]
         self._changed.set()
-
-    def _take(self, client: str, waiting: deque[T]) -> T:
-        del self._waiting[client]
-        work = waiting.popleft()
-        if waiting:
-            self._waiting[client] = waiting  # behind the others
-        self._num_out[client] = self._num_out.get(client, 0) + 1
-        return work

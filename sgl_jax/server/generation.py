@@ -5,47 +5,26 @@ client goes away or one of them fails, the others are aborted.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType, TracebackType
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, Self
 
 import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from sgl_jax.core.messages import FinishReason, GenerateRequest, TokenLogprobs
-from sgl_jax.engine.frontend import Frontend
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.api_keys import caller_of
 from sgl_jax.server.connection import CLIENT_GONE, LoopShare, PatientSend, while_connected
-from sgl_jax.server.context import ServerContext
-from sgl_jax.server.errors import abort_error, envelope, to_api_error
+from sgl_jax.server.context import context_of
+from sgl_jax.server.errors import abort_error, client_names, envelope, to_api_error
+from sgl_jax.server.sampling_fields import SamplingFields
 from sgl_jax.server.session_owner import owner_of
 
-NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _PIECE_BYTES = 64 * 1024  # what is sent at a time
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
-
-
-@dataclass
-class Answer:
-    """All that one engine request gave."""
-
-    stream: RequestStream
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: FinishReason | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        self.text += chunk.text
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.prompt_logprobs += chunk.prompt_logprobs
-        self.finish = chunk.finish
 
 
 class AnswerFormat(Protocol):
@@ -59,8 +38,8 @@ class AnswerFormat(Protocol):
         """Event lines after the last chunk, before `[DONE]`."""
         ...
 
-    def whole(self, answers: Sequence[Answer]) -> Any:
-        """The answer that is not streamed, to be written as JSON."""
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
+        """The answer that is not streamed, to be written as JSON. A chunk is all of a choice."""
         ...
 
 
@@ -69,27 +48,22 @@ class StreamGroup:
 
     def __init__(
         self,
-        frontend: Frontend,
+        request: Request,
         requests: Sequence[GenerateRequest],
         *,
         streaming: bool,
-        names: Mapping[str, str] = NO_NAMES,
-        sender: str = "",
-        as_told: Callable[[str], str] = str,
+        names: Mapping[str, str],
     ) -> None:
         """Hold the requests; they start on entering the block.
 
-        Args:
-            names: the client's name of each field that the client calls otherwise than we do.
-            sender: name of the API key.
-            as_told: rewrites a message of the engine to the session ids that the caller knows.
+        `names`: the client's name of each field that the client calls otherwise than we do.
         """
-        self._frontend = frontend
+        self._frontend = context_of(request).frontend
         self._requests = requests
         self._streaming = streaming
         self._names = names
-        self._sender = sender
-        self._as_told = as_told
+        self._sender = caller_of(request).name
+        self._as_told = owner_of(request).as_told
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
         self._waiting: asyncio.Future[None] | None = None  # for something to be ready
         self.streams: list[RequestStream] = []
@@ -100,19 +74,18 @@ class StreamGroup:
         share = LoopShare()
         try:
             for index, request in enumerate(self._requests):
-                self.streams.append(self._start(index, request))
+                on_ready = partial(self._signal, index)
+                stream = self._frontend.start(
+                    request, on_ready, streaming=self._streaming, sender=self._sender
+                )
+                self.streams.append(stream)
                 await share.pause()
         except BaseException:
             self._abandon()
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._abandon()
 
     async def next_batch(self) -> list[tuple[int, Chunk]]:
@@ -142,11 +115,6 @@ class StreamGroup:
                 batch.append((index, chunk))
         return batch
 
-    def _start(self, index: int, request: GenerateRequest) -> RequestStream:
-        return self._frontend.start(
-            request, lambda: self._signal(index), streaming=self._streaming, sender=self._sender
-        )
-
     def _signal(self, index: int) -> None:
         self._ready[index] = None
         if self._waiting is not None and not self._waiting.done():
@@ -156,40 +124,57 @@ class StreamGroup:
         for stream in self.streams:
             self._frontend.abandon(stream)
             # It held this group, which holds it: a circle around all prompts.
-            stream.on_ready = _nothing
+            stream.on_ready = lambda: None
 
 
-def _nothing() -> None:
-    """In place of `on_ready` once no consumer waits."""
+async def prepare_all(
+    request: Request,
+    names: Mapping[str, str],
+    encoding: Awaitable[Sequence[list[int]]],
+    samplings: Sequence[SamplingFields],
+    options: Sequence[Mapping[str, Any]],
+    **shared: Any,
+) -> list[GenerateRequest]:
+    """The engine's requests for all choices of all prompts, those of one prompt together.
+
+    Args:
+        names: as for `client_names`.
+        encoding: gives the token ids of each prompt.
+        samplings, options: of each prompt; options, and what is `shared`, as
+            `RequestChecks.prepare` takes them.
+
+    Raises:
+        InvalidRequestError: one of them cannot be served.
+    """
+    checks, share = context_of(request).frontend.checks, LoopShare()
+    requests: list[GenerateRequest] = []
+    with client_names(names):
+        for ids, sampling, own in zip(await encoding, samplings, options, strict=True):
+            for choice in range(sampling.num_choices):
+                requests.append(checks.prepare(ids, sampling.to_sampling(choice), **own, **shared))
+                await share.pause()
+    return requests
 
 
 async def respond(
     request: Request,
-    context: ServerContext,
     requests: Sequence[GenerateRequest],
     answer_format: AnswerFormat,
     *,
-    streaming: bool,
+    streaming: bool | None,
     names: Mapping[str, str],
 ) -> Response:
     """Run `requests` and answer in `answer_format`; stops as soon as the client goes away.
 
     Errors of the engine name fields by `names`, as for `client_names`.
     """
-    group = StreamGroup(
-        context.frontend,
-        requests,
-        streaming=streaming,
-        names=names,
-        sender=caller_of(request).name,
-        as_told=owner_of(request).as_told,
-    )
+    group = StreamGroup(request, requests, streaming=bool(streaming), names=names)
     if streaming:
-        return EventStream(group, answer_format, context.reader_timeout_s)
-    answers = await while_connected(request.receive, _gather(group))
-    if answers is None:
+        return EventStream(group, answer_format, context_of(request).reader_timeout_s)
+    chunks = await while_connected(request.receive, _gather(group))
+    if chunks is None:
         return Response(status_code=CLIENT_GONE)
-    return json_response(answer_format.whole(answers))
+    return json_response(answer_format.whole(chunks, group.streams))
 
 
 def json_response(value: Any) -> Response:
@@ -256,13 +241,13 @@ class EventStream(Response):
         yield from _cut(events)
 
 
-async def _gather(group: StreamGroup) -> list[Answer]:
+async def _gather(group: StreamGroup) -> list[Chunk]:
+    """Of each request its one chunk: unless it is streamed, all comes at the end."""
+    chunks: dict[int, Chunk] = {}
     async with group:
-        answers = [Answer(stream) for stream in group.streams]
         while group.num_open:
-            for index, chunk in await group.next_batch():
-                answers[index].add(chunk)
-        return answers
+            chunks.update(await group.next_batch())
+    return [chunks[index] for index in range(len(chunks))]
 
 
 def _cut(data: bytes) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.server.errors import ApiError, ErrorBody, error_body, error_response, to_api_error
 
+_JSON = "application/json"
 _STATUS_OF_CODE = {
     "starting": "starting",
     "engine_stuck": "stuck",
@@ -48,8 +49,9 @@ def health_answer(check: Callable[[], None], health: EngineHealth) -> Response:
             None if since is None else since.isoformat(timespec="seconds"),
             error_body(error),
         )
-        return _answer(body, error)
-    return _answer(Health("ready"))
+        headers = dict(error.headers or {})
+        return Response(msgspec.json.encode(body), error.status_code, headers, _JSON)
+    return Response(msgspec.json.encode(Health("ready")), media_type=_JSON)
 
 
 class Gate:
@@ -81,10 +83,3 @@ class Gate:
 
 def _starting() -> ApiError:
     return ApiError(503, "the server is starting: the engine loads and compiles", code="starting")
-
-
-def _answer(body: Health, error: ApiError | None = None) -> Response:
-    status_code, headers = (
-        (200, None) if error is None else (error.status_code, dict(error.headers or {}))
-    )
-    return Response(msgspec.json.encode(body), status_code, headers, "application/json")

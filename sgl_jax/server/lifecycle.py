@@ -20,8 +20,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import TypeVar, cast
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 import uvicorn
 import uvloop
@@ -84,9 +85,7 @@ def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> i
 class _Uvicorn(uvicorn.Server):
     """Leaves the signals alone: `_Server` owns them."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
 
 class _Server:
@@ -111,8 +110,10 @@ class _Server:
         code = 1
         try:
             code = await self._run()
-        finally:
-            _end_with(code)
+        finally:  # to end is all that is left: a signal from now on must not change the exit code
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().remove_signal_handler(number)
+                signal.signal(number, lambda number, frame: os._exit(code))
         return code
 
     async def _run(self) -> int:
@@ -127,7 +128,8 @@ class _Server:
         with _listening_socket(self._args) as listener:
             client = self._client = ZmqEngineClient()
             try:
-                client.listen(self._on_message, self._on_garbage)
+                unreadable = "the engine sent what cannot be read"
+                client.listen(self._on_message, lambda e: self._on_death(str(e), unreadable))
                 self._process = EngineProcess(
                     self._args, client.folder, on_exit, self._engine_command
                 )
@@ -180,7 +182,7 @@ class _Server:
         self._frontend = Frontend(
             tokenizer,
             EngineFacts.from_info(info),
-            client,
+            client.send,
             max_queued_requests=self._args.max_queued_requests,
             metrics=metrics,
             log_requests=self._args.log_requests,
@@ -225,7 +227,7 @@ class _Server:
             return bool(frontend.num_open or context.texts.num_open)
 
         while is_busy() and time.monotonic() < deadline and self._death is None:
-            if self._health.is_stuck:  # nothing will finish
+            if self._health.stuck_since:  # nothing will finish
                 logger.error("the engine is stuck; %d requests end unfinished", frontend.num_open)
                 shown = "the server is shutting down, and its engine is stuck"
                 frontend.fail(shown, ShuttingDownError)
@@ -244,7 +246,7 @@ class _Server:
         self._engine_may_end = True
         if self._process is None or not self._process.is_alive:
             return
-        if (self._frontend is None and self._death is None) or self._health.is_stuck:
+        if (self._frontend is None and self._death is None) or self._health.stuck_since:
             self._process.kill()  # it is compiling, or stopped, and reads no messages
             return
         client.send(Shutdown())
@@ -260,9 +262,6 @@ class _Server:
             self._on_death(message.message, "the engine failed; the server's log says why")
         elif self._frontend is not None:
             self._frontend.handle(message)
-
-    def _on_garbage(self, error: ChannelError) -> None:
-        self._on_death(str(error), "the engine sent what cannot be read")
 
     def _on_death(self, reason: str, shown: str) -> None:
         """The engine cannot go on; the first reason stands. `shown` is what clients are told."""
@@ -332,37 +331,19 @@ async def _http(
         await serving
 
 
-def _end_with(code: int) -> None:
-    """Nothing is left to do but to end: a signal from now on must not change the exit code."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().remove_signal_handler(number)
-        signal.signal(number, lambda number, frame: os._exit(code))
-
-
 def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
     """Run `call` in a thread that a process which ends does not wait for, unlike an executor's."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(result: T | None, error: Exception | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(cast(T, result))
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = call()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nothing awaits the result
-            loop.call_soon_threadsafe(finish, result, error)
+            done.set_result(call())
+        except Exception as error:
+            done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return done
+    return asyncio.wrap_future(done)
 
 
 def _url(listener: socket.socket) -> str:

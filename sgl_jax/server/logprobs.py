@@ -25,7 +25,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> Cha
 
     content = []
     for entry in entries:
-        own = top(entry.token_id, _number(entry.logprob))
+        own = top(entry.token_id, _LOWEST if entry.logprob is None else entry.logprob)
         others = [top(*pair) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
         content.append(TokenLogprob(own.token, own.logprob, own.bytes, others))
     return ChatLogprobs(content)
@@ -102,7 +102,3 @@ def native_logprobs(
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", errors="replace")
-
-
-def _number(logprob: float | None) -> float:
-    return _LOWEST if logprob is None else logprob

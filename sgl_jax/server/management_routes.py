@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from sgl_jax.core.errors import EngineStuckError, QueueFullError
 from sgl_jax.core.messages import GetState
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.server.context import ServerContext, context_of
+from sgl_jax.server.context import context_of
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.generation import StreamGroup, json_response
 from sgl_jax.server.health import health_answer
@@ -40,7 +40,7 @@ async def health_generate(request: Request) -> Response:
     try:
         async with (
             asyncio.timeout(_HEALTH_TIMEOUT_S),
-            StreamGroup(context.frontend, [probe], streaming=False) as group,
+            StreamGroup(request, [probe], streaming=False, names={}) as group,
         ):
             while group.num_open:
                 await group.next_batch()
@@ -71,7 +71,7 @@ async def get_server_info(request: Request) -> Response:
     context = context_of(request)
     # What was left to decide is told as it was decided.
     settings = context.args.public() | context.engine_info.get("settings", {})
-    state = (await context.ask(lambda rid: GetState(rid=rid))).data
+    state = (await context.ask(GetState())).data
     return json_response(
         {
             **settings,
@@ -89,13 +89,9 @@ async def metrics(request: Request) -> Response:
     context = context_of(request)
     # A busy or dead engine is no reason to hide the other figures.
     with contextlib.suppress(ApiError, EngineStuckError, QueueFullError):
-        await _refresh(context)
+        if not context.frontend.has_ended:
+            reply = await context.ask(GetState(), _SCRAPE_TIMEOUT_S)
+            if reply.ok:
+                context.engine_metrics.update(reply.data)
     text = context.frontend.metrics.exposition()
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
-
-
-async def _refresh(context: ServerContext) -> None:
-    if not context.frontend.has_ended:
-        reply = await context.ask(lambda rid: GetState(rid=rid), _SCRAPE_TIMEOUT_S)
-        if reply.ok:
-            context.engine_metrics.update(reply.data)

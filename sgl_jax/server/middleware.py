@@ -77,7 +77,14 @@ class ApiKeyMiddleware:
             given = [value for name, value in scope["headers"] if name == b"authorization"]
             caller = self._keys.admit(scope["path"], given)
             if caller is None:
-                await error_response(_unknown_key(scope["path"]))(scope, receive, send)
+                whose = "an admin API key" if scope["path"] in ADMIN_PATHS else "an API key"
+                refusal = ApiError(
+                    401,
+                    f"the Authorization header must be 'Bearer ' and {whose} of this server",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+                await error_response(refusal)(scope, receive, send)
                 return
             note_caller(scope, caller)
         await self._app(scope, receive, send)
@@ -127,16 +134,6 @@ class BodyLimitMiddleware:
         finally:
             self._held_bytes -= num_bytes
             self._memory.after(num_bytes)
-
-
-def _unknown_key(path: str) -> ApiError:
-    whose = "an admin API key" if path in ADMIN_PATHS else "an API key"
-    return ApiError(
-        401,
-        f"the Authorization header must be 'Bearer ' and {whose} of this server",
-        code="invalid_api_key",
-        headers={"www-authenticate": "Bearer"},
-    )
 
 
 def _too_large(most: int, *, closes: bool) -> ApiError:

@@ -1,16 +1,16 @@
 """Body and answers of `/generate` and of the routes that manage the server, as in SGLang."""
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.request_limits import check_num_requests
+from sgl_jax.core.request_limits import check_num_requests, for_each
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.meta_info import MetaInfo
-from sgl_jax.server.request_fields import RequestFields, for_each
+from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
 from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
@@ -27,15 +27,6 @@ class NativeSampling(SamplingFields):
     max_new_tokens: int | None = in_range(
         "max_new_tokens", "0: the prompt is computed, scored if asked for, and nothing generated"
     )
-
-
-class WantedLogprobs(NamedTuple):
-    """Of one prompt, as `Frontend.prepare` takes them."""
-
-    return_logprob: bool
-    logprob_start_len: int  # -1: none of the prompt
-    top_logprobs_num: int
-    token_ids_logprob: list[int]
 
 
 class GenerateBody(RequestFields):
@@ -113,8 +104,8 @@ class GenerateBody(RequestFields):
         given = for_each("sampling_params", self.sampling_params, num_prompts)
         return [sampling or NativeSampling() for sampling in given]
 
-    def logprobs_of(self, num_prompts: int) -> list[WantedLogprobs]:
-        """One for each prompt."""
+    def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
+        """As of every protocol, with the log-probabilities that each prompt wants."""
         given: Any = self.token_ids_logprob or []
         ids = given if given and isinstance(given[0], list) else [given] * num_prompts
         each = zip(
@@ -122,18 +113,21 @@ class GenerateBody(RequestFields):
             for_each("logprob_start_len", self.logprob_start_len, num_prompts),
             for_each("top_logprobs_num", self.top_logprobs_num, num_prompts),
             for_each("token_ids_logprob", ids, num_prompts),
+            super().options_of(num_prompts),
             strict=True,
         )
+        prompts_too = not self.return_output_logprob_only
         return [
-            WantedLogprobs(
-                True,
-                -1 if start is None or self.return_output_logprob_only else start,
-                top or 0,
-                own_ids,
-            )
+            options
+            | {
+                "return_logprob": True,
+                "logprob_start_len": start if prompts_too and start is not None else -1,
+                "top_logprobs_num": top or 0,
+                "token_ids_logprob": own_ids,
+            }
             if wanted
-            else WantedLogprobs(False, -1, 0, [])
-            for wanted, start, top, own_ids in each
+            else options
+            for wanted, start, top, own_ids, options in each
         ]
 
 

@@ -7,13 +7,10 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.api_keys import caller_of
-from sgl_jax.server.connection import LoopShare
 from sgl_jax.server.context import ServerContext, context_of
-from sgl_jax.server.errors import client_names
-from sgl_jax.server.generation import Answer, json_response, respond
+from sgl_jax.server.generation import json_response, prepare_all, respond
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.logprobs import native_logprobs
 from sgl_jax.server.meta_info import describe
@@ -42,38 +39,20 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     context.check_model(body.model)
     prompts = body.prompts
     turn = owner_of(request).own(session_turn(body.session_params))
-    each = zip(
-        body.sampling_of(len(prompts)),
-        body.logprobs_of(len(prompts)),
-        body.options_of(len(prompts)),
-        strict=True,
-    )
-    num_choices = body.num_choices
-    requests: list[GenerateRequest] = []
-    names = _names(body)
-    with client_names(names):
-        encoded = await context.encode_prompts(request, prompts)
-        share = LoopShare()
-        for ids, (sampling, logprobs, options) in zip(encoded, each, strict=True):
-            for choice in range(num_choices):
-                prepared = context.frontend.checks.prepare(
-                    ids,
-                    sampling.to_sampling(sampling.max_new_tokens, choice),
-                    default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
-                    session=turn,
-                    **logprobs._asdict(),
-                    **options._asdict(),
-                )
-                requests.append(prepared)
-                await share.pause()
-    return await respond(
+    samplings = body.sampling_of(len(prompts))
+    options = body.options_of(len(prompts))
+    names = _SAMPLING_NAMES | {"text": body.prompt_field, "input_ids": body.prompt_field}
+    requests = await prepare_all(
         request,
-        context,
-        requests,
-        NativeFormat(context, body),
-        streaming=bool(body.stream),
-        names=names,
+        names,
+        context.encode_prompts(request, prompts),
+        samplings,
+        options,
+        default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
+        session=turn,
     )
+    answer_format = NativeFormat(context, body)
+    return await respond(request, requests, answer_format, streaming=body.stream, names=names)
 
 
 @router.post("/abort_request", responses=answers())
@@ -117,23 +96,18 @@ class NativeFormat:
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         return b""
 
-    def whole(self, answers: Sequence[Answer]) -> Any:
-        written = [self._write(index, answer) for index, answer in enumerate(answers)]
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
+        written = list(map(self._write, range(len(chunks)), chunks, streams))
         return written if self._body.is_list else written[0]
 
-    def _write(self, index: int, answer: Answer) -> Generated:
-        stream = answer.stream
+    def _write(self, index: int, chunk: Chunk, stream: RequestStream) -> Generated:
         logprobs = native_logprobs(
-            stream.request, self._tokenizer, answer.logprobs, answer.prompt_logprobs
+            stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
         )
         return Generated(
-            answer.text,
-            answer.token_ids,
-            describe(stream, len(answer.token_ids), answer.finish, **logprobs),
+            chunk.text,
+            chunk.token_ids,
+            describe(stream, chunk.num_output_tokens, chunk.finish, **logprobs),
             index if self._body.is_list else UNSET,
             stream.request.input_ids if self._body.return_prompt_token_ids else UNSET,
         )
-
-
-def _names(body: GenerateBody) -> dict[str, str]:
-    return _SAMPLING_NAMES | {"text": body.prompt_field, "input_ids": body.prompt_field}

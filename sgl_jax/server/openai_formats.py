@@ -3,13 +3,14 @@
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 
 from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.context import ServerContext
-from sgl_jax.server.generation import Answer, event
+from sgl_jax.server.generation import event
 from sgl_jax.server.logprobs import CompletionLogprobsWriter, chat_logprobs, native_logprobs
 from sgl_jax.server.meta_info import MetaInfo, describe
 from sgl_jax.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
@@ -19,38 +20,13 @@ from sgl_jax.server.openai_responses import (
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatLogprobs,
     Completion,
     CompletionChoice,
-    CompletionLogprobs,
     Delta,
     PromptTokensDetails,
     Usage,
 )
-
-
-class UsageFormat:
-    """Counts tokens over prompts and choices, and knows when clients want to see it."""
-
-    def __init__(self, body: GenerationFields) -> None:
-        options = body.stream_options
-        self.at_end = bool(options and options.include_usage)
-        self._always = bool(options and options.continuous_usage_stats)
-        self._num_choices = body.num_choices
-
-    def of_chunk(self, chunk: Chunk, stream: RequestStream) -> Usage | UnsetType | None:
-        """What the `usage` field of one streamed chunk says."""
-        if self._always:
-            return _usage(stream.num_prompt_tokens, chunk.num_output_tokens, stream.cached_tokens)
-        return None if self.at_end else UNSET
-
-    def total(self, streams: Sequence[RequestStream]) -> Usage:
-        """Prompts count once, however many choices each of them has."""
-        prompts = streams[:: self._num_choices]
-        return _usage(
-            sum(stream.num_prompt_tokens for stream in prompts),
-            sum(stream.num_output_tokens for stream in streams),
-            sum(stream.cached_tokens for stream in prompts),
-        )
 
 
 class _Format:
@@ -58,6 +34,7 @@ class _Format:
 
     _kind: str  # what new names begin with
     _event_type: type[ChatCompletionChunk | Completion]
+    _whole_type: type[ChatCompletion | Completion]
 
     def __init__(self, context: ServerContext, body: GenerationFields) -> None:
         rid = body.rid[0] if isinstance(body.rid, list) else body.rid
@@ -67,100 +44,109 @@ class _Format:
             context.model_name,
         )
         self._tokenizer = context.frontend.tokenizer
-        self._shows_ids = bool(body.return_token_ids)
-        self._usage = UsageFormat(body)
+        self._body = body
+        options = body.stream_options
+        self._counts_at_end = bool(options and options.include_usage)
+        self._always_counts = bool(options and options.continuous_usage_stats)
+
+    def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
+        usage: Usage | UnsetType | None = None if self._counts_at_end else UNSET
+        if self._always_counts:
+            usage = _usage(stream.num_prompt_tokens, chunk.num_output_tokens, stream.cached_tokens)
+        return event(self._event_type(*self._head, [self._piece(index, chunk, stream)], usage))
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         """The counts, where they are wanted at the end."""
-        if not self._usage.at_end:
+        if not self._counts_at_end:
             return b""
-        return event(self._event_type(*self._head, [], self._usage.total(streams)))
+        return event(self._event_type(*self._head, [], self._total(streams)))
+
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
+        choices = list(map(self._choice, range(len(chunks)), chunks, streams))
+        return self._whole_type(*self._head, choices, self._total(streams))
+
+    def _total(self, streams: Sequence[RequestStream]) -> Usage:
+        """Prompts count once, however many choices each of them has."""
+        prompts = streams[:: self._body.num_choices]
+        return _usage(
+            sum(stream.num_prompt_tokens for stream in prompts),
+            sum(stream.num_output_tokens for stream in streams),
+            sum(stream.cached_tokens for stream in prompts),
+        )
+
+    def _piece(self, index: int, chunk: Chunk, stream: RequestStream) -> Any:
+        """A choice as far as one streamed chunk tells of it."""
+        return self._choice(index, chunk, stream)
+
+    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> Any:
+        raise NotImplementedError
 
 
 class ChatFormat(_Format):
     """Answers of `/v1/chat/completions`."""
 
-    _kind, _event_type = "chatcmpl", ChatCompletionChunk
+    _kind, _event_type, _whole_type = "chatcmpl", ChatCompletionChunk, ChatCompletion
+    _body: ChatRequest
 
     def __init__(self, context: ServerContext, body: ChatRequest) -> None:
         super().__init__(context, body)
-        self._logprobs = bool(body.logprobs)
-        self._shows_prompt_ids = bool(body.return_prompt_token_ids or body.return_token_ids)
-        self._shows_meta_info = bool(body.return_meta_info)
         self._begun: set[int] = set()
 
-    def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        first = index not in self._begun
+    def _piece(self, index: int, chunk: Chunk, stream: RequestStream) -> ChatChunkChoice:
+        role = UNSET if index in self._begun else "assistant"
         self._begun.add(index)
-        choice = ChatChunkChoice(
+        return ChatChunkChoice(index, Delta(chunk.text, role), *self._ending(chunk))
+
+    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> ChatChoice:
+        body, request = self._body, stream.request
+        meta_info: MetaInfo | UnsetType = UNSET
+        if body.return_meta_info:
+            logprobs = native_logprobs(request, self._tokenizer, chunk.logprobs, ())
+            meta_info = describe(stream, chunk.num_output_tokens, chunk.finish, **logprobs)
+        return ChatChoice(
             index,
-            Delta(chunk.text, "assistant" if first else UNSET),
-            chat_logprobs(self._tokenizer, chunk.logprobs) if self._logprobs else None,
-            *_ending(chunk.finish),
+            AssistantMessage(chunk.text),
+            *self._ending(chunk),
+            request.input_ids if body.return_prompt_token_ids or body.return_token_ids else UNSET,
+            chunk.token_ids if body.return_token_ids else UNSET,
+            meta_info,
         )
-        usage = self._usage.of_chunk(chunk, stream)
-        return event(ChatCompletionChunk(*self._head, [choice], usage))
 
-    def whole(self, answers: Sequence[Answer]) -> ChatCompletion:
-        choices = [
-            ChatChoice(
-                index,
-                AssistantMessage(answer.text),
-                chat_logprobs(self._tokenizer, answer.logprobs) if self._logprobs else None,
-                *_ending(answer.finish),
-                answer.stream.request.input_ids if self._shows_prompt_ids else UNSET,
-                answer.token_ids if self._shows_ids else UNSET,
-                self._meta_info(answer) if self._shows_meta_info else UNSET,
-            )
-            for index, answer in enumerate(answers)
-        ]
-        usage = self._usage.total([answer.stream for answer in answers])
-        return ChatCompletion(*self._head, choices, usage)
-
-    def _meta_info(self, answer: Answer) -> MetaInfo:
-        request = answer.stream.request
-        logprobs = native_logprobs(request, self._tokenizer, answer.logprobs, ())
-        return describe(answer.stream, len(answer.token_ids), answer.finish, **logprobs)
+    def _ending(self, chunk: Chunk) -> tuple[ChatLogprobs | None, str | None, int | str | None]:
+        """`logprobs`, `finish_reason` and `matched_stop`."""
+        wanted = self._body.logprobs
+        logprobs = chat_logprobs(self._tokenizer, chunk.logprobs) if wanted else None
+        return logprobs, *_ending(chunk.finish)
 
 
 class CompletionFormat(_Format):
     """Answers of `/v1/completions`. With `echo` the text begins with the prompt."""
 
-    _kind, _event_type = "cmpl", Completion
+    _kind, _event_type, _whole_type = "cmpl", Completion, Completion
+    _body: CompletionRequest
 
     def __init__(
         self, context: ServerContext, body: CompletionRequest, prompt_texts: Sequence[str]
     ) -> None:
         """`prompt_texts`: what to echo for each choice; empty without `echo`."""
         super().__init__(context, body)
-        self._with_logprobs = body.logprobs is not None
         self._echoes = dict(enumerate(prompt_texts))
         self._writers: dict[int, CompletionLogprobsWriter] = {}
 
-    def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        choice = self._choice(index, chunk)
-        usage = self._usage.of_chunk(chunk, stream)
-        return event(Completion(*self._head, [choice], usage))
-
-    def whole(self, answers: Sequence[Answer]) -> Completion:
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        streams = [answer.stream for answer in answers]
-        usage = self._usage.total(streams)
-        return Completion(*self._head, choices, usage)
-
-    def _choice(self, index: int, part: Chunk | Answer) -> CompletionChoice:
-        text = self._echoes.pop(index, "") + part.text
-        logprobs = self._logprobs(index, part)
-        shown: tuple[list[int] | UnsetType, list[int] | UnsetType] = (UNSET, UNSET)
-        if self._shows_ids and isinstance(part, Answer):
-            shown = (part.stream.request.input_ids, part.token_ids)
-        return CompletionChoice(index, text, logprobs, *_ending(part.finish), *shown)
-
-    def _logprobs(self, index: int, part: Chunk | Answer) -> CompletionLogprobs | None:
-        if not self._with_logprobs:
-            return None
-        writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._tokenizer))
-        return writer.write([*part.prompt_logprobs, *part.logprobs])
+    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> CompletionChoice:
+        logprobs = None
+        if self._body.logprobs is not None:
+            writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._tokenizer))
+            logprobs = writer.write([*chunk.prompt_logprobs, *chunk.logprobs])
+        shows_ids = self._body.return_token_ids  # not in a stream
+        return CompletionChoice(
+            index,
+            self._echoes.pop(index, "") + chunk.text,
+            logprobs,
+            *_ending(chunk.finish),
+            stream.request.input_ids if shows_ids else UNSET,
+            chunk.token_ids if shows_ids else UNSET,
+        )
 
 
 def _ending(finish: FinishReason | None) -> tuple[str | None, int | str | None]:

@@ -7,13 +7,12 @@ ignored. A null counts as not given.
 
 from typing import Annotated, Any, Literal
 
-from msgspec.structs import replace
 from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionId
 from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
-from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import SamplingFields, in_range
@@ -54,13 +53,6 @@ class GenerationFields(RequestFields, SamplingFields):
             if self.stream and getattr(self, name, None):
                 raise InvalidRequestError(f"{name} is not there in a stream", name)
         return self
-
-    def to_sampling(self, max_new_tokens: int | None, choice: int) -> SamplingParams:
-        """As the engine takes them; a given seed differs from choice to choice."""
-        sampling = super().to_sampling(max_new_tokens, choice)
-        if self.min_tokens is None:
-            return sampling
-        return replace(sampling, min_new_tokens=self.min_tokens)
 
 
 class TextPart(StrictModel):
@@ -117,13 +109,9 @@ class ChatRequest(GenerationFields):
     )
 
     @model_validator(mode="after")
-    def _logprobs_for_top_logprobs(self) -> "ChatRequest":
+    def _supported_combination(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-        return self
-
-    @model_validator(mode="after")
-    def _one_turn(self) -> "ChatRequest":
         if self.session_id is not None:
             refuse_several(self.num_choices, "n")
         return self
@@ -157,10 +145,6 @@ class CompletionRequest(GenerationFields):
             )
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError("max_tokens 0 is allowed only with echo", "max_tokens")
-        return self
-
-    @model_validator(mode="after")
-    def _one_turn(self) -> "CompletionRequest":
         if self.session_params is not None:
             refuse_several(self.num_choices, "n")
             refuse_several(len(self.prompts), "prompt")

@@ -52,6 +52,14 @@ class AssistantMessage(Struct, frozen=True):
     role: str = "assistant"
 
 
+class _Head(Struct, frozen=True):
+    """What every answer and every chunk begins with; `created` in seconds since 1970."""
+
+    id: str
+    created: int
+    model: str
+
+
 class ChatChoice(Struct, frozen=True):
     index: int
     message: AssistantMessage
@@ -63,10 +71,7 @@ class ChatChoice(Struct, frozen=True):
     meta_info: MetaInfo | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, frozen=True):
-    id: str
-    created: int
-    model: str
+class ChatCompletion(_Head, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
@@ -85,10 +90,7 @@ class ChatChunkChoice(Struct, frozen=True):
     matched_stop: int | str | None
 
 
-class ChatCompletionChunk(Struct, frozen=True):
-    id: str
-    created: int
-    model: str
+class ChatCompletionChunk(_Head, frozen=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
@@ -104,12 +106,9 @@ class CompletionChoice(Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(Struct, frozen=True):
+class Completion(_Head, frozen=True):
     """Whole answers and streamed chunks alike."""
 
-    id: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     object: str = "text_completion"

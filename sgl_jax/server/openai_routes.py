@@ -2,11 +2,10 @@
 
 from fastapi import APIRouter, Request, Response
 
-from sgl_jax.core.messages import GenerateRequest, SessionTurn
+from sgl_jax.core.messages import SessionTurn
 from sgl_jax.server.connection import LoopShare
 from sgl_jax.server.context import ServerContext, context_of
-from sgl_jax.server.errors import client_names
-from sgl_jax.server.generation import json_response, respond
+from sgl_jax.server.generation import json_response, prepare_all, respond
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.openai_formats import ChatFormat, CompletionFormat
 from sgl_jax.server.openai_protocol import (
@@ -16,7 +15,6 @@ from sgl_jax.server.openai_protocol import (
 )
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import answers, streamed_answers
-from sgl_jax.server.request_fields import RequestOptions
 from sgl_jax.server.session_owner import owner_of
 from sgl_jax.server.session_protocol import session_turn
 
@@ -45,40 +43,23 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     context = context_of(request)
     context.check_open()
     context.check_model(body.model)
-    messages = [message.for_template() for message in body.messages]
     turn = None if body.session_id is None else SessionTurn(id=body.session_id, is_whole=True)
     turn = owner_of(request).own(turn)
-    (options,) = body.options_of(1)
+    options = body.options_of(1)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    requests: list[GenerateRequest] = []
     names = _names(body, limit, "messages")
-    with client_names(names):
-        prompt = await context.encode_chat(
-            request,
-            messages,
-            continue_final_message=bool(body.continue_final_message),
-            template_args=body.template_args,
-        )
-        share = LoopShare()
-        for choice in range(body.num_choices):
-            prepared = context.frontend.checks.prepare(
-                prompt,
-                body.to_sampling(body.max_completion_tokens or body.max_tokens, choice),
-                return_logprob=bool(body.logprobs),
-                top_logprobs_num=body.top_logprobs or 0,
-                session=turn,
-                **options._asdict(),
-            )
-            requests.append(prepared)
-            await share.pause()
-    return await respond(
+    requests = await prepare_all(
         request,
-        context,
-        requests,
-        ChatFormat(context, body),
-        streaming=bool(body.stream),
-        names=names,
+        names,
+        context.encode_chat(request, body),
+        [body],
+        options,
+        return_logprob=bool(body.logprobs),
+        top_logprobs_num=body.top_logprobs or 0,
+        session=turn,
     )
+    answer_format = ChatFormat(context, body)
+    return await respond(request, requests, answer_format, streaming=body.stream, names=names)
 
 
 @router.post("/completions", responses=streamed_answers(Completion))
@@ -89,54 +70,30 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     context.check_model(body.model)
     prompts = body.prompts
     turn = owner_of(request).own(session_turn(body.session_params))
-    options_of_each = body.options_of(len(prompts))
-    echoes: list[str] = []
-    requests: list[GenerateRequest] = []
+    options = body.options_of(len(prompts))
     names = _names(body, "max_tokens", "prompt")
-    with client_names(names):
-        encoded = await context.encode_prompts(request, prompts)
-        share = LoopShare()
-        for prompt, ids, options in zip(prompts, encoded, options_of_each, strict=True):
-            for choice in range(body.num_choices):
-                requests.append(_completion(context, body, ids, choice, options, turn))
-                await share.pause()
-            if body.echo:
-                text = prompt if isinstance(prompt, str) else _decode(context, body, ids)
-                echoes += [text] * body.num_choices
-    return await respond(
+    requests = await prepare_all(
         request,
-        context,
-        requests,
-        CompletionFormat(context, body, echoes),
-        streaming=bool(body.stream),
-        names=names,
-    )
-
-
-def _completion(
-    context: ServerContext,
-    body: CompletionRequest,
-    ids: list[int],
-    choice: int,
-    options: RequestOptions,
-    turn: SessionTurn | None,
-) -> GenerateRequest:
-    wants_prompt_logprobs = bool(body.echo) and body.logprobs is not None
-    return context.frontend.checks.prepare(
-        ids,
-        body.to_sampling(body.max_tokens, choice),
+        names,
+        context.encode_prompts(request, prompts),
+        [body] * len(prompts),
+        options,
         default_max_new_tokens=_DEFAULT_COMPLETION_TOKENS,
         return_logprob=body.logprobs is not None,
         top_logprobs_num=body.logprobs or 0,
-        logprob_start_len=0 if wants_prompt_logprobs else -1,
+        logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
         session=turn,
-        **options._asdict(),
     )
-
-
-def _decode(context: ServerContext, body: CompletionRequest, ids: list[int]) -> str:
-    skip = True if body.skip_special_tokens is None else body.skip_special_tokens
-    return context.frontend.tokenizer.decode(ids, skip_special_tokens=skip)
+    echoes: list[str] = []
+    share = LoopShare()
+    for prompt in prompts if body.echo else ():
+        if not isinstance(prompt, str):
+            skips = body.skip_special_tokens is not False
+            prompt = context.frontend.tokenizer.decode(prompt, skip_special_tokens=skips)
+            await share.pause()
+        echoes += [prompt] * body.num_choices
+    answer_format = CompletionFormat(context, body, echoes)
+    return await respond(request, requests, answer_format, streaming=body.stream, names=names)
 
 
 def _names(body: GenerationFields, limit: str, prompt: str) -> dict[str, str]:

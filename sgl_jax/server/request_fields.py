@@ -1,24 +1,15 @@
 """What requests of every protocol say beside prompt and sampling, with one entry a prompt."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import Namespace
-from sgl_jax.core.request_limits import one_namespace
+from sgl_jax.core.request_limits import for_each, one_namespace
 from sgl_jax.server.strict_model import ForEach, Priority, Rid, StrictModel
 
 _RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")
-
-
-class RequestOptions(NamedTuple):
-    """Of one prompt, as `Frontend.prepare` takes them."""
-
-    rid: str | None
-    dp_rank: int | None
-    namespace: str
-    priority: int | None
 
 
 class RequestFields(StrictModel):
@@ -40,9 +31,9 @@ class RequestFields(StrictModel):
         default=None, description="without effect but with --enable-priority-scheduling"
     )
 
-    def options_of(self, num_prompts: int) -> list[RequestOptions]:
-        """One for each prompt. Raises `InvalidRequestError` for a list of another length, and for
-        several ranks."""
+    def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
+        """Those of each prompt, as `RequestChecks.prepare` takes them. Raises
+        `InvalidRequestError` for a list of another length, and for several ranks."""
         ranks = [(getattr(self, name), name) for name in _RANK_FIELDS]
         given = [(rank, name) for rank, name in ranks if rank is not None]
         dp_rank, _ = given[0] if given else (None, "")
@@ -58,17 +49,11 @@ class RequestFields(StrictModel):
             strict=True,
         )
         return [
-            RequestOptions(rid, dp_rank, one_namespace(key, salt), priority)
+            {
+                "rid": rid,
+                "dp_rank": dp_rank,
+                "namespace": one_namespace(key, salt),
+                "priority": priority,
+            }
             for rid, key, salt, priority in each
         ]
-
-
-def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
-    """What field `name` gives for each prompt: an entry of its list, or its one value."""
-    if not isinstance(given, list):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
-        raise InvalidRequestError(
-            f"{name} has {len(given)} entries for {num_prompts} prompts", name
-        )
-    return given

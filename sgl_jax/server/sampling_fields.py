@@ -68,9 +68,9 @@ class SamplingFields(StrictModel):
         """Answers to each prompt."""
         return self.n or 1
 
-    def to_sampling(self, max_new_tokens: int | None, choice: int) -> SamplingParams:
+    def to_sampling(self, choice: int) -> SamplingParams:
         """As the engine takes them; a given seed differs from choice to choice."""
-        values = ((name, getattr(self, name)) for name in _ENGINE_NAMES)
+        values = [(name, vars(self).get(sent)) for sent, name in _ENGINE_NAMES.items()]
         given = {name: value for name, value in values if value is not None}
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]] if given["stop"] else []
@@ -79,15 +79,20 @@ class SamplingFields(StrictModel):
                 given[name] = tuple(given[name])
         if "logit_bias" in given:
             given["logit_bias"] = _token_bias(given["logit_bias"])
-        seed = self.sampling_seed if self.seed is None else self.seed
-        if seed is not None:
+        if "seed" in given:
             low = int(RANGES["seed"].low)
-            given["seed"] = (seed + choice - low) % _NUM_SEEDS + low
-        return SamplingParams(max_new_tokens=max_new_tokens, **given)
+            given["seed"] = (given["seed"] + choice - low) % _NUM_SEEDS + low
+        return SamplingParams(**given)
 
 
-# Fields that the engine calls alike.
-_ENGINE_NAMES = tuple(SamplingFields.model_fields.keys() & set(SamplingParams.__struct_fields__))
+# What clients of some protocol send -> the engine's name. Where several were sent, the last counts.
+_ENGINE_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "sampling_seed": "seed",
+    **{name: name for name in SamplingParams.__struct_fields__},
+    "min_tokens": "min_new_tokens",
+}
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:

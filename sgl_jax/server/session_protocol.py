@@ -24,15 +24,7 @@ class SessionParams(StrictModel):
 
 def session_turn(params: SessionParams | None) -> SessionTurn | None:
     """As the engine takes it."""
-    if params is None:
-        return None
-    return SessionTurn(
-        id=params.id,
-        rid=params.rid,
-        offset=params.offset or 0,
-        replace=bool(params.replace),
-        drop_previous_output=bool(params.drop_previous_output),
-    )
+    return None if params is None else SessionTurn(**params.model_dump(exclude_none=True))
 
 
 def refuse_several(count: int, field: str) -> None:

@@ -10,9 +10,9 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -61,12 +61,7 @@ class TextPool:
         self._limits = limits
         self._queue: FairQueue[_Work] = FairQueue(max_at_once=_NUM_WORKERS - 1)
         self._serving: list[asyncio.Task[None]] = []
-        self._num_open = 0
-
-    @property
-    def num_open(self) -> int:
-        """Requests whose prompts are being encoded, or wait for it."""
-        return self._num_open
+        self.num_open = 0  # requests whose prompts are being encoded, or wait for it
 
     def start(self) -> None:
         """Take work; workers are asked for when there is some."""
@@ -95,33 +90,13 @@ class TextPool:
         ]
         return await self._run(client, jobs)
 
-    async def encode_chat(
-        self,
-        client: str,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        continue_final_message: bool,
-        template_args: Mapping[str, Any],
-        max_tokens: int,
-    ) -> Ids:
+    async def encode_chat(self, client: str, job: EncodeChat) -> Ids:
         """Token ids of a conversation, as `Tokenizer.apply_chat_template`.
-
-        Args:
-            max_tokens: of a request, to be told to a client whose prompt is too long.
 
         Raises:
             InvalidRequestError: too long, or refused by the template.
             ApiError: 503, it took too long.
         """
-        num_chars = sum(len(message["content"]) for message in messages)
-        job = EncodeChat(
-            [dict(message) for message in messages],
-            continue_final_message,
-            msgspec.json.encode(template_args),
-            self._limits.max_prompt_chars,
-            max_tokens,
-            self._limits.text_seconds(num_chars),
-        )
         (ids,) = await self._run(client, [job])
         return ids
 
@@ -129,22 +104,15 @@ class TextPool:
         """Do the jobs; if one fails, or the caller is cancelled, the others are not begun."""
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Future[list[Ids]]] = [loop.create_future() for _ in jobs]
-        with self._counted():
+        self.num_open += 1
+        try:
             for job, answer in zip(jobs, answers, strict=True):
                 self._queue.put(client, _Work(job, answer))
-            try:
-                return [ids for answer in answers for ids in await answer]
-            finally:
-                for answer in answers:
-                    answer.cancel()
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._num_open += 1
-        try:
-            yield
+            return [ids for answer in answers for ids in await answer]
         finally:
-            self._num_open -= 1
+            self.num_open -= 1
+            for answer in answers:
+                answer.cancel()
 
     async def _serve(self) -> None:
         """One worker at a time, for ever."""
@@ -192,11 +160,17 @@ class _Worker:
                 async with asyncio.timeout(job.seconds + _GRACE_S):
                     writer.write(data)
                     await writer.drain()
-                    answer: JobAnswer = _decoder.decode(await _read_frame(reader))
+                    (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                    answer: JobAnswer = _decoder.decode(await reader.readexactly(num_bytes))
             except (OSError, asyncio.IncompleteReadError):  # TimeoutError is an OSError
                 self.close()
                 if start is not None and time.monotonic() - start >= job.seconds:
-                    raise _took_too_long(job) from None
+                    raise ApiError(
+                        503,
+                        f"{'the chat template and ' if isinstance(job, EncodeChat) else ''}the "
+                        f"tokenizer took longer than {job.seconds:.0f} s for this prompt",
+                        code="text_timeout",
+                    ) from None
                 logger.warning("a text worker ended; starting another one")
                 continue
             if len(data) >= LAST_JOB_BYTES:
@@ -221,11 +195,6 @@ class _Worker:
             self._streams = None
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
-    (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return await reader.readexactly(num_bytes)
-
-
 def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:
     """Neighbours together, up to `_JOB_CHARS`; a longer text is a piece of its own."""
     piece: list[str] = []
@@ -238,10 +207,3 @@ def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:
         num_chars += len(text)
     if piece:
         yield piece
-
-
-def _took_too_long(job: Job) -> ApiError:
-    what = "the chat template and the tokenizer" if isinstance(job, EncodeChat) else "the tokenizer"
-    return ApiError(
-        503, f"{what} took longer than {job.seconds:.0f} s for this prompt", code="text_timeout"
-    )

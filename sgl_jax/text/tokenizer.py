@@ -55,7 +55,12 @@ class Tokenizer:
         """
         if not Path(path).is_dir():
             raise ValueError(f"no tokenizer folder at {path!r}")
-        template = None if chat_template is None else _read_template(Path(chat_template))
+        try:
+            template = None
+            if chat_template is not None:
+                template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the chat template {chat_template}: {error}") from error
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         # Takes a second: only when a tokenizer is wanted.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -137,17 +142,10 @@ class Tokenizer:
         return self._byte_of_char is not None
 
     def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        continue_final_message: bool = False,
-        template_args: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn; as `render_chat`."""
-        prompt = self.render_chat(
-            messages, continue_final_message=continue_final_message, template_args=template_args
-        )
-        return self.encode(prompt, add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def render_chat(
         self,
@@ -231,13 +229,6 @@ def _files_at_fault(folder: Path) -> list[str]:
     except Exception:
         return [_MAIN_FILE]
     return settings
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the chat template {path}: {error}") from error
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -297,7 +297,7 @@ def build(args: ServerArgs) -> ScriptedEngine:
 
 
 class DirectClient:
-    """An `EngineClient` without a process: messages collect until `pump` runs the engine."""
+    """A front's channel without a process: messages collect until `pump` runs the engine."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine

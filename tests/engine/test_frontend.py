@@ -39,7 +39,7 @@ class Rig:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.client = DirectClient(ScriptedEngine())
         facts = EngineFacts.from_info(self.client.engine.info)
-        self.front = Frontend(tokenizer, facts, self.client, max_queued_requests=MAX_QUEUED)
+        self.front = Frontend(tokenizer, facts, self.client.send, max_queued_requests=MAX_QUEUED)
         self.wakes = 0
 
     def wake(self) -> None:
@@ -271,18 +271,18 @@ def test_the_front_counts_what_the_engine_has_not_spoken_of(rig: Rig) -> None:
 
 def test_an_engine_that_does_not_answer_is_asked_only_so_much(rig: Rig) -> None:
     for _ in range(1024):
-        rig.front.ask(lambda rid: GetState(rid=rid), lambda reply: None)
+        rig.front.ask(GetState(), lambda reply: None)
     with pytest.raises(QueueFullError):
-        rig.front.ask(lambda rid: GetState(rid=rid), lambda reply: None)
+        rig.front.ask(GetState(), lambda reply: None)
     rig.step()
-    rig.front.ask(lambda rid: GetState(rid=rid), lambda reply: None)
+    rig.front.ask(GetState(), lambda reply: None)
 
 
 def test_when_the_engine_dies_everyone_is_told(rig: Rig) -> None:
     stream = rig.start("hello")
     rig.step()
     replies: list[Reply] = []
-    rig.front.ask(lambda rid: GetState(rid=rid), replies.append)
+    rig.front.ask(GetState(), replies.append)
     rig.front.fail("it fell over")
     assert take(stream).token_ids != []  # what had arrived still counts
     with pytest.raises(EngineDeadError, match="it fell over"):
@@ -294,7 +294,7 @@ def test_when_the_engine_dies_everyone_is_told(rig: Rig) -> None:
 
 def test_questions_get_their_answers(rig: Rig) -> None:
     replies: list[Reply] = []
-    rig.front.ask(lambda rid: GetState(rid=rid), replies.append)
+    rig.front.ask(GetState(), replies.append)
     rig.step()
     assert replies[0].ok
     assert len(replies[0].data["ranks"]) == 2

@@ -218,7 +218,7 @@ def test_an_engine_in_this_process_has_a_heartbeat_too(
 
 def test_after_the_engine_ended_requests_fail_at_once() -> None:
     engine = Engine(DEMO, device="cpu", context_length=64, skip_warmup=True)
-    engine._client.send(Shutdown())
+    engine._channel.inbox.put(Shutdown())
     engine._thread.join(timeout=60)
     with pytest.raises(EngineDeadError, match="shut down"):
         engine.check_health()

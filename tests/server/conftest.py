@@ -92,7 +92,7 @@ async def serving(
     thread = threading.Thread(target=run_quietly, args=(engine, channel), daemon=True)
     metrics = RequestMetrics()
     facts = EngineFacts.from_info(engine.info)
-    front = Frontend(tokenizer, facts, client, max_queued_requests=MAX_QUEUED, metrics=metrics)
+    front = Frontend(tokenizer, facts, client.send, max_queued_requests=MAX_QUEUED, metrics=metrics)
     health = EngineHealth(HEARTBEAT_TIMEOUT_S)
     args = ServerArgs(model_path=str(model_folder), **settings)
     bounds = replace(Limits.of(args, front.checks.max_prompt_chars), **(limits or {}))

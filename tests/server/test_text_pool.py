@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -16,6 +17,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.text_pool import TextPool
+from sgl_jax.text.jobs import EncodeChat
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.worker_process import TextWorkers
 from tests.tokenizers import TEMPLATE
@@ -65,14 +67,10 @@ def pool(workers: TextWorkers) -> Pools:
 
 
 async def chat(pool: TextPool, content: str, client: str = "one", **arguments: Any) -> list[int]:
-    ids = await pool.encode_chat(
-        client,
-        [{"role": "user", "content": content}],
-        continue_final_message=False,
-        template_args=arguments,
-        max_tokens=MAX_TOKENS,
-    )
-    return ids.tolist()
+    messages = [{"role": "user", "content": content}]
+    template_args = msgspec.json.encode(arguments)
+    job = EncodeChat(messages, False, template_args, MAX_CHARS, MAX_TOKENS, TIMEOUT_S)
+    return (await pool.encode_chat(client, job)).tolist()
 
 
 async def test_ids_are_those_of_the_tokenizer(pool: Pools, tokenizer: Tokenizer) -> None:
