@@ -35,8 +35,11 @@ class OracleExecutor(FakeExecutor):
 
     def __init__(self, sizes: EngineSizes) -> None:
         super().__init__(sizes)
-        shape = (sizes.num_pages, sizes.page_size)
-        self._kv = [np.zeros(shape, np.uint64) for _ in range(sizes.dp_size)]
+        # By rank and pool; of which group a page's KV is, its hashes say.
+        self._kv = [
+            [np.zeros(num_pages * sizes.page_size, np.uint64) for num_pages in sizes.pool_pages]
+            for _ in range(sizes.dp_size)
+        ]
         rows = (sizes.num_rows, sizes.max_context_len)
         # What the device's token table holds, and the prefix hash at each of its positions.
         self._tokens = [np.zeros(rows, np.int32) for _ in range(sizes.dp_size)]
@@ -81,8 +84,8 @@ class OracleExecutor(FakeExecutor):
             end = start + int(plan.q_lens[i]) - num_drafts[i]
             state = int(hashes[row, end - 1])
             drafts = self._draft(state, num_drafts[i])
-            slots = self._slots(page_table[i], end + len(drafts))
-            self._read_and_write(rank, row, slots, start, end, drafts)
+            for number in range(len(self.sizes.groups)):
+                self._read_and_write(rank, row, number, page_table[i, number], start, end, drafts)
             if plan.samples[i]:
                 gained = self._verify(state, drafts)
                 result.tokens[i, : len(gained)] = gained
@@ -137,24 +140,28 @@ class OracleExecutor(FakeExecutor):
         self,
         rank: int,
         row: int,
-        slots: NDArray[np.int64],
+        number: int,
+        pages: Int32Array,
         start: int,
         end: int,
         drafts: list[int],
     ) -> None:
-        """Check the KV before `start`, write that of [start, end), and that of drafts behind."""
-        kv, hashes = self._kv[rank].reshape(-1), self._hashes[rank][row]
-        wrong = np.flatnonzero(kv[slots[:start]] != hashes[:start])
+        """Check a group's KV before `start`, write that of [start, end), and of drafts behind."""
+        group = self.sizes.groups[number]
+        kv, hashes = self._kv[rank][group.pool], self._hashes[rank][row] + np.uint64(number)
+        seen = max(start + 1 - group.sliding_window, 0) if group.sliding_window else 0
+        slots = self._slots(pages, seen, end + len(drafts))
+        wrong = np.flatnonzero(kv[slots[: start - seen]] != hashes[seen:start])
         if len(wrong):
             raise ContentError(
-                f"rank {rank}, row {row}: position {int(wrong[0])} of {start} holds foreign KV "
-                f"in page {int(slots[wrong[0]]) // self.sizes.page_size}"
+                f"rank {rank}, row {row}: position {seen + int(wrong[0])} of {start} holds foreign "
+                f"KV in page {int(slots[wrong[0]]) // self.sizes.page_size} of {group}"
             )
-        kv[slots[start:end]] = hashes[start:end]
-        state = int(hashes[end - 1])
-        for draft, slot in zip(drafts, slots[end:], strict=True):
+        kv[slots[start - seen : end - seen]] = hashes[start:end]
+        state = int(self._hashes[rank][row, end - 1])
+        for draft, slot in zip(drafts, slots[end - seen :], strict=True):
             state = _extend(state, draft)
-            kv[slot] = state
+            kv[slot] = np.uint64(state) + np.uint64(number)
 
     def _start(self, rank: int, plan: RankPlan, i: int) -> int:
         """Where row i's first query lies: the device knows, and the host where it says so."""
@@ -214,12 +221,12 @@ class OracleExecutor(FakeExecutor):
         if len(np.unique(plan.rows)) != len(plan.rows) or (plan.rows <= 0).any():
             raise ContentError(f"rank {rank}: rows must be distinct and not null: {plan.rows}")
 
-    def _slots(self, pages: Int32Array, num_tokens: int) -> NDArray[np.int64]:
-        positions = np.arange(num_tokens)
+    def _slots(self, pages: Int32Array, first: int, end: int) -> NDArray[np.int64]:
+        positions = np.arange(first, end)
         page_size = self.sizes.page_size
         page_ids = pages[positions // page_size].astype(np.int64)
         if (page_ids <= 0).any():
-            raise ContentError(f"a row of {num_tokens} tokens lists the null page: {pages}")
+            raise ContentError(f"tokens {first} to {end} of a row lie in the null page: {pages}")
         return page_ids * page_size + positions % page_size
 
     def _sample(self, state: int) -> int:

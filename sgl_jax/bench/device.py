@@ -73,7 +73,9 @@ def decode_plan(sizes: EngineSizes, batch_size: int, context_len: int) -> StepPl
     """A decode step of `batch_size` rows, each with pages of its own, on the first rank alone."""
     pages_per_row = -(-(context_len + 1) // sizes.page_size)
     rows = np.arange(1, batch_size + 1, dtype=np.int32)
-    pages = 1 + np.arange(batch_size * pages_per_row).reshape(batch_size, -1)
+    # Of each group pages of its own, as groups may share a pool.
+    shape = (len(sizes.groups), batch_size, pages_per_row)
+    pages = 1 + np.arange(np.prod(shape)).reshape(shape)
     plan = RankPlan(
         rows=rows,
         kv_starts=np.full_like(rows, context_len),
@@ -83,7 +85,7 @@ def decode_plan(sizes: EngineSizes, batch_size: int, context_len: int) -> StepPl
         num_decode=batch_size,
         relayed=np.zeros(batch_size, np.bool_),
     )
-    listed = {(0, row): pages[row - 1].tolist() for row in rows.tolist()}
+    listed = {(0, row): pages[:, row - 1].tolist() for row in rows.tolist()}
     return StepPlan(0, (plan,), PageChanges.listing(sizes, listed))
 
 

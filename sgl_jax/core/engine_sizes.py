@@ -2,17 +2,19 @@
 
 from typing import NamedTuple
 
+from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+
 
 class EngineSizes(NamedTuple):
     """What the executor offers and the scheduler must stay within.
 
-    Page 0 of each rank (the null page) and row 0 (the null row) are counted in `num_pages` and
+    Page 0 of each pool (the null page) and row 0 (the null row) are counted in `pool_pages` and
     `num_rows`, are never handed out, and take the writes of padding.
     """
 
     dp_size: int
     page_size: int  # tokens
-    num_pages: int  # per rank, null page included
+    pool_pages: tuple[int, ...]  # of each pool, per rank, null page included
     num_rows: int  # per rank, null row included: at most num_rows - 1 requests run on a rank
     max_context_len: int  # tokens of one request, prompt and output together
     max_step_tokens: int  # query tokens per rank and step
@@ -25,6 +27,7 @@ class EngineSizes(NamedTuple):
     step_token_shapes: tuple[int, ...] = ()
     # Tokens drafted per row and step at most; 0 without speculative decoding.
     max_draft_tokens: int = 0
+    groups: tuple[CacheGroup, ...] = FULL_ATTENTION  # of the model's layers
 
     @property
     def pages_per_row(self) -> int:
@@ -36,7 +39,42 @@ class EngineSizes(NamedTuple):
         """Prefill tokens per rank and step: decode rows and their drafts come on top of them."""
         return self.max_step_tokens - (self.num_rows - 1) * (1 + self.max_draft_tokens)
 
+    def row_pages(self, group: CacheGroup, num_tokens: int | None = None) -> int:
+        """Pages of a group that a row holds at most, for a request of `num_tokens` or the longest.
+
+        Of a window: those that the first query of a step sees, and those of the step's tokens. A
+        row's next query is rounded down to a page, where a cached prefix may end.
+        """
+        pages = self.pages_per_row if num_tokens is None else self.pages_for(num_tokens)
+        if group.sliding_window is None:
+            return pages
+        # A decode row may have two steps in flight, each with its drafts.
+        num_ahead = max(self.max_chunk_tokens, 2 * (1 + self.max_draft_tokens) + 1)
+        num_seen = self.pages_for(group.sliding_window - 1)
+        return min(pages, num_seen + self.pages_for(num_ahead - 1) + 1)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def request_pages(self, num_tokens: int) -> int:
+        """Pages of the first pool that a request of `num_tokens` holds at most."""
+        return sum(self.row_pages(group, num_tokens) for group in self.groups if group.pool == 0)
+
+    def tokens_within(self, num_pages: int) -> int:
+        """Tokens of the longest request that holds no more than `num_pages` of the first pool."""
+        sharing = [group for group in self.groups if group.pool == 0]
+        windows = [group for group in sharing if group.sliding_window is not None]
+        num_tables = len(sharing)
+        # A window that is full takes no more pages, however long the request becomes.
+        for full in sorted(map(self.row_pages, windows)):
+            if num_tables * full > num_pages:
+                break
+            num_pages, num_tables = num_pages - full, num_tables - 1
+        most = num_pages // num_tables if num_tables else self.pages_per_row
+        return most * self.page_size
+
     @property
     def max_request_tokens(self) -> int:
         """Tokens of the longest request one rank can hold when it is alone there."""
-        return min(self.max_context_len, (self.num_pages - 1) * self.page_size)
+        return min(self.max_context_len, self.tokens_within(self.pool_pages[0] - 1))

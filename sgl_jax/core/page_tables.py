@@ -1,4 +1,4 @@
-"""Which pages each row lists. Plans carry the changes, never whole tables.
+"""Which pages each row lists, by cache group. Plans carry the changes, never whole tables.
 
 Page tables are most of what a step needs, and hardly change from one step to the next. So a plan
 carries the cells that changed since the plan before (`PageChanges`), and an executor keeps the
@@ -15,7 +15,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 
 
 class PageChanges(NamedTuple):
-    """Cells of the page tables of all ranks, int32[dp_size, num_rows, pages_per_row].
+    """Cells of the page tables of all ranks, int32[dp_size, num_rows, groups, pages_per_row].
 
     Of a cell that is told twice, the last counts.
     """
@@ -25,15 +25,17 @@ class PageChanges(NamedTuple):
 
     @staticmethod
     def listing(
-        sizes: EngineSizes, pages: Mapping[tuple[int, int], Sequence[int]]
+        sizes: EngineSizes, pages: Mapping[tuple[int, int], Sequence[Sequence[int]]]
     ) -> "PageChanges":
-        """That rows, by (rank, row), list `pages`, from their first column on."""
+        """That rows, by (rank, row), list `pages` of each group, from their first column on."""
+        num_groups = len(sizes.groups)
         cells = [
-            (dp_rank * sizes.num_rows + row) * sizes.pages_per_row + column
-            for (dp_rank, row), listed in pages.items()
+            ((dp_rank * sizes.num_rows + row) * num_groups + group) * sizes.pages_per_row + column
+            for (dp_rank, row), by_group in pages.items()
+            for group, listed in enumerate(by_group)
             for column in range(len(listed))
         ]
-        told = [page for listed in pages.values() for page in listed]
+        told = [page for by_group in pages.values() for listed in by_group for page in listed]
         return PageChanges(np.array(cells, np.intp), np.array(told, np.int32))
 
 
@@ -44,14 +46,18 @@ class PageTables:
     """The pages of every row of every rank, as far as plans have told them; at first none."""
 
     def __init__(self, sizes: EngineSizes) -> None:
-        self._pages = np.zeros((sizes.dp_size, sizes.num_rows, sizes.pages_per_row), np.int32)
+        shape = (sizes.dp_size, sizes.num_rows, len(sizes.groups), sizes.pages_per_row)
+        self._pages = np.zeros(shape, np.int32)
 
     def apply(self, changes: PageChanges) -> None:
         """Take over the changes of a plan: of each that is launched, in order."""
         self._pages.reshape(-1)[changes.cells] = changes.pages
 
     def of(self, dp_rank: int, rows: NDArray[np.int32], num_pages: int) -> NDArray[np.int32]:
-        """A copy of the first `num_pages` columns of a rank's `rows`: int32[len(rows), num_pages],
-        0 beyond each row's last page."""
-        table: NDArray[np.int32] = self._pages[dp_rank, rows, :num_pages]
+        """A copy of the first `num_pages` columns of a rank's `rows`, by group.
+
+        int32[len(rows), groups, num_pages], 0 beyond each row's last page and where a window has
+        passed.
+        """
+        table: NDArray[np.int32] = self._pages[dp_rank, rows, :, :num_pages]
         return table

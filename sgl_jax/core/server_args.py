@@ -176,6 +176,12 @@ class ServerArgs(SchedulerArgs):
     max_total_tokens: int | None = setting(
         None, "KV tokens per rank, instead of --mem-fraction-static"
     )
+    swa_full_tokens_ratio: float | None = setting(
+        None,
+        "KV tokens of sliding-window layers to those of the others, where their pages cannot share "
+        "a pool; default: windows of all running requests, and a share for cached ones",
+        bounds=(0.001, 1.0),
+    )
 
     # Scheduling
     max_running_requests: int = setting(

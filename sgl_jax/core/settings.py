@@ -33,7 +33,7 @@ def check_settings(settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         bounds, choices = field.metadata["bounds"], field.metadata["choices"]
-        if bounds and not bounds[0] <= value <= bounds[1]:  # nor NaN
+        if bounds and value is not None and not bounds[0] <= value <= bounds[1]:  # nor NaN
             raise ValueError(f"{flag(field.name)} must be in {list(bounds)}, got {value}")
         if choices and value not in choices:
             raise ValueError(

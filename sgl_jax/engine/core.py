@@ -276,7 +276,7 @@ class EngineCore:
         scheduler = self.scheduler
         ranks = [
             {
-                **rank.memory.view()._asdict(),
+                **rank.memory.view().as_dict(),
                 "num_running": len(rank.running),
                 "num_waiting": scheduler.num_waiting_for(rank.dp_rank),
             }

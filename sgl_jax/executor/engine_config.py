@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
+from sgl_jax.executor.pool_size import KVPools
 from sgl_jax.executor.row_tables import row_table_shapes
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import attention_implementation, check_pages
@@ -42,7 +44,8 @@ class EngineConfig(NamedTuple):
     args: ServerArgs  # with a value for each setting that may be left to decide
     platform: str  # "cpu", "gpu" or "tpu"
     model: ModelConfig
-    pool_layout: KVPoolLayout
+    groups: tuple[CacheGroup, ...]  # of the model's layers
+    pool_layouts: tuple[KVPoolLayout, ...]  # of the pools that these name
     limits: StepLimits
     buckets: Buckets
 
@@ -55,18 +58,23 @@ class EngineConfig(NamedTuple):
         are too many for it.
         """
         args = _resolve_for_model(resolve_for_device(args, platform), model)
-        pool_layout = KVPoolLayout(
-            num_layers=model.num_layers,
-            num_kv_heads=replicated_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
-            page_size=args.page_size,
-            head_dim=model.head_dim,
-            dtype=cache_dtype(args.kv_cache_dtype),
+        groups = model.cache_groups()
+        num_layers = {group.pool: len(group.layers) for group in groups}
+        pool_layouts = tuple(
+            KVPoolLayout(
+                num_layers=num_layers[pool],
+                num_kv_heads=replicated_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
+                page_size=args.page_size,
+                head_dim=model.head_dim,
+                dtype=cache_dtype(args.kv_cache_dtype),
+            )
+            for pool in range(len(num_layers))
         )
         limits = step_limits(args)
         buckets = choose_buckets(limits, platform)
-        config = cls(args, platform, model, pool_layout, limits, buckets)
+        config = cls(args, platform, model, groups, pool_layouts, limits, buckets)
         if args.attention_backend == "pallas":
-            check_pages(args.page_size, config.pages_per_row, pool_layout.dtype)
+            check_pages(args.page_size, config.pages_per_row, pool_layouts[0].dtype)
         return config
 
     @property
@@ -127,12 +135,28 @@ class EngineConfig(NamedTuple):
         num_drawn = self.limits.decode_tokens
         return 4 * self.model.vocab_size * (num_drawn + 6 * min(num_drawn, BLOCK_ROWS))
 
-    def sizes(self, num_pages: int) -> EngineSizes:
-        """Everything the scheduler must stay within, with `num_pages` on each rank."""
+    @property
+    def pools(self) -> KVPools:
+        """The pools of a rank, before it is known how many pages they have."""
+        sizes = self.sizes((0,) * len(self.pool_layouts))
+        in_pools = [
+            [group for group in self.groups if group.pool == pool]
+            for pool in range(len(self.pool_layouts))
+        ]
+        return KVPools(
+            layouts=self.pool_layouts,
+            num_tables=tuple(map(len, in_pools)),
+            row_pages=tuple(sum(map(sizes.row_pages, groups)) for groups in in_pools),
+            num_rows=self.limits.rows,
+            window_tokens_ratio=self.args.swa_full_tokens_ratio,
+        )
+
+    def sizes(self, pool_pages: tuple[int, ...]) -> EngineSizes:
+        """Everything the scheduler must stay within, with pools of so many pages on each rank."""
         return EngineSizes(
             dp_size=self.args.dp_size,
             page_size=self.args.page_size,
-            num_pages=num_pages,
+            pool_pages=pool_pages,
             num_rows=self.limits.rows + 1,
             max_context_len=self.context_len,
             max_step_tokens=self.limits.tokens,
@@ -141,13 +165,17 @@ class EngineConfig(NamedTuple):
             eos_token_ids=self.model.eos_token_ids,
             step_token_shapes=tuple(bucket.tokens for bucket in self.buckets.all),
             max_draft_tokens=self.limits.draft_tokens,
+            groups=self.groups,
         )
 
-    def state_shapes(self, num_pages: int, mesh: Mesh) -> tuple[Any, Any]:
+    def state_shapes(self, pool_pages: tuple[int, ...], mesh: Mesh) -> tuple[Any, Any]:
         """State and row parameters of the engine as `jax.ShapeDtypeStruct`, with shardings."""
-        tables = row_table_shapes(self.sizes(num_pages), mesh)
-        pool: Any = kv_pool_shape(self.pool_layout, num_pages, mesh)
-        return StepState(tables.tokens, tables.lens, pool), tables.params
+        tables = row_table_shapes(self.sizes(pool_pages), mesh)
+        pools: Any = tuple(
+            kv_pool_shape(layout, num_pages, mesh)
+            for layout, num_pages in zip(self.pool_layouts, pool_pages, strict=True)
+        )
+        return StepState(tables.tokens, tables.lens, pools), tables.params
 
 
 def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:

@@ -17,7 +17,7 @@ _MAX_PROMPT_TOKENS = 4
 
 
 def first_token_plan(sizes: EngineSizes) -> StepPlan:
-    """On each rank a short prompt in row 1 and page 1, which later requests overwrite."""
+    """On each rank a short prompt in row 1 and the first pages, which later requests overwrite."""
     length = min(
         *(_MAX_PROMPT_TOKENS, sizes.page_size, sizes.max_chunk_tokens),
         *(sizes.max_context_len - 1, sizes.vocab_size),
@@ -41,7 +41,9 @@ def first_token_plan(sizes: EngineSizes) -> StepPlan:
         admissions=(admission,),
         return_logprob=True,
     )
-    pages = PageChanges.listing(sizes, {(k, 1): [1] for k in range(sizes.dp_size)})
+    # Groups that share a pool need a page each.
+    listed = [[1 + number] for number in range(len(sizes.groups))]
+    pages = PageChanges.listing(sizes, {(k, 1): listed for k in range(sizes.dp_size)})
     return StepPlan(step_id=0, ranks=(rank,) * sizes.dp_size, page_changes=pages)
 
 

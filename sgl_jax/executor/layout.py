@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +29,7 @@ class StepInput(NamedTuple):
     """All that one step uploads."""
 
     controls: Int32Array  # [dp, 6 * B + 3]
-    page_table: Int32Array  # [dp * B, pages]
+    page_tables: Int32Array  # [dp * B, groups * pages], of one group after another
 
 
 class RankControls(NamedTuple):
@@ -51,11 +52,17 @@ class DPLayout(NamedTuple):
     dp_size: int
     rows_per_rank: int
     pages_per_row: int
+    num_groups: int  # of layers, each with a page table
 
     @property
     def control_words(self) -> int:
         """Control words of one rank."""
         return _NUM_ROW_WORDS * self.rows_per_rank + _NUM_RANK_WORDS
+
+    @property
+    def page_tables_shape(self) -> tuple[int, int]:
+        """Of the page tables of all ranks' rows."""
+        return self.dp_size * self.rows_per_rank, self.num_groups * self.pages_per_row
 
     def pack(self, ranks: Sequence[RankPlan], tables: PageTables) -> StepInput:
         """Fresh arrays with every rank's rows in place; padding rows are row 0 with no tokens.
@@ -67,7 +74,8 @@ class DPLayout(NamedTuple):
             self.dp_size, _NUM_ROW_WORDS, self.rows_per_rank
         )
         # Zeroed by the operating system as pages are touched: the unused width costs nothing.
-        page_table = np.zeros((self.dp_size * self.rows_per_rank, self.pages_per_row), np.int32)
+        page_tables = np.zeros(self.page_tables_shape, np.int32)
+        by_group = page_tables.reshape(-1, self.num_groups, self.pages_per_row)
         controls[:, -1] = any(plan.num_scored is not None for plan in ranks)
         for rank, plan in enumerate(ranks):
             n = len(plan.rows)
@@ -80,10 +88,10 @@ class DPLayout(NamedTuple):
             controls[rank, -3] = plan.num_decode
             controls[rank, -2] = plan.return_logprob or plan.top_logprobs_num > 0
             first = rank * self.rows_per_rank
-            page_table[first : first + n, : plan.num_pages] = tables.of(
+            by_group[first : first + n, :, : plan.num_pages] = tables.of(
                 rank, plan.rows, plan.num_pages
             )
-        return StepInput(controls, page_table)
+        return StepInput(controls, page_tables)
 
     def unpack_controls(self, words: jax.Array) -> RankControls:
         """One rank's words int32[6 * B + 3], by name; traced inside the step."""
@@ -99,6 +107,10 @@ class DPLayout(NamedTuple):
             wants_logprobs=words[-2] != 0,
             any_scored=words[-1] != 0,
         )
+
+    def split_groups(self, page_tables: jax.Array) -> tuple[jax.Array, ...]:
+        """One rank's page tables int32[B, groups * pages], a table [B, pages] for each group."""
+        return tuple(jnp.split(page_tables, self.num_groups, axis=1))
 
     def split(self, values: NDArray[_Scalar], num_rows: Sequence[int]) -> list[NDArray[_Scalar]]:
         """Each rank's first `num_rows[rank]` entries of values [dp * n, ...], padding left out."""

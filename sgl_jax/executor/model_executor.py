@@ -31,7 +31,7 @@ from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cac
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.first_token import check_first_token, first_token_plan
 from sgl_jax.executor.plan_check import check_plan
-from sgl_jax.executor.pool_size import choose_num_pages
+from sgl_jax.executor.pool_size import choose_pool_pages
 from sgl_jax.executor.profiler import Profiler
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
@@ -80,17 +80,12 @@ class ModelExecutor(Executor):
                 "scripts/calibrate_kv_scales finds scales for --kv-cache-scales"
             )
         self._weights = tuple(jax.tree.leaves(params))
-        self._pool_layout = config.pool_layout
+        self._pool_layouts = config.pool_layouts
         self._buckets = config.buckets
-        num_pages = choose_num_pages(
-            args,
-            config.pool_layout,
-            self._mesh,
-            config.limits.rows,
-            config.pages_per_row,
-            config.logit_bytes,
+        pool_pages = choose_pool_pages(
+            args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes
         )
-        self.sizes = config.sizes(num_pages)
+        self.sizes = config.sizes(pool_pages)
         self._state, self._row_params = self._make_state()
         self._programs = Programs(
             placed.graphdef, params, self._state, self._row_params, self.sizes, self._mesh
@@ -104,12 +99,12 @@ class ModelExecutor(Executor):
             "model_path": args.model_path,
             "architecture": model.architecture,
             "dtype": args.dtype,
-            "kv_cache_dtype": cache_dtype_name(self._pool_layout.dtype),
+            "kv_cache_dtype": cache_dtype_name(config.pool_layouts[0].dtype),
             "platform": config.platform,
             "devices": [str(device) for device in self._mesh.devices.flat],
             "eos_token_ids": list(model.eos_token_ids),
             "weight_bytes": sum(leaf.nbytes for leaf in self._weights),
-            "kv_pool_bytes": self._state.kv_pool.nbytes,
+            "kv_pool_bytes": sum(pool.nbytes for pool in self._state.kv_pools),
             "settings": decided,
             **self.sizes._asdict(),
         }
@@ -195,12 +190,21 @@ class ModelExecutor(Executor):
         return time.perf_counter() - start
 
     def kv_absmax(self) -> Float32Array:
-        """The greatest |K| and |V| in the pool, [2, layers, kv_heads], copies of heads included.
+        """The greatest |K| and |V| in the pools, [2, layers, kv_heads], copies of heads included.
 
-        Of tokens now and before, since `reset`, unless others lie in their place. Not for a pool
-        of 8 bits.
+        Of tokens now and before, since `reset`, unless others lie in their place; of layers that
+        share a pool, the greatest of those at one place of their groups. Not for pools of 8 bits.
         """
-        return np.asarray(kv_absmax(self._state.kv_pool, self._pool_layout, self._mesh))
+        of_pools = [
+            np.asarray(kv_absmax(pool, layout, self._mesh))
+            for pool, layout in zip(self._state.kv_pools, self._pool_layouts, strict=True)
+        ]
+        groups = self.sizes.groups
+        num_layers = sum(len(group.layers) for group in groups)
+        greatest = np.zeros((2, num_layers, of_pools[0].shape[2]), np.float32)
+        for group in groups:
+            greatest[:, group.layers] = of_pools[group.pool]
+        return greatest
 
     def close(self) -> None:
         """Wait for what is in flight and let go of the devices' memory. Cannot be used again."""
@@ -226,8 +230,11 @@ class ModelExecutor(Executor):
 
     def _make_state(self) -> tuple[StepState, jax.Array]:
         tables = make_row_tables(self.sizes, self._mesh)
-        pool = make_kv_pool(self._pool_layout, self.sizes.num_pages, self._mesh)
-        return StepState(tables.tokens, tables.lens, pool), tables.params
+        pools = tuple(
+            make_kv_pool(layout, num_pages, self._mesh)
+            for layout, num_pages in zip(self._pool_layouts, self.sizes.pool_pages, strict=True)
+        )
+        return StepState(tables.tokens, tables.lens, pools), tables.params
 
 
 def _idle_rank() -> RankPlan:

@@ -3,6 +3,8 @@
 The device itself checks nothing: an index out of range would be clamped, or write elsewhere.
 """
 
+import numpy as np
+
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.step_plan import RankPlan, StepPlan
@@ -86,9 +88,12 @@ def _page_problem(changes: PageChanges, sizes: EngineSizes) -> str | None:
         return f"{len(pages)} pages for {len(cells)} cells of the page tables"
     if len(cells) == 0:
         return None
-    if pages.min() < 0 or pages.max() >= sizes.num_pages:
-        return f"a row is to list pages outside 0 to {sizes.num_pages - 1}"
-    num_cells = sizes.dp_size * sizes.num_rows * sizes.pages_per_row
+    num_groups = len(sizes.groups)
+    num_cells = sizes.dp_size * sizes.num_rows * num_groups * sizes.pages_per_row
     if cells.min() < 0 or cells.max() >= num_cells:
         return f"page tables of {num_cells} cells are changed at {cells.min()} to {cells.max()}"
+    pool_pages = np.array([sizes.pool_pages[group.pool] for group in sizes.groups])
+    num_pages = pool_pages[cells // sizes.pages_per_row % num_groups]
+    if ((pages < 0) | (pages >= num_pages)).any():
+        return f"a row is to list pages outside 0 to {num_pages[0] - 1}"
     return None

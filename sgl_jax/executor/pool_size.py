@@ -1,12 +1,13 @@
-"""How many KV pages each rank gets: from the arguments, the device's memory, or the machine's.
+"""How many KV pages each pool gets: from the arguments, the device's memory, or the machine's.
 
 Only decides and explains; makes no array.
 """
 
 import logging
 import os
+from bisect import bisect_right
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -23,67 +24,117 @@ _CPU_DEFAULT_BYTES = 1 << 30
 _CPU_MEMORY_SHARE = 0.25
 
 
-def choose_num_pages(
-    args: ServerArgs,
-    layout: KVPoolLayout,
-    mesh: Mesh,
-    rows_per_rank: int,
-    pages_per_row: int,
-    workspace_bytes: int,
-) -> int:
-    """Pages of one rank, the null page included. Called when the weights are on the devices.
+# Windows that are cached, beside those of running rows: a page for so many of the first pool.
+_CACHED_PER_WINDOW_PAGE = 4
+
+
+class KVPools(NamedTuple):
+    """The pools of one rank, and how memory is divided among them; the null pages beside it.
+
+    The first pool decides what is admitted, and gets what is left. Each of the others holds
+    windows, and has pages for all rows at once, so that a row never waits for one.
+    """
+
+    layouts: tuple[KVPoolLayout, ...]  # of each pool
+    num_tables: tuple[int, ...]  # cache groups whose pages each pool holds
+    row_pages: tuple[int, ...]  # pages of each that one row holds at most
+    num_rows: int
+    window_tokens_ratio: float | None = None  # tokens of the other pools to those of the first
+
+    def pages(self, num_first: int) -> tuple[int, ...]:
+        """Pages of each pool if the first has `num_first`."""
+        others = range(1, len(self.layouts))
+        return num_first, *(self._num_window_pages(pool, num_first) for pool in others)
+
+    def _num_window_pages(self, pool: int, num_first: int) -> int:
+        if self.window_tokens_ratio is None:
+            cached = num_first // _CACHED_PER_WINDOW_PAGE
+            return self.num_rows * self.row_pages[pool] + cached
+        per_page = self.num_tables[pool] / self.num_tables[0]
+        return int(num_first * self.window_tokens_ratio * per_page)
+
+    def num_bytes(self, num_first: int) -> int:
+        """Bytes of all pools, whole, the null pages included."""
+        pages = self.pages(num_first)
+        return sum(
+            (num + 1) * layout.page_bytes for num, layout in zip(pages, self.layouts, strict=True)
+        )
+
+    def num_that_fit(self, num_bytes: int) -> int:
+        """The most pages of the first pool that leave room for the others; -1 or less for none."""
+        most = num_bytes // self.layouts[0].page_bytes
+        return bisect_right(range(most + 1), num_bytes, key=self.num_bytes) - 1
+
+    def require_rows(self, pages: tuple[int, ...]) -> None:
+        """Raise ValueError if windows of all rows do not fit at once."""
+        for pool in range(1, len(pages)):
+            needed = self.num_rows * self.row_pages[pool]
+            if pages[pool] < needed:
+                raise ValueError(
+                    f"--swa-full-tokens-ratio {self.window_tokens_ratio} gives windows "
+                    f"{pages[pool]} pages of a rank; {self.num_rows} running requests hold up to "
+                    f"{needed}: raise it, or lower --max-running-requests"
+                )
+
+
+def choose_pool_pages(
+    args: ServerArgs, pools: KVPools, mesh: Mesh, pages_per_row: int, workspace_bytes: int
+) -> tuple[int, ...]:
+    """Pages of each pool of one rank, null pages included. Called when the weights are there.
 
     Args:
         args: `max_total_tokens` decides if set; else the memory that is left does.
-        layout: what one page holds.
+        pools: of the rank.
         mesh: the devices in use.
-        rows_per_rank: requests that run on a rank at most.
-        pages_per_row: pages of a request of the full context.
+        pages_per_row: pages of a group that a request of the full context fills.
         workspace_bytes: what a step needs on each device for a while, beside weights and pages.
 
     Raises:
         RuntimeError: not even one page beside the null page fits.
+        ValueError: `--swa-full-tokens-ratio` leaves the rows too few pages.
     """
+    layout, tables = pools.layouts[0], pools.num_tables[0]
     if args.max_total_tokens is not None:
-        num_pages = args.max_total_tokens // layout.page_size
+        num_first = args.max_total_tokens // layout.page_size * tables
         reason = f"--max-total-tokens {args.max_total_tokens}"
     elif platform_of(mesh) == "cpu":
-        affordable = int(_available_host_bytes() * _CPU_MEMORY_SHARE)
-        affordable //= mesh.shape["data"] * layout.page_bytes
-        default = max(pages_per_row, _CPU_DEFAULT_BYTES // layout.page_bytes)
-        num_pages = min(rows_per_rank * pages_per_row, default, affordable - 1)
+        affordable = int(_available_host_bytes() * _CPU_MEMORY_SHARE) // mesh.shape["data"]
+        default = max(pages_per_row * tables, _CPU_DEFAULT_BYTES // layout.page_bytes)
+        filled = pools.num_rows * pages_per_row * tables
+        num_first = min(filled, default, pools.num_that_fit(affordable))
         reason = "the share of this machine's memory that a CPU run takes"
     else:
         # All there is: what requests leave over holds prefixes for later ones.
         free_bytes = min(
             _free_device_bytes(device, args.mem_fraction_static) for device in mesh.local_devices
         )
-        num_pages = pages_that_fit(free_bytes, layout, mesh.shape["tensor"], workspace_bytes)
+        num_first = pages_that_fit(free_bytes, pools, mesh.shape["tensor"], workspace_bytes)
         reason = (
             f"--mem-fraction-static {args.mem_fraction_static} after weights and a step's logits"
         )
-    if num_pages < 1:
+    if num_first < 1:
         raise RuntimeError(
             f"no memory for KV: not one page of {layout.page_size} tokens "
             f"({layout.page_bytes} bytes) fits within {reason}; use a smaller model, more chips "
             "per rank (--tp-size), or a larger --mem-fraction-static"
         )
+    pages = pools.pages(num_first)
+    pools.require_rows(pages)
     logger.info(
-        "KV pool: %d pages of %d tokens on each of %d ranks, %.2f GiB per rank, from %s",
-        num_pages,
+        "KV pool: %s pages of %d tokens on each of %d ranks, %.2f GiB per rank, from %s",
+        " and ".join(map(str, pages)),
         layout.page_size,
         mesh.shape["data"],
-        num_pages * layout.page_bytes / (1 << 30),
+        pools.num_bytes(num_first) / (1 << 30),
         reason,
     )
-    return num_pages + 1
+    return tuple(num + 1 for num in pages)
 
 
-def pages_that_fit(
-    free_bytes: int, layout: KVPoolLayout, tp_size: int, workspace_bytes: int
-) -> int:
-    """Pages, beside the null page, in a device's `free_bytes`; 0 or less if there is no room."""
-    return (free_bytes - workspace_bytes) // (layout.page_bytes // tp_size) - 1
+def pages_that_fit(free_bytes: int, pools: KVPools, tp_size: int, workspace_bytes: int) -> int:
+    """Pages of the first pool, beside the null page, that leave room for the others in a device's
+    `free_bytes`; 0 or less if there is no room."""
+    return pools.num_that_fit((free_bytes - workspace_bytes) * tp_size)
 
 
 def _free_device_bytes(device: jax.Device, fraction: float) -> int:

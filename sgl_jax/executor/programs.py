@@ -69,7 +69,8 @@ class Programs:
 
     def layout(self, bucket: Bucket) -> DPLayout:
         """Where each rank's rows lie in the arrays of a step of shape `bucket`."""
-        return DPLayout(self._sizes.dp_size, bucket.rows, self._sizes.pages_per_row)
+        sizes = self._sizes
+        return DPLayout(sizes.dp_size, bucket.rows, sizes.pages_per_row, len(sizes.groups))
 
     def step(self, bucket: Bucket) -> StepProgram:
         """The program of one bucket, compiled now if it was not."""
@@ -108,7 +109,7 @@ class Programs:
             state: StepState,
             row_params: jax.Array,
             controls: jax.Array,
-            page_table: jax.Array,
+            page_tables: jax.Array,
         ) -> tuple[StepState, StepOutput]:
             model = nnx.merge(self._graphdef, jax.tree.unflatten(self._params_tree, weights))
             rank_controls = layout.unpack_controls(controls[0])
@@ -117,14 +118,15 @@ class Programs:
                 state,
                 row_params,
                 rank_controls,
-                page_table,
+                layout.split_groups(page_tables),
                 bucket.tokens,
                 self._sizes.max_draft_tokens,
                 self._sizes.max_prompt_logprob_tokens,
             )
 
         step.__name__ = f"step_{bucket.rows}_rows_{bucket.tokens}_tokens"
-        state_specs: Any = StepState(TABLE_SPEC, TABLE_SPEC, KV_POOL_SPEC)  # type: ignore[arg-type]
+        pool_specs = (KV_POOL_SPEC,) * len(self._state.kv_pools)
+        state_specs: Any = StepState(TABLE_SPEC, TABLE_SPEC, pool_specs)  # type: ignore[arg-type]
         weight_specs = tuple(leaf.sharding.spec for leaf in self._weights)
         sharded = jax.shard_map(
             step,
@@ -134,11 +136,11 @@ class Programs:
             check_vma=False,  # all chips of a rank compute the same tokens, unproven
         )
         controls = self._input((layout.dp_size, layout.control_words))
-        page_table = self._input((layout.dp_size * layout.rows_per_rank, layout.pages_per_row))
+        page_tables = self._input(layout.page_tables_shape)
         # Under the mesh kernels see which chip they are traced for, there or not.
         with jax.set_mesh(self._mesh):
             return jax.jit(sharded, donate_argnums=1).lower(
-                self._weights, self._state, self._row_params, controls, page_table
+                self._weights, self._state, self._row_params, controls, page_tables
             )
 
     def _compile_admit(self) -> AdmitProgram:

@@ -5,6 +5,8 @@ rank's own, and no rank reads another's. Every chip of a rank learns the tokens 
 that the token table stays equal on all of them.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -34,7 +36,7 @@ class StepState(NamedTuple):
 
     token_table: jax.Array  # int32[num_rows, max_context_len]
     row_lens: jax.Array  # int32[num_rows] tokens of each row, valid once it has been admitted
-    kv_pool: jax.Array  # [layers, pages, *page_shape], see `device_pool`
+    kv_pools: tuple[jax.Array, ...]  # [layers, pages, *page_shape] each, see `device_pool`
 
 
 class StepOutput(NamedTuple):
@@ -52,7 +54,7 @@ def run_step(
     state: StepState,
     row_params: jax.Array,
     controls: RankControls,
-    page_table: jax.Array,
+    page_tables: Sequence[jax.Array],
     num_tokens: int,
     max_drafts: int,
     max_scored: int,
@@ -64,17 +66,18 @@ def run_step(
         state: tables and pool before the step.
         row_params: int32[num_rows, PACKED_WIDTH] sampling parameters of all rows.
         controls: this step's rows.
-        page_table: int32[B, pages].
+        page_tables: int32[B, pages], one for each cache group.
         num_tokens: T, the static number of query tokens, padding included.
         max_drafts: static; tokens drafted per row at most.
         max_scored: static; queries whose successors are scored at most.
     """
     token_table, queries = _place_queries(state, controls, max_drafts)
-    rows = (page_table, queries.kv_starts, controls.q_lens, controls.num_decode)
-    batch = AttentionBatch.build(*rows, num_tokens, max_drafts)
+    rows = (queries.kv_starts, controls.q_lens, controls.num_decode)
+    batch = AttentionBatch.build(page_tables[0], *rows, num_tokens, max_drafts)
+    batches = tuple(replace(batch, page_table=table) for table in page_tables)
     # Padding tokens read the null row.
     token_rows = jnp.where(batch.valid, controls.rows[batch.token_rows], 0)
-    hidden, kv_pool = model(token_table[token_rows, batch.positions], batch, state.kv_pool)
+    hidden, kv_pools = model(token_table[token_rows, batch.positions], batches, state.kv_pools)
 
     num_drawn = jnp.where(controls.samples, 1 + queries.drafts, 0)
     sampled = LastQueries.build(batch, num_drawn, controls.rows.shape[0] * (1 + max_drafts))
@@ -100,7 +103,7 @@ def run_step(
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
     by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in wanted))
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
-    return StepState(token_table, row_lens, kv_pool), output
+    return StepState(token_table, row_lens, kv_pools), output
 
 
 class _Queries(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_jax.mem_cache.ledger_walk import find_defects
-from sgl_jax.mem_cache.page_allocator import FREE, describe_owner, each_page
+from sgl_jax.mem_cache.page_allocator import FREE, PageAllocator, describe_owner, each_page
 from sgl_jax.mem_cache.rank_memory import RankMemory
 
 
@@ -34,18 +34,17 @@ def write_dump(
 def dump_rank(memory: RankMemory) -> dict[str, Any]:
     """All memory records of one rank as JSON values, and the defects that a walk finds."""
     parts: dict[str, Callable[[RankMemory], Any]] = {
-        "view": lambda memory: memory.view()._asdict(),
+        "view": lambda memory: memory.view().as_dict(),
         "findings": lambda memory: [
-            {"what": what, "pages": pages.tolist()} for what, pages in find_defects(memory)
+            {"what": what, "pages": pages.tolist(), "pool": pool}
+            for what, pages, pool in find_defects(memory)
         ],
         "leases": _leases,
         "sessions": _sessions,
         "rows": _rows,
         "free_rows": lambda memory: memory.rows.free_rows().tolist(),
         "tree": _tree,
-        "owners": _owners,
-        "free_pages": lambda memory: memory.allocator.free_pages().tolist(),
-        "transitions": _transitions,
+        "pools": lambda memory: [_pool(allocator) for allocator in memory.allocators],
     }
     return {name: _guarded(part, memory) for name, part in parts.items()}
 
@@ -93,7 +92,9 @@ def _rows(memory: RankMemory) -> list[dict[str, Any]]:
             "cache_protected_len": int(rows.cache_protected_len[row]),
             "kv_committed_len": int(rows.kv_committed_len[row]),
             "kv_allocated_len": int(rows.kv_allocated_len[row]),
-            "pages": [page for page in rows.pages[row].tolist() if page],
+            "first_pages": rows.first_pages[:, row].tolist(),
+            # By cache group.
+            "pages": [[page for page in table if page] for table in rows.pages[row].tolist()],
         }
         for row in range(rows.num_rows)
         if row in held or rows.lengths[:, row].any() or rows.pages[row].any()
@@ -129,22 +130,20 @@ def _namespace_hash(namespace: str) -> str:
     return hashlib.sha256(namespace.encode()).hexdigest()[:8] if namespace else ""
 
 
-def _owners(memory: RankMemory) -> dict[str, list[int]]:
-    """The pages of each owner; the rest is free."""
-    pages_of: dict[str, list[int]] = {}
-    for page, owner in enumerate(memory.allocator.owners().tolist()):
+def _pool(allocator: PageAllocator) -> dict[str, Any]:
+    """The pages of each owner and those that are free; the latest moves, oldest first: at tick
+    `clock`, each owner did it to its page."""
+    owners: dict[str, list[int]] = {}
+    for page, owner in enumerate(allocator.owners().tolist()):
         if owner != FREE:
-            pages_of.setdefault(describe_owner(owner), []).append(page)
-    return pages_of
-
-
-def _transitions(memory: RankMemory) -> list[dict[str, Any]]:
-    """The latest moves, oldest first: at tick `clock`, each owner did it to its page."""
-    return [
+            owners.setdefault(describe_owner(owner), []).append(page)
+    transitions = [
         {
             "clock": move.clock,
             "action": move.action,
             "pages": [[describe_owner(owner), page] for page, owner in each_page(move)],
         }
-        for move in memory.allocator.transitions()
+        for move in allocator.transitions()
     ]
+    free_pages = allocator.free_pages().tolist()
+    return {"owners": owners, "free_pages": free_pages, "transitions": transitions}

@@ -5,7 +5,8 @@
 
 `cache_protected_len` is page-aligned: up to there the pages belong to the tree, and the lease
 keeps them from eviction by the lock on `node`. From there to `kv_allocated_len` they belong to
-the row. `0 <= protected <= committed <= allocated` always.
+the row. `0 <= protected <= committed <= allocated` always. The lengths are those of all cache
+groups; what a group's window has passed is listed no more, whoever owned it.
 
 `namespace` is set when the lease is opened, and what the lease publishes is kept under it: no
 later call names a namespace, so none can name another.
@@ -88,15 +89,17 @@ class KVLease:
             allocated=self.kv_allocated_len,
         )
 
-    def num_pages(self, page_size: int) -> int:
-        """Pages that the row lists, the tree's included."""
-        return -(-self.kv_allocated_len // page_size)
-
     def pages(self, page_size: int, start: int = 0, end: int | None = None) -> Int32Array:
         """Copy of the page ids that hold tokens [start, end), end = allocated by default.
 
-        `start` must be page-aligned; the last page may be partly outside [start, end).
+        int32[groups, n], 0 where a window has passed. `start` must be page-aligned; the last page
+        may be partly outside [start, end).
         """
         self.require_live()
         stop = self.kv_allocated_len if end is None else end
-        return self._rows.pages[self.row, start // page_size : -(-stop // page_size)].copy()
+        return self._rows.pages[self.row, :, start // page_size : -(-stop // page_size)].copy()
+
+
+def first_page_of(window: int, page_size: int, num_tokens: int) -> int:
+    """The first page that the token after `num_tokens` sees through a window."""
+    return max(num_tokens - window + 1, 0) // page_size

@@ -46,36 +46,37 @@ def audit(memory: RankMemory, num_running: int | None = None) -> None:
 
 def _imbalance(memory: RankMemory) -> str | None:
     """What counts disagree on; None if they balance. Runs every step: each call counts."""
-    rows, allocator, cache, page_size = (
-        memory.rows,
-        memory.allocator,
-        memory.cache,
-        memory.page_size,
-    )
+    rows, cache, page_size = memory.rows, memory.cache, memory.page_size
     lengths = rows.lengths
     if np.count_nonzero(lengths[1:] < lengths[:-1]):
         bad = np.flatnonzero((lengths[1:] < lengths[:-1]).any(axis=0)).tolist()
         return f"lengths out of order: {[memory.leases.get(row, row) for row in bad]}"
     # Free rows have lengths of 0 and need not be told from the others.
-    protected = int(np.add.reduce(rows.cache_protected_len))
     held_pages = (rows.kv_allocated_len + (page_size - 1)) // page_size
-    leased = int(np.add.reduce(held_pages)) - protected // page_size
-    if leased != allocator.num_leased:
-        return f"rows hold {leased} pages, {allocator.num_leased} are leased"
-    cached = cache.num_evictable + cache.num_protected
-    if cached != allocator.num_tree:
-        return f"the tree counts {cached} pages, it owns {allocator.num_tree}"
+    protected = int(np.add.reduce(rows.cache_protected_len))
+    own_from = rows.first_pages
+    if protected:
+        own_from = np.maximum(own_from, rows.cache_protected_len // page_size)
+    own = np.add.reduce(held_pages - own_from, axis=1).tolist()
+    for pool, allocator in enumerate(memory.allocators):
+        leased = sum(own[group] for group in memory.groups_of[pool])
+        if leased != allocator.num_leased:
+            return f"rows hold {leased} pages, {allocator.num_leased} are leased"
+        cached = cache.num_evictable + cache.num_protected
+        if cached != allocator.num_tree:
+            return f"the tree counts {cached} pages, it owns {allocator.num_tree}"
     num_locking = np.count_nonzero(rows.cache_protected_len)
     if num_locking != cache.tree.num_locks or protected != cache.tree.num_locked_tokens:
         return (
             f"{num_locking} rows have locked {protected} tokens, the tree gave "
             f"{cache.tree.num_locks} locks on {cache.tree.num_locked_tokens} tokens"
         )
-    if memory.locked.num_locked != cache.num_protected:
-        return (
-            f"leases have locked {memory.locked.num_locked} pages, the tree counts "
-            f"{cache.num_protected}"
-        )
+    for locked in memory.locked:
+        if locked.num_locked != cache.num_protected:
+            return (
+                f"leases have locked {locked.num_locked} pages, the tree counts "
+                f"{cache.num_protected}"
+            )
     if memory.num_session_pages and not memory.sessions.num_idle:
         return f"no session is idle, and {memory.num_session_pages} pages are held for some"
     held, free, total = rows.num_held, rows.num_free, rows.num_rows - 1
@@ -107,12 +108,13 @@ def _suspects(memory: RankMemory) -> list[Finding]:
 
 def _error(memory: RankMemory, findings: Sequence[Finding]) -> LedgerError:
     shown = []
-    for what, pages in findings[:_FINDINGS_SHOWN]:
-        known = pages[(pages >= 0) & (pages < memory.allocator.num_pages)]
-        shown.append(f"{what}: {memory.allocator.describe(known)}" if len(known) else what)
+    for what, pages, pool in findings[:_FINDINGS_SHOWN]:
+        allocator = memory.allocators[pool]
+        known = pages[(pages >= 0) & (pages < allocator.num_pages)]
+        shown.append(f"{what}: {allocator.describe(known)}" if len(known) else what)
     more = len(findings) - _FINDINGS_SHOWN
     if more > 0:
         shown.append(f"and {more} more findings")
-    concerned = np.unique(np.concatenate([pages for _, pages in findings]))
+    concerned = np.unique(np.concatenate([finding.pages for finding in findings]))
     text = f"rank {memory.dp_rank}: {'; '.join(shown)}; {memory.view()}"
     return LedgerError(text, concerned.tolist())

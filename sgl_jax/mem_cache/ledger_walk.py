@@ -26,10 +26,11 @@ _NO_PAGES = np.zeros(0, np.int32)
 
 
 class Finding(NamedTuple):
-    """Something wrong, in words, and the pages concerned as far as they are known."""
+    """Something wrong, in words, and the pages of a pool concerned as far as they are known."""
 
     what: str
     pages: Int32Array = _NO_PAGES
+    pool: int = 0
 
 
 def find_defects(memory: RankMemory) -> Iterator[Finding]:
@@ -47,7 +48,8 @@ def find_defects(memory: RankMemory) -> Iterator[Finding]:
     for lease in leases:
         yield from _check_prefix(memory, lease)
     yield from _check_locked_pages(memory, leases)
-    yield from _check_owners(memory, leases)
+    for pool in range(len(memory.allocators)):
+        yield from _check_owners(memory, leases, pool)
 
 
 def _check_rows(memory: RankMemory) -> Iterator[Finding]:
@@ -68,10 +70,16 @@ def _check_rows(memory: RankMemory) -> Iterator[Finding]:
         yield Finding(what, rows.pages[row][rows.pages[row] > 0])
     columns = np.arange(rows.pages_per_row)
     num_pages = -(-rows.kv_allocated_len // page_size)
-    is_listed_too_far = (rows.pages != 0) & (columns >= num_pages[:, None])
-    for row in np.flatnonzero(is_listed_too_far.any(axis=1)).tolist():
-        beyond = rows.pages[row][is_listed_too_far[row]]
-        yield Finding(f"row {row} lists pages beyond its allocated length", beyond)
+    for number, group in enumerate(memory.groups):
+        table = rows.pages[:, number]
+        is_beyond = (table != 0) & (columns >= num_pages[:, None])
+        is_passed = (table != 0) & (columns < rows.first_pages[number][:, None])
+        for row in np.flatnonzero(is_beyond.any(axis=1)).tolist():
+            what = f"row {row} lists pages beyond its allocated length"
+            yield Finding(what, table[row][is_beyond[row]], group.pool)
+        for row in np.flatnonzero(is_passed.any(axis=1)).tolist():
+            what = f"row {row} lists pages that its window has passed"
+            yield Finding(what, table[row][is_passed[row]], group.pool)
     for row in np.flatnonzero(rows.cache_protected_len % page_size).tolist():
         yield Finding(f"row {row} protects {rows.cache_protected_len[row]} tokens: no whole pages")
 
@@ -102,78 +110,86 @@ def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
 def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
     """A lease's first pages must be those of the path it has locked, and all of them."""
     protected = lease.cache_protected_len
-    locked_len, path = 0, _NO_PAGES
+    locked_len, path = 0, np.zeros((len(memory.groups), 0), np.int32)
     if lease.node is not None:
-        locked_len, path = lease.node.end, memory.cache.pages_to(lease.node)
+        locked_len, path = lease.node.end, memory.cache.pages_to(lease.node)[None]
         if lease.node.namespace != lease.namespace:
-            yield Finding(f"{lease!r} has locked a path of another namespace", path)
+            yield Finding(f"{lease!r} has locked a path of another namespace", path[0])
     if locked_len != protected:
-        yield Finding(f"{lease!r} has locked {locked_len} tokens", path)
+        yield Finding(f"{lease!r} has locked {locked_len} tokens", path[0])
         return
     prefix = lease.pages(memory.page_size, 0, protected)
-    if len(prefix) != len(path):
-        yield Finding(f"{lease!r}: the path it has locked holds {len(path)} pages", path)
-    elif (prefix != path).any():
-        foreign = prefix[prefix != path]
-        yield Finding(f"{lease!r} reads prefix pages that its locked path does not have", foreign)
+    for number, group in enumerate(memory.groups):
+        # Of a window, what has passed is not locked any more.
+        first = memory.rows.first_pages[number, lease.row]
+        listed, held = prefix[number, first:], path[number, first:]
+        if len(listed) != len(held):
+            yield Finding(
+                f"{lease!r}: the path it has locked holds {len(path[number])} pages", held
+            )
+        elif (listed != held).any():
+            what = f"{lease!r} reads prefix pages that its locked path does not have"
+            yield Finding(what, listed[listed != held], group.pool)
 
 
 def _check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
     """The counts that leases keep up to date as they lock, lend and end, taken from scratch."""
-    num_pages = memory.allocator.num_pages
     idle_rows = {lease.row for _, lease in memory.sessions.idle()}
-    expected, num_held = LockedPages(num_pages), 0
-    for lease in leases:
-        listed = lease.pages(memory.page_size)
-        num_locked = lease.cache_protected_len // memory.page_size
-        locked = listed[:num_locked]
-        locked = np.unique(locked[(locked >= 0) & (locked < num_pages)])
-        expected.lock(locked)
-        if lease.row in idle_rows:
-            expected.park(locked)
-            num_held += len(listed) - num_locked
-    differing = memory.locked.differing(expected)
-    if len(differing):
-        yield Finding("pages are locked by other leases than was counted", differing)
-    if memory.locked.totals != expected.totals:
-        yield Finding(
-            f"pages locked by (running, idle, any) leases: {memory.locked.totals} were counted, a "
-            f"walk finds {expected.totals}"
-        )
-    if memory.num_session_held_pages != num_held:
-        yield Finding(
-            f"idle sessions hold {num_held} pages of their own, "
-            f"{memory.num_session_held_pages} were counted"
-        )
+    for pool, allocator in enumerate(memory.allocators):
+        expected, num_held = LockedPages(allocator.num_pages), 0
+        for lease in leases:
+            protected = lease.cache_protected_len
+            locked = memory.by_pool(lease.pages(memory.page_size, 0, protected))[pool]
+            locked = np.unique(locked[(locked >= 0) & (locked < allocator.num_pages)])
+            expected.lock(locked)
+            if lease.row in idle_rows:
+                expected.park(locked)
+                num_held += len(memory.by_pool(lease.pages(memory.page_size, protected))[pool])
+        counted = memory.locked[pool]
+        differing = counted.differing(expected)
+        if len(differing):
+            what = "pages are locked by other leases than was counted"
+            yield Finding(what, differing, pool)
+        if counted.totals != expected.totals:
+            yield Finding(
+                f"pages locked by (running, idle, any) leases: {counted.totals} were counted, a "
+                f"walk finds {expected.totals}"
+            )
+        if memory.session_held[pool] != num_held:
+            yield Finding(
+                f"idle sessions hold {num_held} pages of their own, "
+                f"{memory.session_held[pool]} were counted"
+            )
 
 
-def _check_owners(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
+def _check_owners(memory: RankMemory, leases: list[KVLease], pool: int) -> Iterator[Finding]:
     """Each claimed page belongs to the one owner that claims it; the rest is free."""
-    allocator = memory.allocator
+    allocator = memory.allocators[pool]
     expected = np.full(allocator.num_pages, FREE, np.int32)
     num_claims = np.zeros(allocator.num_pages, np.int32)
     claims = [(RESERVED, np.array([NULL_PAGE], np.int32)), (TREE, memory.cache.held_pages())]
     claims += [
-        (lease.row, lease.pages(memory.page_size, lease.cache_protected_len)) for lease in leases
+        (lease.row, memory.by_pool(lease.pages(memory.page_size, lease.cache_protected_len))[pool])
+        for lease in leases
     ]
     for owner, claimed in claims:
         exists = (claimed >= 0) & (claimed < allocator.num_pages)
         if not exists.all():
             foreign = claimed[~exists].tolist()
-            yield Finding(f"{describe_owner(owner)} claims no such pages: {foreign}")
+            yield Finding(f"{describe_owner(owner)} claims no such pages: {foreign}", pool=pool)
         pages = claimed[exists]
         expected[pages] = owner
         np.add.at(num_claims, pages, 1)
     twice = np.flatnonzero(num_claims > 1).astype(np.int32)
     if len(twice):
-        yield Finding("pages with two owners", twice)
+        yield Finding("pages with two owners", twice, pool)
     wrong = np.flatnonzero(allocator.owners() != expected).astype(np.int32)
     if len(wrong):
-        yield Finding("owners that no holder claims", wrong)
+        yield Finding("owners that no holder claims", wrong, pool)
     free = np.sort(allocator.free_pages())
     unowned = np.flatnonzero(allocator.owners() == FREE)
     if not np.array_equal(free, unowned):
         missing = np.setxor1d(free, unowned)
         values, counts = np.unique(free, return_counts=True)
-        listed_twice = values[counts > 1]
-        yield Finding("the free list is wrong", np.union1d(missing, listed_twice).astype(np.int32))
+        concerned = np.union1d(missing, values[counts > 1]).astype(np.int32)
+        yield Finding("the free list is wrong", concerned, pool)

@@ -111,8 +111,11 @@ class PageAllocator:
         self._owner[top] = owners
         self._log.note("take", owners, top)
 
-    def free(self, pages: Int32Array, owner: int) -> None:
-        """Give back pages that `owner` holds. Raises `OwnershipError`, changing nothing, else."""
+    def free(self, pages: Int32Array, owner: int | Int32Array) -> None:
+        """Give back pages that `owner` holds, or that each of the owning rows does.
+
+        Raises `OwnershipError`, changing nothing, if one is another's.
+        """
         index = pages.astype(np.intp)  # once, instead of at each use
         self._require(index, owner, "free")
         count = len(pages)
@@ -120,7 +123,7 @@ class PageAllocator:
         self._owner[index] = FREE
         self._free_stack[self.num_free : self.num_free + count] = pages
         self.num_free += count
-        if owner == TREE:
+        if isinstance(owner, int) and owner == TREE:
             self.num_tree -= count
         self._log.note("free", owner, index)
 
@@ -166,8 +169,8 @@ class PageAllocator:
         forgotten = "" if len(moves) <= _MOVES_SHOWN else f"({len(moves) - _MOVES_SHOWN} before) "
         return forgotten + ", ".join(moves[-_MOVES_SHOWN:]) if moves else "none remembered"
 
-    def _require(self, pages: IntpArray, owner: int, action: str) -> None:
-        """Check that `pages` exist, are distinct, and all belong to `owner`."""
+    def _require(self, pages: IntpArray, owner: int | Int32Array, action: str) -> None:
+        """Check that `pages` exist, are distinct, and belong to `owner`, each to its own."""
         if len(pages) == 0:
             return
         # As unsigned numbers, negative ones are too large as well.
@@ -175,9 +178,11 @@ class PageAllocator:
             bad = pages[(pages < 0) | (pages >= self.num_pages)]
             raise OwnershipError(f"{self.name}: cannot {action}: no such page {bad[:8].tolist()}")
         wrong = self._owner[pages] != owner
-        if owner in (FREE, RESERVED) or np.count_nonzero(wrong):
+        is_nobody = isinstance(owner, int) and owner in (FREE, RESERVED)
+        if is_nobody or np.count_nonzero(wrong):
+            who = describe_owner(owner if isinstance(owner, int) else int(owner[wrong][0]))
             raise OwnershipError(
-                f"{self.name}: {describe_owner(owner)} cannot {action} what it does not own: "
+                f"{self.name}: {who} cannot {action} what it does not own: "
                 f"{self.describe(pages[wrong] if wrong.any() else pages)}"
             )
         if len(pages) == 1:

@@ -1,5 +1,9 @@
 """All KV memory of one data-parallel rank: rows, pages, prefix cache, and the leases on them.
 
+Layers that need the same tokens form a cache group; each group has a page table of every row, and
+its pages are of one pool. Requests are admitted by the first pool: another holds windows only, and
+has pages for those of all rows at once.
+
 The scheduler holds one `RankMemory` per rank and never says "rank r" to any of its methods.
 Leases begin here (`open_lease`), grow here, and end in `release.py`, nowhere else. `grow_rows` and
 `commit_rows` do for the rows of all ranks at once what the methods of that name do for one rank's.
@@ -8,14 +12,14 @@ Leases begin here (`open_lease`), grow here, and end in `release.py`, nowhere el
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
-from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.locked_pages import LockedPages
 from sgl_jax.mem_cache.page_allocator import PageAllocator, alloc_each
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
@@ -29,10 +33,27 @@ _PAGES_PER_EVICTED = 512
 _MAX_EVICTED_AHEAD = 256
 
 
+class PoolView(NamedTuple):
+    """Where every page of a pool is: total = free + leased + cached + session_held + reserved.
+
+    `protected_pages` are those of the cached that live leases have locked, those of idle sessions
+    included. `sliding_windows` are those of the cache groups whose pages it holds, None for one
+    that keeps every token.
+    """
+
+    sliding_windows: tuple[int | None, ...]
+    total_pages: int
+    free_pages: int
+    leased_pages: int
+    cached_pages: int
+    protected_pages: int
+    session_held_pages: int
+    reserved_pages: int
+
+
 class MemoryView(NamedTuple):
-    """Where every page and row of a rank is. Pages: total = free + leased + cached + session_held
-    + reserved; `protected_pages` are those of the cached that live leases have locked, those of
-    idle sessions included. A row is free, a running request's, or an idle session's."""
+    """Where every page and row of a rank is. Pages are of all `pools` together, counted as in
+    `PoolView`. A row is free, a running request's, or an idle session's."""
 
     dp_rank: int
     page_size: int
@@ -46,6 +67,11 @@ class MemoryView(NamedTuple):
     total_rows: int
     free_rows: int
     session_rows: int
+    pools: tuple[PoolView, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self._asdict(), "pools": [pool._asdict() for pool in self.pools]}
 
 
 class RankMemory:
@@ -64,9 +90,25 @@ class RankMemory:
         tables: RowTables | None = None,
     ) -> None:
         self.dp_rank = dp_rank
+        self.sizes = sizes
         self.page_size = sizes.page_size
-        self.rows = ReqToTokenPool(tables or RowTables.empty(sizes.num_rows, sizes.pages_per_row))
-        self.allocator = PageAllocator(sizes.num_pages, f"rank {dp_rank}")
+        self.groups = sizes.groups
+        # Every row lists every page up to its allocated length.
+        self.lists_all = len(sizes.groups) == 1 and sizes.groups[0].sliding_window is None
+        num_groups, num_pools = len(sizes.groups), len(sizes.pool_pages)
+        self.rows = ReqToTokenPool(
+            tables or RowTables.empty(sizes.num_rows, num_groups, sizes.pages_per_row)
+        )
+        # Of each pool, the numbers of the groups whose pages it holds.
+        self.groups_of = [
+            [number for number, group in enumerate(sizes.groups) if group.pool == pool]
+            for pool in range(num_pools)
+        ]
+        self.allocators = tuple(
+            PageAllocator(num_pages, self._pool_name(pool))
+            for pool, num_pages in enumerate(sizes.pool_pages)
+        )
+        self.allocator = self.allocators[0]  # of the pool that requests are admitted by
         self._make_cache = partial(
             RadixCache if use_radix_cache else ChunkCache,
             self.allocator,
@@ -76,10 +118,23 @@ class RankMemory:
         self.cache = self._make_cache()
         self.sessions = SessionLeases()
         self.leases: dict[int, KVLease] = {}  # by row
-        self.locked = LockedPages(sizes.num_pages)
-        self._num_evicted_ahead = min(sizes.num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
-        # Pages of their own that idle sessions hold: those the tree owns are not among them.
-        self.num_session_held_pages = 0
+        self.locked = self._no_locks()
+        self._num_evicted_ahead = [
+            min(num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
+            for num_pages in sizes.pool_pages
+        ]
+        # Pages of their own that idle sessions hold, by pool: those the tree owns are not in it.
+        self.session_held = [0] * num_pools
+
+    def _pool_name(self, pool: int) -> str:
+        if len(self.groups) == 1:
+            return f"rank {self.dp_rank}"
+        windows = [self.groups[number].sliding_window for number in self.groups_of[pool]]
+        kinds = ["full" if window is None else f"window {window}" for window in windows]
+        return f"rank {self.dp_rank}, {' and '.join(kinds)}"
+
+    def _no_locks(self) -> tuple[LockedPages, ...]:
+        return tuple(LockedPages(num_pages) for num_pages in self.sizes.pool_pages)
 
     def rebuild(self) -> None:
         """Reset all memory records without freeing one by one, since they may be inconsistent.
@@ -91,31 +146,73 @@ class RankMemory:
             lease.released, lease.node = True, None
         self.leases.clear()
         self.rows.reset()
-        self.allocator.reset()
+        for allocator in self.allocators:
+            allocator.reset()
         self.cache = self._make_cache(num_evicted=self.cache.num_evicted)
         self.sessions = SessionLeases()
-        self.locked = LockedPages(self.allocator.num_pages)
-        self.num_session_held_pages = 0
+        self.locked = self._no_locks()
+        self.session_held = [0] * len(self.allocators)
 
     @property
     def num_session_pages(self) -> int:
-        """Pages that idle sessions keep from other use, each counted once: O(1)."""
-        return self.num_session_held_pages + self.locked.num_idle
+        """Pages of the first pool that idle sessions keep from other use, each counted once."""
+        return self.session_held[0] + self.locked[0].num_idle
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are free or can be made free by eviction."""
+        """Pages of the first pool that are free or can be made free by eviction."""
         return self.allocator.num_free + self.cache.num_evictable
 
     @property
     def num_reclaimable_pages(self) -> int:
-        """Pages that would be available, were every idle session evicted: O(1)."""
-        num_parked = self.cache.num_protected - self.locked.num_running
-        return self.num_available_pages + num_parked + self.num_session_held_pages
+        """Those that would be available, were every idle session evicted: O(1)."""
+        num_parked = self.cache.num_protected - self.locked[0].num_running
+        return self.num_available_pages + num_parked + self.session_held[0]
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Pages of a group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
+
+    def request_pages(self, num_tokens: int) -> int:
+        """Pages of the first pool that a request of `num_tokens` holds at most."""
+        if self.lists_all:
+            return self.pages_for(num_tokens)
+        return self.sizes.request_pages(num_tokens)
+
+    def num_held(self, lease: KVLease) -> int:
+        """Pages of the first pool that `lease` lists, the tree's included."""
+        num_pages = self.pages_for(lease.kv_allocated_len)
+        if self.lists_all:
+            return num_pages
+        firsts = self.rows.first_pages[self.groups_of[0], lease.row]
+        return int((num_pages - firsts).sum())
+
+    def can_go_back(self, lease: KVLease, length: int) -> bool:
+        """Whether the token after the first `length` of `lease` could be computed: no window that
+        it sees has passed."""
+        return self.lists_all or all(
+            window is None
+            or self.rows.first_pages[group, lease.row]
+            <= first_page_of(window, self.page_size, length)
+            for group, (window, _, _) in enumerate(self.groups)
+        )
+
+    def by_pool(self, pages: Int32Array) -> list[Int32Array]:
+        """What is listed of `pages` int32[groups, n], for each pool."""
+        if self.lists_all:
+            return [pages[0]]
+        in_pools = [pages[numbers].reshape(-1) for numbers in self.groups_of]
+        return [listed[listed != 0] for listed in in_pools]
+
+    def lock(self, pages: Int32Array) -> None:
+        """A running request has locked `pages` int32[groups, n] of the tree."""
+        for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
+            locked.lock(listed)
+
+    def unlock(self, pages: Int32Array) -> None:
+        """Undo `lock`."""
+        for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
+            locked.unlock(listed)
 
     def open_lease(self, prefix: Int32Array, namespace: str = "") -> KVLease:
         """Take a row, with as much of `prefix` as the cache has under `namespace`.
@@ -127,11 +224,20 @@ class RankMemory:
         lease = KVLease(self.dp_rank, row, self.rows, namespace)
         match = self.cache.match_prefix(prefix, namespace)
         lease.node = match.node
-        self.locked.lock(match.pages)
-        self.rows.list_pages(row, 0, match.pages)
+        pages = match.pages[None]
+        self.lock(pages)
+        self.rows.list_pages(row, 0, pages)
+        self.set_first_pages(lease, match.length)
         lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
         self.leases[row] = lease
         return lease
+
+    def set_first_pages(self, lease: KVLease, length: int) -> None:
+        """`lease` lists of each window what the token after `length` sees, all of it locked."""
+        for group, (window, _, _) in enumerate(self.groups):
+            if window is not None:
+                first = first_page_of(window, self.page_size, length)
+                self.rows.first_pages[group, lease.row] = first
 
     def num_pages_in_use(self, cursor: PrefixCursor) -> int:
         """Pages of the cursor's prefix that running requests have locked, too.
@@ -142,47 +248,82 @@ class RankMemory:
         return min(cursor.length, self.in_use_len(cursor.node)) // self.page_size
 
     def in_use_len(self, node: TreeNode | None) -> int:
-        """Tokens of the path to `node` that running requests have locked."""
+        """Tokens of the path to `node` that running requests have locked, from the root on."""
+        if self.groups[0].sliding_window is not None:
+            return 0  # windows are locked elsewhere
         while node is not None and node.parent is not None:
-            if self.locked.is_running(int(node.values[0][0])):
+            if self.locked[0].is_running(int(node.values[0][0])):
                 return node.end
             node = node.parent
         return 0
 
     def park(self, lease: KVLease) -> None:
         """The holder of `lease` is an idle session now, no more a running request."""
-        self.locked.park(self.locked_pages_of(lease))
-        self.num_session_held_pages += self._num_own_pages(lease)
+        for locked, listed in zip(self.locked, self._locked_pages(lease), strict=True):
+            locked.park(listed)
+        self._count_held(lease, 1)
 
     def unpark(self, lease: KVLease) -> None:
         """The holder of `lease` is no idle session any more."""
-        self.locked.unpark(self.locked_pages_of(lease))
-        self.num_session_held_pages -= self._num_own_pages(lease)
+        for locked, listed in zip(self.locked, self._locked_pages(lease), strict=True):
+            locked.unpark(listed)
+        self._count_held(lease, -1)
 
-    def locked_pages_of(self, lease: KVLease) -> Int32Array:
-        """The pages of the tree that `lease` has locked, in token order."""
-        return lease.pages(self.page_size, 0, lease.cache_protected_len)
+    def _locked_pages(self, lease: KVLease) -> list[Int32Array]:
+        """The pages of the tree that `lease` has locked, by pool."""
+        return self.by_pool(lease.pages(self.page_size, 0, lease.cache_protected_len))
 
-    def _num_own_pages(self, lease: KVLease) -> int:
-        return self.pages_for(lease.kv_allocated_len) - lease.cache_protected_len // self.page_size
+    def _count_held(self, lease: KVLease, sign: int) -> None:
+        own = self.by_pool(lease.pages(self.page_size, lease.cache_protected_len))
+        for pool, listed in enumerate(own):
+            self.session_held[pool] += sign * len(listed)
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free; False, having evicted nothing, if that cannot be.
+        """Evict until so many pages are free for each group; False, having evicted nothing, if
+        that cannot be.
 
         If it must evict, it evicts a few more: a decode step takes a few pages, and many at once
         cost the host little more than few.
         """
-        deficit = num_pages - self.allocator.num_free
-        if deficit <= 0:
+        deficits = [
+            num_pages * len(groups) - allocator.num_free
+            for groups, allocator in zip(self.groups_of, self.allocators, strict=True)
+        ]
+        if max(deficits) <= 0:
             return True
-        if deficit > self.cache.num_evictable:
+        if deficits[0] > self.cache.num_evictable:
             return False
-        self.cache.evict(deficit + self._num_evicted_ahead)
+        for deficit, ahead in zip(deficits, self._num_evicted_ahead, strict=True):
+            if deficit > 0:
+                self.cache.evict(deficit + ahead)
         return True
 
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
-        """Pages each row lacks to hold `allocated_lens` tokens; int32[len(rows)]."""
-        return _pages_beyond(self.rows.kv_allocated_len[rows], allocated_lens, self.page_size)
+        """Pages of the first pool that each row lacks to hold `allocated_lens` tokens;
+        int32[len(rows)]."""
+        held_lens = self.rows.kv_allocated_len[rows]
+        beyond = _pages_beyond(held_lens, allocated_lens, self.page_size)
+        if self.lists_all:
+            return beyond
+        held = _num_pages(held_lens, self.page_size)
+        total = np.zeros_like(beyond)
+        for number in self.groups_of[0]:
+            most = self.sizes.row_pages(self.groups[number])
+            listed = held - self.rows.first_pages[number, rows]
+            total += np.minimum(beyond, np.maximum(most - listed, 0))
+        return total
+
+    def num_to_grow(self, row: int, allocated_len: int) -> int:
+        """`pages_to_grow` of one row, without the cost of arrays of one where it can be had."""
+        if self.lists_all:
+            held = self.pages_for(int(self.rows.kv_allocated_len[row]))
+            return max(self.pages_for(allocated_len) - held, 0)
+        return int(self.pages_to_grow(np.array([row]), np.array([allocated_len], np.int32))[0])
+
+    def tokens_that_fit(self, row: int) -> int:
+        """Tokens that `row` could hold with all that is free or evictable."""
+        held = self.pages_for(int(self.rows.kv_allocated_len[row]))
+        return (held + self.num_available_pages // len(self.groups_of[0])) * self.page_size
 
     def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
         """`grow_rows` of this rank's rows alone; whether there was enough memory."""
@@ -195,7 +336,8 @@ class RankMemory:
         if wanted > held:
             if not self.make_room(wanted - held):
                 return False
-            self.rows.list_pages(row, held, self.allocator.alloc(wanted - held, row))
+            taken = [self.allocators[pool].alloc(wanted - held, row) for _, pool, _ in self.groups]
+            self.rows.list_pages(row, held, np.stack(taken))
         self.rows.kv_allocated_len[row] = max(held_len, allocated_len)
         return True
 
@@ -205,20 +347,35 @@ class RankMemory:
 
     def view(self) -> MemoryView:
         """The memory view of this rank."""
-        session_held = self.num_session_held_pages
+        pools = tuple(
+            PoolView(
+                sliding_windows=tuple(self.groups[number].sliding_window for number in numbers),
+                total_pages=allocator.num_pages,
+                free_pages=allocator.num_free,
+                leased_pages=allocator.num_leased - session_held,
+                cached_pages=allocator.num_tree,
+                protected_pages=self.cache.num_protected,
+                session_held_pages=session_held,
+                reserved_pages=allocator.num_reserved,
+            )
+            for numbers, allocator, session_held in zip(
+                self.groups_of, self.allocators, self.session_held, strict=True
+            )
+        )
         return MemoryView(
             dp_rank=self.dp_rank,
             page_size=self.page_size,
-            total_pages=self.allocator.num_pages,
-            free_pages=self.allocator.num_free,
-            leased_pages=self.allocator.num_leased - session_held,
-            cached_pages=self.allocator.num_tree,
-            protected_pages=self.cache.num_protected,
-            session_held_pages=session_held,
-            reserved_pages=self.allocator.num_reserved,
+            total_pages=sum(pool.total_pages for pool in pools),
+            free_pages=sum(pool.free_pages for pool in pools),
+            leased_pages=sum(pool.leased_pages for pool in pools),
+            cached_pages=sum(pool.cached_pages for pool in pools),
+            protected_pages=sum(pool.protected_pages for pool in pools),
+            session_held_pages=sum(pool.session_held_pages for pool in pools),
+            reserved_pages=sum(pool.reserved_pages for pool in pools),
             total_rows=self.rows.num_rows - 1,
             free_rows=self.rows.num_free,
             session_rows=self.sessions.num_idle,
+            pools=pools,
         )
 
 
@@ -269,8 +426,10 @@ def grow_rows(
             lens[bounds[i] : bounds[i + 1]] = held_lens[bounds[i] : bounds[i + 1]]
     growing_rows = rows[growing]
     owners = (growing_rows % num_rows).astype(np.int32)
-    taken = alloc_each([memory.allocator for memory in memories], owners, page_bounds)
-    tables.list_page_each(growing_rows, columns, taken)
+    for number, group in enumerate(memories[0].groups):
+        allocators = [memory.allocators[group.pool] for memory in memories]
+        taken = alloc_each(allocators, owners, page_bounds)
+        tables.list_page_each(number, growing_rows, columns, taken)
     tables.kv_allocated_len[rows] = lens
     return fits
 

@@ -20,7 +20,7 @@ from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 
-_NO_PAGES = np.zeros(0, np.int32)
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> None:
@@ -31,30 +31,34 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
     it accepted, or its own where it had them already; the lease's duplicates are freed.
     """
     lease.require_live()
-    memory.locked.lock(_hand_to_tree(memory, lease, tokens))
+    memory.lock(_hand_to_tree(memory, lease, tokens))
 
 
 def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int32Array:
-    """`publish_prefix`, but that what it locks is not counted in `memory.locked` yet: its pages."""
+    """`publish_prefix`, but that what it locks is not counted in `memory.locked` yet: its pages,
+    int32[groups, n]."""
     rows, page_size = memory.rows, memory.page_size
     length = min(lease.kv_committed_len, len(tokens)) // page_size * page_size
     protected = lease.cache_protected_len
     if length <= protected:
-        return _NO_PAGES
+        return np.zeros((rows.num_groups, 0), np.int32)
     offered = lease.pages(page_size, 0, length)
-    offer = LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace)
+    offer = LeaseOffer(lease.row, protected, offered[0], lease.node, lease.namespace)
     kept = memory.cache.accept(tokens[:length], offer)
     if kept is None:
-        return _NO_PAGES
+        return np.zeros((rows.num_groups, 0), np.int32)
     lease.node = kept.node
     first = protected // page_size
     rows.cache_protected_len[lease.row] = length
-    fresh = offered[first:]
-    duplicates = fresh[fresh != kept.pages]
-    if len(duplicates):
-        rows.list_pages(lease.row, first, kept.pages)
-        memory.allocator.free(duplicates, lease.row)
-    return kept.pages
+    fresh = offered[:, first:]
+    kept_pages = kept.pages[None]
+    is_duplicate = fresh != kept_pages
+    if np.count_nonzero(is_duplicate):
+        rows.list_pages(lease.row, first, kept_pages)
+        is_duplicate &= fresh > 0
+        for allocator, numbers in zip(memory.allocators, memory.groups_of, strict=True):
+            allocator.free(fresh[numbers][is_duplicate[numbers]], lease.row)
+    return kept_pages
 
 
 def release_kv_cache(
@@ -77,13 +81,13 @@ def release_kv_cache(
     if insert:
         added = _hand_to_tree(memory, lease, tokens)
         if memory.sessions.take_over(lease, len(tokens)):
-            memory.locked.lock(added)
+            memory.lock(added)
             memory.park(lease)
             return
-    memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), owner=lease.row)
+    _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)
     if lease.node is not None:
         # What was handed over just now was not counted.
-        memory.locked.unlock(lease.pages(memory.page_size, 0, protected))
+        memory.unlock(lease.pages(memory.page_size, 0, protected))
         memory.cache.unlock(lease.node)
         lease.node = None
     del memory.leases[lease.row]
@@ -125,11 +129,11 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
         return False
     first = lease.cache_protected_len // memory.page_size
     match = memory.cache.match_prefix(tokens, lease.namespace, lease.node)
-    memory.locked.lock(match.pages)
-    own = lease.pages(memory.page_size, lease.cache_protected_len)
-    memory.allocator.free(own, lease.row)
+    pages = match.pages[None]
+    memory.lock(pages)
+    _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)
     lease.node = match.node
-    memory.rows.list_pages(lease.row, first, match.pages)
+    memory.rows.list_pages(lease.row, first, pages)
     lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
     return True
 
@@ -141,45 +145,56 @@ def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
         return False
     memory.unpark(lease)
     # All that may be published was, when the session took the lease over.
-    release_kv_cache(memory, lease, np.zeros(0, np.int32), insert=False)
+    release_kv_cache(memory, lease, _NO_TOKENS, insert=False)
     return True
 
 
 def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> None:
     """A session goes back to its first `num_tokens` tokens, and with it the lease that it keeps.
 
-    Pages behind them are freed. If the tree owns more of the lease than that, the lease ends: the
-    next turn matches the tree.
+    Pages behind them are freed. If the tree owns more of the lease than that, or a window has
+    passed what would be seen from there, the lease ends: the next turn matches the tree.
     """
     lease = memory.sessions.idle_lease(session_id)
     if lease is None:
         return
-    if num_tokens < max(lease.cache_protected_len, 1):
+    length = min(lease.kv_committed_len, num_tokens)
+    if num_tokens < max(lease.cache_protected_len, 1) or not memory.can_go_back(lease, length):
         release_idle_lease(memory, session_id)
     else:
-        num_freed = free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
-        memory.num_session_held_pages -= num_freed
+        for pool, num_freed in enumerate(free_tail(memory, lease, length)):
+            memory.session_held[pool] -= num_freed
 
 
-def free_tail(memory: RankMemory, lease: KVLease, length: int) -> int:
-    """Free whole pages past the first `length` tokens; the lease goes on. Returns how many.
+def free_tail(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
+    """Free whole pages past the first `length` tokens; the lease goes on. How many of each pool.
 
     Slots are reserved for drafts before it is known how many are accepted, so a lease may hold
     more than it needs. A partial page at `length` stays and is filled further.
     """
     lease.require_live()
     if length >= lease.kv_allocated_len:
-        return 0
+        return [0] * len(memory.allocators)
     if length < lease.cache_protected_len:
         raise LeaseError(f"{lease!r} cannot be cut to {length} tokens: the tree owns more of it")
+    if not memory.can_go_back(lease, length):
+        raise LeaseError(f"{lease!r} cannot be cut to {length} tokens: a window has passed them")
     page_size, row = memory.page_size, lease.row
     first = -(-length // page_size)
     pages = lease.pages(page_size, first * page_size)
-    memory.allocator.free(pages, owner=row)
+    num_freed = _free(memory, pages, row)
     memory.rows.unlist_pages(row, first)
     lease.set_lengths(
         protected=lease.cache_protected_len,
         committed=min(lease.kv_committed_len, length),
         allocated=length,
     )
-    return len(pages)
+    return num_freed
+
+
+def _free(memory: RankMemory, pages: Int32Array, row: int) -> list[int]:
+    """Free what `row` owns, int32[groups, n]; how many pages of each pool."""
+    listed = memory.by_pool(pages)
+    for allocator, of_pool in zip(memory.allocators, listed, strict=True):
+        allocator.free(of_pool, row)
+    return [len(of_pool) for of_pool in listed]

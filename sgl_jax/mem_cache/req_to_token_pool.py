@@ -50,12 +50,13 @@ class PageChangeLog:
 class RowTables:
     """The pages and lengths of rows, as columns; those of a rank may be views of all ranks' ones.
 
-    Public arrays, indexed by row: `pages` int32[num_rows, pages_per_row] (0 beyond the last page
-    held), `kv_committed_len`, `kv_allocated_len`, `cache_protected_len` int32[num_rows] in tokens
-    (views of `lengths`, whose lines never fall from one to the next: 0, protected, committed,
-    allocated; all are 0 for a free row), and `epoch` int32[num_rows], which grows whenever a row
-    is given back: a step's result belongs to the row's holder only if the epoch is still that of
-    the launch.
+    Public arrays, indexed by row: `pages` int32[num_rows, groups, pages_per_row] (0 beyond the last
+    page held, and before the first), `first_pages` int32[groups, num_rows] (the first page that a
+    row lists: above 0 where a window has passed), `kv_committed_len`, `kv_allocated_len`,
+    `cache_protected_len` int32[num_rows] in tokens (views of `lengths`, whose lines never fall from
+    one to the next: 0, protected, committed, allocated), all 0 for a free row, and `epoch`
+    int32[num_rows], which grows whenever a row is given back: a step's result belongs to the row's
+    holder only if the epoch is still that of the launch.
 
     `pages` is written through methods alone, which keep a log of it for the executor. The rows are
     those from `first_row` on of the table that the log is of.
@@ -64,12 +65,14 @@ class RowTables:
     def __init__(
         self,
         pages: Int32Array,
+        first_pages: Int32Array,
         lengths: Int32Array,
         epoch: Int32Array,
         page_log: PageChangeLog,
         first_row: int = 0,
     ) -> None:
         self.pages = pages
+        self.first_pages = first_pages
         # One array, so that all lengths of all rows are proved in order by one comparison.
         self.lengths = lengths
         _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = lengths
@@ -78,11 +81,12 @@ class RowTables:
         self.first_row = first_row
 
     @classmethod
-    def empty(cls, num_rows: int, pages_per_row: int) -> "RowTables":
+    def empty(cls, num_rows: int, num_groups: int, pages_per_row: int) -> "RowTables":
         """Columns of `num_rows` rows that hold nothing."""
-        pages = np.zeros((num_rows, pages_per_row), np.int32)
+        pages = np.zeros((num_rows, num_groups, pages_per_row), np.int32)
         return cls(
             pages=pages,
+            first_pages=np.zeros((num_groups, num_rows), np.int32),
             lengths=np.zeros((4, num_rows), np.int32),
             epoch=np.zeros(num_rows, np.int32),
             page_log=PageChangeLog(pages),
@@ -90,35 +94,59 @@ class RowTables:
 
     def part(self, rows: slice) -> "RowTables":
         """Views of some of the rows."""
-        first_row = self.first_row + rows.start
         return RowTables(
-            self.pages[rows], self.lengths[:, rows], self.epoch[rows], self.page_log, first_row
+            self.pages[rows],
+            self.first_pages[:, rows],
+            self.lengths[:, rows],
+            self.epoch[rows],
+            self.page_log,
+            self.first_row + rows.start,
         )
 
     @property
-    def pages_per_row(self) -> int:
-        """Pages a row can list."""
+    def num_groups(self) -> int:
+        """Page tables that a row has."""
         return int(self.pages.shape[1])
 
-    def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
-        """`row` lists `pages`, which must not change afterwards, from column `first` on."""
-        end = first + len(pages)
-        self.pages[row, first:end] = pages
-        start = (self.first_row + row) * self.pages_per_row
-        self.page_log.note(np.arange(start + first, start + end), pages)
+    @property
+    def pages_per_row(self) -> int:
+        """Pages of a group that a row can list."""
+        return int(self.pages.shape[2])
 
-    def list_page_each(self, rows: IntpArray, columns: Int32Array, pages: Int32Array) -> None:
-        """Row `rows[i]` lists `pages[i]` at `columns[i]`; `pages` must not change afterwards."""
-        cells: IntpArray = rows * self.pages_per_row + columns
+    def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
+        """`row` lists `pages` int32[groups, n], which must not change afterwards, from column
+        `first` on."""
+        end = first + pages.shape[1]
+        self.pages[row, :, first:end] = pages
+        for group, listed in enumerate(pages):
+            start = ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
+            self.page_log.note(np.arange(start + first, start + end), listed)
+
+    def list_page_each(
+        self, group: int, rows: IntpArray, columns: Int32Array, pages: Int32Array
+    ) -> None:
+        """Row `rows[i]` lists `pages[i]` of `group` at `columns[i]`; `pages` must not change
+        afterwards."""
+        cells: IntpArray = (rows * self.num_groups + group) * self.pages_per_row + columns
         self.pages.reshape(-1)[cells] = pages
-        self.page_log.note(cells + self.first_row * self.pages_per_row, pages)
+        self.page_log.note(cells + self.first_row * self.num_groups * self.pages_per_row, pages)
 
     def unlist_pages(self, row: int, first: int = 0) -> None:
         """`row` lists nothing from column `first` on."""
-        listed = self.pages[row, first:].nonzero()[0]
+        for group in range(self.num_groups):
+            self._unlist(row, group, first, self.pages_per_row)
+
+    def pass_pages(self, row: int, group: int, first: int) -> None:
+        """`row` lists nothing of `group` before column `first`, where its window is now."""
+        self._unlist(row, group, int(self.first_pages[group, row]), first)
+        self.first_pages[group, row] = first
+
+    def _unlist(self, row: int, group: int, first: int, end: int) -> None:
+        table = self.pages[row, group]
+        listed = table[first:end].nonzero()[0]
         listed += first
-        self.pages[row, listed] = 0
-        listed += (self.first_row + row) * self.pages_per_row
+        table[listed] = 0
+        listed += ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
         self.page_log.note(listed, np.zeros(len(listed), np.int32))
 
 
@@ -126,13 +154,18 @@ class ReqToTokenPool(RowTables):
     """The rows of `tables`, all free, the null row among them; which of them are held."""
 
     def __init__(self, tables: RowTables) -> None:
-        num_rows, pages_per_row = tables.pages.shape
+        num_rows, _, pages_per_row = tables.pages.shape
         if num_rows < 2 or pages_per_row < 1:
             raise ValueError(
                 f"a row pool needs at least 2 rows of 1 page, got {num_rows} of {pages_per_row}"
             )
         super().__init__(
-            tables.pages, tables.lengths, tables.epoch, tables.page_log, tables.first_row
+            tables.pages,
+            tables.first_pages,
+            tables.lengths,
+            tables.epoch,
+            tables.page_log,
+            tables.first_row,
         )
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, NULL_ROW, -1))
@@ -143,6 +176,7 @@ class ReqToTokenPool(RowTables):
         for row in range(self.num_rows):
             self.unlist_pages(row)
         self.lengths.fill(0)
+        self.first_pages.fill(0)
         self.epoch += 1
         self._free = list(range(self.num_rows - 1, NULL_ROW, -1))
         self._held.fill(False)
@@ -180,5 +214,6 @@ class ReqToTokenPool(RowTables):
         self._held[row] = False
         self.unlist_pages(row)
         self.lengths[:, row] = 0
+        self.first_pages[:, row] = 0
         self.epoch[row] += 1
         self._free.append(row)

@@ -9,7 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+from sgl_jax.core.cache_groups import CacheGroup
 
 RopeKind = Literal["default", "linear", "llama3"]
 CONFIG_FILE = "config.json"
@@ -60,13 +62,6 @@ class LayerSpec:
     moe: MoeConfig | None  # None: a dense feed-forward layer
 
 
-class CacheGroup(NamedTuple):
-    """Layers whose KV a sequence needs for the same time: they share its page table."""
-
-    sliding_window: int | None
-    layers: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """One model. Sizes are those of the whole model, not of one chip."""
@@ -95,11 +90,19 @@ class ModelConfig:
         return next((spec.moe for spec in self.layers if spec.moe), None)
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Layers by what they need of a sequence's KV, in order of each group's first layer."""
-        groups: dict[int | None, list[int]] = {}
+        """Layers by what they need of a sequence's KV: all of it first, then the widest window.
+
+        Groups of equally many layers share a pool; the first is that of the first group.
+        """
+        by_window: dict[int | None, list[int]] = {}
         for layer, spec in enumerate(self.layers):
-            groups.setdefault(spec.sliding_window, []).append(layer)
-        return tuple(CacheGroup(window, tuple(layers)) for window, layers in groups.items())
+            by_window.setdefault(spec.sliding_window, []).append(layer)
+        windows = sorted(by_window, key=lambda w: -math.inf if w is None else -w)
+        pools = list(dict.fromkeys(len(by_window[window]) for window in windows))
+        return tuple(
+            CacheGroup(window, pools.index(len(by_window[window])), tuple(by_window[window]))
+            for window in windows
+        )
 
     @classmethod
     def from_path(cls, model_path: str | Path) -> "ModelConfig":

@@ -6,7 +6,7 @@ stretch of equal periods is run by one `lax.scan`, so compile time does not grow
 cache is carried through and updated in place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import reduce
 from typing import NamedTuple
@@ -89,8 +89,8 @@ class DecoderLayer(nnx.Module):
         return hidden, self.mlp(self.post_attention_norm(hidden)), kv_cache
 
 
-# One or two terms whose sum is the hidden state, [T, hidden_size] each; and the KV cache.
-Carry = tuple[tuple[jax.Array, ...], jax.Array]
+# One or two terms whose sum is the hidden state, [T, hidden_size] each; and the KV pools.
+Carry = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 
 # How an architecture declares one layer; tensors are named without `LAYER_PREFIX`.
@@ -112,6 +112,7 @@ class CausalLM(nnx.Module):
         self.unrolled_layers = options.unrolled_layers
         self.defers_sum = options.defers_sum
         self.stretches = find_stretches(config.layers)
+        self.cache_groups = config.cache_groups()
         self.layers = nnx.Dict(
             {
                 str(layers[0]): self._stack(build_layer, layers, options)
@@ -136,21 +137,25 @@ class CausalLM(nnx.Module):
         return layer
 
     def __call__(
-        self, token_ids: jax.Array, batch: AttentionBatch, kv_cache: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self,
+        token_ids: jax.Array,
+        batches: Sequence[AttentionBatch],
+        kv_pools: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Run one step's tokens.
 
         Args:
-            token_ids: int32 [T], as `batch` lays them out.
-            batch: rows and pages of this rank.
-            kv_cache: as in `RaggedPagedAttention`, this chip's part.
+            token_ids: int32 [T], as the batches lay them out.
+            batches: rows and pages of this rank, for each of the config's `cache_groups`.
+            kv_pools: each as in `RaggedPagedAttention`, this chip's part; a layer's number there
+                is its place in its group.
 
         Returns:
-            hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_cache.
+            hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_pools.
         """
         turned = {
             rope: rotation(
-                batch.positions, inverse_frequencies(self.config.head_dim, **asdict(rope))
+                batches[0].positions, inverse_frequencies(self.config.head_dim, **asdict(rope))
             )
             for rope in dict.fromkeys(spec.rope for spec in self.config.layers)
         }
@@ -159,34 +164,49 @@ class CausalLM(nnx.Module):
         if self.defers_sum:
             terms = (hidden, jnp.zeros_like(hidden))
         for stretch in self.stretches:
-            terms, kv_cache = self._run(stretch, (terms, kv_cache), turned, batch)
-        return self.norm(reduce(jnp.add, terms)), kv_cache
+            terms, kv_pools = self._run(stretch, (terms, kv_pools), turned, batches)
+        return self.norm(reduce(jnp.add, terms)), kv_pools
 
     def _run(
         self,
         stretch: Stretch,
         carry: Carry,
         turned: dict[RopeConfig, Rotation],
-        batch: AttentionBatch,
+        batches: Sequence[AttentionBatch],
     ) -> Carry:
         """All layers of a stretch."""
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
+        cached = {place: self._cached_at(stretch, place) for place in places}
 
         def run_period(carry: Carry, turn: jax.Array) -> tuple[Carry, None]:
-            terms, kv_cache = carry
+            terms, kv_pools = carry[0], list(carry[1])
             for place, (graphdef, weights) in split.items():
                 layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
                 gather_over_data(layer)
                 by = turned[self.config.layers[place].rope]
-                number = place + turn * stretch.period
-                hidden, delta, kv_cache = layer(reduce(jnp.add, terms), by, batch, kv_cache, number)
+                group, first, step = cached[place]
+                pool = self.cache_groups[group].pool
+                hidden, delta, kv_pools[pool] = layer(
+                    *(reduce(jnp.add, terms), by, batches[group]),
+                    *(kv_pools[pool], first + turn * step),
+                )
                 terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
-            return (terms, kv_cache), None
+            return (terms, tuple(kv_pools)), None
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
         unroll = min(self.unrolled_layers, stretch.repeats)
         return lax.scan(run_period, carry, turns, unroll=unroll)[0]
+
+    def _cached_at(self, stretch: Stretch, place: int) -> tuple[int, int, int]:
+        """Where the layers at `place` of a period keep their KV: their group's number, the first
+        one's place in it, and how far it is to that of the next period."""
+        places = range(stretch.first, stretch.first + stretch.period)
+        for number, group in enumerate(self.cache_groups):
+            if place in group.layers:
+                step = sum(layer in group.layers for layer in places)
+                return number, group.layers.index(place), step
+        raise AssertionError(f"layer {place} is in no cache group")
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
         """Of hidden [n, hidden_size], this chip's slice of the vocabulary."""

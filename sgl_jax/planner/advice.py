@@ -2,7 +2,7 @@
 
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.planner.estimate import Plan
-from sgl_jax.planner.memory import MemoryPlan, plan_memory, smallest_fit
+from sgl_jax.planner.memory import plan_memory, smallest_fit
 
 _MAX_WASTE = 0.1  # of a request's pages
 _MAX_COLLECTIVES = 0.3  # of a decode step
@@ -38,9 +38,9 @@ def advise(plan: Plan) -> list[str]:
             f"memory holds {plan.concurrency} requests of this load on a rank, {wanted} may run: "
             f"{_more_room(plan)}, or a larger --mem-fraction-static"
         )
-    elif plan.decode.time.bound == "HBM" and _rows_memory_allows(plan) > 2 * rows:
+    elif plan.decode.time.bound == "HBM" and plan.memory.num_requests > 2 * rows:
         found.append(
-            f"memory has room for {_rows_memory_allows(plan)} requests of this load on a rank: a "
+            f"memory has room for {plan.memory.num_requests} requests of this load on a rank: a "
             "larger --max-running-requests reads the weights for more of them at once"
         )
     smaller = smallest_fit(plan.request)
@@ -60,9 +60,3 @@ def _more_room(plan: Plan) -> str:
     if has_devices and args.tp_size < plan.request.config.num_kv_heads:
         return "more --tp-size"
     return "a larger slice"
-
-
-def _rows_memory_allows(plan: Plan) -> int:
-    memory: MemoryPlan = plan.memory
-    pages = -(-plan.request.workload.tokens // memory.page_size)
-    return memory.num_pages // pages

@@ -17,7 +17,7 @@ class EngineProgramsOnPaper(NamedTuple):
     """An engine's programs, and the arrays they would take."""
 
     config: EngineConfig
-    num_pages: int  # of a rank, the null page included
+    pool_pages: tuple[int, ...]  # of each pool of a rank, the null pages included
     placed: PlacedModel
     state: Any  # jax.ShapeDtypeStruct, like the next
     row_params: Any
@@ -25,18 +25,18 @@ class EngineProgramsOnPaper(NamedTuple):
 
 
 def engine_programs(
-    args: ServerArgs, model: ModelConfig, mesh: Mesh, num_pages: int
+    args: ServerArgs, model: ModelConfig, mesh: Mesh, pool_pages: tuple[int, ...]
 ) -> EngineProgramsOnPaper:
-    """What `ModelExecutor` would make on `mesh`, with `num_pages` on each rank.
+    """What `ModelExecutor` would make on `mesh`, with pools of so many pages on each rank.
 
     Raises ValueError as it does.
     """
     config = EngineConfig.resolve(args, model, platform_of(mesh))
     placed = place_model(model, mesh, config.build_options)
-    state, row_params = config.state_shapes(num_pages, mesh)
-    sizes = config.sizes(num_pages)
+    state, row_params = config.state_shapes(pool_pages, mesh)
+    sizes = config.sizes(pool_pages)
     programs = Programs(placed.graphdef, placed.params, state, row_params, sizes, mesh)
-    return EngineProgramsOnPaper(config, num_pages, placed, state, row_params, programs)
+    return EngineProgramsOnPaper(config, pool_pages, placed, state, row_params, programs)
 
 
 def bytes_per_device(tree: Any) -> int:

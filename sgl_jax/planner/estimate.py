@@ -1,6 +1,5 @@
 """The plan of one mesh: memory, two compiled steps, and what they make of the load."""
 
-import math
 from dataclasses import dataclass, field
 
 import jax
@@ -70,10 +69,10 @@ def make_plan(request: PlanRequest) -> Plan:
             f"{workload.tokens:,}"
         )
     mesh = topology_mesh(request.topology, request.args.dp_size, request.args.tp_size)
-    engine = engine_programs(request.args, request.config, mesh, memory.num_pages + 1)
+    pool_pages = tuple(num + 1 for num in memory.pool_pages)
+    engine = engine_programs(request.args, request.config, mesh, pool_pages)
     limits = engine.config.limits
-    pages = math.ceil(workload.tokens / memory.page_size)
-    concurrency = min(limits.rows, memory.num_pages // pages)
+    concurrency = min(limits.rows, memory.num_requests)
     chunk = limits.chunk_tokens
     decode_bucket = engine.config.buckets.smallest(concurrency * (1 + limits.draft_tokens))
     prefill_bucket = engine.config.buckets.smallest(chunk)
@@ -154,7 +153,7 @@ def device_bytes(
         expert_bytes=experts,
         weight_itemsize=engine.config.dtype.itemsize,
         kv_token_bytes=memory.kv_token_bytes,
-        kv_itemsize=engine.config.pool_layout.dtype.itemsize,
+        kv_itemsize=engine.config.pool_layouts[0].dtype.itemsize,
         tp_size=request.args.tp_size,
     )
 

@@ -19,14 +19,17 @@ class MemoryPlan:
     table_bytes: int  # token table, lengths, sampling parameters
     reserved_bytes: int  # what --mem-fraction-static leaves alone, and a step's logits
     kv_bytes: int
-    kv_token_bytes: int  # of one token, on this device
-    num_pages: int  # of a rank, the null page left out; 0 or less if nothing fits
+    kv_token_bytes: int  # of one token in all layers, on this device
+    # Of each pool of a rank, the null pages left out; 0 or less for the first if nothing fits.
+    pool_pages: tuple[int, ...]
     page_size: int
+    kv_tokens: int  # of one request that has a rank to itself
+    num_requests: int  # of the load, that the pages of a rank hold at once
 
     @property
-    def kv_tokens(self) -> int:
-        """KV tokens that one rank holds."""
-        return max(0, self.num_pages) * self.page_size
+    def num_pages(self) -> int:
+        """Pages of the first pool of a rank: those that are admitted by."""
+        return self.pool_pages[0]
 
     @property
     def fits(self) -> bool:
@@ -42,30 +45,35 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     args, chip = request.args, request.topology.chip
     mesh = topology_mesh(request.topology, args.dp_size, args.tp_size)
     config = EngineConfig.resolve(args, request.config, "tpu")
-    page_size = config.pool_layout.page_size
+    page_size, pools = config.args.page_size, config.pools
     placed = place_model(request.config, mesh, config.build_options)
-    state, row_params = config.state_shapes(1, mesh)
+    state, row_params = config.state_shapes((1,) * len(pools.layouts), mesh)
     weights = bytes_per_device(placed.params)
     tables = bytes_per_device((state.token_table, state.row_lens, row_params))
     usable = int(chip.usable_hbm_bytes * args.mem_fraction_static)
     if args.max_total_tokens is not None:
-        pages = args.max_total_tokens // page_size
+        pages = args.max_total_tokens // page_size * pools.num_tables[0]
         # As much as there is: the compiler will say whether it fits.
         if weights + tables >= chip.usable_hbm_bytes:
             pages = 0
     else:
         free = usable - weights - tables
-        pages = pages_that_fit(free, config.pool_layout, args.tp_size, config.logit_bytes)
-    page_bytes = config.pool_layout.page_bytes // args.tp_size
+        pages = pages_that_fit(free, pools, args.tp_size, config.logit_bytes)
+    pool_pages = pools.pages(pages) if pages > 0 else (pages,) * len(pools.layouts)
+    pools.require_rows(pool_pages)
+    sizes = config.sizes(tuple(max(0, num) + 1 for num in pool_pages))
+    token_bytes = sum(pools.layouts[group.pool].page_bytes for group in config.groups) // page_size
     return MemoryPlan(
         usable_hbm_bytes=chip.usable_hbm_bytes,
         weight_bytes=weights,
         table_bytes=tables,
         reserved_bytes=chip.usable_hbm_bytes - usable + config.logit_bytes,
-        kv_bytes=(max(0, pages) + 1) * page_bytes,
-        kv_token_bytes=page_bytes // page_size,
-        num_pages=pages,
+        kv_bytes=pools.num_bytes(max(0, pages)) // args.tp_size,
+        kv_token_bytes=token_bytes // args.tp_size,
+        pool_pages=pool_pages,
         page_size=page_size,
+        kv_tokens=sizes.tokens_within(max(0, pages)),
+        num_requests=max(0, pages) // sizes.request_pages(request.workload.tokens),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.planner.arguments import SERVER_SETTINGS, PlanRequest
 from sgl_jax.planner.estimate import Plan, StepPlan
-from sgl_jax.planner.memory import in_gib
+from sgl_jax.planner.memory import MemoryPlan, in_gib
 from sgl_jax.planner.program_cost import Collective
 from sgl_jax.planner.step_time import ICI_HOP_S
 
@@ -42,7 +42,7 @@ def as_text(plan: Plan) -> str:
         "",
         f"Memory of each device, of {in_gib(memory.usable_hbm_bytes)} that programs may use",
         f"  weights              {in_gib(memory.weight_bytes):>10}",
-        f"  KV pages             {in_gib(memory.kv_bytes):>10}  {memory.num_pages:,} pages of "
+        f"  KV pages             {in_gib(memory.kv_bytes):>10}  {_pages(memory)} pages of "
         f"{memory.page_size} tokens: {memory.kv_tokens:,} tokens a rank",
         f"  tables               {in_gib(memory.table_bytes):>10}",
         f"  temporaries          {in_gib(max(cost.temp_bytes for cost in steps)):>10}"
@@ -81,7 +81,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "tp_size": args.tp_size,
         "num_chips": topology.num_chips,
         "workload": dataclasses.asdict(plan.request.workload),
-        "memory": {**dataclasses.asdict(plan.memory), "kv_tokens": plan.memory.kv_tokens},
+        "memory": {**dataclasses.asdict(plan.memory), "num_pages": plan.memory.num_pages},
         "decode": _step_dict(plan.decode),
         "prefill": _step_dict(plan.prefill),
         "concurrency": plan.concurrency,
@@ -145,3 +145,8 @@ def _grid(plan: Plan) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
+
+
+def _pages(memory: MemoryPlan) -> str:
+    """Of each pool."""
+    return " and ".join(f"{num:,}" for num in memory.pool_pages)

@@ -62,7 +62,7 @@ class RankScheduler:
         self._max_draft_tokens = sizes.max_draft_tokens
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
-        self._max_session_pages = int(args.session_memory_fraction * sizes.num_pages)
+        self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
         # What the device has not been told yet, by row: a step that runs nothing is not launched.
         self._unsent_admissions: dict[int, RowAdmission] = {}
         # Rows whose prompts were computed in part, and what their leases' nodes lack of them.
@@ -81,7 +81,7 @@ class RankScheduler:
 
     def num_pages_at_most(self, request: Request) -> int:
         """Pages that `request` would take if no running request read its prefix."""
-        return self.memory.pages_for(len(request.tokens) + 1)
+        return self.memory.request_pages(len(request.tokens) + 1)
 
     def num_pages_needed(self, request: Request, cursor: PrefixCursor) -> int:
         """Pages that `request` would take: of its known tokens and one more, but for those that
@@ -119,7 +119,7 @@ class RankScheduler:
         victims: list[int] = []
         for row in rows.tolist():
             victims.append(row)
-            num_short -= memory.leases[row].num_pages(memory.page_size)
+            num_short -= memory.num_held(memory.leases[row])
             if num_short <= 0:
                 return victims
         return None
@@ -132,9 +132,7 @@ class RankScheduler:
         """
         memory = self.memory
         lease, start = self._take_lease(request, request.session_lease(memory))
-        needed = memory.pages_for(len(request.tokens) + 1) - memory.pages_for(
-            lease.kv_allocated_len
-        )
+        needed = memory.request_pages(len(request.tokens) + 1) - memory.num_held(lease)
         if num_reserved is None:
             num_reserved = self.reserve.pages(memory, self.running)
         self.evict_sessions_for(needed + num_reserved)

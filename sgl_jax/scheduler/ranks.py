@@ -23,7 +23,7 @@ class Ranks:
 
     def __init__(self, sizes: EngineSizes, args: SchedulerArgs) -> None:
         num_rows = sizes.dp_size * sizes.num_rows
-        self.tables = RowTables.empty(num_rows, sizes.pages_per_row)
+        self.tables = RowTables.empty(num_rows, len(sizes.groups), sizes.pages_per_row)
         self.running = RowColumns.empty(num_rows, sizes.max_context_len)
         self._first_rows = np.arange(0, num_rows + 1, sizes.num_rows)
         self.ranks = []

@@ -115,8 +115,12 @@ class Request:
     def session_lease(self, memory: RankMemory) -> KVLease | None:
         """The lease that its session keeps on a rank, if the request can go on with that."""
         lease = None if self.kept_by is None else memory.sessions.idle_lease(self.kept_by)
-        if lease is not None and self.resumable_len < lease.cache_protected_len:
-            # More of it is the tree's than the turn may read: it is matched anew instead.
+        if lease is None:
+            return None
+        length = min(lease.kv_committed_len, self.resumable_len)
+        if self.resumable_len < lease.cache_protected_len or not memory.can_go_back(lease, length):
+            # More of it is the tree's than the turn may read, or a window has passed what it would
+            # see: it is matched anew instead.
             return None
         return lease
 

@@ -43,8 +43,7 @@ class AdmissionReserve:
         planned = int(running.planned_len[row])
         output = min(int(running.max_len[row]) - planned, _MAX_PLANNED_OUTPUT)
         expected_len = planned + ceil(output * self._share)
-        held = memory.pages_for(int(memory.rows.kv_allocated_len[row]))
-        return max(memory.pages_for(expected_len) - held, 0)
+        return memory.num_to_grow(row, expected_len)
 
     def after_step(self) -> None:
         """A step was planned without a retract."""

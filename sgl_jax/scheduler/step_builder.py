@@ -156,7 +156,7 @@ class StepBuilder:
         has_tail = memory.pages_to_grow(rows, ends) == 0
         freed = 0
         for row, end in zip(rows[has_tail].tolist(), ends[has_tail].tolist(), strict=True):
-            freed += free_tail(memory, memory.leases[row], end)
+            freed += sum(free_tail(memory, memory.leases[row], end))
         return freed > 0
 
     def _decode_ends(self, rows: RowIndex) -> Int32Array:
@@ -212,7 +212,9 @@ class StepBuilder:
         score_start = max(int(running.score_start[row]), committed)
         may_score_to = score_start - committed + self._score_budget
         count = min(wanted, self._budget, may_score_to)
-        while (room := self._room(row) - committed) < count and self.rank.evict_idle_session():
+        while (
+            room := memory.tokens_that_fit(row) - committed
+        ) < count and self.rank.evict_idle_session():
             pass
         count = min(count, room)
         if count <= 0 or not memory.grow_row(row, committed + count):
@@ -222,9 +224,3 @@ class StepBuilder:
         self._budget -= count
         self._score_budget -= max(committed + count - score_start, 0)
         return True
-
-    def _room(self, row: int) -> int:
-        """Tokens that `row` could hold with all that is free or evictable."""
-        memory = self.rank.memory
-        held = memory.pages_for(int(memory.rows.kv_allocated_len[row]))
-        return (held + memory.num_available_pages) * memory.page_size

@@ -104,7 +104,7 @@ class WaitingQueue:
             cursors.append(memory.cache.cursors.follow(tokens, request.namespace, line, known))
         self._cursors[line] = cursors
         self._is_waiting[line] = True
-        self._num_pages[line] = self._memories[0].pages_for(len(request.tokens) + 1)
+        self._num_pages[line] = self._memories[0].request_pages(len(request.tokens) + 1)
         self._cached_pages[:, line] = [cursor.length // page_size for cursor in cursors]
         self._place[:, line] = [cursor.place for cursor in cursors]
         pinned = request.message.dp_rank

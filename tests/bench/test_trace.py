@@ -194,7 +194,7 @@ def test_the_command_serves_and_reports_as_json(capsys):
     assert main([*words, "--max-total-tokens", "131072"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["finished"] == 20
-    assert values["engine"]["num_pages"] == 1 + 131072 // 128
+    assert values["engine"]["pool_pages"] == [1 + 131072 // 128]
     assert values["hit_rate"] <= values["oracle_hit_rates"]["no limit"]
 
 

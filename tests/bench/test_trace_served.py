@@ -35,7 +35,7 @@ def sizes_for(trace, *, num_tokens, page_size=64, dp_size=1, num_rows=33, chunk=
     return EngineSizes(
         dp_size=dp_size,
         page_size=page_size,
-        num_pages=1 + num_tokens // page_size,
+        pool_pages=(1 + num_tokens // page_size,),
         num_rows=num_rows,
         max_context_len=max(r.input_len + r.output_len for r in trace),
         max_step_tokens=chunk + num_rows - 1,
@@ -224,7 +224,7 @@ def test_a_trace_is_served_on_steps_compiled_for_a_chip(tmp_path):
         chunked_prefill_size=128,
     )
     sizes, step_time = planned_step_time(args, "v6e-1")
-    assert sizes.num_pages == 1 + 65_536 // 128
+    assert sizes.pool_pages == (1 + 65_536 // 128,)
     assert step_time.shapes == sizes.step_token_shapes == (8, 16, 32, 64, 128, 144)
     assert 0 < step_time.shape_seconds[0] < step_time.shape_seconds[-1]
     trace = [request(1, 2, output_len=3), request(1, 2, 3, output_len=3)]

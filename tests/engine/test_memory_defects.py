@@ -110,12 +110,12 @@ def leak_a_lock(memory: RankMemory) -> None:
 
 def free_pages_in_use(memory: RankMemory) -> None:
     for lease in memory.leases.values():
-        memory.allocator.free(lease.pages(4, lease.cache_protected_len), lease.row)
+        memory.allocator.free(lease.pages(4, lease.cache_protected_len)[0], lease.row)
 
 
 def give_pages_in_use_away(memory: RankMemory) -> None:
     for lease in memory.leases.values():
-        memory.allocator.give_to_tree(lease.pages(4, lease.cache_protected_len), lease.row)
+        memory.allocator.give_to_tree(lease.pages(4, lease.cache_protected_len)[0], lease.row)
 
 
 def count_pages_that_are_not_free(memory: RankMemory) -> None:

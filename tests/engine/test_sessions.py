@@ -400,7 +400,8 @@ def test_records_found_wrong_by_a_close_are_repaired_and_sessions_go_on(tmp_path
         allocator = engine._core.scheduler.ranks[0].memory.allocator
         lease = engine._core.scheduler.ranks[0].memory.sessions.idle_lease(doomed)
         assert lease is not None
-        allocator.free(lease.pages(16), owner=lease.row)  # as no code may: the lease still has them
+        # As no code may: the lease still has them.
+        allocator.free(lease.pages(16)[0], owner=lease.row)
         with pytest.raises(GenerationError, match="started afresh"):
             engine.close_session(doomed)
         assert engine.server_info()["counters"]["memory_errors"] == 1

@@ -63,9 +63,9 @@ class Driver:
         rows = np.arange(1, sizes.num_rows)
         pages = 1 + (rows[:, None] - 1) * sizes.pages_per_row + np.arange(sizes.pages_per_row)
         listed = zip(rows.tolist(), pages.tolist(), strict=True)
-        by_row = [(row, of_row) for row, of_row in listed if of_row[-1] < sizes.num_pages]
+        by_row = [(row, of_row) for row, of_row in listed if of_row[-1] < sizes.pool_pages[0]]
         return PageChanges.listing(
-            sizes, {(k, row): of_row for k in range(sizes.dp_size) for row, of_row in by_row}
+            sizes, {(k, row): [of_row] for k in range(sizes.dp_size) for row, of_row in by_row}
         )
 
     def _rank_plan(self, decode: list[Row], prefill: list[Row], chunk: int) -> RankPlan:

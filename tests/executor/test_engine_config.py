@@ -44,13 +44,13 @@ def test_a_request_of_too_many_pages_for_scalar_memory_is_refused_with_the_way_o
 
 
 def test_xla_takes_any_page():
-    assert resolve("tpu", page_size=1, attention_backend="xla").pool_layout.page_size == 1
-    assert resolve("cpu", page_size=1).pool_layout.page_size == 1
+    assert resolve("tpu", page_size=1, attention_backend="xla").pool_layouts[0].page_size == 1
+    assert resolve("cpu", page_size=1).pool_layouts[0].page_size == 1
 
 
 def test_a_cache_of_8_bits_takes_half_the_bytes_of_bfloat16():
     wide, narrow = (
-        resolve("tpu", page_size=32, kv_cache_dtype=name).pool_layout
+        resolve("tpu", page_size=32, kv_cache_dtype=name).pool_layouts[0]
         for name in ("bfloat16", "fp8_e4m3")
     )
     assert narrow.dtype == "int8"
@@ -79,10 +79,10 @@ def test_what_is_left_to_decide_depends_on_the_platform(platform, wanted):
 
 
 def test_a_limit_below_the_page_that_is_chosen_is_refused():
-    assert resolve("cpu", max_total_tokens=64).pool_layout.page_size == 16
+    assert resolve("cpu", max_total_tokens=64).pool_layouts[0].page_size == 16
     with pytest.raises(ValueError, match="at least one page of 128 tokens, got 64"):
         resolve("tpu", max_total_tokens=64)
-    assert resolve("tpu", max_total_tokens=64, page_size=64).pool_layout.page_size == 64
+    assert resolve("tpu", max_total_tokens=64, page_size=64).pool_layouts[0].page_size == 64
 
 
 def test_what_was_asked_for_stays():

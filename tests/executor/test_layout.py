@@ -27,11 +27,11 @@ NUM_ROWS = 12
 
 def tables(dp_size, pages_per_row):
     """Of rows that all list pages of their own."""
-    sizes = EngineSizes(dp_size, 1, 10_000, NUM_ROWS, pages_per_row, 100, 1, 100)
+    sizes = EngineSizes(dp_size, 1, (10_000,), NUM_ROWS, pages_per_row, 100, 1, 100)
     rows = [(rank, row) for rank in range(dp_size) for row in range(1, NUM_ROWS)]
     page_tables = PageTables(sizes)
     page_tables.apply(
-        PageChanges.listing(sizes, {key: listed(*key)[:pages_per_row] for key in rows})
+        PageChanges.listing(sizes, {key: [listed(*key)[:pages_per_row]] for key in rows})
     )
     return page_tables
 
@@ -41,7 +41,7 @@ def listed(rank, row):
 
 
 def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
-    layout = DPLayout(dp_size=3, rows_per_rank=4, pages_per_row=5)
+    layout = DPLayout(dp_size=3, rows_per_rank=4, pages_per_row=5, num_groups=1)
     num_scored = np.array([0, 0, 3, 5], np.int32)
     scored = rank_plan(4, first=7, return_logprob=True, num_scored=num_scored)
     plans = [rank_plan(2), rank_plan(0), scored]
@@ -56,21 +56,21 @@ def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
         assert seen.any_scored
         assert seen.num_decode == plan.num_decode or n == 0
         assert bool(seen.wants_logprobs) == plan.return_logprob
-        table = step_input.page_table.reshape(3, 4, 5)[rank]
+        table = step_input.page_tables.reshape(3, 4, 5)[rank]
         assert table[:n, :3].tolist() == [listed(rank, row)[:3] for row in plan.rows.tolist()]
         assert not table[n:].any()
         assert not table[:, 3:].any()
 
 
 def test_results_come_back_to_their_rank_without_padding():
-    layout = DPLayout(dp_size=2, rows_per_rank=3, pages_per_row=1)
+    layout = DPLayout(dp_size=2, rows_per_rank=3, pages_per_row=1, num_groups=1)
     assert [x.tolist() for x in layout.split(np.arange(6), [2, 1])] == [[0, 1], [3]]
     per_row = np.arange(12).reshape(6, 2)
     assert [x.tolist() for x in layout.split(per_row, [0, 2])] == [[], [[6, 7], [8, 9]]]
 
 
 def test_every_step_gets_arrays_of_its_own():
-    layout = DPLayout(dp_size=1, rows_per_rank=2, pages_per_row=4)
+    layout = DPLayout(dp_size=1, rows_per_rank=2, pages_per_row=4, num_groups=1)
     plan = rank_plan(2)
     pages = tables(dp_size=1, pages_per_row=4)
     first, second = layout.pack([plan], pages), layout.pack([plan], pages)

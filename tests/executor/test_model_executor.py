@@ -39,7 +39,7 @@ def reference_logits(model_folder):
         pages = jnp.arange(1, 17, dtype=jnp.int32)[None]
         zero = jnp.zeros(1, jnp.int32)
         batch = AttentionBatch.build(pages, zero, length[None], jnp.int32(0), CONTEXT)
-        hidden, _ = model(tokens, batch, jnp.zeros((2, 17, 4, 4, 16)))
+        hidden, _ = model(tokens, [batch], (jnp.zeros((2, 17, 4, 4, 16)),))
         return model.logits(hidden).whole_rows()
 
     run = jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
@@ -283,7 +283,7 @@ def test_results_out_of_order_or_twice_are_refused(make_executor):
 def test_after_a_failed_step_reset_gives_a_working_executor(make_executor, greedy):
     executor = make_executor()
     Driver(executor, rows()).run(3, chunk=2)
-    executor._state.kv_pool.delete()  # what an error inside a donated step leaves behind
+    executor._state.kv_pools[0].delete()  # what an error inside a donated step leaves behind
     with pytest.raises(RuntimeError, match=r"[Dd]eleted"):
         Driver(executor, rows()).run(1, chunk=2)
     executor.reset()
@@ -305,7 +305,7 @@ def test_pool_and_token_table_are_updated_in_place(make_executor, settings):
     """No program of a step holds a second pool or table, in its outputs or in between."""
     executor = make_executor(**settings)
     Driver(executor, rows(), num_drafts=executor.sizes.max_draft_tokens).run(4, chunk=2)
-    pool, table = executor._state.kv_pool, executor._state.token_table
+    pool, table = executor._state.kv_pools[0], executor._state.token_table
     state_bytes = pool.nbytes + table.nbytes
     for bucket, program in executor._programs._steps.items():
         memory = program.memory_analysis()
@@ -330,7 +330,7 @@ def test_warm_up_compiles_everything_that_is_ever_launched(make_args):
     limits = {"max_running_requests": 1, "chunked_prefill_size": 4}
     executor = ModelExecutor(make_args(skip_warmup=False, **limits))
     executor.warm_up()
-    pool = np.asarray(executor._state.kv_pool)
+    pool = np.asarray(executor._state.kv_pools[0])
     assert not pool[:, 1:].any()  # warm-up writes to the null page alone
     (row,) = rows(prompts=PROMPTS[:1], sampling=SamplingParams(temperature=1.0, min_p=0.1))
     driver = Driver(executor, [row])

@@ -14,7 +14,7 @@ from sgl_jax.executor.plan_check import check_plan
 SIZES = EngineSizes(
     dp_size=1,
     page_size=4,
-    num_pages=10,
+    pool_pages=(10,),
     num_rows=4,
     max_context_len=32,
     max_step_tokens=16,

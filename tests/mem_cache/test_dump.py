@@ -15,10 +15,11 @@ def test_a_dump_tells_where_every_page_and_row_is() -> None:
     dump = json.loads(json.dumps(dump_rank(memory)))
     assert dump["view"]["dp_rank"] == 7
     assert dump["findings"] == []
-    owned = sorted(page for pages in dump["owners"].values() for page in pages)
-    assert sorted(owned + dump["free_pages"]) == list(range(memory.allocator.num_pages))
-    assert dump["owners"]["reserved"] == [0]
-    assert dump["owners"]["row 2"] == memory.leases[2].pages(4).tolist()
+    (pool,) = dump["pools"]
+    owned = sorted(page for pages in pool["owners"].values() for page in pages)
+    assert sorted(owned + pool["free_pages"]) == list(range(memory.allocator.num_pages))
+    assert pool["owners"]["reserved"] == [0]
+    assert pool["owners"]["row 2"] == memory.leases[2].pages(4)[0].tolist()
 
     first, second = dump["rows"]
     assert first["pages"] == memory.leases[1].pages(4).tolist()
@@ -29,8 +30,8 @@ def test_a_dump_tells_where_every_page_and_row_is() -> None:
     nodes = {node["id"]: node for node in dump["tree"]["nodes"]}
     locked = nodes[next(lease["node"] for lease in dump["leases"] if lease["row"] == 1)]
     assert (locked["locks"], locked["start"], locked["end"]) == (1, 0, 8)
-    assert locked["pages"] == first["pages"][:2]
-    assert sum(len(node["pages"]) for node in nodes.values()) == len(dump["owners"]["tree"])
+    assert locked["pages"] == first["pages"][0][:2]
+    assert sum(len(node["pages"]) for node in nodes.values()) == len(pool["owners"]["tree"])
     assert dump["tree"]["num_locks"] == 1
 
 
@@ -40,9 +41,10 @@ def test_a_dump_tells_the_last_moves_and_what_is_wrong() -> None:
     dump = dump_rank(memory)
     (found,) = dump["findings"]
     (page,) = found["pages"]
-    last = dump["transitions"][-1]
+    transitions = dump["pools"][0]["transitions"]
+    last = transitions[-1]
     assert (last["action"], last["pages"]) == ("take", [["row 2", page]])
-    clocks = [move["clock"] for move in dump["transitions"]]
+    clocks = [move["clock"] for move in transitions]
     assert clocks == sorted(set(clocks))
 
 

@@ -16,7 +16,7 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 SIZES = EngineSizes(
     dp_size=8,
     page_size=4,
-    num_pages=32,
+    pool_pages=(32,),
     num_rows=6,
     max_context_len=64,
     max_step_tokens=64,
@@ -58,19 +58,19 @@ def leak_a_page(memory: RankMemory) -> None:
 
 
 def free_a_page_in_use(memory: RankMemory) -> None:
-    memory.allocator.free(memory.rows.pages[2, :1].copy(), owner=2)
+    memory.allocator.free(memory.rows.pages[2, 0, :1].copy(), owner=2)
 
 
 def list_a_page_of_another_row(memory: RankMemory) -> None:
-    memory.rows.pages[2, 0] = memory.rows.pages[1, 3]
+    memory.rows.pages[2, 0, 0] = memory.rows.pages[1, 0, 3]
 
 
 def list_a_tree_page_as_own(memory: RankMemory) -> None:
-    memory.rows.pages[2, 0] = memory.rows.pages[1, 0]
+    memory.rows.pages[2, 0, 0] = memory.rows.pages[1, 0, 0]
 
 
 def read_a_prefix_page_of_its_own(memory: RankMemory) -> None:
-    memory.rows.pages[1, 0] = memory.rows.pages[1, 3]
+    memory.rows.pages[1, 0, 0] = memory.rows.pages[1, 0, 3]
 
 
 def leak_a_lock(memory: RankMemory) -> None:
@@ -91,20 +91,20 @@ def lock_another_node_than_the_lease_says(memory: RankMemory) -> None:
 
 
 def read_the_prefix_in_another_order(memory: RankMemory) -> None:
-    memory.rows.pages[1, :2] = memory.rows.pages[1, 1::-1].copy()
+    memory.rows.pages[1, 0, :2] = memory.rows.pages[1, 0, 1::-1].copy()
 
 
 def read_anothers_prefix(memory: RankMemory) -> None:
     other = next(node for node in tree_nodes(memory) if node is not locked_node(memory))
-    memory.rows.pages[1, 0] = other.values[0][0]
+    memory.rows.pages[1, 0, 0] = other.values[0][0]
 
 
 def list_a_page_beyond_the_allocated(memory: RankMemory) -> None:
-    memory.rows.pages[2, 5] = 20
+    memory.rows.pages[2, 0, 5] = 20
 
 
 def leave_a_free_row_unclean(memory: RankMemory) -> None:
-    memory.rows.pages[5, 0] = 20
+    memory.rows.pages[5, 0, 0] = 20
 
 
 def protect_half_a_page(memory: RankMemory) -> None:
@@ -255,8 +255,8 @@ def test_counts_that_are_off_are_found_without_a_walk(
 
 def test_when_counts_disagree_the_error_names_pages_owners_and_their_last_transitions() -> None:
     memory = busy_memory()
-    published = int(memory.rows.pages[1, 0])
-    memory.allocator.free(memory.rows.pages[1, 2:3].copy(), owner=1)
+    published = int(memory.rows.pages[1, 0, 0])
+    memory.allocator.free(memory.rows.pages[1, 0, 2:3].copy(), owner=1)
     leaked = int(memory.allocator.alloc(1, owner=2)[0])
     memory.allocator.alloc(1, owner=2)
     with pytest.raises(LedgerError) as caught:
@@ -294,7 +294,7 @@ def test_an_audit_whose_walk_breaks_is_a_ledger_error() -> None:
 @pytest.mark.parametrize("page", [10_000, 32, -1, -5])
 def test_an_audit_finds_a_row_that_lists_a_page_that_does_not_exist(page: int) -> None:
     memory = busy_memory()
-    memory.rows.pages[2, 0] = page
+    memory.rows.pages[2, 0, 0] = page
     with pytest.raises(LedgerError, match=rf"row 2 claims no such pages: \[{page}\]"):
         audit(memory)
 

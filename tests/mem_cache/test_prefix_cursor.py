@@ -23,7 +23,7 @@ def make_memory(policy: str, *, page_size: int = 4, num_pages: int = 40) -> Rank
     sizes = EngineSizes(
         dp_size=1,
         page_size=page_size,
-        num_pages=num_pages,
+        pool_pages=(num_pages,),
         num_rows=6,
         max_context_len=64,
         max_step_tokens=64,

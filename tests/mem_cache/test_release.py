@@ -35,7 +35,7 @@ def make_memory(
     sizes = EngineSizes(
         dp_size=1,
         page_size=page_size,
-        num_pages=num_pages,
+        pool_pages=(num_pages,),
         num_rows=num_rows,
         max_context_len=MAX_LEN,
         max_step_tokens=64,
@@ -102,7 +102,7 @@ class LeaseMachine(RuleBasedStateMachine):
         expected = self.model.longest_match(as_tuple(tokens[:-1]))
         lease = self.memory.open_lease(given[:-1], namespace)
         assert lease.kv_committed_len == len(expected)
-        assert lease.pages(self.page_size).tolist() == self.model.pages_of(expected)
+        assert lease.pages(self.page_size)[0].tolist() == self.model.pages_of(expected)
         if expected:
             self.model.touch(expected)
             self.model.use(expected)
@@ -174,7 +174,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def write(self, holder: Holder, end: int) -> None:
         lease = holder.lease
-        pages = lease.pages(self.page_size).tolist()
+        pages = lease.pages(self.page_size)[0].tolist()
         for position in range(lease.kv_committed_len, end):
             slots = self.written.setdefault(pages[position // self.page_size], [])
             del slots[position % self.page_size :]
@@ -248,7 +248,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if self.tree is None or length <= lease.cache_protected_len:
             return
         tokens = as_tuple(holder.tokens[:length])
-        offered = lease.pages(page_size, 0, length).tolist()
+        offered = lease.pages(page_size, 0, length)[0].tolist()
         for prefix, page in zip(self.model.prefixes(tokens), offered, strict=True):
             self.model.pages.setdefault(prefix, page)
         self.model.touch(tokens)
@@ -269,7 +269,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def check_content(self, holder: Holder) -> None:
         """Each page below the committed length holds the KV of this very prefix."""
-        pages = holder.lease.pages(self.page_size).tolist()
+        pages = holder.lease.pages(self.page_size)[0].tolist()
         for position in range(holder.lease.kv_committed_len):
             slots = self.written[pages[position // self.page_size]]
             assert slots[position % self.page_size] == holder.tokens[: position + 1].tobytes()
@@ -291,7 +291,7 @@ class LeaseMachine(RuleBasedStateMachine):
             assert lease.kv_committed_len <= lease.kv_allocated_len
             assert lease.cache_protected_len % self.page_size == 0
             num_pages = self.memory.pages_for(lease.kv_allocated_len)
-            listed = self.memory.rows.pages[lease.row]
+            listed = self.memory.rows.pages[lease.row, 0]
             assert (listed[:num_pages] > 0).all()
             assert (listed[num_pages:] == 0).all()
             self.check_content(holder)
@@ -363,8 +363,8 @@ def test_publishing_a_prefix_another_lease_published_frees_the_duplicates() -> N
         publish_prefix(memory, lease, tokens)
     assert memory.view().cached_pages == 3
     assert memory.view().leased_pages == 2
-    assert leases[0].pages(4, 0, 12).tolist() == leases[1].pages(4, 0, 12).tolist()
-    assert leases[0].pages(4, 12).tolist() != leases[1].pages(4, 12).tolist()
+    assert leases[0].pages(4, 0, 12)[0].tolist() == leases[1].pages(4, 0, 12)[0].tolist()
+    assert leases[0].pages(4, 12)[0].tolist() != leases[1].pages(4, 12)[0].tolist()
 
 
 def test_committing_more_than_is_allocated_raises() -> None:
@@ -391,7 +391,7 @@ def test_a_released_lease_is_of_no_use() -> None:
     lease = memory.open_lease(array(1, 2))
     release_kv_cache(memory, lease, array(1, 2), insert=True)
     for use in (
-        lambda: lease.pages(4),
+        lambda: lease.pages(4)[0],
         lambda: lease.set_lengths(protected=0, committed=0, allocated=0),
         lambda: publish_prefix(memory, lease, array(1, 2)),
     ):

@@ -94,14 +94,14 @@ class SessionLeaseMachine(LeaseMachine):
         shared = self.running_pages().intersection(self.model.pages_of(in_tree))
         assert num_in_use(memory, matchable, lease.namespace) == len(shared)
         resume_lease(memory, session_id, num_kept)
-        own = lease.pages(self.page_size).tolist()
+        own = lease.pages(self.page_size)[0].tolist()
         assert adopt_prefix(memory, lease, matchable) == is_longer
         assert not adopt_prefix(memory, lease, matchable)
         if is_longer:
             self.model.touch(in_tree)
             assert lease.cache_protected_len == lease.kv_allocated_len == len(in_tree)
         assert lease.kv_committed_len == max(in_lease, len(in_tree))
-        assert lease.pages(self.page_size).tolist() == (read if is_longer else own)
+        assert lease.pages(self.page_size)[0].tolist() == (read if is_longer else own)
         self.holders.append(Holder(tokens, lease))
 
     @rule(which=st.integers(0, 4), num_known=st.sampled_from(CUTS), insert=st.booleans())
@@ -150,7 +150,9 @@ class SessionLeaseMachine(LeaseMachine):
 
     def running_pages(self) -> set[int]:
         """The pages that running requests read or write."""
-        return {page for each in self.holders for page in each.lease.pages(self.page_size).tolist()}
+        return {
+            page for each in self.holders for page in each.lease.pages(self.page_size)[0].tolist()
+        }
 
     def know_locks(self) -> None:
         super().know_locks()
@@ -166,10 +168,10 @@ class SessionLeaseMachine(LeaseMachine):
         memory, page_size = self.memory, self.page_size
         idle = [holder.lease for holder in self.idle.values()]
         assert [lease for _, lease in memory.sessions.idle()] == idle
-        kept = {page for lease in idle for page in lease.pages(page_size).tolist()}
+        kept = {page for lease in idle for page in lease.pages(page_size)[0].tolist()}
         assert memory.num_session_pages == len(kept)
-        own = [len(lease.pages(page_size, lease.cache_protected_len)) for lease in idle]
-        assert memory.num_session_held_pages == memory.view().session_held_pages == sum(own)
+        own = [len(lease.pages(page_size, lease.cache_protected_len)[0]) for lease in idle]
+        assert memory.session_held[0] == memory.view().session_held_pages == sum(own)
         num_usable = memory.allocator.num_pages - memory.allocator.num_reserved
         assert memory.num_reclaimable_pages == num_usable - len(self.running_pages())
         for holder in self.idle.values():
@@ -201,7 +203,7 @@ def resume_beside(
     write_kv(memory, plain, num_in_tree)
     release_kv_cache(memory, plain, known(num_in_tree), insert=True)
     lease = resume_lease(memory, "s", num_in_lease)
-    return memory, lease, lease.pages(page_size).tolist()
+    return memory, lease, lease.pages(page_size)[0].tolist()
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -217,7 +219,7 @@ def test_a_longer_prefix_of_the_tree_replaces_the_pages_of_a_row(
     assert adopt_prefix(memory, lease, known(in_tree + page_size // 2))
     assert lease.cache_protected_len == lease.kv_committed_len == lease.kv_allocated_len == in_tree
     assert memory.view().free_pages == free + num_own
-    assert lease.pages(page_size).tolist()[:2] == pages[:2]
+    assert lease.pages(page_size)[0].tolist()[:2] == pages[:2]
     assert memory.view().protected_pages == in_tree // page_size
     audit(memory, num_running=1)
     assert memory.grow_rows(array(lease.row), array(in_tree + 2 * page_size))
@@ -234,7 +236,7 @@ def test_a_row_that_has_as_much_as_the_tree_keeps_its_pages(
     in_lease = 3 * page_size + num_past_the_border
     memory, lease, pages = resume_beside(page_size, in_lease, 3 * page_size)
     assert not adopt_prefix(memory, lease, known(4 * page_size))
-    assert lease.pages(page_size).tolist() == pages
+    assert lease.pages(page_size)[0].tolist() == pages
     assert lease.kv_committed_len == in_lease
     audit(memory, num_running=1)
 
@@ -248,10 +250,10 @@ def test_a_row_keeps_pages_that_it_has_not_published_where_the_tree_has_fewer(
     write_kv(memory, first, 2 * page_size)
     write_kv(memory, second, 2 * page_size + 1)
     release_kv_cache(memory, first, known(2 * page_size), insert=True)
-    pages = second.pages(page_size).tolist()
+    pages = second.pages(page_size)[0].tolist()
     assert not adopt_prefix(memory, second, known(4 * page_size))
     assert (second.cache_protected_len, second.kv_committed_len) == (0, 2 * page_size + 1)
-    assert second.pages(page_size).tolist() == pages
+    assert second.pages(page_size)[0].tolist() == pages
     audit(memory, num_running=1)
 
 

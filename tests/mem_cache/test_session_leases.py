@@ -28,7 +28,7 @@ def array(*values: int) -> np.ndarray:
 
 
 def make_leases(num_leases: int) -> tuple[SessionLeases, list[KVLease]]:
-    rows = ReqToTokenPool(RowTables.empty(num_leases + 1, 4))
+    rows = ReqToTokenPool(RowTables.empty(num_leases + 1, 1, 4))
     leases = [KVLease(0, rows.alloc(), rows) for _ in range(num_leases)]
     for lease in leases:
         lease.set_lengths(protected=0, committed=5, allocated=8)
@@ -107,7 +107,7 @@ def make_memory(page_size: int, *, radix: bool = True, num_rows: int = 5) -> Ran
     sizes = EngineSizes(
         dp_size=1,
         page_size=page_size,
-        num_pages=41,
+        pool_pages=(41,),
         num_rows=num_rows,
         max_context_len=20 * page_size,
         max_step_tokens=64,
@@ -146,7 +146,7 @@ def check(memory: RankMemory) -> None:
     locked = {
         page
         for lease in idle
-        for page in lease.pages(view.page_size, 0, lease.cache_protected_len).tolist()
+        for page in lease.pages(view.page_size, 0, lease.cache_protected_len)[0].tolist()
     }
     assert view.protected_pages == len(locked)
     assert memory.num_session_pages == len(locked) + view.session_held_pages
@@ -198,12 +198,12 @@ def test_the_tail_of_a_resumed_lease_is_freed_by_whole_pages_from_the_next_borde
     committed = 3 * page_size + offset
     allocated = committed + num_ahead
     lease = take_turn(memory, committed, allocated, committed + 1)
-    pages, free = lease.pages(page_size), memory.view().free_pages
+    pages, free = lease.pages(page_size)[0], memory.view().free_pages
     resume_lease(memory, "s", committed + 1)
     kept = -(-committed // page_size)
     assert (lease.kv_committed_len, lease.kv_allocated_len) == (committed, committed)
-    assert lease.pages(page_size).tolist() == pages[:kept].tolist()
-    assert (memory.rows.pages[lease.row, kept:] == 0).all()
+    assert lease.pages(page_size)[0].tolist() == pages[:kept].tolist()
+    assert (memory.rows.pages[lease.row, 0, kept:] == 0).all()
     assert memory.view().free_pages == free + len(pages) - kept
     audit(memory, num_running=1)
     assert memory.grow_rows(array(lease.row), array(committed + 2 * page_size))
@@ -218,11 +218,11 @@ def test_a_prefix_shorter_than_what_was_committed_cuts_the_lease(page_size: int,
     committed = 3 * page_size
     lease = take_turn(memory, committed, committed, committed)
     prefix = max(committed - less, 0)
-    pages = lease.pages(page_size).tolist()
+    pages = lease.pages(page_size)[0].tolist()
     resume_lease(memory, "s", prefix)
     assert (lease.kv_committed_len, lease.kv_allocated_len) == (prefix, prefix)
     # The page that the prefix ends in stays: the next tokens fill it.
-    assert lease.pages(page_size).tolist() == pages[: -(-prefix // page_size)]
+    assert lease.pages(page_size)[0].tolist() == pages[: -(-prefix // page_size)]
     audit(memory, num_running=1)
 
 
@@ -289,7 +289,7 @@ def test_two_sessions_share_the_pages_of_what_both_have_said() -> None:
     memory = make_memory(4)
     first = take_turn(memory, 10, 12, 11, "a")
     second = take_turn(memory, 10, 12, 11, "b")
-    assert first.pages(4, 0, 8).tolist() == second.pages(4, 0, 8).tolist()
+    assert first.pages(4, 0, 8)[0].tolist() == second.pages(4, 0, 8)[0].tolist()
     view = memory.view()
     assert (view.cached_pages, view.protected_pages, view.session_held_pages) == (2, 2, 2)
     assert memory.num_session_pages == 4

@@ -79,23 +79,23 @@ def test_a_lent_row_without_a_lease_is_found() -> None:
 
 
 def lock_a_page_too_many(memory: RankMemory) -> None:
-    memory.locked.lock(memory.rows.pages[1, 1:2])
+    memory.locked[0].lock(memory.rows.pages[1, 0, 1:2])
 
 
 def forget_that_a_session_is_idle(memory: RankMemory) -> None:
-    memory.locked.unpark(memory.rows.pages[1, :2])
+    memory.locked[0].unpark(memory.rows.pages[1, 0, :2])
 
 
 def park_what_a_request_has_locked(memory: RankMemory) -> None:
-    memory.locked.park(memory.rows.pages[2, :1])
+    memory.locked[0].park(memory.rows.pages[2, 0, :1])
 
 
 def lock_anew_what_idle_sessions_have_locked(memory: RankMemory) -> None:
-    memory.locked.num_locked += 1
+    memory.locked[0].num_locked += 1
 
 
 def hold_a_page_more_for_sessions(memory: RankMemory) -> None:
-    memory.num_session_held_pages += 1
+    memory.session_held[0] += 1
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_pages_counted_for_idle_sessions_though_there_are_none_are_found_without
     memory, _, _ = busy_memory()
     assert release_idle_lease(memory, "idle")
     check_balance(memory, num_running=2)
-    memory.num_session_held_pages += 1
+    memory.session_held[0] += 1
     with pytest.raises(LedgerError, match="no session is idle, and 1 pages are held for some"):
         check_balance(memory, num_running=2)
 

@@ -92,11 +92,11 @@ def test_duplicates_are_freed_from_the_protected_length_not_from_the_length_that
     publish_prefix(memory, second, TOKENS[:8])
     cache_prefix(memory, TOKENS[:16])
     write_kv(memory, second, 17)
-    shared = second.pages(PAGE, 0, 8).tolist()
+    shared = second.pages(PAGE, 0, 8)[0].tolist()
     publish_prefix(memory, second, TOKENS[:17])
     audit(memory)
     assert second.cache_protected_len == 16
-    assert second.pages(PAGE, 0, 8).tolist() == shared
+    assert second.pages(PAGE, 0, 8)[0].tolist() == shared
     assert memory.view().cached_pages == 4
     assert memory.view().leased_pages == 1
     release_kv_cache(memory, second, TOKENS[:17], insert=True)
@@ -144,7 +144,7 @@ def test_releasing_twice_raises_and_frees_nothing_of_the_next_holder() -> None:
     with pytest.raises(LeaseError, match="after its release"):
         release_kv_cache(memory, first, TOKENS[:8], insert=False)
     assert memory.view() == view
-    assert second.pages(PAGE).tolist() == memory.rows.pages[second.row, :2].tolist()
+    assert second.pages(PAGE)[0].tolist() == memory.rows.pages[second.row, 0, :2].tolist()
     audit(memory)
 
 
@@ -207,9 +207,9 @@ def test_a_request_keeps_its_row_and_pages_between_chunks() -> None:
         write_kv(memory, other, 5)
         assert other.row != row
         assert chunked.row == row
-        assert chunked.pages(PAGE).tolist()[: len(held)] == held
-        assert not set(other.pages(PAGE).tolist()) & set(chunked.pages(PAGE).tolist())
-        held = chunked.pages(PAGE).tolist()
+        assert chunked.pages(PAGE)[0].tolist()[: len(held)] == held
+        assert not set(other.pages(PAGE)[0].tolist()) & set(chunked.pages(PAGE)[0].tolist())
+        held = chunked.pages(PAGE)[0].tolist()
         release_kv_cache(memory, other, TOKENS[31:36], insert=False)
         audit(memory)
 
@@ -225,11 +225,11 @@ def test_boundaries_crossed_by_a_prefill_given_up_in_the_middle_stay_valid(
         write_kv(memory, lease, end)
         publish_prefix(memory, lease, TOKENS[:30])
     assert memory.grow_rows(array(lease.row), array(13 + ahead))
-    crossed = lease.pages(PAGE, 0, 12).tolist()
+    crossed = lease.pages(PAGE, 0, 12)[0].tolist()
     release_kv_cache(memory, lease, TOKENS[:30], insert=insert)
     assert memory.view().leased_pages == memory.view().protected_pages == 0
     again = memory.open_lease(TOKENS[:30])
-    assert again.pages(PAGE).tolist() == crossed
+    assert again.pages(PAGE)[0].tolist() == crossed
     release_kv_cache(memory, again, TOKENS[:30], insert=insert)
     assert_all_free(memory)
 

@@ -44,7 +44,7 @@ def test_defaults_follow_hugging_face():
     assert config.head_dim == 8
     assert config.layers == (LayerSpec(RopeConfig(10000.0), None, None),) * 2
     assert not config.tie_word_embeddings
-    assert config.cache_groups() == (CacheGroup(None, (0, 1)),)
+    assert config.cache_groups() == (CacheGroup(None, 0, (0, 1)),)
     assert config.eos_token_ids == ()
 
 

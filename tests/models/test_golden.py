@@ -72,28 +72,40 @@ class Server:
         self.params = load_params(placed, folder, detect_format(folder))
         self.dp, self.page_size, self.pages_per_row = dp, page_size, 80 // page_size
         kv_heads = replicated_kv_heads(config.num_heads, config.num_kv_heads, tp)
-        num_pages = 1 + 3 * self.pages_per_row
-        shape = (config.num_layers, dp * num_pages, 2 * kv_heads, page_size, config.head_dim)
+        groups = config.cache_groups()
+        num_pages = 1 + len(groups) * 3 * self.pages_per_row
+        layers = {group.pool: len(group.layers) for group in groups}
         # NaN in every slot that was never written: reading one would show.
-        self.cache = jax.device_put(jnp.full(shape, jnp.nan), NamedSharding(self.mesh, CACHE_SPEC))
+        self.pools = tuple(
+            jax.device_put(
+                jnp.full(
+                    (layers[pool], dp * num_pages, 2 * kv_heads, page_size, config.head_dim),
+                    jnp.nan,
+                ),
+                NamedSharding(self.mesh, CACHE_SPEC),
+            )
+            for pool in range(len(layers))
+        )
         pages = 1 + np.random.default_rng(0).permutation(num_pages - 1)
-        self.pages = pages.reshape(3, self.pages_per_row).astype(np.int32)
+        # Of each request and group: those of a group follow those of another in a row's table.
+        self.pages = pages.reshape(3, len(groups), self.pages_per_row).astype(np.int32)
+        self.num_groups = len(groups)
 
     def step(self, ranks, num_decode, num_tokens=64):
         """Run one step; ranks[r] lists rank r's chunks. Returns logits per rank, [tokens, V]."""
         rows = 4
         tokens = np.zeros((self.dp, num_tokens), np.int32)
-        table = np.zeros((self.dp, rows, self.pages_per_row), np.int32)
+        tables = np.zeros((self.dp, self.num_groups, rows, self.pages_per_row), np.int32)
         starts, lens = np.zeros((2, self.dp, rows), np.int32)
         for rank, chunks in enumerate(ranks):
             flat = np.concatenate([chunk.tokens for chunk in chunks])
             tokens[rank, : len(flat)] = flat
             for row, chunk in enumerate(chunks):
-                table[rank, row] = self.pages[chunk.request]
+                tables[rank, :, row] = self.pages[chunk.request]
                 starts[rank, row], lens[rank, row] = chunk.start, len(chunk.tokens)
         decode = np.full(self.dp, num_decode, np.int32)
-        logits, self.cache = self._run()(
-            self.params, self.cache, tokens, table, starts, lens, decode
+        logits, self.pools = self._run()(
+            self.params, self.pools, tokens, tables, starts, lens, decode
         )
         counts = [sum(len(chunk.tokens) for chunk in chunks) for chunks in ranks]
         return [np.asarray(logits)[rank, :count] for rank, count in enumerate(counts)]
@@ -106,19 +118,20 @@ class Server:
                 jax.shard_map(
                     self._step,
                     mesh=self.mesh,
-                    in_specs=(specs, CACHE_SPEC, *arrays),
-                    out_specs=(P("data"), CACHE_SPEC),
+                    in_specs=(specs, (CACHE_SPEC,) * len(self.pools), *arrays),
+                    out_specs=(P("data"), (CACHE_SPEC,) * len(self.pools)),
                     check_vma=False,
                 ),
                 donate_argnums=1,
             )
         return self._compiled
 
-    def _step(self, params, cache, tokens, table, starts, lens, num_decode):
+    def _step(self, params, pools, tokens, tables, starts, lens, num_decode):
         model = nnx.merge(self.graphdef, params)
-        batch = AttentionBatch.build(table[0], starts[0], lens[0], num_decode[0], tokens.shape[1])
-        hidden, cache = model(tokens[0], batch, cache)
-        return join_shares(model.logits(hidden).whole_rows(), tokens.shape[1])[None], cache
+        rows = (starts[0], lens[0], num_decode[0])
+        batches = [AttentionBatch.build(table, *rows, tokens.shape[1]) for table in tables[0]]
+        hidden, pools = model(tokens[0], batches, pools)
+        return join_shares(model.logits(hidden).whole_rows(), tokens.shape[1])[None], pools
 
 
 def golden(family):

@@ -73,7 +73,7 @@ def program_lines(num_layers):
         }
     )
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
-    engine = engine_programs(ServerArgs(max_running_requests=2), config, mesh, num_pages=9)
+    engine = engine_programs(ServerArgs(max_running_requests=2), config, mesh, (9,))
     lowered = engine.programs.lower_step(engine.config.buckets.all[0])
     return lowered.as_text().count("\n")
 

@@ -50,7 +50,7 @@ def make_sizes(
     return EngineSizes(
         dp_size=dp_size,
         page_size=page_size,
-        num_pages=num_pages,
+        pool_pages=(num_pages,),
         num_rows=num_rows,
         max_context_len=max_context_len,
         max_step_tokens=max_chunk_tokens + (num_rows - 1) * (1 + max_draft_tokens),

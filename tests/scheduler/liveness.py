@@ -127,7 +127,11 @@ def pages_in_use(rank: RankScheduler) -> set[int]:
     memory = rank.memory
     idle = {lease.row for _, lease in memory.sessions.idle()}
     leases = [lease for row, lease in memory.leases.items() if row not in idle]
-    return {page for lease in leases for page in lease.pages(memory.page_size).tolist()}
+    return {
+        page
+        for lease in leases
+        for page in memory.by_pool(lease.pages(memory.page_size))[0].tolist()
+    }
 
 
 class Room(NamedTuple):

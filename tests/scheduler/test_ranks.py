@@ -83,7 +83,7 @@ def test_what_a_rank_writes_stands_in_its_part_of_the_joint_columns() -> None:
     rank.running.max_len[lease.row] = 9
     joint = NUM_ROWS + lease.row
     assert ranks.tables.kv_allocated_len.nonzero()[0].tolist() == [joint]
-    assert ranks.tables.pages[joint, :2].tolist() == lease.pages(PAGE_SIZE).tolist()
+    assert ranks.tables.pages[joint, 0, :2].tolist() == lease.pages(PAGE_SIZE)[0].tolist()
     assert ranks.running.max_len.nonzero()[0].tolist() == [joint]
 
 
@@ -101,11 +101,11 @@ def test_ranks_grow_alone_where_another_is_short() -> None:
     lens = np.array([9, 2, 5, 5, 4, 13], np.int32)
     assert grow_rows(ranks.tables, ranks.memories, joint, lens, bounds) == [True, False, True]
     assert ranks.tables.kv_allocated_len[joint].tolist() == [9, 3, 3, 3, 4, 13]
-    assert (ranks.tables.pages != before).sum(axis=1)[joint].tolist() == [2, 0, 0, 0, 0, 3]
+    assert (ranks.tables.pages != before).sum(axis=(1, 2))[joint].tolist() == [2, 0, 0, 0, 0, 3]
     assert [rank.memory.allocator.num_free for rank in ranks.ranks] == [15, 1, 14]
     for rank, rows in zip(ranks.ranks, own_rows, strict=True):
         for row in rows:
-            listed = rank.memory.leases[row].pages(PAGE_SIZE)
+            listed = rank.memory.leases[row].pages(PAGE_SIZE)[0]
             assert (rank.memory.allocator.owners()[listed] == row).all()
 
 
@@ -148,8 +148,8 @@ def test_a_rank_reads_as_many_pages_as_its_longest_row_lists(prompt_lens: list[i
     ):
         assert rank_plan.num_pages == -(-length // PAGE_SIZE)
         table = tables.of(k, rank_plan.rows, rank_plan.num_pages)
-        for lease, listed in zip(rank.memory.leases.values(), table.tolist(), strict=True):
-            assert listed == lease.pages(PAGE_SIZE, 0, length).tolist()
+        for lease, listed in zip(rank.memory.leases.values(), table[:, 0].tolist(), strict=True):
+            assert listed == lease.pages(PAGE_SIZE, 0, length)[0].tolist()
 
 
 @pytest.mark.parametrize("prompt_lens", [[30, 33], [5, 400]])

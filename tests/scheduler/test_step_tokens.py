@@ -18,7 +18,7 @@ def server_sizes(**args: object) -> EngineSizes:
     settings = {"chunked_prefill_size": CHUNK, "max_running_requests": ROWS, "context_length": 512}
     config = dataclasses.replace(read_config("llama-3.1-8b"), vocab_size=50)
     shape = EngineConfig.resolve(ServerArgs(**(settings | args)), config, "cpu")
-    return shape.sizes(num_pages=2000)
+    return shape.sizes((2000,))
 
 
 def steps_to_first_token(driver: Driver, rid: str) -> int:

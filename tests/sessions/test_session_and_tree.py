@@ -69,10 +69,10 @@ def test_a_turn_whose_lease_has_as_much_as_the_tree_goes_on_in_its_own_pages(
     lease = s.lease("s")
     assert lease is not None
     compute(s, "plain", [*s.of["s"].tokens, 9])
-    pages = lease.pages(page_size).tolist()
+    pages = lease.pages(page_size)[0].tolist()
     rid = s.begin("s", [5])
     s.driver.step()
-    assert lease.pages(page_size).tolist()[: len(pages)] == pages
+    assert lease.pages(page_size)[0].tolist()[: len(pages)] == pages
     s.run()
     assert s.driver.cached[rid] == 2 * page_size + 4
     s.close_all()

@@ -394,11 +394,11 @@ class SessionMachine(SchedulerMachine):
             assert view.free_rows + view.session_rows + len(rank.running) == view.total_rows
             assert view.leased_pages >= 0
             idle = [lease for _, lease in memory.sessions.idle()]
-            kept = {page for lease in idle for page in lease.pages(view.page_size).tolist()}
+            kept = {page for lease in idle for page in lease.pages(view.page_size)[0].tolist()}
             share = self.driver.scheduler.args.session_memory_fraction
             assert len(kept) <= int(share * view.total_pages)
             assert view.session_held_pages == sum(
-                len(lease.pages(view.page_size, lease.cache_protected_len)) for lease in idle
+                len(lease.pages(view.page_size, lease.cache_protected_len)[0]) for lease in idle
             )
             for session_id, lease in memory.sessions.idle():
                 known = len(self.talk.of[session_id].tokens)

@@ -164,8 +164,8 @@ def test_trap_7_of_two_sessions_that_say_the_same_the_duplicates_are_freed_once(
     assert other is not None
     num_shared = own.cache_protected_len // page_size
     assert own.cache_protected_len == other.cache_protected_len == 31 // page_size * page_size
-    pages = own.pages(page_size).tolist()
-    assert pages[:num_shared] == other.pages(page_size).tolist()[:num_shared]
+    pages = own.pages(page_size)[0].tolist()
+    assert pages[:num_shared] == other.pages(page_size)[0].tolist()[:num_shared]
     (view,) = s.driver.scheduler.memory_views()
     assert view.cached_pages == num_shared
     s.close_all()
@@ -335,7 +335,7 @@ def test_trap_15_a_leaked_lock_is_not_hidden_behind_those_of_idle_sessions() -> 
     (view,) = s.driver.scheduler.memory_views()
     (rank,) = s.driver.scheduler.ranks
     leases = [lease for _, lease in rank.memory.sessions.idle()]
-    locked = {page for lease in leases for page in lease.pages(4, 0, lease.cache_protected_len)}
+    locked = {page for lease in leases for page in lease.pages(4, 0, lease.cache_protected_len)[0]}
     assert view.protected_pages == len(locked) == view.cached_pages
     rank.memory.cache.match_prefix(np.arange(8, dtype=np.int32))  # locks what is locked already
     assert s.driver.scheduler.memory_views() == [view]

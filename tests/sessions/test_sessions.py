@@ -359,7 +359,7 @@ def test_a_fork_shares_the_whole_pages_of_the_history_and_goes_on_by_itself(
     own, fork = s.lease("s"), s.lease("fork")
     assert own is not None
     assert fork is not None
-    pages, pages_of_fork = own.pages(page_size).tolist(), fork.pages(page_size).tolist()
+    pages, pages_of_fork = own.pages(page_size)[0].tolist(), fork.pages(page_size)[0].tolist()
     assert pages[:num_shared] == pages_of_fork[:num_shared]
     assert set(pages[num_shared + 1 :]).isdisjoint(pages_of_fork[num_shared + 1 :])
     s.close("s")

@@ -25,7 +25,7 @@ _PASSES_ON = {
 def shapes_kept(engine: EngineProgramsOnPaper) -> set[tuple[int, ...]]:
     """Of each large weight, of all layers and of one, and of the cache, on one device."""
     kept = set()
-    for own in jax.tree.leaves((engine.placed.params, engine.state.kv_pool)):
+    for own in jax.tree.leaves((engine.placed.params, engine.state.kv_pools)):
         shape = own.sharding.shard_shape(own.shape)
         kept |= {shape, shape[1:]} if len(shape) > 2 else {shape}
     return {shape for shape in kept if 2 * math.prod(shape) > MAX_COPY_BYTES}

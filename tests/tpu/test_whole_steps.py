@@ -93,7 +93,8 @@ def _compile(model, topology_name, dp, tp, step, layers=None, **settings):
     config = dataclasses.replace(config, layers=layers or config.layers)
     request = PlanRequest(args, config, topology, Workload(1024, 1024))
     mesh = topology_mesh(topology, dp, tp)
-    engine = engine_programs(args, request.config, mesh, plan_memory(request).num_pages + 1)
+    pool_pages = tuple(num + 1 for num in plan_memory(request).pool_pages)
+    engine = engine_programs(args, request.config, mesh, pool_pages)
     buckets = engine.config.buckets
     bucket = {
         "decode": buckets.smallest(ROWS),
@@ -122,7 +123,7 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
     engine, program, bucket = _compile(model, topology, dp, tp, step, specs)
     cost, config = program_cost(program), engine.config.model
     chip = Topology.parse(topology).chip
-    pool_bytes = bytes_per_device(engine.state.kv_pool)
+    pool_bytes = bytes_per_device(engine.state.kv_pools)
     is_normalised = NORMALISED_NAME in cost.kernels
     heads = heads_time(bucket.tokens, config, 2, tp, chip, normalised=is_normalised)
     _print_figures(cost, heads.total_s, chip)
@@ -186,7 +187,7 @@ def test_a_cache_of_8_bits_is_neither_copied_nor_converted(step):
     settings = {"kv_cache_dtype": "fp8_e4m3"}
     engine, program, bucket = _compile("llama-3.1-8b", "v6e-1", 1, 1, step, **settings)
     cost = program_cost(program)
-    assert cost.alias_bytes >= bytes_per_device(engine.state.kv_pool)
+    assert cost.alias_bytes >= bytes_per_device(engine.state.kv_pools)
     assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
     assert cost.temp_bytes < GIB
 
@@ -198,7 +199,7 @@ def test_unlike_layers_are_compiled_once_for_a_turn_and_nothing_is_copied():
     layers = (dense, sparse) * 22 + (dense,) * 4
     engine, program, bucket = _compile("qwen3-30b-a3b", "v6e-4", 1, 4, "decode", layers)
     cost = program_cost(program)
-    assert cost.alias_bytes >= bytes_per_device(engine.state.kv_pool)
+    assert cost.alias_bytes >= bytes_per_device(engine.state.kv_pools)
     assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
     assert cost.temp_bytes < engine.config.logit_bytes
     in_turn = engine.config.build_options.unrolled_layers

@@ -69,7 +69,7 @@ class ServingLoad:
 
     def __init__(self, load: Load) -> None:
         sizes = SIZES._replace(
-            num_pages=load.num_pages,
+            pool_pages=(load.num_pages,),
             num_rows=load.num_rows,
             max_context_len=5000,
             max_step_tokens=load.chunk_size + load.num_rows - 1,

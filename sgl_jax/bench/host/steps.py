@@ -22,7 +22,7 @@ VOCAB_SIZE = 32_000
 SIZES = EngineSizes(
     dp_size=DP_SIZE,
     page_size=16,
-    num_pages=40_000,
+    pool_pages=(40_000,),
     num_rows=ROWS_PER_RANK + 1,
     max_context_len=4000,
     max_step_tokens=2048 + ROWS_PER_RANK,
@@ -68,7 +68,7 @@ def decoding_loop(page_size: int, dp_size: int = DP_SIZE) -> StepLoop:
     sizes = SIZES._replace(
         dp_size=dp_size,
         page_size=page_size,
-        num_pages=1 + ROWS_PER_RANK * tokens_per_row // page_size,
+        pool_pages=(1 + ROWS_PER_RANK * tokens_per_row // page_size,),
         max_context_len=tokens_per_row,
         max_step_tokens=16_384 + ROWS_PER_RANK,
     )

@@ -186,13 +186,13 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
     )
     sizes, step_seconds, about = _engine(trace, args, words)
     run = serve_trace(trace, sizes, args, step_seconds, speedup=words.speedup)
-    pool_tokens = sizes.dp_size * (sizes.num_pages - 1) * sizes.page_size
+    pool_tokens = sizes.dp_size * (sizes.pool_pages[0] - 1) * sizes.page_size
     capacity = pool_tokens // BLOCK_TOKENS
     oracles = oracle_hit_rates(trace, capacity)
     oracles |= {"no limit": oracle_hit_rates(trace, num_distinct_blocks(trace))["LRU"]}
     values = served_values(run, oracles)
     title = (
-        f"{len(trace):,} requests, {sizes.dp_size} x {(sizes.num_pages - 1) * sizes.page_size:,} "
+        f"{len(trace):,} requests, {sizes.dp_size} x {pool_tokens // sizes.dp_size:,} "
         f"KV tokens in pages of {sizes.page_size}, {words.radix_eviction_policy} eviction"
     )
     if words.plot is not None:
@@ -221,7 +221,7 @@ def _engine(
     sizes = EngineSizes(
         dp_size=args.dp_size,
         page_size=args.page_size,
-        num_pages=1 + num_tokens // args.page_size,
+        pool_pages=(1 + num_tokens // args.page_size,),
         num_rows=limits.rows + 1,
         max_context_len=max(request.input_len + request.output_len for request in trace),
         max_step_tokens=limits.tokens,

@@ -42,7 +42,7 @@ def tree_hit_rate(
     sizes = EngineSizes(
         dp_size=1,
         page_size=page_size,
-        num_pages=1 + capacity * (BLOCK_TOKENS // page_size),
+        pool_pages=(1 + capacity * (BLOCK_TOKENS // page_size),),
         num_rows=2,
         max_context_len=longest * BLOCK_TOKENS,
         max_step_tokens=longest * BLOCK_TOKENS,

@@ -67,11 +67,12 @@ def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes
     if memory.num_pages < 1:
         raise ValueError(f"{args.model_path} leaves no room for KV on {topology.name}")
     mesh = topology_mesh(topology, args.dp_size, args.tp_size)
-    engine = engine_programs(args, request.config, mesh, memory.num_pages + 1)
+    pool_pages = tuple(num + 1 for num in memory.pool_pages)
+    engine = engine_programs(args, request.config, mesh, pool_pages)
     device = device_bytes(engine, memory, request)
     shapes = tuple(bucket.tokens for bucket in engine.config.buckets.all)
     seconds = _shape_seconds(engine, shapes, request, device)
-    sizes = engine.config.sizes(memory.num_pages + 1)
+    sizes = engine.config.sizes(pool_pages)
     return sizes, PlannedStepTime(shapes, seconds, request.config, device, topology.chip)
 
 
