@@ -5,6 +5,10 @@ from typing import NamedTuple
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 
 
+# Whose drafts a decode row may hold slots for: two steps in flight, and the one that is planned.
+_STEPS_AHEAD = 3
+
+
 class EngineSizes(NamedTuple):
     """What the executor offers and the scheduler must stay within.
 
@@ -48,8 +52,7 @@ class EngineSizes(NamedTuple):
         pages = self.pages_per_row if num_tokens is None else self.pages_for(num_tokens)
         if group.sliding_window is None:
             return pages
-        # A decode row may have two steps in flight, each with its drafts.
-        num_ahead = max(self.max_chunk_tokens, 2 * (1 + self.max_draft_tokens) + 1)
+        num_ahead = max(self.max_chunk_tokens, _STEPS_AHEAD * (1 + self.max_draft_tokens))
         num_seen = self.pages_for(group.sliding_window - 1)
         return min(pages, num_seen + self.pages_for(num_ahead - 1) + 1)
 

@@ -224,7 +224,7 @@ class RankMemory:
         lease = KVLease(self.dp_rank, row, self.rows, namespace)
         match = self.cache.match_prefix(prefix, namespace)
         lease.node = match.node
-        pages = match.pages[None]
+        pages = match.pages[None].repeat(len(self.groups), 0)
         self.lock(pages)
         self.rows.list_pages(row, 0, pages)
         self.set_first_pages(lease, match.length)

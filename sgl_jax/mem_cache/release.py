@@ -2,7 +2,7 @@
 
 `publish_prefix` offers what a lease has written to the prefix cache while the request goes on;
 `free_tail` gives back slots that were reserved ahead and are not needed after all;
-`adopt_prefix` those whose tokens the tree turns out to have as well;
+`let_go_windows` those that the windows of rows have passed; `adopt_prefix` those whose tokens the tree turns out to have as well;
 `release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
 retract, disconnect, error and shutdown all end a lease here. Unless the cache takes the lease
 over: the session keeps that of its turn, and nothing is freed. `resume_lease` hands it to the next
@@ -12,12 +12,15 @@ Pages may be freed while a launched step still reads or writes them: steps run o
 launch order, so the next owner of such a page writes to it only afterwards.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -164,6 +167,45 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
     else:
         for pool, num_freed in enumerate(free_tail(memory, lease, length)):
             memory.session_held[pool] -= num_freed
+
+
+def let_go_windows(
+    tables: RowTables, memories: Sequence[RankMemory], rows: RowIndex, lens: Int32Array
+) -> None:
+    """Give up the pages of windows that no later query of `rows` sees.
+
+    Args:
+        tables: the columns of all `memories`, one after another.
+        memories: of the ranks, each with as many rows.
+        rows: indices into `tables`, distinct and leased.
+        lens: int32[len(rows)], tokens that no row goes back behind. Rounded down to a page: what
+            is published, and found again, ends there.
+    """
+    page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
+    for group, (window, _, _) in enumerate(memories[0].groups):
+        if window is None:
+            continue
+        ends = lens // page_size * page_size
+        firsts = np.maximum(ends + (1 - window), 0) // page_size
+        for i in (firsts > tables.first_pages[group, rows]).nonzero()[0].tolist():
+            rank, row = divmod(int(rows[i]), num_rows)
+            memory = memories[rank]
+            _pass_pages(memory, memory.leases[row], group, int(firsts[i]))
+
+
+def _pass_pages(memory: RankMemory, lease: KVLease, group: int, first: int) -> None:
+    """The window of `lease` is at page `first` now: free its own pages before it, and leave those
+    of the tree."""
+    rows, row, pool = memory.rows, lease.row, memory.groups[group].pool
+    passed, listed = int(rows.first_pages[group, row]), rows.pages[row, group]
+    protected = lease.cache_protected_len // memory.page_size
+    end = min(first, protected)
+    if lease.node is not None and passed < end:
+        memory.cache.let_go(lease.node, group, passed, end)
+        memory.locked[pool].unlock(listed[passed:end].copy())
+    own = listed[max(passed, protected) : first].copy()
+    memory.allocators[pool].free(own[own > 0], row)
+    rows.pass_pages(row, group, first)
 
 
 def free_tail(memory: RankMemory, lease: KVLease, length: int) -> list[int]:

@@ -60,6 +60,7 @@ class RankScheduler:
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
         self.num_cached_tokens = 0
         self._max_draft_tokens = sizes.max_draft_tokens
+        self._has_windows = any(group.sliding_window is not None for group in sizes.groups)
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
         self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
@@ -218,8 +219,9 @@ class RankScheduler:
             if self.running.request(row).kept_len:
                 continue
             lease = self.memory.leases[row]
-            # A last token is computed as decode rows are, not in a chunk.
-            if lease.kv_committed_len + 1 >= self.running.known_len[row]:
+            # A last token is computed as decode rows are, not in a chunk. What a window passes is
+            # published before that, or another prompt that goes on from there finds it gone.
+            if self._has_windows or lease.kv_committed_len + 1 >= self.running.known_len[row]:
                 self._unpublished.pop(row, None)
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
             elif row not in self._unpublished:

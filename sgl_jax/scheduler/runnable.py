@@ -10,6 +10,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.rank_memory import grow_rows
+from sgl_jax.mem_cache.release import let_go_windows
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.running_rows import NOT_SCORED, RowColumns
@@ -28,6 +29,9 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
     """What runs on each rank; takes pages for the tokens of decode rows where it can."""
     running, tables = ranks.running, ranks.tables
     rows, bounds = ranks.active()
+    if ranks.has_windows:
+        lens = np.minimum(tables.kv_committed_len[rows], running.known_len[rows])
+        let_go_windows(tables, ranks.memories, rows, lens)
     wants_any = running.may_run(rows)
     wanted = running.planned_len[rows] - tables.kv_committed_len[rows]
     wants_one = wants_any & (wanted == 1) & (running.score_start[rows] == NOT_SCORED)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import (
     AbortRequest,
@@ -45,9 +46,10 @@ def make_sizes(
     vocab_size: int = 50,
     max_prompt_logprob_tokens: int | None = None,
     max_draft_tokens: int = 0,
+    groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
 ) -> EngineSizes:
-    """Small sizes, as tests like them."""
-    return EngineSizes(
+    """Small sizes, as tests like them; `num_pages` of the first pool."""
+    sizes = EngineSizes(
         dp_size=dp_size,
         page_size=page_size,
         pool_pages=(num_pages,),
@@ -57,7 +59,12 @@ def make_sizes(
         max_prompt_logprob_tokens=max_prompt_logprob_tokens or max_chunk_tokens,
         vocab_size=vocab_size,
         max_draft_tokens=max_draft_tokens,
+        groups=groups,
     )
+    # Of any other as many as all rows hold, and a few for cached windows.
+    others = [group for group in groups if group.pool > 0]
+    held = [1 + (num_rows - 1) * sizes.row_pages(group) + num_pages // 4 for group in others]
+    return sizes._replace(pool_pages=(num_pages, *held))
 
 
 def forced_retract(interval: int) -> dict[str, Any]:

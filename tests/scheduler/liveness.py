@@ -150,8 +150,8 @@ def room_of(rank: RankScheduler) -> Room:
 def num_pages_short(rank: RankScheduler, request: Request, room: Room) -> int:
     """Pages that `request` lacks on a rank; 0 or less if it has enough."""
     memory, inner = rank.memory, rank.memory.cache
-    needed = -(-(len(request.tokens) + 1) // memory.page_size)
-    if isinstance(inner, RadixCache):
+    needed = memory.sizes.request_pages(len(request.tokens) + 1)
+    if isinstance(inner, RadixCache) and memory.groups[0].sliding_window is None:
         path, _ = inner.tree.peek(request.matchable(), request.namespace)
         for node, num_matched in path:
             known = node.values[0][: num_matched // memory.page_size].tolist()

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-from tests.scheduler.setups import PRIORITIES, SHAPES, Setup
+from tests.scheduler.setups import PRIORITIES, SHAPES, WINDOWS, Setup
 from tests.scheduler.test_state_machine import NAMESPACES, SchedulerMachine
 from tests.sessions.test_session_machine import MAX_SESSIONS, SessionMachine
 
@@ -43,6 +43,7 @@ def draw_setup(rng: random.Random) -> Setup:
         threshold=rng.choice([0, 10]),
         max_passed_over=rng.choice([1, 3, 128]),
         eviction=rng.choice(["adaptive", "adaptive", "lru"]),
+        windows=rng.choice([None, (rng.choice(WINDOWS), rng.randint(1, 40))]),
     )
 
 

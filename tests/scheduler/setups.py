@@ -5,6 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs
 from tests.scheduler.driver import forced_retract, make_sizes
@@ -13,6 +14,7 @@ MAX_QUEUED = 40
 # Enabled, and whether low values come first.
 PRIORITIES = [(False, False), (True, False), (True, True)]
 # What steps are padded to, beside the most that a step may hold; None for no padding.
+WINDOWS = ["shared pool", "own pool", "alone"]
 SHAPES = [None, (), (2, 8), (1, 3, 6, 10, 14), (4, 12), (7,), (5, 9, 20)]
 
 
@@ -42,6 +44,16 @@ class Setup:
     eviction: str
     session_memory_fraction: float = 0.8
     max_sessions: int = 4096
+    # Where windows keep their pages, of `WINDOWS`, and their tokens; None: no layer has a window.
+    windows: tuple[str, int] | None = None
+
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Of layers."""
+        if self.windows is None:
+            return FULL_ATTENTION
+        where, size = self.windows
+        window = CacheGroup(size, 1 if where == "own pool" else 0)
+        return (window,) if where == "alone" else (*FULL_ATTENTION, window)
 
     def sizes(self) -> EngineSizes:
         """What the executor offers."""
@@ -53,6 +65,7 @@ class Setup:
             max_chunk_tokens=self.chunk,
             max_prompt_logprob_tokens=5,
             max_draft_tokens=self.num_draft_tokens,
+            groups=self.groups(),
         )
         if self.shapes is None:
             return sizes
@@ -102,6 +115,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "threshold": st.sampled_from([0, 0, 10]),
     "max_passed_over": st.sampled_from([1, 3, 128]),
     "eviction": st.sampled_from(["adaptive", "adaptive", "lru"]),
+    "windows": st.none() | st.tuples(st.sampled_from(WINDOWS), st.integers(1, 40)),
 }
 
 

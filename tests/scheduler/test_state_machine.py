@@ -226,6 +226,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (running.planned_len[rows] + unread <= running.max_len[rows]).all()
             possible = lengths.kv_committed_len[rows] + unread
             assert (possible <= lengths.kv_allocated_len[rows]).all()
+            sizes = self.driver.scheduler.sizes
+            num_pages = -(-lengths.kv_allocated_len // sizes.page_size)
+            for number, group in enumerate(sizes.groups):
+                most = sizes.row_pages(group)
+                held = num_pages - lengths.first_pages[number]
+                assert (held <= most).all()
         for rid, tokens in self.driver.tokens.items():
             if self.num_checked.get(rid) != len(tokens):
                 self.num_checked[rid] = len(tokens)
