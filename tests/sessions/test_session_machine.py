@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
+from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.sessions.streaming import StreamingSession
@@ -83,6 +85,8 @@ class SessionMachine(SchedulerMachine):
             in_lease = 0
             if lease is not None and lease.cache_protected_len <= num_kept:
                 in_lease = min(lease.kv_committed_len, num_kept)
+                if not sees_its_windows(rank.memory, lease, in_lease):
+                    in_lease = 0
             in_tree = cache.peek(matchable, request.namespace)
             assert cursor.length == in_tree
             assert rank.reusable_len(request, cursor) == max(in_lease, in_tree)
@@ -394,12 +398,14 @@ class SessionMachine(SchedulerMachine):
             assert view.free_rows + view.session_rows + len(rank.running) == view.total_rows
             assert view.leased_pages >= 0
             idle = [lease for _, lease in memory.sessions.idle()]
-            kept = {page for lease in idle for page in lease.pages(view.page_size)[0].tolist()}
+            listed = [memory.by_pool(lease.pages(view.page_size)) for lease in idle]
+            kept = {page for by_pool in listed for page in by_pool[0].tolist()}
             share = self.driver.scheduler.args.session_memory_fraction
-            assert len(kept) <= int(share * view.total_pages)
-            assert view.session_held_pages == sum(
-                len(lease.pages(view.page_size, lease.cache_protected_len)[0]) for lease in idle
-            )
+            assert len(kept) <= int(share * view.pools[0].total_pages)
+            for pool, pool_view in enumerate(view.pools):
+                own = [lease.pages(view.page_size, lease.cache_protected_len) for lease in idle]
+                held = sum(len(memory.by_pool(pages)[pool]) for pages in own)
+                assert pool_view.session_held_pages == held
             for session_id, lease in memory.sessions.idle():
                 known = len(self.talk.of[session_id].tokens)
                 assert lease.cache_protected_len <= lease.kv_committed_len <= known
@@ -445,6 +451,19 @@ def test_random_conversations_among_random_events_remember_what_they_should(
         max_examples=60,
         stateful_step_count=25,
         suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def sees_its_windows(memory: RankMemory, lease: KVLease, length: int) -> bool:
+    """Whether `lease` lists all that the token after `length` sees."""
+    num_pages = -(-length // memory.page_size)
+    firsts = [
+        0 if group.sliding_window is None else max(length - group.sliding_window + 1, 0)
+        for group in memory.groups
+    ]
+    return all(
+        bool((pages[first // memory.page_size : num_pages] > 0).all())
+        for first, pages in zip(firsts, lease.pages(memory.page_size), strict=True)
     )
 
 
