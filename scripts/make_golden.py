@@ -19,6 +19,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -44,6 +46,8 @@ COMMON = {
     "eos_token_id": 249,
     "bos_token_id": 248,
 }
+SMALL = COMMON | {"hidden_size": 32, "intermediate_size": 48}
+del SMALL["num_hidden_layers"]
 
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "llama": (
@@ -89,6 +93,22 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             decoder_sparse_step=2,
             mlp_only_layers=[5],
             tie_word_embeddings=False,
+        ),
+    ),
+    # Windows shorter than the prompt, from here on.
+    "mistral": (
+        MistralForCausalLM,
+        MistralConfig(**SMALL, num_hidden_layers=2, head_dim=16, sliding_window=11),
+    ),
+    "qwen2_windows": (
+        Qwen2ForCausalLM,
+        Qwen2Config(
+            **SMALL,
+            num_hidden_layers=4,
+            use_sliding_window=True,
+            sliding_window=9,
+            max_window_layers=1,
+            tie_word_embeddings=True,
         ),
     ),
 }

@@ -52,8 +52,8 @@ class BuildOptions(NamedTuple):
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
-    # How layers are run, by what the compiler makes of it (docs/planning.md): periods of layers in
-    # one turn of the loop, and whether a layer's last sum is left to the next layer's norm.
+    # How layers are run, by what the compiler makes of it (docs/planning.md): how many in one turn
+    # of the loop, in whole periods, and whether a layer's last sum is left to the next one's norm.
     unrolled_layers: int = 1
     defers_sum: bool = False
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
@@ -149,9 +149,7 @@ class CausalLM(nnx.Module):
             hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_cache.
         """
         turned = {
-            rope: rotation(
-                batch.positions, inverse_frequencies(self.config.head_dim, **asdict(rope))
-            )
+            rope: self._rotation(rope, batch.positions)
             for rope in dict.fromkeys(spec.rope for spec in self.config.layers)
         }
         hidden = self.embedding(token_ids)
@@ -161,6 +159,12 @@ class CausalLM(nnx.Module):
         for stretch in self.stretches:
             terms, kv_cache = self._run(stretch, (terms, kv_cache), turned, batch)
         return self.norm(reduce(jnp.add, terms)), kv_cache
+
+    def _rotation(self, rope: RopeConfig, positions: jax.Array) -> Rotation:
+        settings = asdict(rope)
+        factor = settings.pop("attention_factor")
+        frequencies = inverse_frequencies(self.config.head_dim, **settings)
+        return rotation(positions, frequencies, factor)
 
     def _run(
         self,
@@ -185,13 +189,16 @@ class CausalLM(nnx.Module):
             return (terms, kv_cache), None
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
-        unroll = min(self.unrolled_layers, stretch.repeats)
+        unroll = min(max(1, self.unrolled_layers // stretch.period), stretch.repeats)
         return lax.scan(run_period, carry, turns, unroll=unroll)[0]
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
         """Of hidden [n, hidden_size], this chip's slice of the vocabulary."""
         head = self.embedding if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+        logits, cap = head.logits(hidden), self.config.logit_soft_cap
+        if cap is None:
+            return logits
+        return logits._replace(columns=cap * jnp.tanh(logits.columns / cap))
 
     def is_spare(self, tensor: str) -> bool:
         """Whether a checkpoint may hold this tensor although no parameter is made of it."""

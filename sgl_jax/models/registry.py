@@ -6,12 +6,14 @@ from types import MappingProxyType
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.decoder import BuildOptions, CausalLM, LayerBuilder
 from sgl_jax.models.llama import llama_layer
+from sgl_jax.models.mistral import mistral_layer
 from sgl_jax.models.qwen2 import qwen2_layer
 from sgl_jax.models.qwen3 import qwen3_layer, qwen3_moe_layer
 
 _LAYERS: Mapping[str, LayerBuilder] = MappingProxyType(
     {
         "LlamaForCausalLM": llama_layer,
+        "MistralForCausalLM": mistral_layer,
         "Qwen2ForCausalLM": qwen2_layer,
         "Qwen3ForCausalLM": qwen3_layer,
         "Qwen3MoeForCausalLM": qwen3_moe_layer,
