@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -111,6 +113,23 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             tie_word_embeddings=True,
         ),
     ),
+    # A period of three, twice, and then two layers with windows.
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(
+            **SMALL,
+            num_hidden_layers=8,
+            head_dim=16,
+            sliding_window=10,
+            sliding_window_pattern=3,
+            query_pre_attn_scalar=20,
+            final_logit_softcapping=9.0,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        ),
+    ),
 }
 
 
@@ -118,7 +137,8 @@ def randomise(model: PreTrainedModel) -> None:
     """Give norms and biases values too, or a test could not tell that they are used."""
     for name, weight in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
-            centre = 1.0 if "norm" in name else 0.0
+            is_factor = "norm" in name and not isinstance(model, Gemma3ForCausalLM)
+            centre = 1.0 if is_factor else 0.0
             weight.data = centre + 0.3 * torch.randn_like(weight)
 
 

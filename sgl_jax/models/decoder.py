@@ -61,7 +61,10 @@ class BuildOptions(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then a feed-forward layer, each normalised before and added to its input."""
+    """Attention, then a feed-forward layer, each normalised before and added to its input.
+
+    Some models normalise what they add, too.
+    """
 
     def __init__(
         self,
@@ -69,11 +72,18 @@ class DecoderLayer(nnx.Module):
         attention: Attention,
         post_attention_norm: RMSNorm,
         mlp: GatedMLP | MixtureOfExperts,
+        *,
+        attended_norm: RMSNorm | None = None,
+        mlp_output_norm: RMSNorm | None = None,
     ) -> None:
+        """`post_attention_norm` is that of the feed-forward layer's input; the last two are those
+        of what attention and the feed-forward layer add."""
         self.input_norm = input_norm
         self.attention = attention
         self.post_attention_norm = post_attention_norm
         self.mlp = mlp
+        self.attended_norm = attended_norm
+        self.mlp_output_norm = mlp_output_norm
 
     def __call__(
         self,
@@ -85,8 +95,13 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, kv_cache)."""
         attended, kv_cache = self.attention(self.input_norm(hidden), by, batch, kv_cache, layer)
-        hidden = hidden + attended
-        return hidden, self.mlp(self.post_attention_norm(hidden)), kv_cache
+        hidden = hidden + _normalised(attended, self.attended_norm)
+        added = self.mlp(self.post_attention_norm(hidden))
+        return hidden, _normalised(added, self.mlp_output_norm), kv_cache
+
+
+def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    return x if norm is None else norm(x)
 
 
 # One or two terms whose sum is the hidden state, [T, hidden_size] each; and the KV cache.
@@ -97,6 +112,16 @@ Carry = tuple[tuple[jax.Array, ...], jax.Array]
 LayerBuilder = Callable[[ModelConfig, LayerSpec, BuildOptions], DecoderLayer]
 
 
+class Architecture(NamedTuple):
+    """What makes a family of models, beside the config of each."""
+
+    build_layer: LayerBuilder
+    norms_from_one: bool = False  # of the last norm, see `RMSNorm`; layers have their own
+    scales_embedding: bool = False  # by the root of the hidden size
+    prefix: str = ""  # of the names of all tensors
+    spare_prefixes: tuple[str, ...] = ()  # of tensors that no parameter is made of
+
+
 class CausalLM(nnx.Module):
     """The whole model.
 
@@ -105,34 +130,36 @@ class CausalLM(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, build_layer: LayerBuilder, options: BuildOptions
+        self, config: ModelConfig, architecture: Architecture, options: BuildOptions
     ) -> None:
-        """Declare it, of layers that `build_layer` makes."""
+        """Declare it."""
         self.config = config
+        self.architecture = architecture
         self.unrolled_layers = options.unrolled_layers
         self.defers_sum = options.defers_sum
         self.stretches = find_stretches(config.layers)
         self.layers = nnx.Dict(
             {
-                str(layers[0]): self._stack(build_layer, layers, options)
+                str(layers[0]): self._stack(layers, options)
                 for stretch in self.stretches
                 for layers in map(stretch.layers_like, range(stretch.period))
             }
         )
         hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
         rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings
-        table = Padded(Tensor("model.embed_tokens.weight", (vocab, hidden)), rows, axis=0)
-        head = Tensor("lm_head.weight", (hidden, vocab), transposed=True)
+        name = f"{architecture.prefix}{{}}.weight".format
+        table = Padded(Tensor(name("model.embed_tokens"), (vocab, hidden)), rows, axis=0)
+        head = Tensor(name("lm_head"), (hidden, vocab), transposed=True)
         self.embedding = Embedding(table, vocab, dtype, is_head=tied)
-        self.norm = RMSNorm(Tensor("model.norm.weight", (hidden,)), config.rms_norm_eps, dtype)
+        norm = Tensor(name("model.norm"), (hidden,))
+        self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
 
-    def _stack(
-        self, build_layer: LayerBuilder, layers: range, options: BuildOptions
-    ) -> DecoderLayer:
-        layer = build_layer(self.config, self.config.layers[layers[0]], options)
+    def _stack(self, layers: range, options: BuildOptions) -> DecoderLayer:
+        own = self.architecture
+        layer = own.build_layer(self.config, self.config.layers[layers[0]], options)
         shards = options.dp_size if options.shards_weights else 1
-        stack_layers(layer, layers, shards, LAYER_PREFIX)
+        stack_layers(layer, layers, shards, own.prefix + LAYER_PREFIX)
         return layer
 
     def __call__(
@@ -153,6 +180,8 @@ class CausalLM(nnx.Module):
             for rope in dict.fromkeys(spec.rope for spec in self.config.layers)
         }
         hidden = self.embedding(token_ids)
+        if self.architecture.scales_embedding:  # by a number of the model's type
+            hidden = hidden * jnp.asarray(self.config.hidden_size**0.5, hidden.dtype)
         terms: tuple[jax.Array, ...] = (hidden,)
         if self.defers_sum:
             terms = (hidden, jnp.zeros_like(hidden))
@@ -202,5 +231,6 @@ class CausalLM(nnx.Module):
 
     def is_spare(self, tensor: str) -> bool:
         """Whether a checkpoint may hold this tensor although no parameter is made of it."""
-        tied_head = self.lm_head is None and tensor == "lm_head.weight"
-        return tied_head or tensor.endswith(_SPARE_SUFFIX)
+        own = self.architecture
+        tied_head = self.lm_head is None and tensor == f"{own.prefix}lm_head.weight"
+        return tied_head or tensor.endswith(_SPARE_SUFFIX) or tensor.startswith(own.spare_prefixes)

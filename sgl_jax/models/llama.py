@@ -40,9 +40,12 @@ def llama_layer(
     )
 
 
-def norm(name: str, size: int, config: ModelConfig, options: BuildOptions) -> RMSNorm:
+def norm(
+    name: str, size: int, config: ModelConfig, options: BuildOptions, *, from_one: bool = False
+) -> RMSNorm:
     """Declare one of a layer's norms."""
-    return RMSNorm(Tensor(f"{name}.weight", (size,)), config.rms_norm_eps, options.dtype)
+    weight = Tensor(f"{name}.weight", (size,))
+    return RMSNorm(weight, config.rms_norm_eps, options.dtype, from_one=from_one)
 
 
 def attention(
@@ -52,11 +55,14 @@ def attention(
     *,
     qkv_bias: bool = False,
     qk_norm: bool = False,
+    norms_from_one: bool = False,
 ) -> Attention:
     """Declare the attention of a layer.
 
     `qkv_bias`: the projections of Q, K and V have biases even where the config does not give them
-    to all four. Raises ValueError if heads cannot be dealt out to `tp_size` chips.
+    to all four. `norms_from_one`: see `RMSNorm`.
+
+    Raises ValueError if heads cannot be dealt out to `tp_size` chips.
     """
     heads = Heads(
         config.num_heads,
@@ -72,7 +78,9 @@ def attention(
     output = Tensor("self_attn.o_proj.weight", (width, hidden), transposed=True)
     output_bias = Tensor("self_attn.o_proj.bias", (hidden,)) if config.attention_bias else None
     q_norm, k_norm = (
-        norm(f"self_attn.{x}_norm", config.head_dim, config, options) if qk_norm else None
+        norm(f"self_attn.{x}_norm", config.head_dim, config, options, from_one=norms_from_one)
+        if qk_norm
+        else None
         for x in "qk"
     )
     return Attention(

@@ -75,6 +75,9 @@ def test_rms_norm():
     actual, params = run(RMSNorm(Tensor("norm", (16,)), 1e-3, jnp.float32), "__call__", x)
     scale = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-3)
     np.testing.assert_allclose(actual, x * scale * params["weight"], atol=TOLERANCE)
+    from_one = RMSNorm(Tensor("norm", (16,)), 1e-3, jnp.float32, from_one=True)
+    actual, params = run(from_one, "__call__", x)
+    np.testing.assert_allclose(actual, x * scale * (1 + params["weight"]), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

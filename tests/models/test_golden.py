@@ -25,7 +25,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-WITH_WINDOWS = ("mistral", "qwen2_windows")
+WITH_WINDOWS = ("mistral", "qwen2_windows", "gemma3")
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", *WITH_WINDOWS)
 CACHE_SPEC = P(None, "data", "tensor", None, None)
 TOLERANCE = 1e-4
@@ -167,7 +167,11 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ],
         ("qwen3", UNROLLED),
         ("qwen3_moe_mixed", UNROLLED),
+        ("gemma3", SPLIT_WEIGHTS),
+        ("gemma3", MORE_CHIPS_THAN_KV_HEADS),
+        ("gemma3", UNROLLED),
         pytest.param("qwen3_moe", SIMULATED_TPU, marks=pytest.mark.long),
+        pytest.param("gemma3", SIMULATED_TPU, marks=pytest.mark.long),
     ],
     ids=str,
 )
