@@ -17,8 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -44,6 +48,8 @@ COMMON = {
     "eos_token_id": 249,
     "bos_token_id": 248,
 }
+SMALL = COMMON | {"hidden_size": 32, "intermediate_size": 48}
+del SMALL["num_hidden_layers"]
 
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "llama": (
@@ -91,6 +97,39 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             tie_word_embeddings=False,
         ),
     ),
+    # Windows shorter than the prompt, from here on.
+    "mistral": (
+        MistralForCausalLM,
+        MistralConfig(**SMALL, num_hidden_layers=2, head_dim=16, sliding_window=11),
+    ),
+    "qwen2_windows": (
+        Qwen2ForCausalLM,
+        Qwen2Config(
+            **SMALL,
+            num_hidden_layers=4,
+            use_sliding_window=True,
+            sliding_window=9,
+            max_window_layers=1,
+            tie_word_embeddings=True,
+        ),
+    ),
+    # A period of three, twice, and then two layers with windows.
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(
+            **SMALL,
+            num_hidden_layers=8,
+            head_dim=16,
+            sliding_window=10,
+            sliding_window_pattern=3,
+            query_pre_attn_scalar=20,
+            final_logit_softcapping=9.0,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        ),
+    ),
 }
 
 
@@ -98,7 +137,8 @@ def randomise(model: PreTrainedModel) -> None:
     """Give norms and biases values too, or a test could not tell that they are used."""
     for name, weight in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
-            centre = 1.0 if "norm" in name else 0.0
+            is_factor = "norm" in name and not isinstance(model, Gemma3ForCausalLM)
+            centre = 1.0 if is_factor else 0.0
             weight.data = centre + 0.3 * torch.randn_like(weight)
 
 

@@ -13,15 +13,18 @@ from sgl_jax.layers.parameter import Declaration, Path
 def dummy_params(
     declared: Mapping[Path, Declaration], initializer_range: float, seed: int
 ) -> dict[Path, jax.Array]:
-    """Normal weights of standard deviation `initializer_range`, norms at 1.
+    """Normal weights of standard deviation `initializer_range`, norms that multiply by 1.
 
     They depend on the seed, the parameter's name and its shape, not on the mesh: each chip makes
     its own part.
     """
     params = {}
     for path, own in declared.items():
-        if own.initial == "ones":
-            params[path] = jnp.ones(own.array.shape, own.array.dtype, device=own.array.sharding)
+        if own.initial != "normal":
+            value = 1 if own.initial == "ones" else 0
+            params[path] = jnp.full(
+                own.array.shape, value, own.array.dtype, device=own.array.sharding
+            )
         else:
             name = zlib.crc32("/".join(path).encode())
             key = jax.random.fold_in(jax.random.key(seed), name)

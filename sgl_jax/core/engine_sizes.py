@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 
-
 # Whose drafts a decode row may hold slots for: two steps in flight, and the one that is planned.
 _STEPS_AHEAD = 3
 

@@ -47,6 +47,7 @@ class HeadNorm(NamedTuple):
 
     weight: Any  # [head_dim]; in the kernel [1, head_dim]
     eps: float
+    from_one: bool = False  # multiplied by 1 + weight
 
 
 class _Shape(NamedTuple):
@@ -116,7 +117,9 @@ def rotated_heads(
     whole = pl.BlockSpec((1, head_dim), lambda i: (0, 0))
     kernel = pl.pallas_call(
         partial(
-            _kernel, shape=shape, eps=tuple(None if norm is None else norm.eps for norm in norms)
+            _kernel,
+            shape=shape,
+            norms=tuple(None if norm is None else norm._replace(weight=None) for norm in norms),
         ),
         name=PLAIN_NAME if q_norm is k_norm is None else NORMALISED_NAME,
         out_shape=results,
@@ -145,12 +148,12 @@ def _kernel(
     by_token: Any,
     *,
     shape: _Shape,
-    eps: tuple[float | None, ...],
+    norms: tuple[HeadNorm | None, ...],
 ) -> None:
     at_once = math.gcd(qkv.shape[0], TOKENS_AT_ONCE)
     q_norm, k_norm = (
-        None if own_eps is None else HeadNorm(weight[...].astype(jnp.float32), own_eps)
-        for weight, own_eps in zip((q_weight, k_weight), eps, strict=True)
+        None if norm is None else norm._replace(weight=_factor(weight, norm.from_one))
+        for weight, norm in zip((q_weight, k_weight), norms, strict=True)
     )
 
     @pl.loop(0, qkv.shape[0] // at_once)
@@ -178,6 +181,12 @@ def _parts(head_dim: int) -> list[slice]:
 def _twice(half: jax.Array, sign: float) -> jax.Array:
     """[R, D / 2] for both halves of a head, of which the first is multiplied by `sign`."""
     return jnp.concatenate([half * sign, half], axis=1)
+
+
+def _factor(weight: Any, from_one: bool) -> jax.Array:
+    """What normalised heads are multiplied by, float32 [1, D]."""
+    wide = weight[...].astype(jnp.float32)
+    return wide + 1.0 if from_one else wide
 
 
 def _normalised(head: jax.Array, norm: HeadNorm | None) -> jax.Array:

@@ -15,7 +15,7 @@ from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation
-from sgl_jax.layers.sources import Heads
+from sgl_jax.layers.sources import Heads, Source
 
 
 class KVScales(nnx.Module):
@@ -89,19 +89,21 @@ class Attention(nnx.Module):
         qkv_heads: QKVHeads = xla_qkv_heads,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
-        sliding_window: int | None = None,
+        scores: ScoreOptions,
+        sinks: Source | None = None,
         has_kv_scales: bool = False,
     ) -> None:
         """`qkv` is split by its outputs, `output` by its inputs; `attend` is the kernel, and
-        `qkv_heads` what comes before it; the norms are those of each query and key;
-        `has_kv_scales` adds the scales of an 8-bit cache."""
+        `qkv_heads` what comes before it; the norms are those of each query and key; `sinks`,
+        [num_heads], are left out of `scores`; `has_kv_scales` adds the scales of an 8-bit cache."""
         self.heads = heads
         self.qkv = qkv
         self.output = output
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.kv_scales = KVScales(heads.num_kv) if has_kv_scales else None
-        self.sliding_window = sliding_window
+        self.scores = scores
+        self.sinks = None if sinks is None else parameter(sinks, jnp.float32, TENSOR_AXIS)
         self.attend = attend
         self.qkv_heads = qkv_heads
 
@@ -117,15 +119,10 @@ class Attention(nnx.Module):
         q, k, v = self.qkv_heads(self.qkv(x), self.heads, self.q_norm, self.k_norm, by)
         if self.kv_scales is not None:
             q, k, v = self.kv_scales.before(q, k, v)
-        out, kv_cache = self.attend(
-            q,
-            k,
-            v,
-            kv_cache,
-            layer,
-            batch,
-            ScoreOptions(scale=q.shape[-1] ** -0.5, sliding_window=self.sliding_window),
-        )
+        scores = self.scores
+        if self.sinks is not None:
+            scores = scores._replace(sinks=self.sinks[...])
+        out, kv_cache = self.attend(q, k, v, kv_cache, layer, batch, scores)
         if self.kv_scales is not None:
             out = self.kv_scales.after(out)
         return self.output(out.reshape(x.shape[0], -1)), kv_cache

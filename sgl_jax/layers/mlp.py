@@ -1,20 +1,30 @@
 """The gated feed-forward layer, its inner width split over the tensor axis."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import jax
 from flax import nnx
 
 from sgl_jax.layers.linear import Linear
 
+Activation = Callable[[jax.Array], jax.Array]
+# By their names in config files; this gelu is the one with tanh.
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {"silu": jax.nn.silu, "gelu_pytorch_tanh": jax.nn.gelu}
+)
+
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, gate: Linear, up: Linear, down: Linear) -> None:
+    def __init__(self, gate: Linear, up: Linear, down: Linear, activation: Activation) -> None:
         """`gate` and `up` are split by their outputs, `down` by its inputs."""
         self.gate = gate
         self.up = up
         self.down = down
+        self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x and the result: [T, hidden]."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))

@@ -11,14 +11,22 @@ from sgl_jax.layers.sources import Source
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last axis, computed in float32 (arXiv 1910.07467)."""
+    """x / rms(x) * weight over the last axis, computed in float32 (arXiv 1910.07467).
 
-    def __init__(self, weight: Source, eps: float, dtype: DTypeLike) -> None:
-        self.weight = parameter(weight, dtype, initial="ones")
+    With `from_one` the factor is 1 + weight, and the product is rounded once, as Gemma has it.
+    """
+
+    def __init__(
+        self, weight: Source, eps: float, dtype: DTypeLike, *, from_one: bool = False
+    ) -> None:
+        self.weight = parameter(weight, dtype, initial="zeros" if from_one else "ones")
         self.eps = eps
+        self.from_one = from_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise x [..., size]; the result has x's dtype."""
         wide = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.from_one:
+            return (wide * scale * (1.0 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return (wide * scale).astype(x.dtype) * self.weight[...]

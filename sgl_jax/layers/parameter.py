@@ -21,7 +21,7 @@ from sgl_jax.layers.sources import Shape, Source, Stacked
 ParamTree = dict[str, Any]
 Path = tuple[str, ...]  # of a leaf of such a tree: ("norm", "weight")
 
-Initial = Literal["normal", "ones"]
+Initial = Literal["normal", "ones", "zeros"]
 # What a step reads of it: all, the rows of its tokens, or the experts that its tokens are sent to.
 Read = Literal["all", "rows", "experts"]
 

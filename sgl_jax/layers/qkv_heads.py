@@ -75,7 +75,10 @@ def pallas_qkv_heads(
         qkv,
         by.cos[:, 0],
         by.sin[:, 0],
-        *(None if x is None else HeadNorm(x.weight[...], x.eps) for x in (q_norm, k_norm)),
+        *(
+            None if x is None else HeadNorm(x.weight[...], x.eps, x.from_one)
+            for x in (q_norm, k_norm)
+        ),
         group=heads.group,
         head_dim=heads.head_dim,
         interpret=interpret,

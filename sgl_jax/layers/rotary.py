@@ -28,12 +28,18 @@ def inverse_frequencies(
     low_freq_factor: float = 1.0,
     high_freq_factor: float = 4.0,
     original_max_position_embeddings: int = 8192,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
 ) -> NDArray[np.float32]:
     """Angle per position of each pair of dimensions, [head_dim / 2].
 
     "linear" divides all of them by `factor`. "llama3" divides those whose wavelength exceeds
     original / low_freq_factor by `factor`, leaves those below original / high_freq_factor, and
-    blends in between: for contexts longer than Llama 3 was pre-trained on.
+    blends in between: for contexts longer than Llama 3 was pre-trained on. "yarn" (arXiv
+    2309.00071) leaves those that turn more than `beta_fast` times in the original context, divides
+    those that turn less than `beta_slow` times, and blends in between, linearly by dimension, whose
+    bounds are whole ones if `truncate`.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     frequencies = (1.0 / theta**exponents).astype(np.float64)
@@ -44,15 +50,32 @@ def inverse_frequencies(
         blend = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
         blend = np.clip(blend, 0.0, 1.0)
         frequencies = frequencies * (blend + (1.0 - blend) / factor)
+    if kind == "yarn":
+        # Dimension (of the first half) whose pair turns so many times in the original context.
+        first, last = (
+            head_dim
+            * math.log(original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+            for turns in (beta_fast, beta_slow)
+        )
+        if truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        width = last - first or 0.001
+        stretched = np.clip((np.arange(head_dim // 2) - first) / width, 0.0, 1.0)
+        frequencies = frequencies * (1.0 - stretched + stretched / factor)
     return frequencies.astype(np.float32)
 
 
-def rotation(positions: jax.Array, frequencies: NDArray[np.float32]) -> Rotation:
-    """The rotation of tokens at `positions`, int32 [T]."""
+def rotation(
+    positions: jax.Array, frequencies: NDArray[np.float32], factor: float = 1.0
+) -> Rotation:
+    """The rotation of tokens at `positions`, int32 [T], which also multiplies them by `factor`."""
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    turned = jnp.cos(angles) * factor, jnp.sin(angles) * factor
     # Behind the barrier they cannot reach the loop over layers: there the TPU's compiler would
     # compute them anew in each turn.
-    return Rotation(*lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles))))
+    return Rotation(*lax.optimization_barrier(turned))
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:

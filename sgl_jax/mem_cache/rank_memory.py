@@ -104,6 +104,7 @@ class RankMemory:
             [number for number, group in enumerate(sizes.groups) if group.pool == pool]
             for pool in range(num_pools)
         ]
+        self._num_tables = [len(numbers) for numbers in self.groups_of]
         self.allocators = tuple(
             PageAllocator(num_pages, self._pool_name(pool))
             for pool, num_pages in enumerate(sizes.pool_pages)
@@ -285,12 +286,16 @@ class RankMemory:
         If it must evict, it evicts a few more: a decode step takes a few pages, and many at once
         cost the host little more than few.
         """
+        for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True):
+            if num_pages * num_tables > allocator.num_free:
+                return self._evict_for(num_pages)
+        return True
+
+    def _evict_for(self, num_pages: int) -> bool:
         deficits = [
-            num_pages * len(groups) - allocator.num_free
-            for groups, allocator in zip(self.groups_of, self.allocators, strict=True)
+            num_pages * num_tables - allocator.num_free
+            for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True)
         ]
-        if max(deficits) <= 0:
-            return True
         if deficits[0] > self.cache.num_evictable:
             return False
         for deficit, ahead in zip(deficits, self._num_evicted_ahead, strict=True):
@@ -323,7 +328,7 @@ class RankMemory:
     def tokens_that_fit(self, row: int) -> int:
         """Tokens that `row` could hold with all that is free or evictable."""
         held = self.pages_for(int(self.rows.kv_allocated_len[row]))
-        return (held + self.num_available_pages // len(self.groups_of[0])) * self.page_size
+        return (held + self.num_available_pages // self._num_tables[0]) * self.page_size
 
     def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
         """`grow_rows` of this rank's rows alone; whether there was enough memory."""

@@ -2,7 +2,8 @@
 
 `publish_prefix` offers what a lease has written to the prefix cache while the request goes on;
 `free_tail` gives back slots that were reserved ahead and are not needed after all;
-`let_go_windows` those that the windows of rows have passed; `adopt_prefix` those whose tokens the tree turns out to have as well;
+`let_go_windows` those that windows have passed;
+`adopt_prefix` those whose tokens the tree turns out to have as well;
 `release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
 retract, disconnect, error and shutdown all end a lease here. Unless the cache takes the lease
 over: the session keeps that of its turn, and nothing is freed. `resume_lease` hands it to the next

@@ -72,6 +72,8 @@ class RowTables:
         first_row: int = 0,
     ) -> None:
         self.pages = pages
+        # Page tables that a row has, and pages that each can list.
+        _, self.num_groups, self.pages_per_row = pages.shape
         self.first_pages = first_pages
         # One array, so that all lengths of all rows are proved in order by one comparison.
         self.lengths = lengths
@@ -102,16 +104,6 @@ class RowTables:
             self.page_log,
             self.first_row + rows.start,
         )
-
-    @property
-    def num_groups(self) -> int:
-        """Page tables that a row has."""
-        return int(self.pages.shape[1])
-
-    @property
-    def pages_per_row(self) -> int:
-        """Pages of a group that a row can list."""
-        return int(self.pages.shape[2])
 
     def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
         """`row` lists `pages` int32[groups, n], which must not change afterwards, from column

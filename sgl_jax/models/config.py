@@ -1,7 +1,8 @@
 """What a model is: the fields of a Hugging Face `config.json` that matter, checked.
 
-Owns the reading of config files. What the engine cannot honour is refused here, by name, and
-never ignored.
+Owns the reading of config files: `config_fields` has the kinds of fields, `config_defaults` what
+may be left out, `layer_specs` what is said of each layer. What the engine cannot honour is
+refused, by name, and never ignored.
 """
 
 import json
@@ -12,54 +13,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.models.config_defaults import architecture_name, completed
+from sgl_jax.models.config_fields import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    ModelConfigError,
+    is_int,
+    optional_float,
+    positive_float,
+    positive_int,
+    switch,
+)
+from sgl_jax.models.layer_specs import LayerSpec, MoeConfig, RopeConfig, read_layers
 
-RopeKind = Literal["default", "linear", "llama3"]
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
-_MAX_INT = 2**31 - 1
+__all__ = [
+    "CONFIG_FILE",
+    "CacheGroup",
+    "LayerSpec",
+    "ModelConfig",
+    "ModelConfigError",
+    "MoeConfig",
+    "RopeConfig",
+]
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
 _NO_PADDING = -1  # what some models of old say for "none"
-
-
-class ModelConfigError(ValueError):
-    """A config.json that is incomplete, inconsistent, or asks for something unsupported.
-
-    `file` is where the fault lies.
-    """
-
-    def __init__(self, message: str, file: str = CONFIG_FILE) -> None:
-        super().__init__(message)
-        self.file = file
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: its base frequency and how long contexts stretch it."""
-
-    theta: float = 10000.0
-    kind: RopeKind = "default"
-    factor: float = 1.0  # linear and llama3: positions are stretched by this
-    low_freq_factor: float = 1.0  # llama3 only, like the two below
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-
-@dataclass(frozen=True)
-class MoeConfig:
-    """Mixture of experts: each token is served by the `top_k` experts its router likes best."""
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    norm_topk_prob: bool  # the chosen experts' weights are scaled to sum to 1
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What one layer is, as far as layers of a model may differ."""
-
-    rope: RopeConfig
-    sliding_window: int | None  # None: attention to all tokens
-    moe: MoeConfig | None  # None: a dense feed-forward layer
 
 
 @dataclass(frozen=True)
@@ -78,6 +57,11 @@ class ModelConfig:
     tie_word_embeddings: bool
     initializer_range: float
     eos_token_ids: tuple[int, ...]
+    activation: Activation  # of the gate of feed-forward layers
+    attention_bias: bool  # all four projections of attention have biases
+    score_scale: float  # multiplies query times key
+    score_soft_cap: float | None  # scores become cap * tanh(score / cap)
+    logit_soft_cap: float | None  # and so do logits
     layers: tuple[LayerSpec, ...]  # the first is next to the embedding
 
     @property
@@ -132,37 +116,42 @@ class ModelConfig:
         cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> "ModelConfig":
         """Build from the contents of config.json and generation_config.json."""
+        raw = completed(raw)
         _refuse_unsupported(raw)
-        num_heads = _positive_int(raw, "num_attention_heads")
-        hidden_size = _positive_int(raw, "hidden_size")
-        num_kv_heads = _positive_int(raw, "num_key_value_heads", default=num_heads)
+        num_heads = positive_int(raw, "num_attention_heads")
+        hidden_size = positive_int(raw, "hidden_size")
+        num_kv_heads = positive_int(raw, "num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
             raise ModelConfigError(
                 f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads "
                 f"({num_kv_heads})"
             )
-        head_dim = _positive_int(raw, "head_dim", default=hidden_size // num_heads)
+        head_dim = positive_int(raw, "head_dim", default=hidden_size // num_heads)
         if head_dim % 2:
             raise ModelConfigError(f"head_dim must be even, got {head_dim}")
-        num_layers = _positive_int(raw, "num_hidden_layers")
-        max_positions = _positive_int(raw, "max_position_embeddings")
-        vocab_size = _positive_int(raw, "vocab_size")
+        max_positions = positive_int(raw, "max_position_embeddings")
+        vocab_size = positive_int(raw, "vocab_size")
         for file, source in ((CONFIG_FILE, raw), (GENERATION_FILE, generation or {})):
             _check_token_ids(source, file, vocab_size)
         return cls(
-            architecture=_architecture(raw),
+            architecture=architecture_name(raw),
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            intermediate_size=_positive_int(raw, "intermediate_size"),
-            rms_norm_eps=_positive_float(raw, "rms_norm_eps"),
+            intermediate_size=positive_int(raw, "intermediate_size"),
+            rms_norm_eps=positive_float(raw, "rms_norm_eps"),
             max_position_embeddings=max_positions,
-            tie_word_embeddings=_switch(raw, "tie_word_embeddings"),
-            initializer_range=_positive_float(raw, "initializer_range", default=0.02),
+            tie_word_embeddings=switch(raw, "tie_word_embeddings"),
+            initializer_range=positive_float(raw, "initializer_range", default=0.02),
             eos_token_ids=_eos_token_ids(raw, generation or {}),
-            layers=_layers(raw, num_layers, max_positions),
+            activation=_activation(raw),
+            attention_bias=switch(raw, "attention_bias"),
+            score_scale=positive_float(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5,
+            score_soft_cap=optional_float(raw, "attn_logit_softcapping"),
+            logit_soft_cap=optional_float(raw, "final_logit_softcapping"),
+            layers=read_layers(raw, max_positions),
         )
 
 
@@ -178,39 +167,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _required(raw: Mapping[str, Any], name: str) -> Any:
-    if raw.get(name) is None:
-        raise ModelConfigError(f"config.json lacks {name!r}")
-    return raw[name]
-
-
-def _positive_int(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = default if default is not None and raw.get(name) is None else _required(raw, name)
-    if not _is_int(value) or not 1 <= value <= _MAX_INT:
-        raise ModelConfigError(f"{name} must be a positive integer below 2**31, got {value!r}")
-    return int(value)
-
-
-def _positive_float(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = default if default is not None and raw.get(name) is None else _required(raw, name)
-    is_number = _is_int(value) or isinstance(value, float)
-    if not is_number or not 0 < value < math.inf:  # nor NaN
-        raise ModelConfigError(f"{name} must be a positive number, got {value!r}")
-    return float(value)
-
-
-def _switch(raw: Mapping[str, Any], name: str) -> bool:
-    """False if absent."""
-    value = raw.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ModelConfigError(f"{name} must be true or false, got {value!r}")
-    return bool(value)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_token_ids(source: Mapping[str, Any], file: str, vocab_size: int) -> None:
     """What the file calls by token id is in the vocabulary."""
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
@@ -218,23 +174,14 @@ def _check_token_ids(source: Mapping[str, Any], file: str, vocab_size: int) -> N
         for token in value if isinstance(value, list) else [] if value is None else [value]:
             if name == "pad_token_id" and token == _NO_PADDING:
                 continue
-            if not _is_int(token) or not 0 <= token < vocab_size:
+            if not is_int(token) or not 0 <= token < vocab_size:
                 raise ModelConfigError(
                     f"{name} must be a token id in [0, {vocab_size}), got {token!r}", file
                 )
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = _required(raw, "architectures")
-    if not isinstance(names, list) or len(names) != 1:
-        raise ModelConfigError(f"architectures must be a list of one name, got {names!r}")
-    return str(names[0])
-
-
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelConfigError(f"hidden_act must be 'silu', got {raw['hidden_act']!r}")
-    for name in ("attention_bias", "mlp_bias", "quantization_config"):
+    for name in ("mlp_bias", "use_bidirectional_attention", "quantization_config"):
         if raw.get(name):
             raise ModelConfigError(f"{name} = {raw[name]!r} is not supported")
     partial = raw.get("partial_rotary_factor")
@@ -242,34 +189,14 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ModelConfigError(f"partial_rotary_factor must be 1.0, got {partial!r}")
 
 
-def _layers(raw: Mapping[str, Any], num_layers: int, max_positions: int) -> tuple[LayerSpec, ...]:
-    rope, window = _rope(raw, max_positions), _sliding_window(raw, num_layers)
-    moe = _moe(raw)
-    is_sparse = [False] * num_layers if moe is None else _sparse_layers(raw, num_layers)
-    return tuple(LayerSpec(rope, window, moe if sparse else None) for sparse in is_sparse)
-
-
-def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ModelConfigError(f"rope_parameters and rope_scaling must be objects, got {scaling!r}")
-    theta = _positive_float({**raw, **scaling}, "rope_theta", default=10000.0)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, "linear", _positive_float(scaling, "factor"))
-    if kind == "llama3":
-        return RopeConfig(
-            theta,
-            "llama3",
-            _positive_float(scaling, "factor"),
-            _positive_float(scaling, "low_freq_factor"),
-            _positive_float(scaling, "high_freq_factor"),
-            _positive_int(scaling, "original_max_position_embeddings", default=max_positions),
-        )
-    raise ModelConfigError(f"rope type must be one of default, linear, llama3, got {kind!r}")
+def _activation(raw: Mapping[str, Any]) -> Activation:
+    # Gemma has it as hidden_activation.
+    name = "hidden_act" if raw.get("hidden_activation") is None else "hidden_activation"
+    value: Activation = raw.get(name) or "silu"
+    if value not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ModelConfigError(f"{name} must be one of {known}, got {value!r}")
+    return value
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -279,59 +206,3 @@ def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tup
         value = source.get("eos_token_id")
         ids += value if isinstance(value, list) else [] if value is None else [value]
     return tuple(dict.fromkeys(ids))
-
-
-def _sliding_window(raw: Mapping[str, Any], num_layers: int) -> int | None:
-    """The window of every layer, or None. Layers of both kinds in one model are refused."""
-    if not raw.get("use_sliding_window", raw.get("sliding_window") is not None):
-        return None
-    window = _positive_int(raw, "sliding_window")
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        full = raw.get("max_window_layers") or 0
-        if not _is_int(full) or full < 0:
-            raise ModelConfigError(f"max_window_layers must be 0 or more, got {full!r}")
-        full = min(full, num_layers)
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise ModelConfigError(f"layer_types must be a list of names, got {kinds!r}")
-    if set(kinds) == {"full_attention"}:
-        return None
-    if set(kinds) == {"sliding_attention"}:
-        return window
-    raise ModelConfigError(
-        "use_sliding_window with some layers full and some sliding (layer_types, "
-        "max_window_layers) is not supported"
-    )
-
-
-def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
-    # transformers 5 writes num_local_experts where earlier versions wrote num_experts.
-    count_name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
-    if raw.get(count_name) is None:
-        return None
-    num_experts = _positive_int(raw, count_name)
-    top_k = _positive_int(raw, "num_experts_per_tok")
-    if top_k > num_experts:
-        raise ModelConfigError(
-            f"num_experts_per_tok ({top_k}) must not exceed {count_name} ({num_experts})"
-        )
-    return MoeConfig(
-        num_experts=num_experts,
-        top_k=top_k,
-        intermediate_size=_positive_int(raw, "moe_intermediate_size"),
-        norm_topk_prob=_switch(raw, "norm_topk_prob"),
-    )
-
-
-def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Which layers have experts: every `decoder_sparse_step`-th, but not `mlp_only_layers`."""
-    step = _positive_int(raw, "decoder_sparse_step", default=1)
-    dense = raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(
-        _is_int(layer) and 0 <= layer < num_layers for layer in dense
-    ):
-        raise ModelConfigError(
-            f"mlp_only_layers must be a list of layers in [0, {num_layers}), got {dense!r}"
-        )
-    return [(layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)]

@@ -52,8 +52,8 @@ class BuildOptions(NamedTuple):
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
-    # How layers are run, by what the compiler makes of it (docs/planning.md): periods of layers in
-    # one turn of the loop, and whether a layer's last sum is left to the next layer's norm.
+    # How layers are run, by what the compiler makes of it (docs/planning.md): how many in one turn
+    # of the loop, in whole periods, and whether a layer's last sum is left to the next one's norm.
     unrolled_layers: int = 1
     defers_sum: bool = False
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
@@ -61,7 +61,10 @@ class BuildOptions(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then a feed-forward layer, each normalised before and added to its input."""
+    """Attention, then a feed-forward layer, each normalised before and added to its input.
+
+    Some models normalise what they add, too.
+    """
 
     def __init__(
         self,
@@ -69,11 +72,18 @@ class DecoderLayer(nnx.Module):
         attention: Attention,
         post_attention_norm: RMSNorm,
         mlp: GatedMLP | MixtureOfExperts,
+        *,
+        attended_norm: RMSNorm | None = None,
+        mlp_output_norm: RMSNorm | None = None,
     ) -> None:
+        """`post_attention_norm` is that of the feed-forward layer's input; the last two are those
+        of what attention and the feed-forward layer add."""
         self.input_norm = input_norm
         self.attention = attention
         self.post_attention_norm = post_attention_norm
         self.mlp = mlp
+        self.attended_norm = attended_norm
+        self.mlp_output_norm = mlp_output_norm
 
     def __call__(
         self,
@@ -85,8 +95,13 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, kv_cache)."""
         attended, kv_cache = self.attention(self.input_norm(hidden), by, batch, kv_cache, layer)
-        hidden = hidden + attended
-        return hidden, self.mlp(self.post_attention_norm(hidden)), kv_cache
+        hidden = hidden + _normalised(attended, self.attended_norm)
+        added = self.mlp(self.post_attention_norm(hidden))
+        return hidden, _normalised(added, self.mlp_output_norm), kv_cache
+
+
+def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    return x if norm is None else norm(x)
 
 
 # One or two terms whose sum is the hidden state, [T, hidden_size] each; and the KV pools.
@@ -97,6 +112,16 @@ Carry = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 LayerBuilder = Callable[[ModelConfig, LayerSpec, BuildOptions], DecoderLayer]
 
 
+class Architecture(NamedTuple):
+    """What makes a family of models, beside the config of each."""
+
+    build_layer: LayerBuilder
+    norms_from_one: bool = False  # of the last norm, see `RMSNorm`; layers have their own
+    scales_embedding: bool = False  # by the root of the hidden size
+    prefix: str = ""  # of the names of all tensors
+    spare_prefixes: tuple[str, ...] = ()  # of tensors that no parameter is made of
+
+
 class CausalLM(nnx.Module):
     """The whole model.
 
@@ -105,35 +130,37 @@ class CausalLM(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, build_layer: LayerBuilder, options: BuildOptions
+        self, config: ModelConfig, architecture: Architecture, options: BuildOptions
     ) -> None:
-        """Declare it, of layers that `build_layer` makes."""
+        """Declare it."""
         self.config = config
+        self.architecture = architecture
         self.unrolled_layers = options.unrolled_layers
         self.defers_sum = options.defers_sum
         self.stretches = find_stretches(config.layers)
         self.cache_groups = config.cache_groups()
         self.layers = nnx.Dict(
             {
-                str(layers[0]): self._stack(build_layer, layers, options)
+                str(layers[0]): self._stack(layers, options)
                 for stretch in self.stretches
                 for layers in map(stretch.layers_like, range(stretch.period))
             }
         )
         hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
         rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings
-        table = Padded(Tensor("model.embed_tokens.weight", (vocab, hidden)), rows, axis=0)
-        head = Tensor("lm_head.weight", (hidden, vocab), transposed=True)
+        name = f"{architecture.prefix}{{}}.weight".format
+        table = Padded(Tensor(name("model.embed_tokens"), (vocab, hidden)), rows, axis=0)
+        head = Tensor(name("lm_head"), (hidden, vocab), transposed=True)
         self.embedding = Embedding(table, vocab, dtype, is_head=tied)
-        self.norm = RMSNorm(Tensor("model.norm.weight", (hidden,)), config.rms_norm_eps, dtype)
+        norm = Tensor(name("model.norm"), (hidden,))
+        self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
 
-    def _stack(
-        self, build_layer: LayerBuilder, layers: range, options: BuildOptions
-    ) -> DecoderLayer:
-        layer = build_layer(self.config, self.config.layers[layers[0]], options)
+    def _stack(self, layers: range, options: BuildOptions) -> DecoderLayer:
+        own = self.architecture
+        layer = own.build_layer(self.config, self.config.layers[layers[0]], options)
         shards = options.dp_size if options.shards_weights else 1
-        stack_layers(layer, layers, shards, LAYER_PREFIX)
+        stack_layers(layer, layers, shards, own.prefix + LAYER_PREFIX)
         return layer
 
     def __call__(
@@ -154,18 +181,24 @@ class CausalLM(nnx.Module):
             hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_pools.
         """
         turned = {
-            rope: rotation(
-                batches[0].positions, inverse_frequencies(self.config.head_dim, **asdict(rope))
-            )
+            rope: self._rotation(rope, batches[0].positions)
             for rope in dict.fromkeys(spec.rope for spec in self.config.layers)
         }
         hidden = self.embedding(token_ids)
+        if self.architecture.scales_embedding:  # by a number of the model's type
+            hidden = hidden * jnp.asarray(self.config.hidden_size**0.5, hidden.dtype)
         terms: tuple[jax.Array, ...] = (hidden,)
         if self.defers_sum:
             terms = (hidden, jnp.zeros_like(hidden))
         for stretch in self.stretches:
             terms, kv_pools = self._run(stretch, (terms, kv_pools), turned, batches)
         return self.norm(reduce(jnp.add, terms)), kv_pools
+
+    def _rotation(self, rope: RopeConfig, positions: jax.Array) -> Rotation:
+        settings = asdict(rope)
+        factor = settings.pop("attention_factor")
+        frequencies = inverse_frequencies(self.config.head_dim, **settings)
+        return rotation(positions, frequencies, factor)
 
     def _run(
         self,
@@ -195,7 +228,7 @@ class CausalLM(nnx.Module):
             return (terms, tuple(kv_pools)), None
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
-        unroll = min(self.unrolled_layers, stretch.repeats)
+        unroll = min(max(1, self.unrolled_layers // stretch.period), stretch.repeats)
         return lax.scan(run_period, carry, turns, unroll=unroll)[0]
 
     def _cached_at(self, stretch: Stretch, place: int) -> tuple[int, int, int]:
@@ -211,9 +244,13 @@ class CausalLM(nnx.Module):
     def logits(self, hidden: jax.Array) -> SplitLogits:
         """Of hidden [n, hidden_size], this chip's slice of the vocabulary."""
         head = self.embedding if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+        logits, cap = head.logits(hidden), self.config.logit_soft_cap
+        if cap is None:
+            return logits
+        return logits._replace(columns=cap * jnp.tanh(logits.columns / cap))
 
     def is_spare(self, tensor: str) -> bool:
         """Whether a checkpoint may hold this tensor although no parameter is made of it."""
-        tied_head = self.lm_head is None and tensor == "lm_head.weight"
-        return tied_head or tensor.endswith(_SPARE_SUFFIX)
+        own = self.architecture
+        tied_head = self.lm_head is None and tensor == f"{own.prefix}lm_head.weight"
+        return tied_head or tensor.endswith(_SPARE_SUFFIX) or tensor.startswith(own.spare_prefixes)

@@ -1,8 +1,9 @@
 """Llama: the plain decoder layer, which the other families vary, and its tensors' names."""
 
+from sgl_jax.kernels.attention.api import ScoreOptions
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
 from sgl_jax.layers.linear import Linear
-from sgl_jax.layers.mlp import GatedMLP
+from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.sources import FusedHeads, Heads, Tensor
@@ -25,16 +26,44 @@ def llama_layer(
         config: of the model.
         spec: of the layer.
         options: of the build.
-        qkv_bias: the projections of Q, K and V have biases.
+        qkv_bias: as of `attention`, like the next one.
         qk_norm: each query and key is normalised.
         experts: in place of the dense feed-forward layer.
 
     Raises ValueError if heads or widths cannot be dealt out to `tp_size` chips.
     """
+    return DecoderLayer(
+        norm("input_layernorm", config.hidden_size, config, options),
+        attention(config, spec, options, qkv_bias=qkv_bias, qk_norm=qk_norm),
+        norm("post_attention_layernorm", config.hidden_size, config, options),
+        experts or gated_mlp(config, options),
+    )
 
-    def norm(name: str, size: int) -> RMSNorm:
-        return RMSNorm(Tensor(f"{name}.weight", (size,)), config.rms_norm_eps, options.dtype)
 
+def norm(
+    name: str, size: int, config: ModelConfig, options: BuildOptions, *, from_one: bool = False
+) -> RMSNorm:
+    """Declare one of a layer's norms."""
+    weight = Tensor(f"{name}.weight", (size,))
+    return RMSNorm(weight, config.rms_norm_eps, options.dtype, from_one=from_one)
+
+
+def attention(
+    config: ModelConfig,
+    spec: LayerSpec,
+    options: BuildOptions,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    norms_from_one: bool = False,
+) -> Attention:
+    """Declare the attention of a layer.
+
+    `qkv_bias`: the projections of Q, K and V have biases even where the config does not give them
+    to all four. `norms_from_one`: see `RMSNorm`.
+
+    Raises ValueError if heads cannot be dealt out to `tp_size` chips.
+    """
     heads = Heads(
         config.num_heads,
         config.num_kv_heads,
@@ -47,25 +76,28 @@ def llama_layer(
         for kind, inputs in (("weight", (hidden,)), ("bias", ()))
     )
     output = Tensor("self_attn.o_proj.weight", (width, hidden), transposed=True)
-    return DecoderLayer(
-        norm("input_layernorm", hidden),
-        Attention(
-            heads,
-            Linear(qkv, options.dtype, "outputs", bias if qkv_bias else None),
-            Linear(output, options.dtype, "inputs"),
-            attend=options.attend,
-            qkv_heads=options.qkv_heads,
-            q_norm=norm("self_attn.q_norm", config.head_dim) if qk_norm else None,
-            k_norm=norm("self_attn.k_norm", config.head_dim) if qk_norm else None,
-            sliding_window=spec.sliding_window,
-            has_kv_scales=options.has_kv_scales,
-        ),
-        norm("post_attention_layernorm", hidden),
-        experts or _gated_mlp(config, options),
+    output_bias = Tensor("self_attn.o_proj.bias", (hidden,)) if config.attention_bias else None
+    q_norm, k_norm = (
+        norm(f"self_attn.{x}_norm", config.head_dim, config, options, from_one=norms_from_one)
+        if qk_norm
+        else None
+        for x in "qk"
+    )
+    return Attention(
+        heads,
+        Linear(qkv, options.dtype, "outputs", bias if qkv_bias or config.attention_bias else None),
+        Linear(output, options.dtype, "inputs", output_bias),
+        attend=options.attend,
+        qkv_heads=options.qkv_heads,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        scores=ScoreOptions(config.score_scale, spec.sliding_window, config.score_soft_cap),
+        has_kv_scales=options.has_kv_scales,
     )
 
 
-def _gated_mlp(config: ModelConfig, options: BuildOptions) -> GatedMLP:
+def gated_mlp(config: ModelConfig, options: BuildOptions) -> GatedMLP:
+    """Declare the feed-forward layer. Raises ValueError if its width cannot be dealt out."""
     hidden, width = config.hidden_size, config.intermediate_size
     require_divisible("intermediate_size", width, options.tp_size)
 
@@ -76,6 +108,7 @@ def _gated_mlp(config: ModelConfig, options: BuildOptions) -> GatedMLP:
         Linear(matrix("gate", hidden, width), options.dtype, "outputs"),
         Linear(matrix("up", hidden, width), options.dtype, "outputs"),
         Linear(matrix("down", width, hidden), options.dtype, "inputs"),
+        ACTIVATIONS[config.activation],
     )
 
 

@@ -4,17 +4,22 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sgl_jax.models.config import ModelConfig, ModelConfigError
-from sgl_jax.models.decoder import BuildOptions, CausalLM, LayerBuilder
+from sgl_jax.models.decoder import Architecture, BuildOptions, CausalLM
+from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from sgl_jax.models.llama import llama_layer
+from sgl_jax.models.mistral import mistral_layer
 from sgl_jax.models.qwen2 import qwen2_layer
 from sgl_jax.models.qwen3 import qwen3_layer, qwen3_moe_layer
 
-_LAYERS: Mapping[str, LayerBuilder] = MappingProxyType(
+_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "LlamaForCausalLM": llama_layer,
-        "Qwen2ForCausalLM": qwen2_layer,
-        "Qwen3ForCausalLM": qwen3_layer,
-        "Qwen3MoeForCausalLM": qwen3_moe_layer,
+        "Gemma3ForCausalLM": GEMMA3_TEXT,
+        "Gemma3ForConditionalGeneration": GEMMA3,
+        "LlamaForCausalLM": Architecture(llama_layer),
+        "MistralForCausalLM": Architecture(mistral_layer),
+        "Qwen2ForCausalLM": Architecture(qwen2_layer),
+        "Qwen3ForCausalLM": Architecture(qwen3_layer),
+        "Qwen3MoeForCausalLM": Architecture(qwen3_moe_layer),
     }
 )
 
@@ -26,9 +31,9 @@ def build_model(config: ModelConfig, options: BuildOptions) -> CausalLM:
         ModelConfigError: the architecture is unknown; the message lists those that are known.
         ValueError: the heads cannot be split over `tp_size` chips.
     """
-    if config.architecture not in _LAYERS:
-        known = ", ".join(sorted(_LAYERS))
+    if config.architecture not in _ARCHITECTURES:
+        known = ", ".join(sorted(_ARCHITECTURES))
         raise ModelConfigError(
             f"architecture {config.architecture!r} is not supported; supported: {known}"
         )
-    return CausalLM(config, _LAYERS[config.architecture], options)
+    return CausalLM(config, _ARCHITECTURES[config.architecture], options)

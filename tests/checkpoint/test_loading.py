@@ -246,6 +246,20 @@ def test_dummy_weights_are_random_and_do_not_depend_on_the_mesh():
     down = np.asarray(one["layers", "0", "mlp", "down", "weight"])
     assert 0.1 < down.std() < 0.2  # the config's initializer_range is 0.15
     assert np.all(np.asarray(one["norm", "weight"]) == 1)
+    from_one = load(GOLDEN / "gemma3", load_format="dummy")["norm", "weight"]
+    assert np.all(np.asarray(from_one) == 0)
+
+
+def test_of_a_checkpoint_of_images_and_text_the_text_is_read(tmp_path):
+    text = json.loads((GOLDEN / "gemma3" / "config.json").read_text())
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(GOLDEN / "gemma3" / "model.safetensors")
+    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    named["vision_tower.vision_model.post_layernorm.bias"] = np.zeros(3, np.float32)
+    named["multi_modal_projector.mm_soft_emb_norm.weight"] = np.zeros(3, np.float32)
+    save_file(named, tmp_path / "model.safetensors")
+    assert_same(load(tmp_path), load(GOLDEN / "gemma3"))
 
 
 def test_unlike_layers_are_stacked_with_their_like_and_named_by_the_first():

@@ -1,4 +1,4 @@
-"""A model whose layers are not all of one kind is served: the tokens of its golden data."""
+"""Models whose layers are not all of one kind are served: the tokens of their golden data."""
 
 from pathlib import Path
 
@@ -8,15 +8,19 @@ import pytest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
 
-FOLDER = Path(__file__).parents[1] / "golden" / "qwen3_moe_mixed"
+GOLDEN = Path(__file__).parents[1] / "golden"
+FAMILIES = ("qwen3_moe_mixed", "mistral", "qwen2_windows", "gemma3")
+SETTINGS = ({}, {"tp_size": 2}, {"dp_size": 2, "page_size": 1})
 
 
-@pytest.mark.parametrize("settings", [{}, {"tp_size": 2}, {"dp_size": 2, "page_size": 1}], ids=str)
-def test_dense_layers_among_sparse_ones_are_served(settings):
-    data = np.load(FOLDER / "golden.npz")
-    prompt, expected = data["prompt"].tolist(), data["greedy"].tolist()
-    with Engine(
-        str(FOLDER),
+def golden(family):
+    data = np.load(GOLDEN / family / "golden.npz")
+    return data["prompt"].tolist(), data["greedy"].tolist()
+
+
+def make_engine(family, **settings):
+    return Engine(
+        str(GOLDEN / family),
         device="cpu",
         max_running_requests=4,
         max_total_tokens=512,
@@ -24,9 +28,45 @@ def test_dense_layers_among_sparse_ones_are_served(settings):
         skip_warmup=True,
         check_memory="busy",
         **settings,
-    ) as engine:
-        greedy = SamplingParams(temperature=0.0, max_new_tokens=len(expected), ignore_eos=True)
+    )
+
+
+def greedy(num_tokens):
+    return SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [(family, settings) for family in FAMILIES for settings in SETTINGS],
+    ids=str,
+)
+def test_unlike_layers_are_served(family, settings):
+    prompt, expected = golden(family)
+    with make_engine(family, **settings) as engine:
         prompts = [prompt, prompt + expected[:3]]
-        answers = engine.generate(input_ids=prompts, sampling_params=greedy)
+        answers = engine.generate(input_ids=prompts, sampling_params=greedy(len(expected)))
     assert answers[0].output_ids == expected
     assert answers[1].output_ids[: len(expected) - 3] == expected[3:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_goes_on_from_the_cache_is_what_was_computed_without(family):
+    prompt, expected = golden(family)
+    with make_engine(family) as engine:
+        (first,) = engine.generate(input_ids=[prompt], sampling_params=greedy(len(expected)))
+        longer = prompt + expected[:5]
+        (second,) = engine.generate(input_ids=[longer], sampling_params=greedy(len(expected) - 5))
+    assert first.output_ids == expected
+    assert second.cached_tokens == len(longer) // 16 * 16
+    assert second.output_ids == expected[5:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_retracted_requests_end_as_if_they_had_not_been(family):
+    prompt, expected = golden(family)
+    with make_engine(family, test_retract=True, page_size=4) as engine:
+        prompts = [prompt, prompt[:30], prompt + expected[:3]]
+        answers = engine.generate(input_ids=prompts, sampling_params=greedy(len(expected)))
+        assert engine.server_info()["counters"]["requests_force_retracted"] > 0
+    assert answers[0].output_ids == expected
+    assert answers[2].output_ids[: len(expected) - 3] == expected[3:]

@@ -22,6 +22,7 @@ class Case(NamedTuple):
     head_dim: int = 128
     dtype: Any = jnp.float32
     normalised: tuple[bool, bool] = (True, True)  # queries, keys
+    from_one: bool = False
 
     @property
     def width(self):
@@ -35,6 +36,7 @@ CASES = {
     "keys alone normalised": Case(16, 1, 4, normalised=(False, True)),
     "three heads of 256": Case(24, 1, 3, head_dim=256),
     "more than 8 queries a token": Case(32, 3, 4, dtype=jnp.bfloat16),
+    "weights counted from one": Case(16, 1, 4, dtype=jnp.bfloat16, from_one=True),
     "one token": Case(1, 1, 2),
     "an odd number of tokens": Case(7, 2, 1, dtype=jnp.bfloat16),
 }
@@ -55,7 +57,10 @@ def build(case):
 def run(case, interpret):
     @quick_jit
     def kernel(qkv, cos, sin, *weights):
-        norms = [None if weight is None else module.HeadNorm(weight, EPS) for weight in weights]
+        norms = [
+            None if weight is None else module.HeadNorm(weight, EPS, case.from_one)
+            for weight in weights
+        ]
         sizes = {"group": case.group, "head_dim": case.head_dim}
         return module.rotated_heads(qkv, cos, sin, *norms, **sizes, interpret=interpret)
 
@@ -69,7 +74,11 @@ def expected(qkv, cos, sin, q_weight, k_weight, case):
     def turned(x, weight):
         x = x.reshape(case.tokens, -1, case.head_dim)
         if weight is not None:
-            x = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * np.float64(weight)
+            x = (
+                x
+                / np.sqrt((x * x).mean(-1, keepdims=True) + EPS)
+                * (np.float64(weight) + case.from_one)
+            )
         first, second = np.split(x, 2, axis=-1)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 

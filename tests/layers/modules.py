@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax.nnx.traversals import unflatten_mapping
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
-from sgl_jax.layers.mlp import GatedMLP
+from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.parameter import declarations
 from sgl_jax.layers.sources import Tensor
@@ -20,11 +20,12 @@ def declared_specs(module):
     return unflatten_mapping({path: own.spec for path, own in declarations(module).items()})
 
 
-def gated_mlp(hidden, width):
+def gated_mlp(hidden, width, activation="silu"):
     return GatedMLP(
         Linear(Tensor("gate", (hidden, width)), jnp.float32, "outputs"),
         Linear(Tensor("up", (hidden, width)), jnp.float32, "outputs"),
         Linear(Tensor("down", (width, hidden)), jnp.float32, "inputs"),
+        ACTIVATIONS[activation],
     )
 
 

@@ -75,6 +75,9 @@ def test_rms_norm():
     actual, params = run(RMSNorm(Tensor("norm", (16,)), 1e-3, jnp.float32), "__call__", x)
     scale = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-3)
     np.testing.assert_allclose(actual, x * scale * params["weight"], atol=TOLERANCE)
+    from_one = RMSNorm(Tensor("norm", (16,)), 1e-3, jnp.float32, from_one=True)
+    actual, params = run(from_one, "__call__", x)
+    np.testing.assert_allclose(actual, x * scale * (1 + params["weight"]), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -193,6 +196,46 @@ def test_linear_scaling_stretches_all_and_llama3_only_the_long_waves():
     between = (wavelengths > 64) & (wavelengths < 256)
     assert between.any()
     assert np.all((scaled < plain)[between] & (scaled > plain / 8)[between])
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_leaves_fast_pairs_stretches_slow_ones_and_blends_by_dimension(truncate):
+    plain = inverse_frequencies(64, 1e4)
+    scaled = inverse_frequencies(
+        *(64, 1e4, "yarn", 8.0), original_max_position_embeddings=256, truncate=truncate
+    )
+    turns = 256 * plain / (2 * math.pi)
+    assert np.all(scaled[turns > 33 * 1.4] == plain[turns > 33 * 1.4])
+    np.testing.assert_allclose(scaled[turns < 0.7], plain[turns < 0.7] / 8, rtol=1e-6)
+    # Pair number i turns 256 / (2 pi 10^(4 i / 32)) times.
+    first, last = (8 * math.log10(256 / (2 * math.pi * turns)) for turns in (32, 1))
+    bounds = (math.floor(first), math.ceil(last)) if truncate else (first, last)
+    share = (8 - max(bounds[0], 0)) / (bounds[1] - max(bounds[0], 0))
+    np.testing.assert_allclose(scaled[8] / plain[8], 1 - share + share / 8, rtol=1e-5)
+
+
+def test_a_rotation_may_make_longer():
+    positions, frequencies = jnp.arange(3), inverse_frequencies(4, 100.0)
+    plain, longer = rotation(positions, frequencies), rotation(positions, frequencies, 1.25)
+    for one, other in zip(plain, longer, strict=True):
+        np.testing.assert_allclose(other, 1.25 * one, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("silu", silu),
+        (
+            "gelu_pytorch_tanh",
+            lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        ),
+    ],
+)
+def test_activations(name, activation):
+    x = np.random.default_rng(1).normal(size=(5, 8)).astype(np.float32) / 4
+    actual, params = run(gated_mlp(8, 12, name), "__call__", x)
+    gate, up, down = (params[name]["weight"] for name in ("gate", "up", "down"))
+    np.testing.assert_allclose(actual, activation(x @ gate) * (x @ up) @ down, atol=TOLERANCE)
 
 
 def test_stacked_layers_are_split_over_data_along_the_first_axis_that_divides():

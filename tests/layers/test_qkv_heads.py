@@ -20,11 +20,11 @@ from tests.quick_compilation import quick_jit
 TOKENS, HEADS = 12, Heads(num_q=8, num_stored_kv=2, num_kv=2, head_dim=128)
 
 
-def heads_by(implementation, *, normalised):
+def heads_by(implementation, *, normalised, from_one=False):
     """q, k and v of random numbers."""
     rng = np.random.default_rng(0)
     qkv = jnp.asarray(rng.normal(size=(TOKENS, HEADS.num_kv * HEADS.kv_width)), jnp.float32)
-    norm = RMSNorm(Tensor("norm", (HEADS.head_dim,)), 1e-5, jnp.float32)
+    norm = RMSNorm(Tensor("norm", (HEADS.head_dim,)), 1e-5, jnp.float32, from_one=from_one)
     weights = [
         jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), declared_shapes(norm))
         for _ in range(2)
@@ -40,10 +40,12 @@ def heads_by(implementation, *, normalised):
     return run(qkv, *weights)
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-def test_the_kernel_makes_the_same_heads_as_xla(normalised):
+@pytest.mark.parametrize(("normalised", "from_one"), [(True, False), (True, True), (False, False)])
+def test_the_kernel_makes_the_same_heads_as_xla(normalised, from_one):
     kernel = qkv_heads_implementation("pallas", HEADS.head_dim, simulate=True)
-    found, want = (heads_by(how, normalised=normalised) for how in (kernel, xla_qkv_heads))
+    found, want = (
+        heads_by(how, normalised=normalised, from_one=from_one) for how in (kernel, xla_qkv_heads)
+    )
     for own, wanted in zip(found, want, strict=True):
         assert own.shape == wanted.shape
         np.testing.assert_allclose(own, wanted, rtol=0, atol=2e-5)

@@ -1,10 +1,12 @@
 """Model configs are read in both spellings, and what cannot be honoured is refused by name."""
 
 import json
+import math
 import re
 
 import pytest
 
+from sgl_jax.kernels.attention.api import ScoreOptions
 from sgl_jax.models.config import (
     CacheGroup,
     LayerSpec,
@@ -32,6 +34,14 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 8,
+    "sliding_window": 9,
 }
 
 
@@ -87,6 +97,138 @@ def test_which_layers_have_experts(changes, sparse):
     assert [layer for layer, spec in enumerate(layers) if spec.moe] == sparse
 
 
+def ropes(config):
+    """Of the first layer with a window, and of the first without."""
+    specs = sorted(config.layers, key=lambda spec: spec.sliding_window is None)
+    return specs[0].rope, specs[-1].rope
+
+
+@pytest.mark.parametrize(
+    ("changes", "full"),
+    [
+        ({"use_sliding_window": True, "max_window_layers": 3}, [0, 1, 2]),
+        ({"use_sliding_window": False, "max_window_layers": 3}, [0, 1, 2, 3, 4, 5]),
+        ({"use_sliding_window": True}, [0, 1, 2, 3, 4, 5]),  # the first 28 of Qwen are full
+        ({"use_sliding_window": True, "sliding_window_pattern": 3}, [2, 5]),
+        ({"use_sliding_window": True, "_sliding_window_pattern": 4}, [3]),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window_pattern": 2,
+                "layer_types": ["full_attention"] + ["sliding_attention"] * 5,
+            },
+            [0],
+        ),
+        ({"architectures": ["MistralForCausalLM"]}, []),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_which_layers_have_a_window(changes, full):
+    config = read(**{"num_hidden_layers": 6, "sliding_window": 9} | changes)
+    without = [i for i, spec in enumerate(config.layers) if spec.sliding_window is None]
+    assert without == full
+    assert {spec.sliding_window for spec in config.layers} <= {None, 9}
+
+
+def test_what_a_mistral_leaves_out_is_what_transformers_takes():
+    layers = read(architectures=["MistralForCausalLM"]).layers
+    assert [spec.sliding_window for spec in layers] == [4096, 4096]
+
+
+def test_what_a_gemma3_leaves_out_is_what_transformers_takes():
+    config = ModelConfig.from_dict(GEMMA3)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.activation, config.score_scale) == ("gelu_pytorch_tanh", 1 / 16)
+    assert config.tie_word_embeddings
+    assert config.eos_token_ids == (1,)
+    assert config.cache_groups() == (
+        CacheGroup(None, 0, (5,)),
+        CacheGroup(9, 1, (0, 1, 2, 3, 4, 6, 7)),
+    )
+    assert ropes(config) == (RopeConfig(1e4), RopeConfig(1e6))
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_local_base_freq": 100,
+        },
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100},
+            }
+        },
+        {
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 100,
+            "rope_parameters": {
+                "full_attention": {"type": "linear", "factor": 8.0},
+                "sliding_attention": None,
+            },
+        },
+    ],
+)
+def test_layers_with_a_window_may_have_a_rope_of_their_own(spelling):
+    config = ModelConfig.from_dict(GEMMA3 | spelling)
+    assert ropes(config) == (RopeConfig(100.0), RopeConfig(5e5, "linear", 8.0))
+
+
+def test_of_a_model_of_images_and_text_the_text_is_read():
+    text = {name: value for name, value in GEMMA3.items() if name != "architectures"}
+    both = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 6],
+        "text_config": text,
+    }
+    config = ModelConfig.from_dict(both)
+    assert config.architecture == "Gemma3ForConditionalGeneration"
+    assert config.eos_token_ids == (1, 6)
+    assert config.layers == ModelConfig.from_dict(GEMMA3).layers
+    for wrong, message in (({}, "lacks 'text_config'"), ({"text_config": 3}, "must be an object")):
+        with pytest.raises(ModelConfigError, match=message):
+            ModelConfig.from_dict({"architectures": both["architectures"]} | wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention_factor"),
+    [
+        ({}, 0.1 * math.log(8) + 1),
+        ({"attention_factor": 1.5}, 1.5),
+        (
+            {"mscale": 2.0, "mscale_all_dim": 0.5},
+            (0.2 * math.log(8) + 1) / (0.05 * math.log(8) + 1),
+        ),
+        ({"mscale": 2.0}, 0.1 * math.log(8) + 1),
+        ({"factor": 0.5}, 1.0),
+    ],
+)
+def test_yarn(changes, attention_factor):
+    rope = read(rope_scaling=YARN | {"truncate": False, "beta_fast": 4} | changes).layers[0].rope
+    assert rope.kind == "yarn"
+    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (4.0, 1.0, False)
+    assert rope.original_max_position_embeddings == 16
+    assert rope.attention_factor == pytest.approx(attention_factor)
+
+
+def test_scores_and_logits_may_be_scaled_and_capped():
+    config = read(query_pre_attn_scalar=25, attn_logit_softcapping=50.0, final_logit_softcapping=30)
+    assert (config.score_scale, config.score_soft_cap, config.logit_soft_cap) == (0.2, 50.0, 30.0)
+    model = build_model(config, BuildOptions("float32"))
+    assert model.layers["0"].attention.scores == ScoreOptions(0.2, None, 50.0)
+
+
+def test_attention_may_have_biases_on_all_its_projections():
+    attention = (
+        build_model(read(attention_bias=True), BuildOptions("float32")).layers["0"].attention
+    )
+    assert attention.qkv.bias is not None
+    assert attention.output.bias is not None
+
+
 def test_a_window_on_every_layer_is_honoured():
     def windows(**changes):
         return {spec.sliding_window for spec in read(sliding_window=9, **changes).layers}
@@ -102,15 +244,37 @@ def test_a_window_on_every_layer_is_honoured():
         ({"vocab_size": None}, "lacks 'vocab_size'"),
         ({"hidden_size": "big"}, "hidden_size must be a positive integer"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act must be one of silu, gelu_pytorch_tanh, got 'gelu'"),
+        ({"hidden_activation": "relu"}, "hidden_activation must be one of"),
+        ({"attention_bias": 1}, "attention_bias must be true or false"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supp"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number"),
+        ({"final_logit_softcapping": "30"}, "final_logit_softcapping must be a positive number"),
+        ({"attn_logit_softcapping": -1}, "attn_logit_softcapping must be a positive number"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "default, linear, llama3, got 'yarn'"),
-        ({"architectures": []}, "list of one name"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "linear, llama3, yarn, got 'longrope'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
+        ({"rope_scaling": YARN | {"truncate": 0}}, "truncate must be true or false"),
+        ({"rope_scaling": YARN | {"beta_fast": -1.0}}, "beta_fast must be a positive number"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta must be above 1"),
+        ({"rope_parameters": {"full_attention": 7}}, "full_attention must be an object"),
         (
-            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-            "use_sliding_window",
+            {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor must be 1.0",
         ),
+        ({"architectures": []}, "list of one name"),
+        ({"layer_types": ["full_attention"]}, "a list of 2 names"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "full_attention and sliding_attention; 'linear_attention' is not supported",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True},
+            "lacks 'sliding_window'",
+        ),
+        ({"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer"),
+        ({"sliding_window_pattern": 2, "use_sliding_window": True}, "lacks 'sliding_window'"),
         ({**EXPERTS, "mlp_only_layers": [2]}, r"layers in \[0, 2\), got \[2\]"),
         ({**EXPERTS, "mlp_only_layers": 0.5}, "mlp_only_layers must be a list"),
         ({**EXPERTS, "decoder_sparse_step": "2"}, "decoder_sparse_step must be a positive integer"),
@@ -119,7 +283,7 @@ def test_a_window_on_every_layer_is_honoured():
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
         ({"initializer_range": [0.02]}, "initializer_range must be a positive number"),
-        ({"rope_theta": None, "rope_scaling": [1]}, "rope_scaling must be objects"),
+        ({"rope_theta": None, "rope_scaling": [1]}, "rope_scaling must be an object"),
         ({"rope_theta": "1e4"}, "rope_theta must be a positive number"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
         ({"use_sliding_window": True, "sliding_window": 9, "layer_types": 4}, "layer_types"),
@@ -165,7 +329,7 @@ def test_damaged_json_is_named(tmp_path):
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones():
     config = read(architectures=["MambaForCausalLM"])
-    with pytest.raises(ModelConfigError, match=r"MambaForCausalLM.*LlamaForCausalLM, Qwen2"):
+    with pytest.raises(ModelConfigError, match=r"MambaForCausalLM.*LlamaForCausalLM, .*Qwen2"):
         build_model(config, BuildOptions("float32"))
 
 

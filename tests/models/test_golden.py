@@ -25,7 +25,8 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed")
+WITH_WINDOWS = ("mistral", "qwen2_windows", "gemma3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", *WITH_WINDOWS)
 CACHE_SPEC = P(None, "data", "tensor", None, None)
 TOLERANCE = 1e-4
 
@@ -70,7 +71,7 @@ class Server:
         placed = place_model(config, self.mesh, options)
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, detect_format(folder))
-        self.dp, self.page_size, self.pages_per_row = dp, page_size, 80 // page_size
+        self.dp, self.page_size, self.pages_per_row = dp, page_size, -(-80 // page_size)
         kv_heads = replicated_kv_heads(config.num_heads, config.num_kv_heads, tp)
         groups = config.cache_groups()
         num_pages = 1 + len(groups) * 3 * self.pages_per_row
@@ -152,6 +153,7 @@ class Setup(NamedTuple):
 
 
 ONE_TOKEN_PAGES = Setup(page_size=1)
+ONE_PAGE_A_ROW = Setup(page_size=128)
 TWO_CHIPS = Setup(tp=2)
 MORE_CHIPS_THAN_KV_HEADS = Setup(tp=4)
 TWO_RANKS = Setup(dp=2)
@@ -171,9 +173,18 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
         ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
+        *[
+            (family, setup)
+            for family in WITH_WINDOWS
+            for setup in (Setup(), ONE_PAGE_A_ROW, TWO_CHIPS, TWO_RANKS)
+        ],
         ("qwen3", UNROLLED),
         ("qwen3_moe_mixed", UNROLLED),
+        ("gemma3", SPLIT_WEIGHTS),
+        ("gemma3", MORE_CHIPS_THAN_KV_HEADS),
+        ("gemma3", UNROLLED),
         pytest.param("qwen3_moe", SIMULATED_TPU, marks=pytest.mark.long),
+        pytest.param("gemma3", SIMULATED_TPU, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from jax import lax
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME
+from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
 from sgl_jax.planner.engine_programs import bytes_per_device, engine_programs
 from sgl_jax.planner.memory import plan_memory
@@ -46,6 +47,11 @@ LAYOUTS = (
     ("llama-3.1-8b", "tpu7x-2", 1, 1, None),
     ("llama-3.1-8b", "tpu7x-2", 1, 2, None),
     ("llama-3.3-70b", "tpu7x-8", 1, 8, None),
+    ("gemma-3-1b", "v5e-1", 1, 1, None),
+    ("gemma-3-27b", "v5e-8", 1, 8, None),
+    ("gemma-3-27b", "v5p-2", 1, 1, None),
+    ("gemma-3-27b", "v6e-4", 1, 4, None),
+    ("gemma-3-27b", "tpu7x-2", 1, 2, None),
     ("qwen3-8b", "v6e-1", 1, 1, None),
     ("qwen3-32b", "v6e-8", 1, 8, None),
     ("qwen3-30b-a3b", "v5e-1", 1, 1, 4),
@@ -103,6 +109,19 @@ def _compile(model, topology_name, dp, tp, step, layers=None, **settings):
     return engine, engine.programs.compile_step(bucket), bucket
 
 
+def _compiled_layers(engine):
+    """How many layers the program has, and how many of the model's run in no loop."""
+    in_turn = engine.config.build_options.unrolled_layers
+    compiled = outside = 0
+    for stretch in engine.placed.model.stretches:
+        turns = min(max(1, in_turn // stretch.period), stretch.repeats)
+        rest = stretch.repeats % turns
+        compiled += stretch.period * (turns + rest)
+        # A loop of one turn is none.
+        outside += stretch.period * (stretch.repeats if turns == stretch.repeats else rest)
+    return compiled, outside
+
+
 def _print_figures(cost, heads_s, chip):
     exchange_s = sum(collective_time(collective, chip) for collective in cost.collectives)
     print(
@@ -135,13 +154,15 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
     assert cost.temp_bytes < GIB
     if step == "decode":  # logits, which several chips share, and little else
         assert cost.temp_bytes < 4 * config.vocab_size * ROWS + 96 * 2**20
-    in_turn = engine.config.build_options.unrolled_layers  # of the loop; no layers are left over
+    compiled, outside = _compiled_layers(engine)
     products = [name for name in cost.kernels if name == "grouped_matmul"]
-    assert len(products) == (3 * in_turn if config.moe else 0)
-    heads_kernel = NORMALISED_NAME if model.startswith("qwen3") else PLAIN_NAME
+    assert len(products) == (3 * compiled if config.moe else 0)
     attention = Counter(name for name in cost.kernels if name != "grouped_matmul")
-    expected_kernels = (heads_kernel, "paged_write", "paged_decode", "paged_prefill")
-    assert attention == dict.fromkeys(expected_kernels, in_turn)
+    expected_kernels = ["paged_write", "paged_decode", "paged_prefill"]
+    if config.head_dim % LANES == 0:
+        is_normal = model.startswith(("qwen3", "gemma-3"))
+        expected_kernels.append(NORMALISED_NAME if is_normal else PLAIN_NAME)
+    assert attention == dict.fromkeys(expected_kernels, compiled)
     assert cost.estimated_cycles > 0
 
     exchanges: Counter[tuple[str, bool]] = Counter()
@@ -157,9 +178,9 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
     activations = bucket.tokens * config.hidden_size * 2
     assert {c.num_bytes for c in in_layers} == {activations}
     expected = {
-        ("all-reduce", True): 2 * config.num_layers,
+        ("all-reduce", True): 2 * (config.num_layers - outside),
         # The embedding; and, of several ranks, a flag: whether one of them needs rows of logits.
-        ("all-reduce", False): 1 + (dp > 1),
+        ("all-reduce", False): 2 * outside + 1 + (dp > 1),
         ("all-gather", False): 1,  # each chip's best token of its slice of the vocabulary
     }
     assert exchanges == expected
@@ -202,10 +223,10 @@ def test_unlike_layers_are_compiled_once_for_a_turn_and_nothing_is_copied():
     assert cost.alias_bytes >= bytes_per_device(engine.state.kv_pools)
     assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
     assert cost.temp_bytes < engine.config.logit_bytes
-    in_turn = engine.config.build_options.unrolled_layers
-    pairs = in_turn + 22 % in_turn  # turns of a loop over pairs, and those left over
+    # Of a loop over pairs two in a turn, and the four that follow; half of a pair has experts.
+    assert _compiled_layers(engine) == (4 + 4, 4)
     kernels = Counter(cost.kernels)
-    assert kernels["paged_decode"] == 2 * pairs + in_turn
-    assert kernels["grouped_matmul"] == 3 * pairs
+    assert kernels["paged_decode"] == 4 + 4
+    assert kernels["grouped_matmul"] == 3 * 2
     exchanges = sum(c.times for c in cost.collectives if c.kind == "all-reduce")
     assert exchanges == 2 * len(layers) + 1  # the embedding's, too

@@ -1,0 +1,70 @@
+"""What config.json of an architecture may leave out, and what transformers then takes.
+
+A field that is there holds, also if it is null.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sgl_jax.models.config_fields import ModelConfigError, required
+
+# Windows are there to be switched on, and then have layers without them before.
+_QWEN = {"use_sliding_window": False, "max_window_layers": 28}
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Gemma3ForCausalLM": _GEMMA3,
+        "Gemma3ForConditionalGeneration": _GEMMA3,
+        "MistralForCausalLM": {"sliding_window": 4096},
+        "Qwen2ForCausalLM": _QWEN,
+        "Qwen3ForCausalLM": _QWEN,
+        "Qwen3MoeForCausalLM": _QWEN,
+    }
+)
+# Of models of images and text, the part that is about text.
+_TEXT_PART = "text_config"
+_WITH_TEXT_PART = ("Gemma3ForConditionalGeneration",)
+
+
+def architecture_name(raw: Mapping[str, Any]) -> str:
+    """The model's class in transformers. Raises ModelConfigError."""
+    names = required(raw, "architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise ModelConfigError(f"architectures must be a list of one name, got {names!r}")
+    return str(names[0])
+
+
+def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of config.json's contents `raw` that are about text, with those left out.
+
+    Raises ModelConfigError.
+    """
+    architecture = architecture_name(raw)
+    given = dict(raw)
+    if architecture in _WITH_TEXT_PART:
+        text = required(raw, _TEXT_PART)
+        if not isinstance(text, dict):
+            raise ModelConfigError(f"{_TEXT_PART} must be an object, got {text!r}")
+        given |= text | {"architectures": [architecture]}
+        # The whole model's end tokens are those of its chats.
+        given |= {"eos_token_id": raw["eos_token_id"]} if "eos_token_id" in raw else {}
+    return {**_DEFAULTS.get(architecture, {}), **given}

@@ -1,0 +1,31 @@
+"""Gemma 3, the part of it that is about text: four norms a layer, most layers with a window.
+
+What layers with a window have of their own is in the config: the window and the base of the
+rotation. So are the scale of scores and the activation.
+"""
+
+from functools import partial
+
+from sgl_jax.models.config import LayerSpec, ModelConfig
+from sgl_jax.models.decoder import Architecture, BuildOptions, DecoderLayer
+from sgl_jax.models.llama import attention, gated_mlp, norm
+
+
+def gemma3_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
+    """Declare one layer."""
+    own_norm = partial(norm, size=config.hidden_size, config=config, options=options, from_one=True)
+    return DecoderLayer(
+        own_norm("input_layernorm"),
+        attention(config, spec, options, qk_norm=True, norms_from_one=True),
+        own_norm("pre_feedforward_layernorm"),
+        gated_mlp(config, options),
+        attended_norm=own_norm("post_attention_layernorm"),
+        mlp_output_norm=own_norm("post_feedforward_layernorm"),
+    )
+
+
+GEMMA3_TEXT = Architecture(gemma3_layer, norms_from_one=True, scales_embedding=True)
+# With images, of which nothing is read.
+GEMMA3 = GEMMA3_TEXT._replace(
+    prefix="language_model.", spare_prefixes=("vision_tower.", "multi_modal_projector.")
+)

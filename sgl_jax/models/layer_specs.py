@@ -1,0 +1,214 @@
+"""What each layer of a model is, from the fields of config.json that say so.
+
+These fields have changed their names over the years; each spelling is read.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sgl_jax.models.config_fields import (
+    ModelConfigError,
+    is_int,
+    optional_float,
+    positive_float,
+    positive_int,
+    switch,
+)
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+LayerKind = Literal["full_attention", "sliding_attention"]
+_FULL: LayerKind = "full_attention"
+_SLIDING: LayerKind = "sliding_attention"
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: its base frequency and how long contexts stretch it."""
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0  # of all kinds but the default: positions are stretched by this
+    low_freq_factor: float = 1.0  # llama3 only, like the next one
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192  # llama3 and yarn
+    beta_fast: float = 32.0  # yarn only, like all below
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # multiplies queries and keys
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts: each token is served by the `top_k` experts its router likes best."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool  # the chosen experts' weights are scaled to sum to 1
+    swiglu_limit: float | None = None  # gates and values are clamped to it, see `clamped_swiglu`
+    swiglu_alpha: float = 1.0  # of the clamped gates' sigmoid
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer is, as far as layers of a model may differ."""
+
+    rope: RopeConfig
+    sliding_window: int | None  # None: attention to all tokens
+    moe: MoeConfig | None  # None: a dense feed-forward layer
+
+
+def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, ...]:
+    """The layers of config.json's contents `raw`, the first is next to the embedding.
+
+    `max_positions` is the model's context. Raises ModelConfigError.
+    """
+    num_layers = positive_int(raw, "num_hidden_layers")
+    kinds = _layer_kinds(raw, num_layers)
+    ropes = {kind: _rope(raw, kind, max_positions) for kind in sorted(set(kinds))}
+    has_windows = _SLIDING in kinds and switch(raw, "use_sliding_window", default=True)
+    window = positive_int(raw, "sliding_window") if has_windows else None
+    moe = _moe(raw)
+    is_sparse = [False] * num_layers if moe is None else _sparse_layers(raw, num_layers)
+    return tuple(
+        LayerSpec(ropes[kind], window if kind == _SLIDING else None, moe if sparse else None)
+        for kind, sparse in zip(kinds, is_sparse, strict=True)
+    )
+
+
+def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
+    """By a list; or each n-th layer full; or the first n full; or all with a window, if any."""
+    kinds = raw.get("layer_types")
+    if kinds is not None:
+        known = (_FULL, _SLIDING)
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise ModelConfigError(
+                f"layer_types must be a list of {num_layers} names (num_hidden_layers), got "
+                f"{kinds!r}"
+            )
+        for kind in kinds:
+            if kind not in known:
+                raise ModelConfigError(
+                    f"layer_types may name {' and '.join(known)}; {kind!r} is not supported"
+                )
+        return kinds
+    for name in ("_sliding_window_pattern", "sliding_window_pattern"):
+        if raw.get(name) is not None:
+            period = positive_int(raw, name)
+            return [_SLIDING if (i + 1) % period else _FULL for i in range(num_layers)]
+    if not switch(raw, "use_sliding_window", default=raw.get("sliding_window") is not None):
+        return [_FULL] * num_layers
+    full = raw.get("max_window_layers") or 0
+    if not is_int(full) or full < 0:
+        raise ModelConfigError(f"max_window_layers must be 0 or more, got {full!r}")
+    return [_FULL if i < full else _SLIDING for i in range(num_layers)]
+
+
+def _rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> RopeConfig:
+    """That of layers of one kind.
+
+    Transformers 5 writes `rope_parameters`, for all layers or by kind of layer. Before, there were
+    `rope_theta` and `rope_scaling`, and where layers with a window had a base of their own
+    (`rope_local_base_freq`), these two were for the others.
+    """
+    given = _object(raw, "rope_parameters") or _object(raw, "rope_scaling")
+    has_own_base = kind == _SLIDING and raw.get("rope_local_base_freq") is not None
+    base = {"rope_theta": raw.get("rope_local_base_freq" if has_own_base else "rope_theta")}
+    if any(name in given for name in (_FULL, _SLIDING)):
+        return _scaled_rope(base | _object(given, kind), max_positions)
+    return _scaled_rope(base if has_own_base else base | given, max_positions)
+
+
+def _object(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Empty if absent."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ModelConfigError(f"{name} must be an object, got {value!r}")
+    return dict(value or {})
+
+
+def _scaled_rope(own: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    theta = positive_float(own, "rope_theta", default=10000.0)
+    partial = own.get("partial_rotary_factor")
+    if partial not in (None, 1.0):
+        raise ModelConfigError(f"partial_rotary_factor must be 1.0, got {partial!r}")
+    kind = own.get("rope_type", own.get("type", "default"))
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, "linear", positive_float(own, "factor"))
+    original = positive_int(own, "original_max_position_embeddings", default=max_positions)
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            "llama3",
+            positive_float(own, "factor"),
+            positive_float(own, "low_freq_factor"),
+            positive_float(own, "high_freq_factor"),
+            original,
+        )
+    if kind == "yarn":
+        return _yarn(own, theta, original)
+    raise ModelConfigError(f"rope type must be one of default, linear, llama3, yarn, got {kind!r}")
+
+
+def _yarn(own: Mapping[str, Any], theta: float, original_max_positions: int) -> RopeConfig:
+    if theta <= 1:
+        raise ModelConfigError(f"rope_theta must be above 1 with rope type yarn, got {theta!r}")
+    factor = positive_float(own, "factor")
+
+    def growth(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    attention_factor = optional_float(own, "attention_factor")
+    if attention_factor is None:
+        weights = [optional_float(own, name) for name in ("mscale", "mscale_all_dim")]
+        above, below = weights if all(weights) else (1.0, None)
+        assert above is not None
+        attention_factor = growth(above) / (1.0 if below is None else growth(below))
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_position_embeddings=original_max_positions,
+        beta_fast=positive_float(own, "beta_fast", default=32.0),
+        beta_slow=positive_float(own, "beta_slow", default=1.0),
+        truncate=switch(own, "truncate", default=True),
+        attention_factor=attention_factor,
+    )
+
+
+def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
+    # transformers 5 writes num_local_experts where earlier versions wrote num_experts.
+    count_name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    if raw.get(count_name) is None:
+        return None
+    num_experts = positive_int(raw, count_name)
+    top_k = positive_int(raw, "num_experts_per_tok")
+    if top_k > num_experts:
+        raise ModelConfigError(
+            f"num_experts_per_tok ({top_k}) must not exceed {count_name} ({num_experts})"
+        )
+    return MoeConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=positive_int(raw, "moe_intermediate_size"),
+        norm_topk_prob=switch(raw, "norm_topk_prob"),
+        swiglu_limit=optional_float(raw, "swiglu_limit"),
+        swiglu_alpha=positive_float(raw, "swiglu_alpha", default=1.0),
+    )
+
+
+def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Which layers have experts: every `decoder_sparse_step`-th, but not `mlp_only_layers`."""
+    step = positive_int(raw, "decoder_sparse_step", default=1)
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(
+        is_int(layer) and 0 <= layer < num_layers for layer in dense
+    ):
+        raise ModelConfigError(
+            f"mlp_only_layers must be a list of layers in [0, {num_layers}), got {dense!r}"
+        )
+    return [(layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)]
