@@ -59,7 +59,7 @@ class PageAllocator:
         self.name = name
         self._owner = np.full(num_pages, FREE, np.int32)
         self._last_owner = np.full(num_pages, FREE, np.int32)
-        self._stamp = np.zeros(num_pages, np.int32)  # see `_check`
+        self._stamp = np.zeros(num_pages, np.int32)  # see `_change_owner`
         self._log = TransitionLog()
         # A stack: the lowest ids come out first, and pages freed last are reused first while
         # they are still warm in some cache.
@@ -95,22 +95,23 @@ class PageAllocator:
         """
         if owner < 1:
             raise OwnershipError(f"{self.name}: only rows take pages, not owner {owner}")
-        pages = self._top(num_pages).copy()
-        self._take(pages, owner)
+        self._require_free(num_pages)
+        pages = np.empty(num_pages, np.int32)
+        self._take(pages, np.full(num_pages, owner, np.int32))
         return pages
 
-    def _top(self, count: int) -> Int32Array:
-        """The free pages that are taken next; a view."""
+    def _require_free(self, count: int) -> None:
         if count > self.num_free:
             raise OutOfPagesError(f"{self.name}: {count} pages asked, {self.num_free} free")
-        top = self.num_free
-        return self._free_stack[top - count : top][::-1]
 
-    def _take(self, top: Int32Array, owners: int | Int32Array) -> None:
-        """`owners` take the pages that `_top` returned; the arrays must not change afterwards."""
-        self.num_free -= len(top)
-        self._owner[top] = owners
-        self._log.note("take", owners, top)
+    def _take(self, pages: Int32Array, owners: Int32Array) -> None:
+        """`owners` take a free page each, which are written to `pages`; as many must be free.
+
+        The arrays must not change afterwards.
+        """
+        _pop_each(pages, owners, self._free_stack[: self.num_free], self._owner)
+        self.num_free -= len(pages)
+        self._log.note("take", owners, pages)
 
     def free(self, pages: Int32Array, owner: int) -> None:
         """Give back pages that `owner` holds. Raises `OwnershipError`, changing nothing, else."""
@@ -225,9 +226,24 @@ def alloc_each(
     """
     if len(owners) and np.minimum.reduce(owners) < 1:
         raise OwnershipError(f"only rows take pages, not owner {owners.min()}")
-    parts = list(zip(allocators, pairwise(bounds), strict=True))
-    pages = np.concatenate([allocator._top(end - first) for allocator, (first, end) in parts])
-    for allocator, (first, end) in parts:
+    for allocator, (first, end) in zip(allocators, pairwise(bounds), strict=True):
+        allocator._require_free(end - first)
+    pages = np.empty(len(owners), np.int32)
+    for allocator, (first, end) in zip(allocators, pairwise(bounds), strict=True):
         if first < end:
             allocator._take(pages[first:end], owners[first:end])
     return pages
+
+
+@compiled("(int32[::1], int32[::1], int32[::1], int32[::1])")
+def _pop_each(
+    pages: Int32Array, new_owners: Int32Array, free: Int32Array, owners: Int32Array
+) -> None:
+    """`new_owners` become the owners, of all pages in `owners`, of the last of the `free` pages:
+    these are written to `pages`, the very last one first."""
+    assert len(pages) == len(new_owners) <= len(free)
+    for i in range(len(pages)):
+        page = free[len(free) - 1 - i]
+        assert 0 <= page < len(owners)
+        owners[page] = new_owners[i]
+        pages[i] = page
