@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 
 Int64Array = NDArray[np.int64]
@@ -23,9 +24,8 @@ UInt64Array = NDArray[np.uint64]
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.array([30, 27, 31], np.uint64)
-_GAMMA_INVERSE = np.uint64(pow(int(_GAMMA), -1, 2**64))
-_SALTS = np.array([[0], [_GAMMA]], np.uint64)  # of the two halves of the index
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
+_SALTS = (np.uint64(0), _GAMMA)  # of the two halves of the index
 # Cells of each index for every ghost: the fewer, the more ghosts hide one another.
 _CELLS_PER_GHOST = 4
 # Of the quick test: the fewer, the more often the ring is searched for nothing.
@@ -49,8 +49,6 @@ class PrefixHasher:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._coefficients = _mixed(np.arange(1, page_size + 1, dtype=np.uint64))
-        self._sum_of_coefficients = np.add.reduce(self._coefficients)
-        self._powers, self._inverse_powers = _powers(64)
 
     def hashes(self, tokens: Int32Array, before: int = 0) -> UInt64Array:
         """A hash of the prefix up to the end of each page: uint64[len(tokens) / page_size].
@@ -59,31 +57,41 @@ class PrefixHasher:
         one). A page adds its share to a polynomial in `_GAMMA` modulo 2**64, as Karp and Rabin
         (1987) do with characters, so that it is the same however a prefix was divided.
         """
-        count = len(tokens) // self._page_size
-        if count > len(self._powers):
-            self._powers, self._inverse_powers = _powers(2 * count)
-        contents = tokens.reshape(count, -1).astype(np.uint64) @ self._coefficients
-        shares = _mixed(contents + self._sum_of_coefficients)  # as of tokens counted from 1
-        # h[i] = h[i - 1] * g + share[i] for all i at once: h[i] / g^(i + 1) is a cumulative sum.
-        sums: UInt64Array = np.add.accumulate(shares * self._inverse_powers[:count])
-        hashes: UInt64Array = self._powers[:count] * (np.uint64(before) + sums)
-        return hashes
+        return _hashes(tokens, self._page_size, self._coefficients, np.uint64(before))
 
 
-def _powers(count: int) -> tuple[UInt64Array, UInt64Array]:
-    """`_GAMMA` and its inverse to the powers of 1 to `count`."""
-    powers = np.multiply.accumulate(np.full(count, _GAMMA))
-    return powers, np.multiply.accumulate(np.full(count, _GAMMA_INVERSE))
+@compiled("(uint64,)")
+def _mix(value: np.uint64) -> np.uint64:
+    value = (value ^ (value >> _SHIFT_1)) * _MIX_1
+    value = (value ^ (value >> _SHIFT_2)) * _MIX_2
+    return value ^ (value >> _SHIFT_3)
 
 
+@compiled("(uint64[::1],)")
 def _mixed(values: UInt64Array) -> UInt64Array:
-    mixed: UInt64Array = values >> _SHIFT_1
-    mixed ^= values
-    mixed *= _MIX_1
-    mixed ^= mixed >> _SHIFT_2
-    mixed *= _MIX_2
-    mixed ^= mixed >> _SHIFT_3
+    mixed = np.empty_like(values)
+    for i in range(len(values)):
+        mixed[i] = _mix(values[i])
     return mixed
+
+
+@compiled("(int32[::1], int64, uint64[::1], uint64)")
+def _hashes(
+    tokens: Int32Array, page_size: int, coefficients: UInt64Array, before: np.uint64
+) -> UInt64Array:
+    """See `PrefixHasher.hashes`; `coefficients` are those of the tokens of a page."""
+    assert len(tokens) % page_size == 0
+    assert len(coefficients) == page_size
+    hashes = np.empty(len(tokens) // page_size, np.uint64)
+    for page in range(len(hashes)):
+        content = np.uint64(0)
+        for i in range(page_size):
+            # Tokens are counted from 1, so that one of number 0 adds something, too.
+            token = np.uint64(tokens[page * page_size + i]) + np.uint64(1)
+            content += token * coefficients[i]
+        before = before * _GAMMA + _mix(content)
+        hashes[page] = before
+    return hashes
 
 
 class _Leaving(NamedTuple):
@@ -176,6 +184,8 @@ class GhostPages:
 
     def _cells(self, hashes: UInt64Array) -> Int64Array:
         """Where each hash is listed in either half of the index, int64[2, len(hashes)]."""
-        cells = _mixed(_SALTS ^ hashes) % np.uint64(self._num_cells)
-        cells[1] += np.uint64(self._num_cells)
-        return cells.astype(np.int64)
+        halves = [
+            _mixed(salt ^ hashes) % np.uint64(self._num_cells) + first
+            for salt, first in zip(_SALTS, (np.uint64(0), np.uint64(self._num_cells)), strict=True)
+        ]
+        return np.array(halves, np.int64)

@@ -7,7 +7,8 @@ together keep from other use. Each call costs O(pages of the one lease), vectori
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array, IntpArray
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import Int32Array
 
 
 class LockedPages:
@@ -26,45 +27,25 @@ class LockedPages:
 
     def lock(self, pages: Int32Array) -> None:
         """A running request has locked `pages`."""
-        index = pages.astype(np.intp)  # once, instead of at each use
-        count = self._running[index]
-        self._running[index] = count + 1
-        first = index[count == 0]
-        self.num_running += len(first)
-        self.num_locked += self._num_not_idle(first)
+        num_first, num_alone = _count_locks(pages, 1, self._running, self._idle)
+        self.num_running += num_first
+        self.num_locked += num_alone
 
     def unlock(self, pages: Int32Array) -> None:
         """Undo `lock`."""
-        index = pages.astype(np.intp)
-        count = self._running[index]
-        self._running[index] = count - 1
-        last = index[count == 1]
-        self.num_running -= len(last)
-        self.num_locked -= self._num_not_idle(last)
-
-    def _num_not_idle(self, index: IntpArray) -> int:
-        """Those of some pages that no idle session has locked."""
-        if self.num_idle == 0 or len(index) == 0:
-            return len(index)
-        return int(np.count_nonzero(self._idle[index] == 0))
+        num_last, num_alone = _count_locks(pages, -1, self._running, self._idle)
+        self.num_running -= num_last
+        self.num_locked -= num_alone
 
     def park(self, pages: Int32Array) -> None:
         """The lock of a running request has become that of an idle session."""
-        index = pages.astype(np.intp)
-        running, idle = self._running[index] - 1, self._idle[index]
-        self.num_running -= int(np.count_nonzero(running == 0))
-        self.num_idle += int(np.count_nonzero(idle == 0))
-        self._running[index] = running
-        self._idle[index] = idle + 1
+        self.num_running -= _count_locks(pages, -1, self._running, self._idle)[0]
+        self.num_idle += _count_locks(pages, 1, self._idle, self._running)[0]
 
     def unpark(self, pages: Int32Array) -> None:
         """Undo `park`."""
-        index = pages.astype(np.intp)
-        running, idle = self._running[index], self._idle[index] - 1
-        self.num_running += int(np.count_nonzero(running == 0))
-        self.num_idle -= int(np.count_nonzero(idle == 0))
-        self._running[index] = running + 1
-        self._idle[index] = idle
+        self.num_idle -= _count_locks(pages, -1, self._idle, self._running)[0]
+        self.num_running += _count_locks(pages, 1, self._running, self._idle)[0]
 
     def is_running(self, page: int) -> bool:
         """Whether a running request has locked `page`."""
@@ -79,3 +60,24 @@ class LockedPages:
     def totals(self) -> tuple[int, int, int]:
         """`num_running`, `num_idle`, `num_locked`."""
         return self.num_running, self.num_idle, self.num_locked
+
+
+@compiled("(int32[::1], int64, int32[::1], int32[::1])")
+def _count_locks(
+    pages: Int32Array, change: int, counts: Int32Array, others: Int32Array
+) -> tuple[int, int]:
+    """Each of `pages` has one lock more or less (`change` 1 or -1) in `counts`.
+
+    Answers how many of them have their first or have lost their last so, and how many of these
+    have none in `others` either.
+    """
+    num_turned = num_alone = 0
+    assert len(counts) == len(others)
+    for page in pages:
+        assert 0 <= page < len(counts)
+        before = counts[page]
+        counts[page] = before + change
+        if before == 0 or before + change == 0:
+            num_turned += 1
+            num_alone += others[page] == 0
+    return num_turned, num_alone

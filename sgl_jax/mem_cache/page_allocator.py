@@ -9,12 +9,14 @@ of all ranks in one call.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NoReturn
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array, IntpArray
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import OutOfPagesError, OwnershipError
-from sgl_jax.mem_cache.transition_log import Transition, TransitionLog
+from sgl_jax.mem_cache.transition_log import Action, Transition, TransitionLog
 
 FREE = 0
 RESERVED = -1
@@ -57,8 +59,7 @@ class PageAllocator:
         self.name = name
         self._owner = np.full(num_pages, FREE, np.int32)
         self._last_owner = np.full(num_pages, FREE, np.int32)
-        self._stamp = np.zeros(num_pages, np.int32)
-        self._order = np.arange(num_pages, dtype=np.int32)
+        self._stamp = np.zeros(num_pages, np.int32)  # see `_change_owner`
         self._log = TransitionLog()
         # A stack: the lowest ids come out first, and pages freed last are reused first while
         # they are still warm in some cache.
@@ -94,47 +95,42 @@ class PageAllocator:
         """
         if owner < 1:
             raise OwnershipError(f"{self.name}: only rows take pages, not owner {owner}")
-        pages = self._top(num_pages).copy()
-        self._take(pages.astype(np.intp), owner)
+        self._require_free(num_pages)
+        pages = np.empty(num_pages, np.int32)
+        self._take(pages, np.full(num_pages, owner, np.int32))
         return pages
 
-    def _top(self, count: int) -> Int32Array:
-        """The free pages that are taken next; a view."""
+    def _require_free(self, count: int) -> None:
         if count > self.num_free:
             raise OutOfPagesError(f"{self.name}: {count} pages asked, {self.num_free} free")
-        top = self.num_free
-        return self._free_stack[top - count : top][::-1]
 
-    def _take(self, top: IntpArray, owners: int | Int32Array) -> None:
-        """`owners` take the pages that `_top` returned; the arrays must not change afterwards."""
-        self.num_free -= len(top)
-        self._owner[top] = owners
-        self._log.note("take", owners, top)
+    def _take(self, pages: Int32Array, owners: Int32Array) -> None:
+        """`owners` take a free page each, which are written to `pages`; as many must be free.
 
-    def free(self, pages: Int32Array, owner: int | Int32Array) -> None:
-        """Give back pages that `owner` holds, or that each of the owning rows does.
-
-        Raises `OwnershipError`, changing nothing, if one is another's.
+        The arrays must not change afterwards.
         """
-        index = pages.astype(np.intp)  # once, instead of at each use
-        self._require(index, owner, "free")
+        _pop_each(pages, owners, self._free_stack[: self.num_free], self._owner)
+        self.num_free -= len(pages)
+        self._log.note("take", owners, pages)
+
+    def free(self, pages: Int32Array, owner: int) -> None:
+        """Give back pages that `owner` holds. Raises `OwnershipError`, changing nothing, else."""
+        self._move(pages, owner, FREE, "free")
         count = len(pages)
-        self._last_owner[index] = owner
-        self._owner[index] = FREE
         self._free_stack[self.num_free : self.num_free + count] = pages
         self.num_free += count
-        if isinstance(owner, int) and owner == TREE:
+        if owner == TREE:
             self.num_tree -= count
-        self._log.note("free", owner, index)
 
     def give_to_tree(self, pages: Int32Array, owner: int) -> None:
         """Move pages from row `owner` to the tree. Raises `OwnershipError`, changing nothing."""
-        index = pages.astype(np.intp)
-        self._require(index, owner, "give to the tree")
-        self._last_owner[index] = owner
-        self._owner[index] = TREE
+        self._move(pages, owner, TREE, "give to the tree")
         self.num_tree += len(pages)
-        self._log.note("give to the tree", owner, index)
+
+    def _move(self, pages: Int32Array, owner: int, new_owner: int, action: Action) -> None:
+        if not _change_owner(pages, owner, new_owner, self._owner, self._last_owner, self._stamp):
+            self._refuse(pages, owner, action)
+        self._log.note(action, owner, pages.copy())
 
     def owners(self) -> Int32Array:
         """A copy of the owner of every page, int32[num_pages]."""
@@ -148,7 +144,7 @@ class PageAllocator:
         """The latest moves of this pool's pages, oldest first."""
         return self._log.all()
 
-    def describe(self, pages: Int32Array | IntpArray, limit: int = 8) -> str:
+    def describe(self, pages: Int32Array, limit: int = 8) -> str:
         """Owners of the first few of `pages` and how they came by them, for messages."""
         shown = ", ".join(
             f"page {page}: {describe_owner(int(self._owner[page]))} "
@@ -159,7 +155,7 @@ class PageAllocator:
         shown += f" and {more} more" if more > 0 else ""
         return f"{shown}; last transitions: {self._describe_history(pages[:limit])}"
 
-    def _describe_history(self, pages: Int32Array | IntpArray) -> str:
+    def _describe_history(self, pages: Int32Array) -> str:
         """The moves of `pages` and their owners, latest last; ticks count calls to this pool."""
         moves = [
             f"[{move.clock}] " + _IN_WORDS[move.action].format(describe_owner(owner), page)
@@ -169,33 +165,55 @@ class PageAllocator:
         forgotten = "" if len(moves) <= _MOVES_SHOWN else f"({len(moves) - _MOVES_SHOWN} before) "
         return forgotten + ", ".join(moves[-_MOVES_SHOWN:]) if moves else "none remembered"
 
-    def _require(self, pages: IntpArray, owner: int | Int32Array, action: str) -> None:
-        """Check that `pages` exist, are distinct, and belong to `owner`, each to its own."""
-        if len(pages) == 0:
-            return
-        # As unsigned numbers, negative ones are too large as well.
-        if np.maximum.reduce(pages.view(np.uintp)) >= self.num_pages:
-            bad = pages[(pages < 0) | (pages >= self.num_pages)]
-            raise OwnershipError(f"{self.name}: cannot {action}: no such page {bad[:8].tolist()}")
-        wrong = self._owner[pages] != owner
-        is_nobody = isinstance(owner, int) and owner in (FREE, RESERVED)
-        if is_nobody or np.count_nonzero(wrong):
-            who = describe_owner(owner if isinstance(owner, int) else int(owner[wrong][0]))
+    def _refuse(self, pages: Int32Array, owner: int, action: Action) -> NoReturn:
+        """Say why `owner` cannot move `pages`."""
+        is_missing = (pages < 0) | (pages >= self.num_pages)
+        if is_missing.any():
             raise OwnershipError(
-                f"{self.name}: {who} cannot {action} what it does not own: "
+                f"{self.name}: cannot {action}: no such page {pages[is_missing][:8].tolist()}"
+            )
+        wrong = self._owner[pages] != owner
+        if owner in (FREE, RESERVED) or wrong.any():
+            raise OwnershipError(
+                f"{self.name}: {describe_owner(owner)} cannot {action} what it does not own: "
                 f"{self.describe(pages[wrong] if wrong.any() else pages)}"
             )
-        if len(pages) == 1:
-            return
-        # Distinctness in O(n) without sorting: of two equal pages only the last keeps its stamp.
-        order = self._order[: len(pages)]
-        self._stamp[pages] = order
-        repeated = self._stamp[pages] != order
-        if np.count_nonzero(repeated):
-            raise OwnershipError(
-                f"{self.name}: cannot {action} a page twice in one call: "
-                f"{pages[repeated][:8].tolist()}"
-            )
+        values, counts = np.unique(pages, return_counts=True)
+        raise OwnershipError(
+            f"{self.name}: cannot {action} a page twice in one call: "
+            f"{values[counts > 1][:8].tolist()}"
+        )
+
+
+@compiled("(int32[::1], int64, int64, int32[::1], int32[::1], int32[::1])")
+def _change_owner(
+    pages: Int32Array,
+    owner: int,
+    new_owner: int,
+    owners: Int32Array,
+    last_owners: Int32Array,
+    stamps: Int32Array,
+) -> bool:
+    """Move `pages` from `owner` to `new_owner`; False, changing no owner, if that cannot be.
+
+    So it is where a page does not exist, has another owner or is there twice, or where `owner` is
+    none that has pages to move. `owners`, `last_owners` and `stamps` are of all pages; of stamps
+    nothing is kept from one call to the next.
+    """
+    assert len(owners) == len(last_owners) == len(stamps)
+    for i in range(len(pages)):
+        page = pages[i]
+        if page < 0 or page >= len(owners) or owners[page] != owner:
+            return False
+        stamps[page] = i
+    # Of two equal pages only the last has kept its stamp.
+    for i in range(len(pages)):
+        if stamps[pages[i]] != i or owner in (FREE, RESERVED):
+            return False
+    for page in pages:
+        last_owners[page] = owner
+        owners[page] = new_owner
+    return True
 
 
 def alloc_each(
@@ -208,10 +226,24 @@ def alloc_each(
     """
     if len(owners) and np.minimum.reduce(owners) < 1:
         raise OwnershipError(f"only rows take pages, not owner {owners.min()}")
-    parts = list(zip(allocators, pairwise(bounds), strict=True))
-    pages = np.concatenate([allocator._top(end - first) for allocator, (first, end) in parts])
-    index = pages.astype(np.intp)
-    for allocator, (first, end) in parts:
+    for allocator, (first, end) in zip(allocators, pairwise(bounds), strict=True):
+        allocator._require_free(end - first)
+    pages = np.empty(len(owners), np.int32)
+    for allocator, (first, end) in zip(allocators, pairwise(bounds), strict=True):
         if first < end:
-            allocator._take(index[first:end], owners[first:end])
+            allocator._take(pages[first:end], owners[first:end])
     return pages
+
+
+@compiled("(int32[::1], int32[::1], int32[::1], int32[::1])")
+def _pop_each(
+    pages: Int32Array, new_owners: Int32Array, free: Int32Array, owners: Int32Array
+) -> None:
+    """`new_owners` become the owners, of all pages in `owners`, of the last of the `free` pages:
+    these are written to `pages`, the very last one first."""
+    assert len(pages) == len(new_owners) <= len(free)
+    for i in range(len(pages)):
+        page = free[len(free) - 1 - i]
+        assert 0 <= page < len(owners)
+        owners[page] = new_owners[i]
+        pages[i] = page

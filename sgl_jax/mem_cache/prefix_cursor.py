@@ -12,6 +12,7 @@ that no new child can continue, since they end within the edge or have no whole 
 
 from collections.abc import Callable, Iterable
 
+from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.tree_component import PathStep
@@ -227,9 +228,11 @@ class CursorIndex:
             self._free_places.append(stop.place)
 
 
+@compiled("(int32[::1], int32[::1])")
 def common_prefix_len(a: Int32Array, b: Int32Array) -> int:
     """Length of the common prefix of two token arrays."""
     size = min(len(a), len(b))
-    differing = a[:size] != b[:size]
-    first = int(differing.argmax()) if size else 0
-    return first if size and differing[first] else size
+    for i in range(size):
+        if a[i] != b[i]:
+            return i
+    return size

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sgl_jax.core.compiled import compiled
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import Int32Array, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.locked_pages import LockedPages
@@ -310,7 +311,7 @@ class RankMemory:
         beyond = _pages_beyond(held_lens, allocated_lens, self.page_size)
         if self.lists_all:
             return beyond
-        held = _num_pages(held_lens, self.page_size)
+        held = -(-held_lens // self.page_size)
         total = np.zeros_like(beyond)
         for number in self.groups_of[0]:
             most = self.sizes.row_pages(self.groups[number])
@@ -332,7 +333,8 @@ class RankMemory:
 
     def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
         """`grow_rows` of this rank's rows alone; whether there was enough memory."""
-        return grow_rows(self.rows, [self], rows, allocated_lens, [0, len(rows)])[0]
+        rows, lens = np.asarray(rows, np.intp), np.asarray(allocated_lens, np.int32)
+        return grow_rows(self.rows, [self], rows, lens, [0, len(rows)])[0]
 
     def grow_row(self, row: int, allocated_len: int) -> bool:
         """`grow_rows` of one row, without the cost of arrays of one."""
@@ -348,7 +350,8 @@ class RankMemory:
 
     def commit_rows(self, rows: RowIndex, committed_lens: Int32Array) -> None:
         """`commit_rows` of this rank's rows alone."""
-        commit_rows(self.rows, [self], rows, committed_lens)
+        rows, lens = np.asarray(rows, np.intp), np.asarray(committed_lens, np.int32)
+        commit_rows(self.rows, [self], rows, lens)
 
     def view(self) -> MemoryView:
         """The memory view of this rank."""
@@ -389,7 +392,7 @@ def grow_rows(
     memories: Sequence[RankMemory],
     rows: RowIndex,
     allocated_lens: Int32Array,
-    bounds: Sequence[int],
+    bounds: Sequence[int] | IntpArray,
 ) -> list[bool]:
     """Reserve slots so that row i holds `allocated_lens[i]` tokens, evicting as needed.
 
@@ -404,39 +407,89 @@ def grow_rows(
     the rank is as it was.
     """
     page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
-    held_lens = tables.kv_allocated_len[rows]
-    lens = np.maximum(held_lens, allocated_lens)
-    lacking = _pages_beyond(held_lens, allocated_lens, page_size)
-    growing = lacking.nonzero()[0]
-    if not len(growing):
-        tables.kv_allocated_len[rows] = lens
-        return [True] * len(memories)
-    # Of each page that is lacking: whose it is, and where the row is to list it.
-    columns = _num_pages(held_lens[growing], page_size)
-    total = int(np.add.reduce(lacking))
-    if total > len(growing):  # some grow by more than a page: those follow one another
-        counts = lacking[growing]
-        within = np.arange(total) - np.repeat(np.add.accumulate(counts) - counts, counts)
-        growing, columns = np.repeat(growing, counts), np.repeat(columns, counts) + within
-    page_bounds = growing.searchsorted(bounds).tolist()
+    bounds = np.asarray(bounds)
+    growing, owners, columns, page_bounds = _lacking_pages(
+        rows, allocated_lens, bounds, tables.kv_allocated_len, page_size, num_rows
+    )
     fits = [
         memory.make_room(end - first)
-        for memory, (first, end) in zip(memories, pairwise(page_bounds), strict=True)
+        for memory, (first, end) in zip(memories, pairwise(page_bounds.tolist()), strict=True)
     ]
     if not all(fits):
-        has_room = np.repeat(fits, np.diff(page_bounds))
-        growing, columns = growing[has_room], columns[has_room]
-        page_bounds = growing.searchsorted(bounds).tolist()
-        for i in np.flatnonzero(~np.array(fits)).tolist():
-            lens[bounds[i] : bounds[i + 1]] = held_lens[bounds[i] : bounds[i + 1]]
-    growing_rows = rows[growing]
-    owners = (growing_rows % num_rows).astype(np.int32)
+        counts = np.diff(page_bounds)
+        has_room = np.repeat(fits, counts)
+        growing, owners, columns = growing[has_room], owners[has_room], columns[has_room]
+        page_bounds = np.concatenate(([0], np.cumsum(counts * fits)))
     for number, group in enumerate(memories[0].groups):
         allocators = [memory.allocators[group.pool] for memory in memories]
-        taken = alloc_each(allocators, owners, page_bounds)
-        tables.list_page_each(number, growing_rows, columns, taken)
-    tables.kv_allocated_len[rows] = lens
+        taken = alloc_each(allocators, owners, page_bounds.tolist())
+        tables.list_page_each(number, growing, columns, taken)
+    _reserve(rows, allocated_lens, bounds, np.array(fits), tables.kv_allocated_len)
     return fits
+
+
+@compiled("(int64[::1], int32[::1], int64[::1], int32[::1], int32, int64)")
+def _lacking_pages(
+    rows: RowIndex,
+    lens: Int32Array,
+    bounds: IntpArray,
+    allocated_len: Int32Array,
+    page_size: int,
+    num_rows: int,
+) -> tuple[RowIndex, Int32Array, Int32Array, IntpArray]:
+    """The pages that `rows` lack to hold `lens` tokens, row by row.
+
+    Answers of each page its row, the same as a row of its rank (of `num_rows` rows each), and the
+    column where the row is to list it; and where the pages of each rank begin, whose rows are
+    between its `bounds`. `allocated_len` is of the rows of all ranks.
+    """
+    assert len(rows) == len(lens) == bounds[len(bounds) - 1]
+    lacking = np.empty(len(rows), np.int64)  # indices of rows that lack any
+    lacking_bounds = np.zeros(len(bounds), np.int64)
+    num_lacking = num_pages = 0
+    for rank in range(len(bounds) - 1):
+        for i in range(bounds[rank], bounds[rank + 1]):
+            assert 0 <= rows[i] < len(allocated_len)
+            held_len = allocated_len[rows[i]]
+            num_left = -held_len % page_size  # slots of its last page
+            if lens[i] - held_len > num_left:
+                lacking[num_lacking] = i
+                num_lacking += 1
+                num_pages += (lens[i] - held_len - num_left + page_size - 1) // page_size
+        lacking_bounds[rank + 1] = num_lacking
+    growing = np.empty(num_pages, np.int64)
+    owners = np.empty(num_pages, np.int32)
+    columns = np.empty(num_pages, np.int32)
+    page_bounds = np.zeros(len(bounds), np.int64)
+    count = 0
+    for rank in range(len(bounds) - 1):
+        for i in lacking[lacking_bounds[rank] : lacking_bounds[rank + 1]]:
+            held = (allocated_len[rows[i]] + page_size - 1) // page_size
+            for column in range(held, (lens[i] + page_size - 1) // page_size):
+                growing[count] = rows[i]
+                owners[count] = rows[i] - rank * num_rows
+                columns[count] = column
+                count += 1
+        page_bounds[rank + 1] = count
+    return growing, owners, columns, page_bounds
+
+
+@compiled("(int64[::1], int32[::1], int64[::1], boolean[::1], int32[::1])")
+def _reserve(
+    rows: RowIndex,
+    lens: Int32Array,
+    bounds: IntpArray,
+    fits: BoolArray,
+    allocated_len: Int32Array,
+) -> None:
+    """Rows of the ranks that `fits` hold `lens` tokens, or more if they did before."""
+    assert len(rows) == len(lens) == bounds[len(bounds) - 1]
+    assert len(fits) == len(bounds) - 1
+    for rank in range(len(fits)):
+        if fits[rank]:
+            for i in range(bounds[rank], bounds[rank + 1]):
+                assert 0 <= rows[i] < len(allocated_len)
+                allocated_len[rows[i]] = max(allocated_len[rows[i]], lens[i])
 
 
 def commit_rows(
@@ -447,23 +500,34 @@ def commit_rows(
     `rows` are indices into `tables`, the columns of all `memories`. Raises `LeaseError`, changing
     nothing, if a row has not so many slots.
     """
-    allocated_lens = tables.kv_allocated_len[rows]
-    is_beyond = committed_lens > allocated_lens
-    if np.count_nonzero(is_beyond):
-        rank, row = divmod(int(rows[is_beyond][0]), memories[0].rows.num_rows)
+    beyond = _commit(rows, committed_lens, tables.kv_allocated_len, tables.kv_committed_len)
+    if beyond >= 0:
+        rank, row = divmod(int(rows[beyond]), memories[0].rows.num_rows)
         raise LeaseError(
             f"rank {memories[rank].dp_rank}: row {row} would commit "
-            f"{committed_lens[is_beyond][0]} tokens of {allocated_lens[is_beyond][0]}"
+            f"{committed_lens[beyond]} tokens of {tables.kv_allocated_len[rows[beyond]]}"
         )
-    tables.kv_committed_len[rows] = committed_lens
 
 
-def _num_pages(lens: Int32Array, page_size: int) -> Int32Array:
-    """Pages that hold so many tokens each."""
-    return (lens + (page_size - 1)) // page_size
+@compiled("(int64[::1], int32[::1], int32[::1], int32[::1])")
+def _commit(
+    rows: RowIndex, lens: Int32Array, allocated_len: Int32Array, committed_len: Int32Array
+) -> int:
+    """Set the committed lengths of `rows`. If one has not so many slots, answers the index of the
+    first such row, having set none; else -1."""
+    assert len(rows) == len(lens)
+    assert len(allocated_len) == len(committed_len)
+    for i in range(len(rows)):
+        assert 0 <= rows[i] < len(allocated_len)
+        if lens[i] > allocated_len[rows[i]]:
+            return i
+    for i in range(len(rows)):
+        committed_len[rows[i]] = lens[i]
+    return -1
 
 
 def _pages_beyond(held_lens: Int32Array, lens: Int32Array, page_size: int) -> Int32Array:
     """Pages that `lens` tokens take beyond those of `held_lens`, or none."""
-    lacking: Int32Array = _num_pages(lens, page_size) - _num_pages(held_lens, page_size)
-    return np.maximum(lacking, 0, out=lacking)
+    num_held, num_wanted = -(-held_lens // page_size), -(-lens // page_size)
+    lacking: Int32Array = np.maximum(num_wanted - num_held, 0)
+    return lacking

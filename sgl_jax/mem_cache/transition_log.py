@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.core.step_plan import Int32Array, IntpArray
+from sgl_jax.core.step_plan import Int32Array
 
 Action = Literal["take", "give to the tree", "free"]
 
@@ -24,7 +24,7 @@ class Transition(NamedTuple):
     clock: int
     action: Action
     owners: int | Int32Array
-    pages: IntpArray
+    pages: Int32Array
 
 
 class TransitionLog:
@@ -33,10 +33,10 @@ class TransitionLog:
     def __init__(self) -> None:
         self.clock = 0
         # Plain tuples of a transition's fields: this is written far more often than read.
-        self._ring: deque[tuple[int, Action, int | Int32Array, IntpArray]] = deque()
+        self._ring: deque[tuple[int, Action, int | Int32Array, Int32Array]] = deque()
         self._num_pages = 0
 
-    def note(self, action: Action, owners: int | Int32Array, pages: IntpArray) -> None:
+    def note(self, action: Action, owners: int | Int32Array, pages: Int32Array) -> None:
         """Remember a call, and its arrays, which must not change afterwards.
 
         A call of more than `MAX_PAGES` is remembered in part.

@@ -19,7 +19,7 @@ def front(values: NDArray[_Scalar], count: int) -> NDArray[_Scalar]:
     half of the memory that a view of it would keep.
     """
     kept = values[:count]
-    whole = values if values.base is None else values.base
+    whole = values.base if isinstance(values.base, np.ndarray) else values
     return kept if 2 * count >= len(whole) else kept.copy()
 
 

@@ -6,13 +6,11 @@ computed again if it is still wanted.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from sgl_jax.core.messages import FinishReason, RequestOutput, TokenLogprobs
 from sgl_jax.core.step_plan import (
-    BoolArray,
     Float32Array,
     Int32Array,
     PromptLogprobs,
@@ -27,7 +25,7 @@ from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.running_rows import RowColumns
+from sgl_jax.scheduler.running_rows import GOES_ON, STOPPED
 from sgl_jax.scheduler.step_arrays import LaunchedRows
 
 
@@ -42,101 +40,51 @@ def apply_result(
 
     Adds what requests gained to `outputs`; returns the finished.
     """
-    running, bounds = ranks.running, launched.bounds
-    current = ranks.tables.epoch[launched.rows] == launched.epochs
-    for k, rank_plan in enumerate(plan.ranks):
-        if rank_plan.num_scored is not None:
-            own_current = current[bounds[k] : bounds[k + 1]]
-            _collect_prompt_logprobs(ranks.ranks[k], rank_plan, results[k], own_current)
-
-    index = (current & launched.samples).nonzero()[0]
-    rows = launched.rows[index]
-    tokens = np.concatenate([result.tokens for result in results]).take(index, axis=0)
-    detailed = running.is_unsent[rows] | running.return_logprob[rows]
+    bounds = launched.bounds.tolist()
+    _collect_prompt_logprobs_of_each(ranks, plan, launched, results)
+    tokens = np.concatenate([result.tokens for result in results])
     num_stop_ids = max(rank.running.num_stop_ids for rank in ranks.ranks)
-    if tokens.shape[1] == 1:
-        gains = _append_token(running, rows, tokens[:, 0], num_stop_ids)
-        ranks.num_generated_tokens += len(rows)
-    else:
-        gains = _append_tokens(running, rows, tokens, num_stop_ids)
-        drafted = np.concatenate([rank_plan.num_drafts for rank_plan in plan.ranks])[index]
-        _count_drafts(ranks, rows, drafted, tokens)
-        detailed |= gains.counts > 1
-        ranks.num_generated_tokens += int(gains.counts.sum())
-    detailed |= gains.is_finished
-    plain = ~detailed
-    plain_bounds = index[plain].searchsorted(bounds).tolist()
-    outputs.add_plain(ranks, rows[plain], plain_bounds, tokens[:, 0][plain])
+    gains = ranks.running.append(
+        *launched, epoch=ranks.tables.epoch, tokens=tokens, num_stop_ids=num_stop_ids
+    )
+    ranks.num_generated_tokens += int(gains.num_tokens)
+    if tokens.shape[1] > 1:
+        _count_drafts(ranks, plan, launched.rows, gains.counts, tokens)
+    outputs.add_plain(ranks, gains.plain_rows, gains.plain_bounds.tolist(), gains.plain_tokens)
 
     done = []
-    for i in detailed.nonzero()[0].tolist():
-        rank, row = ranks.locate(int(rows[i]))
+    for i in gains.detailed.tolist():
+        rank, row = ranks.locate(int(launched.rows[i]))
         gained = tokens[i, : gains.counts[i]].tolist()
         logprobs = None
         if rank.running.return_logprob[row]:
-            at = int(index[i]) - bounds[rank.dp_rank]
+            at = i - bounds[rank.dp_rank]
             logprobs = _token_logprobs(rank, row, gained, results[rank.dp_rank], at)
-        finish = _finish_reason(gains, i, gained[-1])
+        finish = _finish_reason(int(gains.ends[i]), gained[-1])
         outputs.outputs.append(_output(rank, row, gained, finish, logprobs))
         if finish is not None:
             done.append(rank.finish(row))
     return done
 
 
-class _Gains(NamedTuple):
-    """What n rows gained in a step."""
-
-    counts: np.ndarray  # int[n] tokens, at least 1
-    is_finished: np.ndarray  # bool[n]
-    is_stop: np.ndarray  # bool[n] a stop token ended it
-
-
-def _finish_reason(gains: _Gains, i: int, last_token: int) -> FinishReason | None:
-    if not gains.is_finished[i]:
+def _finish_reason(end: int, last_token: int) -> FinishReason | None:
+    if end == GOES_ON:
         return None
-    return FinishReason("stop", last_token) if gains.is_stop[i] else FinishReason("length")
+    return FinishReason("stop", last_token) if end == STOPPED else FinishReason("length")
 
 
-def _append_token(
-    running: RowColumns, rows: RowIndex, tokens: Int32Array, num_stop_ids: int
-) -> _Gains:
-    """Append one new token int32[n] to each row: what most steps do."""
-    known = running.append_token(rows, tokens)
-    is_stop = np.zeros(len(rows), np.bool_)
-    for stop_id in running.stop_ids.T[:num_stop_ids]:
-        is_stop |= stop_id[rows] == tokens
-    is_stop &= known > running.min_len[rows]
-    counts = np.ones(len(rows), np.int32)
-    return _Gains(counts, is_stop | (known >= running.max_len[rows]), is_stop)
+def _count_drafts(
+    ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array, tokens: Int32Array
+) -> None:
+    """Now it is known how many drafts were accepted: bring the rows' lengths up to date.
 
-
-def _append_tokens(
-    running: RowColumns, rows: RowIndex, tokens: Int32Array, num_stop_ids: int
-) -> _Gains:
-    """Append new tokens int32[n, w] to their rows, up to the one that ends the request.
-
-    What a step accepted beyond that token is overshoot and forgotten here; its KV is freed with
-    the lease, which offers the cache no more than the known tokens.
+    `rows`, `counts` and `tokens` are of all rows of the step; those that gained nothing are left
+    out.
     """
-    is_token = tokens >= 0
-    lens = running.known_len[rows, None] + np.arange(1, tokens.shape[1] + 1)
-    is_stop = np.zeros(tokens.shape, np.bool_)
-    for stop_id in running.stop_ids.T[:num_stop_ids]:
-        is_stop |= stop_id[rows, None] == tokens
-    is_stop &= lens > running.min_len[rows, None]
-    is_end = is_token & (is_stop | (lens >= running.max_len[rows, None]))
-    is_finished: BoolArray = np.logical_or.reduce(is_end, axis=1)
-    last = is_end.argmax(axis=1)
-    counts = np.where(is_finished, last + 1, is_token.sum(axis=1))
-    kept = lens <= running.known_len[rows, None] + counts[:, None]
-    running.append_tokens(np.repeat(rows, counts), lens[kept] - 1, tokens[kept])
-    running.known_len[rows] += counts
-    return _Gains(counts, is_finished, is_finished & is_stop[np.arange(len(rows)), last])
-
-
-def _count_drafts(ranks: Ranks, rows: RowIndex, drafted: Int32Array, tokens: Int32Array) -> None:
-    """Now it is known how many drafts were accepted: bring the rows' lengths up to date."""
-    accepted = (tokens >= 0).sum(axis=1).astype(np.int32) - 1
+    index = counts.nonzero()[0]
+    rows = rows[index]
+    drafted = np.concatenate([rank_plan.num_drafts for rank_plan in plan.ranks])[index]
+    accepted = (tokens[index] >= 0).sum(axis=1).astype(np.int32) - 1
     running, tables = ranks.running, ranks.tables
     running.unread_drafts[rows] -= drafted
     running.planned_len[rows] += accepted
@@ -201,6 +149,16 @@ def _of_ids(values: Float32Array | None, at: int | tuple[int, int], count: int) 
     assert values is not None, "the plan asked for them"
     of_ids: list[float] = values[at][:count].tolist()
     return of_ids
+
+
+def _collect_prompt_logprobs_of_each(
+    ranks: Ranks, plan: StepPlan, launched: LaunchedRows, results: Sequence[RankResult]
+) -> None:
+    for rank, rank_plan in zip(ranks.ranks, plan.ranks, strict=True):
+        if rank_plan.num_scored is not None:
+            part = slice(*launched.bounds[rank.dp_rank : rank.dp_rank + 2])
+            current = ranks.tables.epoch[launched.rows[part]] == launched.epochs[part]
+            _collect_prompt_logprobs(rank, rank_plan, results[rank.dp_rank], current)
 
 
 def _collect_prompt_logprobs(

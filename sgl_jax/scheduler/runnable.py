@@ -4,11 +4,12 @@ The first part of planning a step, done for the rows of all ranks at once. On a 
 does not suffice, nothing is reserved here: what gives way is decided in `step_builder.py`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array, RowIndex
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.rank_memory import grow_rows
 from sgl_jax.mem_cache.release import let_go_windows
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
@@ -32,31 +33,104 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
     if ranks.has_windows:
         lens = np.minimum(tables.kv_committed_len[rows], running.known_len[rows])
         let_go_windows(tables, ranks.memories, rows, lens)
-    wants_any = running.may_run(rows)
-    wanted = running.planned_len[rows] - tables.kv_committed_len[rows]
-    wants_one = wants_any & (wanted == 1) & (running.score_start[rows] == NOT_SCORED)
-    num_ones = np.count_nonzero(wants_one)
-    decoding = rows
-    if num_ones < len(rows):
-        decoding = rows[wants_one]
-        bounds = ranks.bounds(decoding)
-    ends = decode_ends(tables, running, decoding)
-    fits = grow_rows(tables, ranks.memories, decoding, ends, bounds)
-    by_rank = ranks.split(decoding, bounds)
-    wants_more = wants_any & ~wants_one
-    if num_ones == len(rows) or not np.count_nonzero(wants_more):
-        return [Runnable(own_rows, fit, [], 0) for own_rows, fit in zip(by_rank, fits, strict=True)]
-    prefilling, num_tokens = rows[wants_more], wanted[wants_more]
-    bounds = ranks.bounds(prefilling)
+    wanting = _Wanting(
+        *_rows_that_want(
+            rows,
+            bounds,
+            ranks.num_rows,
+            running.planned_len,
+            running.unread_drafts,
+            running.max_len,
+            running.score_start,
+            tables.kv_committed_len,
+        )
+    )
+    decode_bounds = wanting.decode_bounds.tolist()
+    fits = grow_rows(tables, ranks.memories, wanting.decoding, wanting.decode_ends, decode_bounds)
+    own_prefilling, prefill_bounds = (
+        wanting.own_prefilling.tolist(),
+        wanting.prefill_bounds.tolist(),
+    )
     return [
         Runnable(
-            decoding=by_rank[k],
-            has_slots=fits[k],
-            prefilling=own_rows.tolist(),
-            num_prefill_tokens=int(num_tokens[bounds[k] : bounds[k + 1]].sum()),
+            decoding=wanting.own_decoding[decode_bounds[k] : decode_bounds[k + 1]],
+            has_slots=fit,
+            prefilling=own_prefilling[prefill_bounds[k] : prefill_bounds[k + 1]],
+            num_prefill_tokens=num_tokens,
         )
-        for k, own_rows in enumerate(ranks.split(prefilling, bounds))
+        for k, (fit, num_tokens) in enumerate(
+            zip(fits, wanting.num_prefill_tokens.tolist(), strict=True)
+        )
     ]
+
+
+class _Wanting(NamedTuple):
+    """Rows that want tokens, rank by rank: those of rank k lie in [bounds[k], bounds[k + 1])."""
+
+    decoding: RowIndex  # joint rows that want one token
+    own_decoding: RowIndex  # the same, as rows of their ranks
+    decode_ends: Int32Array  # `decode_ends` of these
+    decode_bounds: IntpArray
+    own_prefilling: RowIndex  # that want more, or are scored, as rows of their ranks
+    prefill_bounds: IntpArray
+    num_prefill_tokens: IntpArray  # [ranks] that these want
+
+
+@compiled(
+    "(int64[::1], int64[::1], int64, int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])"
+)
+def _rows_that_want(
+    rows: RowIndex,
+    bounds: IntpArray,
+    num_rows: int,
+    planned_len: Int32Array,
+    unread_drafts: Int32Array,
+    max_len: Int32Array,
+    score_start: Int32Array,
+    committed_len: Int32Array,
+) -> tuple[Any, ...]:
+    """The fields of `_Wanting`, of the joint `rows` of ranks of `num_rows` rows each.
+
+    A row whose last permitted token was sampled, or may have been, waits for its result: it wants
+    nothing.
+    """
+    num_ranks = len(bounds) - 1
+    decoding = np.empty(len(rows), np.int64)
+    own_decoding = np.empty(len(rows), np.int64)
+    ends = np.empty(len(rows), np.int32)
+    own_prefilling = np.empty(len(rows), np.int64)
+    decode_bounds = np.zeros(num_ranks + 1, np.int64)
+    prefill_bounds = np.zeros(num_ranks + 1, np.int64)
+    num_prefill_tokens = np.zeros(num_ranks, np.int64)
+    num_decoding = num_prefilling = 0
+    assert bounds[num_ranks] == len(rows)
+    for rank in range(num_ranks):
+        for i in range(bounds[rank], bounds[rank + 1]):
+            row = rows[i]
+            assert 0 <= row < len(planned_len)
+            if planned_len[row] + unread_drafts[row] >= max_len[row]:
+                continue
+            num_wanted = planned_len[row] - committed_len[row]
+            if num_wanted == 1 and score_start[row] == NOT_SCORED:
+                decoding[num_decoding] = row
+                own_decoding[num_decoding] = row - rank * num_rows
+                ends[num_decoding] = committed_len[row] + unread_drafts[row] + 1
+                num_decoding += 1
+            else:
+                own_prefilling[num_prefilling] = row - rank * num_rows
+                num_prefilling += 1
+                num_prefill_tokens[rank] += num_wanted
+        decode_bounds[rank + 1] = num_decoding
+        prefill_bounds[rank + 1] = num_prefilling
+    return (
+        decoding[:num_decoding],
+        own_decoding[:num_decoding],
+        ends[:num_decoding],
+        decode_bounds,
+        own_prefilling[:num_prefilling],
+        prefill_bounds,
+        num_prefill_tokens,
+    )
 
 
 def decode_ends(tables: RowTables, running: RowColumns, rows: RowIndex) -> Int32Array:

@@ -13,18 +13,22 @@ result is read, the row's length is known only to lie between `planned_len` and 
 """
 
 from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_jax.core.compiled import compiled
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
-from sgl_jax.core.step_plan import BoolArray, Float32Array, Int32Array, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Float32Array, Int32Array, IntpArray, RowIndex
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 
 NO_TOKEN = -1
-TOKEN_BLOCK = 16  # tokens that are written to a row's table together: a cache line of them
+TOKEN_BLOCK = 64  # tokens that are written to a row's table together
 NOT_SCORED = np.iinfo(np.int32).max
+# How a request ends: not yet, because it has as many tokens as it may have, or by a stop token.
+GOES_ON, TOO_LONG, STOPPED = 0, 1, 2
 
 
 @dataclass(eq=False)
@@ -87,28 +91,49 @@ class RowColumns:
         """Views of some of the rows."""
         return RowColumns(*(getattr(self, field.name)[rows] for field in fields(self)))
 
-    def append_token(self, rows: RowIndex, tokens: Int32Array) -> Int32Array:
-        """A row of `rows` gains one token each, int32[len(rows)]; answers their lengths then."""
-        lens: Int32Array = self.known_len[rows]
-        place = lens & (TOKEN_BLOCK - 1)
-        self.latest[rows, place] = tokens
-        full = (place == TOKEN_BLOCK - 1).nonzero()[0]
-        self._keep_block(rows[full], lens[full] // TOKEN_BLOCK)
-        lens += 1
-        self.known_len[rows] = lens
-        return lens
+    def append(
+        self,
+        rows: RowIndex,
+        bounds: IntpArray,
+        epochs: Int32Array,
+        samples: BoolArray,
+        *,
+        epoch: Int32Array,
+        tokens: Int32Array,
+        num_stop_ids: int,
+    ) -> "Gains":
+        """Append each row's new tokens, up to the one that ends its request.
 
-    def append_tokens(self, rows: RowIndex, positions: Int32Array, tokens: Int32Array) -> None:
-        """Write tokens, in order, at `positions` of `rows`: int32[m] each, rows repeated."""
-        # What only `latest` has of the block where each row goes on, before others take its place.
-        first = np.diff(rows, prepend=-1) != 0
-        self._keep_block(rows[first], positions[first] // TOKEN_BLOCK)
-        self.tokens[rows, positions] = tokens
-        self.latest[rows, positions & (TOKEN_BLOCK - 1)] = tokens
+        What a step accepted beyond that token is overshoot and forgotten here; its KV is freed with
+        the lease, which offers the cache no more than the known tokens.
 
-    def _keep_block(self, rows: RowIndex, blocks: Int32Array) -> None:
-        """Copy a block of each of `rows` from `latest` to `tokens`."""
-        self.tokens.reshape(len(self.tokens), -1, TOKEN_BLOCK)[rows, blocks] = self.latest[rows]
+        Args:
+            rows: int[n], of a launched step, rank by rank.
+            bounds: those of rank k are in [bounds[k], bounds[k + 1]).
+            epochs: int32[n], of the rows at the launch.
+            samples: bool[n], rows of which a token was wanted.
+            epoch: int32 of every row now. Where it is another, the result is dropped.
+            tokens: int32[n, w], each row's new tokens, then -1.
+            num_stop_ids: columns of `stop_ids` to look at.
+        """
+        gains = _append_tokens(
+            rows,
+            bounds,
+            epochs,
+            samples,
+            tokens,
+            epoch,
+            self.tokens,
+            self.latest,
+            self.known_len,
+            self.min_len,
+            self.max_len,
+            self.stop_ids,
+            num_stop_ids,
+            self.is_unsent,
+            self.return_logprob,
+        )
+        return Gains(*gains)
 
     def may_run(self, rows: RowIndex) -> BoolArray:
         """Which of `rows` still need a step.
@@ -123,6 +148,96 @@ class RowColumns:
         """In how many steps each of `rows` may end, if it generates half of what it still may."""
         steps: Int32Array = (self.max_len[rows] - self.planned_len[rows]) // 2
         return steps
+
+
+class Gains(NamedTuple):
+    """What the n rows of a launched step gained."""
+
+    counts: Int32Array  # [n] tokens, 0 where the result is dropped or none was wanted
+    ends: NDArray[np.int8]  # [n] GOES_ON, TOO_LONG or STOPPED
+    detailed: IntpArray  # indices of rows that gained something, and not just one plain token
+    plain_rows: RowIndex  # the others that gained something: their rows,
+    plain_tokens: Int32Array  # the token of each,
+    plain_bounds: IntpArray  # [ranks + 1] and where each rank's begin
+    num_tokens: int
+
+
+@compiled(
+    "(int64[::1], int64[::1], int32[::1], boolean[::1], int32[:, ::1], int32[::1], int32[:, ::1], "
+    "int32[:, ::1], int32[::1], int32[::1], int32[::1], int32[:, ::1], int64, boolean[::1], "
+    "boolean[::1])"
+)
+def _append_tokens(
+    rows: RowIndex,
+    bounds: IntpArray,
+    epochs: Int32Array,
+    samples: BoolArray,
+    new_tokens: Int32Array,
+    epoch: Int32Array,
+    tokens: Int32Array,
+    latest: Int32Array,
+    known_len: Int32Array,
+    min_len: Int32Array,
+    max_len: Int32Array,
+    stop_ids: Int32Array,
+    num_stop_ids: int,
+    is_unsent: BoolArray,
+    return_logprob: BoolArray,
+) -> tuple[Any, ...]:
+    """The fields of `Gains`; the first five are as `RowColumns.append` has them, others columns."""
+    num_rows, width = new_tokens.shape
+    assert len(rows) == len(epochs) == len(samples) == num_rows == bounds[-1]
+    assert num_stop_ids <= stop_ids.shape[1]
+    counts = np.zeros(num_rows, np.int32)
+    ends = np.zeros(num_rows, np.int8)
+    detailed = np.empty(num_rows, np.int64)
+    plain_rows = np.empty(num_rows, np.int64)
+    plain_tokens = np.empty(num_rows, np.int32)
+    plain_bounds = np.zeros(len(bounds), np.int64)
+    num_detailed = num_plain = num_tokens = 0
+    for rank in range(len(bounds) - 1):
+        for i in range(bounds[rank], bounds[rank + 1]):
+            row = rows[i]
+            assert 0 <= row < len(known_len)
+            if not samples[i] or epoch[row] != epochs[i]:
+                continue
+            length = known_len[row]
+            assert 0 <= length < max_len[row] <= tokens.shape[1]
+            count, end = 0, GOES_ON
+            while end == GOES_ON and count < width and (count == 0 or new_tokens[i, count] >= 0):
+                token = new_tokens[i, count]
+                place = length % TOKEN_BLOCK
+                latest[row, place] = token
+                if place == TOKEN_BLOCK - 1:
+                    for j in range(TOKEN_BLOCK):
+                        tokens[row, length - place + j] = latest[row, j]
+                length += 1
+                count += 1
+                if length >= max_len[row]:
+                    end = TOO_LONG
+                if length > min_len[row]:
+                    for j in range(num_stop_ids):
+                        if stop_ids[row, j] == token:
+                            end = STOPPED
+            known_len[row] = length
+            counts[i], ends[i] = count, end
+            num_tokens += count
+            if count > 1 or end != GOES_ON or is_unsent[row] or return_logprob[row]:
+                detailed[num_detailed] = i
+                num_detailed += 1
+            else:
+                plain_rows[num_plain], plain_tokens[num_plain] = row, new_tokens[i, 0]
+                num_plain += 1
+        plain_bounds[rank + 1] = num_plain
+    return (
+        counts,
+        ends,
+        detailed[:num_detailed],
+        plain_rows[:num_plain],
+        plain_tokens[:num_plain],
+        plain_bounds,
+        num_tokens,
+    )
 
 
 class RunningRows(RowColumns):

@@ -8,6 +8,7 @@ The caller launches what `plan` returns, and may plan and launch the next step b
 the result of the last: input tokens come from the device, so nothing waits for the host.
 """
 
+from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
@@ -57,6 +58,7 @@ class Scheduler:
             raise ValueError(
                 f"max_prompt_logprob_tokens is {sizes.max_prompt_logprob_tokens}, must be 1 or more"
             )
+        compile_loops()
         self.sizes = sizes
         self.args = args
         self.max_passed_over = max_passed_over
@@ -66,7 +68,11 @@ class Scheduler:
         self._max_requests = args.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
         memories = [rank.memory for rank in self.ranks]
         self._waiting = WaitingQueue(
-            args.schedule_policy, memories, self._max_requests, max_passed_over
+            args.schedule_policy,
+            memories,
+            self._all_ranks.tables,
+            self._max_requests,
+            max_passed_over,
         )
         self._deadlines = Deadlines(args.waiting_timeout, args.request_timeout)
         self._forced_retract = ForcedRetract(args)

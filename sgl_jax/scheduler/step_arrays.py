@@ -5,23 +5,32 @@ be published. So a step that is built must be launched.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import BoolArray, Int32Array, RankPlan, RowIndex, StepPlan
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import (
+    BoolArray,
+    Int32Array,
+    IntpArray,
+    RankPlan,
+    RowIndex,
+    StepPlan,
+)
 from sgl_jax.mem_cache.rank_memory import commit_rows
-from sgl_jax.scheduler.ranks import Ranks, reduced_of_each
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.step_builder import StepBuilder
+
+_NO_DRAFTS = np.zeros(0, np.int32)
 
 
 class LaunchedRows(NamedTuple):
     """What is kept of a step until its result is read: columns of its rows, rank by rank."""
 
     rows: RowIndex  # joint rows
-    bounds: list[int]  # of each rank's part
+    bounds: IntpArray  # those of rank k are in [bounds[k], bounds[k + 1])
     epochs: Int32Array  # of the leases that the rows were
     samples: BoolArray
 
@@ -32,134 +41,201 @@ def build_plan(
     """The plan, of each rank's builder. Lengths are committed, prefill chunks published."""
     for builder in builders:
         builder.trim_to_shape()
-    step = _JointStep.of(ranks, builders)
+    step = _columns(ranks, builders)
     # Before chunks are published: that may give a row pages of the tree for its own, which the
     # step still writes.
     plan = StepPlan(step_id, _plans(ranks, builders, step), ranks.tables.page_log.take())
-    _commit(ranks, step)
+    commit_rows(ranks.tables, ranks.memories, step.rows, step.ends)
+    running = ranks.running
+    _note_launch(
+        step.rows,
+        step.ends,
+        step.kv_starts,
+        step.q_lens,
+        running.planned_len,
+        running.unread_drafts,
+        running.score_start,
+    )
     for builder in builders:
         if builder.chunk_rows:
             builder.rank.offer_chunks(builder.chunk_rows)
         if not builder.retracted:
             builder.rank.reserve.after_step()
-    return plan, LaunchedRows(step.rows, step.bounds, ranks.tables.epoch[step.rows], step.samples)
+    return plan, LaunchedRows(step.rows, step.bounds, step.epochs, step.samples)
 
 
-class _JointStep(NamedTuple):
+class _Columns(NamedTuple):
     """The rows of a step on all ranks, as columns of n rows, rank by rank."""
 
     rows: RowIndex  # joint rows
+    bounds: IntpArray  # of each rank's part, as `LaunchedRows.bounds`
     own_rows: Int32Array  # of their ranks
-    bounds: list[int]  # of each rank's part
+    epochs: Int32Array
     kv_starts: Int32Array
-    num_tokens: Int32Array  # without drafts: of these it is not known what becomes of them
-    ends: Int32Array  # where these end
+    q_lens: Int32Array
+    ends: Int32Array  # without drafts: of these it is not known what becomes of them
     samples: BoolArray
-    unread: Int32Array  # drafts of steps before this one
-    num_drafts: Int32Array
-
-    @classmethod
-    def of(cls, ranks: Ranks, builders: Sequence[StepBuilder]) -> "_JointStep":
-        own_rows = [builder.rows() for builder in builders]
-        rows, bounds = ranks.join(own_rows)
-        num_tokens = np.ones(len(rows), np.int32)
-        num_drafts = np.zeros(len(rows), np.int32)
-        for builder, first, end in zip(builders, bounds[:-1], bounds[1:], strict=True):
-            first_chunk = first + len(builder.decode_rows)
-            if ranks.max_draft_tokens:
-                num_drafts[first:first_chunk] = builder.num_drafts
-            if builder.chunk_lens:
-                num_tokens[first_chunk:end] = builder.chunk_lens
-        kv_starts = ranks.tables.kv_committed_len[rows]
-        ends = kv_starts + num_tokens
-        return cls(
-            rows=rows,
-            own_rows=np.concatenate(own_rows, dtype=np.int32),
-            bounds=bounds,
-            kv_starts=kv_starts,
-            num_tokens=num_tokens,
-            ends=ends,
-            samples=ends == ranks.running.planned_len[rows],
-            unread=ranks.running.unread_drafts[rows],
-            num_drafts=num_drafts,
-        )
-
-    @property
-    def parts(self) -> list[slice]:
-        """Where each rank's rows lie."""
-        return [slice(first, end) for first, end in pairwise(self.bounds)]
+    relayed: BoolArray
+    num_scored: Int32Array
+    of_ranks: IntpArray  # [ranks, 3] each an `_OfRank`
 
 
-def _plans(ranks: Ranks, builders: Sequence[StepBuilder], step: _JointStep) -> tuple[RankPlan, ...]:
-    """The plans, before anything is committed. Their arrays are copies, or views of copies."""
-    q_lens = step.num_tokens + step.num_drafts
-    relayed = step.unread > 0
-    num_pages = _num_pages(ranks, step)
-    num_scored = _num_scored(ranks, step)
-    top_logprobs_nums = _top_logprobs_nums(ranks, step)
-    return tuple(
-        RankPlan(
-            rows=step.own_rows[part],
-            kv_starts=step.kv_starts[part],
-            q_lens=q_lens[part],
-            samples=step.samples[part],
-            num_pages=num_pages[k],
-            num_decode=len(builder.decode_rows),
-            relayed=relayed[part],
-            admissions=builder.rank.take_admissions(),
-            num_scored=num_scored[k],
-            return_logprob=top_logprobs_nums[k] is not None,
-            top_logprobs_num=top_logprobs_nums[k] or 0,
-            num_logprob_ids=_num_logprob_ids(
-                ranks, step.rows[part], num_scored[k], top_logprobs_nums[k]
-            ),
-        )
-        for k, (builder, part) in enumerate(zip(builders, step.parts, strict=True))
+class _OfRank(NamedTuple):
+    """What a rank's rows have in common."""
+
+    longest: int  # tokens that the longest of them may need
+    num_scored: int  # queries in all
+    top_logprobs_num: int  # the most alternatives that a row reports; -1 if none reports anything
+
+
+def _columns(ranks: Ranks, builders: Sequence[StepBuilder]) -> _Columns:
+    """The columns of the rows that were chosen: copies, before anything is committed."""
+    rows, bounds = ranks.join([builder.rows() for builder in builders])
+    running, tables = ranks.running, ranks.tables
+    chunk_lens = [length for builder in builders for length in builder.chunk_lens]
+    if ranks.max_draft_tokens:
+        num_drafts = np.concatenate([builder.num_drafts for builder in builders])
+    else:
+        num_drafts = _NO_DRAFTS
+    columns = _gather(
+        rows,
+        bounds,
+        np.array([len(builder.decode_rows) for builder in builders]),
+        np.array(chunk_lens, np.int32),
+        num_drafts,
+        ranks.num_rows,
+        tables.epoch,
+        tables.kv_committed_len,
+        running.planned_len,
+        running.unread_drafts,
+        running.score_start,
+        running.return_logprob,
+        running.top_logprobs_num,
     )
+    return _Columns(rows, bounds, *columns)
 
 
-def _num_pages(ranks: Ranks, step: _JointStep) -> list[int]:
-    """For each rank, as many pages as the longest of its rows may need."""
-    lens = step.ends + step.unread + step.num_drafts
-    longest = reduced_of_each(np.maximum, lens, step.bounds)
-    return [-(-(length or 0) // ranks.page_size) for length in longest]
+@compiled(
+    "(int64[::1], int64[::1], int64[::1], int32[::1], int32[::1], int64, int32[::1], int32[::1], "
+    "int32[::1], int32[::1], int32[::1], boolean[::1], int32[::1])"
+)
+def _gather(
+    rows: RowIndex,
+    bounds: IntpArray,
+    num_decode: IntpArray,
+    chunk_lens: Int32Array,
+    num_drafts: Int32Array,
+    num_rows: int,
+    epoch: Int32Array,
+    committed_len: Int32Array,
+    planned_len: Int32Array,
+    unread_drafts: Int32Array,
+    score_start: Int32Array,
+    return_logprob: BoolArray,
+    top_logprobs_num: Int32Array,
+) -> tuple[Any, ...]:
+    """The fields of `_Columns` from `own_rows` on.
+
+    Args:
+        rows: joint rows of the step, and `bounds` of each rank's part: first `num_decode` decode
+            rows, then prefill chunks.
+        chunk_lens: tokens of all chunks, rank by rank.
+        num_drafts: of all decode rows, rank by rank; or empty if there are none.
+        num_rows: of a rank; what follows are columns over the rows of all ranks.
+    """
+    num_ranks, count = len(bounds) - 1, len(rows)
+    own_rows = np.empty(count, np.int32)
+    epochs = np.empty(count, np.int32)
+    kv_starts = np.empty(count, np.int32)
+    q_lens = np.empty(count, np.int32)
+    ends = np.empty(count, np.int32)
+    samples = np.empty(count, np.bool_)
+    relayed = np.empty(count, np.bool_)
+    num_scored = np.empty(count, np.int32)
+    of_ranks = np.zeros((num_ranks, 3), np.int64)
+    of_ranks[:, 2] = -1
+    assert bounds[num_ranks] == count
+    assert len(num_decode) == num_ranks
+    assert num_decode.sum() + len(chunk_lens) == count
+    assert len(num_drafts) == 0 or len(num_drafts) == num_decode.sum()
+    chunk = decode = 0
+    for rank in range(num_ranks):
+        for i in range(bounds[rank], bounds[rank + 1]):
+            row = rows[i]
+            assert 0 <= row < len(committed_len)
+            num_tokens, drafts = 1, 0
+            if i - bounds[rank] >= num_decode[rank]:
+                num_tokens = chunk_lens[chunk]
+                chunk += 1
+            elif len(num_drafts):
+                drafts = num_drafts[decode]
+                decode += 1
+            start, unread = committed_len[row], unread_drafts[row]
+            end = start + num_tokens
+            own_rows[i] = row - rank * num_rows
+            epochs[i] = epoch[row]
+            kv_starts[i] = start
+            q_lens[i] = num_tokens + drafts
+            ends[i] = end
+            samples[i] = end == planned_len[row]
+            relayed[i] = unread > 0
+            num_scored[i] = max(end - max(start, score_start[row]), 0)
+            of_ranks[rank, 0] = max(of_ranks[rank, 0], end + unread + drafts)
+            of_ranks[rank, 1] += num_scored[i]
+            if samples[i] and return_logprob[row]:
+                of_ranks[rank, 2] = max(of_ranks[rank, 2], top_logprobs_num[row])
+    return own_rows, epochs, kv_starts, q_lens, ends, samples, relayed, num_scored, of_ranks
 
 
-def _num_scored(ranks: Ranks, step: _JointStep) -> list[Int32Array | None]:
-    """For each rank, how many of each row's last queries are scored; None if no row's are."""
-    first = ranks.running.score_start[step.rows]
-    if not np.count_nonzero(first < step.ends):
-        return [None] * len(step.parts)
-    counts = np.maximum(step.ends - np.maximum(step.kv_starts, first), 0)
-    return [counts[part] if counts[part].any() else None for part in step.parts]
+@compiled("(int64[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])")
+def _note_launch(
+    rows: RowIndex,
+    ends: Int32Array,
+    kv_starts: Int32Array,
+    q_lens: Int32Array,
+    planned_len: Int32Array,
+    unread_drafts: Int32Array,
+    score_start: Int32Array,
+) -> None:
+    """The step counts as launched: rows have the tokens that it samples, and unread drafts.
+
+    The first four are as in `_Columns`, the others columns over the rows of all ranks.
+    """
+    assert len(rows) == len(ends) == len(kv_starts) == len(q_lens)
+    for i in range(len(rows)):
+        row = rows[i]
+        assert 0 <= row < len(planned_len)
+        unread_drafts[row] += q_lens[i] - (ends[i] - kv_starts[i])
+        if ends[i] == planned_len[row]:
+            planned_len[row] += 1
+            score_start[row] = NOT_SCORED
 
 
-def _top_logprobs_nums(ranks: Ranks, step: _JointStep) -> list[int | None]:
-    """For each rank, the most alternatives that a sampling row reports; None if none reports."""
-    running = ranks.running
-    reports = step.samples & running.return_logprob[step.rows]
-    if not np.count_nonzero(reports):
-        return [None] * len(step.parts)
-    counts = np.where(reports, running.top_logprobs_num[step.rows] + 1, 0)
-    most = reduced_of_each(np.maximum, counts, step.bounds)
-    return [count - 1 if count else None for count in most]
-
-
-def _num_logprob_ids(
-    ranks: Ranks, rows: RowIndex, num_scored: Int32Array | None, top_logprobs_num: int | None
-) -> int:
-    """The most tokens that one of a rank's rows has named; 0 if no row reports anything."""
-    if num_scored is None and top_logprobs_num is None:
-        return 0
-    return int(ranks.running.num_logprob_ids[rows].max())
-
-
-def _commit(ranks: Ranks, step: _JointStep) -> None:
-    """From here on the step counts as launched."""
-    running = ranks.running
-    commit_rows(ranks.tables, ranks.memories, step.rows, step.ends)
-    if np.count_nonzero(step.num_drafts):
-        running.unread_drafts[step.rows] = step.unread + step.num_drafts
-    sampled = step.rows[step.samples]
-    running.planned_len[sampled] = step.ends[step.samples] + 1
-    running.score_start[sampled] = NOT_SCORED
+def _plans(ranks: Ranks, builders: Sequence[StepBuilder], step: _Columns) -> tuple[RankPlan, ...]:
+    """The plans; their arrays are views of the columns."""
+    bounds = step.bounds.tolist()
+    plans = []
+    for builder, first, end, numbers in zip(
+        builders, bounds[:-1], bounds[1:], step.of_ranks.tolist(), strict=True
+    ):
+        of_rank, part = _OfRank(*numbers), slice(first, end)
+        reports = of_rank.num_scored > 0 or of_rank.top_logprobs_num >= 0
+        plans.append(
+            RankPlan(
+                rows=step.own_rows[part],
+                kv_starts=step.kv_starts[part],
+                q_lens=step.q_lens[part],
+                samples=step.samples[part],
+                num_pages=-(-of_rank.longest // ranks.page_size),
+                num_decode=len(builder.decode_rows),
+                relayed=step.relayed[part],
+                admissions=builder.rank.take_admissions(),
+                num_scored=step.num_scored[part] if of_rank.num_scored else None,
+                return_logprob=of_rank.top_logprobs_num >= 0,
+                top_logprobs_num=max(of_rank.top_logprobs_num, 0),
+                num_logprob_ids=(
+                    int(ranks.running.num_logprob_ids[step.rows[part]].max()) if reports else 0
+                ),
+            )
+        )
+    return tuple(plans)

@@ -20,6 +20,8 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.runnable import Runnable, decode_ends
 
+_NO_DRAFTS = np.zeros(0, np.int32)
+
 
 class StepBuilder:
     """The rows of one rank's next step while they are chosen.
@@ -37,7 +39,7 @@ class StepBuilder:
         self.retracted: list[Request] = []
         self.unservable: list[int] = []  # rows that do not fit the rank even alone
         self.decode_rows = runnable.decoding
-        self.num_drafts: Int32Array = np.zeros(0, np.int32)  # of each decode row
+        self.num_drafts = _NO_DRAFTS  # of each decode row; empty if there is no speculation
         self.chunk_rows: list[int] = []
         self.chunk_lens: list[int] = []
         # Wanted, in this step or later.
@@ -166,7 +168,7 @@ class StepBuilder:
         """Choose each decode row's drafts and reserve their slots; none if memory is short."""
         rows = self.decode_rows
         if not self._max_draft_tokens:
-            return np.zeros(len(rows), np.int32)
+            return _NO_DRAFTS
         drafts = choose_drafts(self.rank.running, rows, self._max_draft_tokens)
         if self.rank.memory.grow_rows(rows, self._decode_ends(rows) + drafts):
             return drafts

@@ -10,27 +10,32 @@ output to lose; then the longest cached prefix (`lpm`) or none of that (`fcfs`);
 
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.wait_reason import WaitKind
+from sgl_jax.scheduler.waiting_lines import (
+    LAST,
+    MOST_LEVELS,
+    NEVER,
+    NO_RANK,
+    Int64Array,
+    drop_leaders,
+    least_pages,
+    lines_due,
+    order_keys,
+    pass_over,
+    rule_out,
+)
 
-Int64Array: TypeAlias = NDArray[np.int64]
-
-_NO_RANK = -1
-_NEVER = np.iinfo(np.int32).max  # pages that no rank has
 # Younger requests that start before one for which a rank is held.
 MAX_PASSED_OVER = 128
-# Parts of an order key, in bits. What does not fit is cut: it changes the order of extremes only.
-_ARRIVAL_BITS, _CACHED_BITS, _PRIORITY_BITS = 26, 21, 14
-_LAST = np.iinfo(np.int64).max  # no order key
 
 
 class WaitingQueue:
@@ -38,7 +43,7 @@ class WaitingQueue:
 
     Args:
         policy: order among requests of equal priority.
-        memories: of all ranks, in order.
+        memories: of all ranks, in order; `tables` are the columns of all their rows.
         capacity: requests at most.
         max_passed_over: a request that so many younger ones were started before is due: it is
             tried before all others, and a rank is held for it until it fits.
@@ -48,12 +53,14 @@ class WaitingQueue:
         self,
         policy: str,
         memories: Sequence[RankMemory],
+        tables: RowTables,
         capacity: int,
         max_passed_over: int = MAX_PASSED_OVER,
     ) -> None:
         self._max_passed_over = max_passed_over
         self._uses_cached_len = policy == "lpm"
         self._memories = memories
+        self._tables = tables
         self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
         self._by_line: dict[int, Request] = {}
         self._cursors: dict[int, list[PrefixCursor]] = {}  # by line, one for each rank
@@ -75,12 +82,12 @@ class WaitingQueue:
         self._is_retracted = np.zeros(capacity, np.bool_)
         # Younger requests that started before; 0 where none waits.
         self._passed_over = np.zeros(capacity, np.int32)
-        # The running request whose prefix a request waits for: rank, row, the row's epoch, and the
-        # protected length at which the prefix is there.
+        # The running request whose prefix a request waits for: its row among those of all ranks,
+        # the row's epoch, and the protected length at which the prefix is there.
         self._has_leader = np.zeros(capacity, np.bool_)
-        self._leader = np.zeros((capacity, 4), np.int32)
+        self._leader = np.zeros((capacity, 3), np.int32)
         # The rank that a request waits for though another has room, and the step it gives up at.
-        self._stay_rank = np.full(capacity, _NO_RANK, np.int32)
+        self._stay_rank = np.full(capacity, NO_RANK, np.int32)
         self._stay_until = np.zeros(capacity, np.int64)
 
     def __len__(self) -> int:
@@ -117,7 +124,7 @@ class WaitingQueue:
         self._priorities.add(request.priority)
         self._is_retracted[line] = request.num_retractions > 0
         self._has_leader[line] = False
-        self._stay_rank[line] = _NO_RANK
+        self._stay_rank[line] = NO_RANK
 
     def _take_line(self) -> int:
         line = heappop(self._free_lines) if self._free_lines else self._end
@@ -148,11 +155,15 @@ class WaitingQueue:
         """
         was_due = self.is_due(request)
         self.remove(request)
-        end = self._end
-        arrival, may_run = self._arrival[:end], self._may_run[dp_rank, :end]
-        self._passed_over[:end] += self._is_waiting[:end] & may_run & (arrival < request.arrival)
-        if was_due:
-            self._passed_over[:end][may_run & (arrival > request.arrival)] = 0
+        pass_over(
+            self._end,
+            request.arrival,
+            was_due,
+            self._is_waiting,
+            self._may_run[dp_rank],
+            self._arrival,
+            self._passed_over,
+        )
 
     def clear(self) -> None:
         """Forget all, without asking the ranks' trees, which may be broken."""
@@ -181,18 +192,27 @@ class WaitingQueue:
 
     def follow(self, request: Request, dp_rank: int, row: int, length: int) -> None:
         """Do not try `request` before what runs in `row` has published `length` tokens, or left."""
-        epoch = int(self._memories[dp_rank].rows.epoch[row])
-        self._leader[request.line] = (dp_rank, row, epoch, length)
+        row += self._memories[dp_rank].rows.first_row
+        self._leader[request.line] = (row, self._tables.epoch[row], length)
         self._has_leader[request.line] = True
         self.stay(request, dp_rank, until_step=0)
 
     def leader_of(self, request: Request) -> tuple[int, int] | None:
         """Rank and row of the request whose prefix it waits for; None if for none any more."""
         line = request.line
-        if not self._has_leader[line] or not len(self._still_led(np.array([line]))):
+        self._drop_leaders(slice(line, line + 1))
+        if not self._has_leader[line]:
             return None
-        dp_rank, row = self._leader[line, :2].tolist()
-        return dp_rank, row
+        return divmod(int(self._leader[line, 0]), self._memories[0].rows.num_rows)
+
+    def _drop_leaders(self, lines: slice) -> None:
+        """Requests whose leader has computed the prefix, or has left, have none any more."""
+        drop_leaders(
+            self._has_leader[lines],
+            self._leader[lines],
+            self._tables.epoch,
+            self._tables.cache_protected_len,
+        )
 
     def stay(self, request: Request, dp_rank: int, until_step: int) -> None:
         """Do not try `request` before that rank has room or that step is planned."""
@@ -202,7 +222,7 @@ class WaitingQueue:
     def stays_for(self, request: Request) -> int | None:
         """The rank that it has waited for though another had room; None if it never did."""
         dp_rank = int(self._stay_rank[request.line])
-        return None if dp_rank == _NO_RANK else dp_rank
+        return None if dp_rank == NO_RANK else dp_rank
 
     def is_staying(self, request: Request, step: int) -> bool:
         """Whether it still waits for that rank when that step is planned."""
@@ -220,29 +240,39 @@ class WaitingQueue:
             step: being planned.
         """
         self._take_moves()
-        may_start = self._is_waiting[: self._end].copy()
-        may_start[self._following()] = False
-        may_start[self._staying(is_open, step)] = False
-        ranks = is_open.nonzero()[0]
+        end, ranks = self._end, is_open.nonzero()[0]
+        self._drop_leaders(slice(end))
         known_room = room[ranks]
-        least = self._least_pages(may_start, ranks, known_room)
-        may_fit = np.logical_or.reduce(least <= known_room[:, None])
-        if not np.count_nonzero(may_fit):
-            return
-        keys = self._order_keys(may_fit)
-        while keys[first := keys.argmin()] != _LAST:
-            keys[first] = _LAST
-            yield self._by_line[int(first)]
+        least, doubtful = least_pages(
+            end,
+            ranks,
+            known_room,
+            is_open,
+            step,
+            self._is_waiting,
+            self._has_leader,
+            self._stay_until,
+            self._stay_rank,
+            self._may_run,
+            self._num_pages,
+            self._cached_pages,
+        )
+        if len(doubtful):
+            fits = self._pages_needed(doubtful, ranks) <= known_room[:, None]
+            least[:, doubtful] = np.where(fits, least[:, doubtful], NEVER)
+        keys = self._order_keys(least, known_room)
+        while len(keys) and keys[first := int(keys.argmin())] != LAST:
+            keys[first] = LAST
+            yield self._by_line[first]
             room_now = np.where(is_open, room, -1)[ranks]
             if np.count_nonzero(room_now != known_room):  # one has started
-                may_fit = np.logical_or.reduce(least <= room_now[:, None])
-                keys[~may_fit] = _LAST
+                rule_out(keys, least, room_now)
                 known_room = room_now
 
     def due(self, limit: int | None = None) -> list[Request]:
         """Requests that are due, oldest first, whether or not they may start: all, or the first
         `limit`."""
-        lines = (self._passed_over[: self._end] >= self._max_passed_over).nonzero()[0]
+        lines = lines_due(self._end, self._passed_over, self._max_passed_over)
         if len(lines) > 1:
             lines = lines[np.argsort(self._arrival[lines])]
         return [self._by_line[line] for line in lines[:limit].tolist()]
@@ -265,7 +295,8 @@ class WaitingQueue:
         """
         self._take_moves()
         lines = np.flatnonzero(self._is_waiting[: self._end])
-        is_following = np.isin(lines, self._following())
+        self._drop_leaders(slice(self._end))
+        is_following = self._has_leader[lines]
         is_staying = (self._stay_until[lines] > step) & ~is_following
         least = self._num_pages[lines] - self._cached_pages[:, lines]
         may_run = self._may_run[:, lines] & has_row[:, None]
@@ -299,60 +330,6 @@ class WaitingQueue:
             self._cached_pages[:, lines] * self._may_run[:, lines]
         )
 
-    def _following(self) -> Int64Array:
-        """The lines of requests that wait for a prefix that is being computed."""
-        lines = (self._has_leader[: self._end] & self._is_waiting[: self._end]).nonzero()[0]
-        return self._still_led(lines) if len(lines) else lines
-
-    def _still_led(self, lines: Int64Array) -> Int64Array:
-        """Of `lines`, at least one, that have had a leader, those that have it still.
-
-        The others have none any more, for good: lengths grow while the epoch is the same.
-        """
-        dp_ranks, leaders, epochs, lengths = self._leader[lines].T
-        is_led = np.zeros(len(lines), np.bool_)
-        for dp_rank in np.flatnonzero(np.bincount(dp_ranks)).tolist():
-            rows, here = self._memories[dp_rank].rows, dp_ranks == dp_rank
-            is_computing = rows.cache_protected_len[leaders[here]] < lengths[here]
-            is_led[here] = is_computing & (rows.epoch[leaders[here]] == epochs[here])
-        self._has_leader[lines[~is_led]] = False
-        still_led: Int64Array = lines[is_led]
-        return still_led
-
-    def _staying(self, is_open: BoolArray, step: int) -> Int64Array:
-        """The lines of requests that wait for a better rank than those that have room."""
-        lines = (self._stay_until[: self._end] > step).nonzero()[0]
-        if not len(lines):
-            return lines
-        ranks = self._stay_rank[lines]
-        staying: Int64Array = lines[(ranks != _NO_RANK) & ~is_open[ranks]]
-        return staying
-
-    def _least_pages(self, may_start: BoolArray, ranks: IntpArray, room: Int32Array) -> Int32Array:
-        """The pages that each line takes at least on each of `ranks`: int32[len(ranks), _end].
-
-        `_NEVER` where it is not allowed, or does not fit though as much were cached as now.
-
-        Args:
-            may_start: bool[_end], the lines to look at.
-            ranks: that are open.
-            room: int32[len(ranks)], their pages.
-
-        What starts in this step may let others share more of what is cached, but takes more room
-        than that: so it makes none fit that does not fit now, and a request that fits now takes
-        at least the pages that are not cached.
-        """
-        room, num_pages = room[:, None], self._num_pages[: self._end]
-        may_run = self._may_run[ranks, : self._end] & may_start
-        least = np.where(may_run, num_pages - self._cached_pages[ranks, : self._end], _NEVER)
-        # Only what depends on how much of the prefix is in use is looked at more closely.
-        fits_alone = np.logical_or.reduce(may_run & (num_pages <= room))
-        doubtful = (np.logical_or.reduce(least <= room) & ~fits_alone).nonzero()[0]
-        if len(doubtful):
-            fits = self._pages_needed(doubtful, ranks) <= room
-            least[:, doubtful] = np.where(fits, least[:, doubtful], _NEVER)
-        return least
-
     def _pages_needed(self, lines: Int64Array, ranks: IntpArray) -> Int32Array:
         """Pages that each of `lines` takes beside what is in use of its prefix.
 
@@ -369,32 +346,25 @@ class WaitingQueue:
             needed[k] = self._num_pages[lines] - np.minimum(in_use[places], cached)
         return needed
 
-    def _order_keys(self, may_fit: BoolArray) -> Int64Array:
-        """A number for each line that sorts as the order says; `_LAST` for all but `may_fit`,
-        which are any."""
-        end = self._end
-        arrival = self._arrival[:end] - np.minimum.reduce(self._arrival[:end][may_fit])
-        keys: Int64Array = (~self._is_retracted[:end]).astype(np.int64)
-        if self._priorities.differ:
-            keys += self._priority_levels() << 1
-        keys <<= _CACHED_BITS
-        if self._uses_cached_len:
-            most = (1 << _CACHED_BITS) - 1
-            keys += most - np.minimum(self._most_cached[:end], most)
-        keys[self._passed_over[:end] >= self._max_passed_over] = -1
-        keys <<= _ARRIVAL_BITS
-        keys += np.minimum(arrival, (1 << _ARRIVAL_BITS) - 1)
-        keys[~may_fit] = _LAST
-        return keys
+    def _order_keys(self, least: Int32Array, room: Int32Array) -> Int64Array:
+        """A number for each line that sorts as the order says; `LAST` where it fits nowhere.
 
-    def _priority_levels(self) -> Int64Array:
-        """For each line, 0 for the highest priority that waits and more for lower ones, in
-        `_PRIORITY_BITS`."""
-        highest, lowest = self._priorities.highest, self._priorities.lowest
-        assert highest is not None, "a request waits"
-        assert lowest is not None, "a request waits"
-        most = (1 << _PRIORITY_BITS) - 1
-        levels: Int64Array = highest - self._priority[: self._end]
-        if highest - lowest > most:  # number those that occur
-            _, levels = np.unique(levels, return_inverse=True)
-        return np.minimum(levels, most)
+        `least` int32[ranks, _end] are the pages that it takes of the ranks' `room`.
+        """
+        priority, highest = self._priority, self._priorities.highest or 0
+        if highest - (self._priorities.lowest or 0) > MOST_LEVELS:  # number those that occur
+            _, levels = np.unique(-priority[: self._end], return_inverse=True)
+            priority, highest = -levels.astype(np.int64), 0
+        keys: Int64Array = order_keys(
+            least,
+            room,
+            highest,
+            self._uses_cached_len,
+            self._max_passed_over,
+            priority,
+            self._is_retracted,
+            self._most_cached,
+            self._passed_over,
+            self._arrival,
+        )
+        return keys

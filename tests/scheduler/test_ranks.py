@@ -1,4 +1,6 @@
-"""The rows of all ranks as one range: joined and split, planned alike, and never mixed up."""
+"""The rows of all ranks as one range: joined, planned alike, and never mixed up."""
+
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.rank_memory import commit_rows, grow_rows
-from sgl_jax.scheduler.ranks import Ranks, reduced_of_each
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -35,12 +37,10 @@ rows_by_rank = st.lists(
 
 
 @given(rows_by_rank)
-def test_split_undoes_join(lists: list[list[int]]) -> None:
+def test_a_joint_row_is_found_again(lists: list[list[int]]) -> None:
     ranks = make_ranks(len(lists))
     joint, bounds = ranks.join(rows_of(lists))
-    assert len(set(joint.tolist())) == len(joint)
-    assert ranks.bounds(joint) == bounds
-    assert [rows.tolist() for rows in ranks.split(joint, bounds)] == lists
+    assert bounds.tolist() == [0, *accumulate(map(len, lists))]
     found = [(rank.dp_rank, row) for rank, row in map(ranks.locate, joint.tolist())]
     assert found == [(k, row) for k, rows in enumerate(lists) for row in rows]
 
@@ -61,18 +61,17 @@ def test_the_rows_of_all_running_requests_are_joined_as_any_others() -> None:
             ranks.join([rows.copy() for rows in own]),
         ):
             assert joint.tolist() == [*own[0], *(NUM_ROWS + own[1])]
-            assert [rows.tolist() for rows in ranks.split(joint, bounds)] == [
-                rows.tolist() for rows in own
-            ]
+            assert bounds.tolist() == [0, len(own[0]), len(own[0]) + len(own[1])]
 
 
-@given(st.lists(st.lists(st.integers(0, 100)), min_size=1, max_size=4))
-def test_the_extremes_of_each_rank(lists: list[list[int]]) -> None:
-    values = np.array([value for part in lists for value in part], np.int32)
-    bounds = np.cumsum([0, *map(len, lists)]).tolist()
-    for reduction, extreme in ((np.maximum, max), (np.minimum, min)):
-        expected = [extreme(part, default=None) for part in lists]
-        assert reduced_of_each(reduction, values, bounds) == expected
+@given(st.lists(st.lists(st.integers(0, 100), max_size=NUM_ROWS - 1), min_size=1, max_size=4))
+def test_the_soonest_end_of_each_rank(lists: list[list[int]]) -> None:
+    ranks = make_ranks(len(lists))
+    for rank, num_more in zip(ranks.ranks, lists, strict=True):
+        for row, count in enumerate(num_more, 1):
+            rank.running.add(row, Request(generate("r", [1], 1), 0, 1 + count), ())
+    expected = [min((count // 2 for count in part), default=None) for part in lists]
+    assert ranks.soonest_ends() == expected
 
 
 def test_what_a_rank_writes_stands_in_its_part_of_the_joint_columns() -> None:

@@ -1,25 +1,27 @@
 """The columns of running rows: tokens that arrive one by one or several at once are all found."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
+from sgl_jax.scheduler.running_rows import GOES_ON, TOO_LONG, Gains, RowColumns, RunningRows
 from tests.scheduler.driver import generate
 
-MAX_LEN = 70  # not a whole number of blocks
+MAX_LEN = 150  # not a whole number of blocks
 
 
 @given(
-    st.lists(st.integers(1, 40), min_size=2, max_size=2),
-    st.lists(st.tuples(st.booleans(), st.integers(1, 5), st.booleans()), max_size=25),
+    st.lists(st.integers(1, 140), min_size=2, max_size=2),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=40),
 )
 def test_a_row_knows_the_tokens_that_it_was_given(
-    prompt_lens: list[int], gains: list[tuple[bool, int, bool]]
+    prompt_lens: list[int], gains: list[tuple[int, int]]
 ) -> None:
-    """Of two ranks, row 1 each: they gain a token each, or one of them several."""
+    """Of two ranks, row 1 each: in each step they gain up to five tokens each, until they end."""
     columns = RowColumns.empty(6, MAX_LEN)
     ranks = [RunningRows(columns.part(slice(first, first + 3))) for first in (0, 3)]
     known = []
@@ -28,24 +30,42 @@ def test_a_row_knows_the_tokens_that_it_was_given(
         rank.add(1, Request(generate(f"r{k}", prompt, 5), k, MAX_LEN), ())
         known.append(prompt)
     next_token = 1000
-    for is_one_each, count, is_second in gains:
-        if is_one_each and max(map(len, known)) < MAX_LEN:
-            tokens = np.array([next_token, next_token + 1], np.int32)
-            lens = columns.append_token(np.array([1, 4]), tokens)
-            for rank_tokens, token in zip(known, tokens.tolist(), strict=True):
-                rank_tokens.append(token)
-            assert lens.tolist() == list(map(len, known))
-        elif not is_one_each and len(known[is_second]) + count <= MAX_LEN:
-            row, start = 1 + 3 * is_second, len(known[is_second])
-            new = np.arange(next_token, next_token + count, dtype=np.int32)
-            positions = np.arange(start, start + count, dtype=np.int32)
-            columns.append_tokens(np.full(count, row), positions, new)
-            columns.known_len[row] += count
-            known[is_second] += new.tolist()
+    for counts in gains:
+        samples = [count > 0 and len(known[k]) < MAX_LEN for k, count in enumerate(counts)]
+        tokens = np.full((2, 5), -1, np.int32)
+        for k, count in enumerate(counts):
+            tokens[k, :count] = range(next_token, next_token + count)
+        gained = append(columns, samples, tokens)
+        for k, count in enumerate(counts):
+            new = list(range(next_token, next_token + count))[: MAX_LEN - len(known[k])]
+            known[k] += new
+            assert gained.counts[k] == len(new)
+            assert gained.ends[k] == (TOO_LONG if new and len(known[k]) == MAX_LEN else GOES_ON)
         next_token += 10
-    for rank, tokens in zip(ranks, known, strict=True):
-        assert rank.known_tokens(1).tolist() == tokens
-        assert rank.remove(1).tolist() == tokens
+    for rank, tokens_of_row in zip(ranks, known, strict=True):
+        assert rank.known_tokens(1).tolist() == tokens_of_row
+        assert rank.remove(1).tolist() == tokens_of_row
+
+
+def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Gains:
+    """Rows 1 and 4, of a rank each, gain `tokens` int32[2, w] in a step that samples `samples`."""
+    return columns.append(
+        np.array([1, 4]),
+        np.array([0, 1, 2]),
+        np.zeros(2, np.int32),
+        np.array(samples),
+        epoch=np.zeros(6, np.int32),
+        tokens=tokens,
+        num_stop_ids=MAX_STOP_TOKEN_IDS,
+    )
+
+
+def test_a_row_that_does_not_exist_is_refused() -> None:
+    columns = RowColumns.empty(4, MAX_LEN)
+    columns.max_len[:] = MAX_LEN
+    with pytest.raises(AssertionError):
+        append(columns, [True, True], np.zeros((2, 1), np.int32))
+    assert columns.known_len.tolist() == [0, 1, 0, 0]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(-2, 2)), max_size=30))

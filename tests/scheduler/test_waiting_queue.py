@@ -5,8 +5,10 @@ import pytest
 
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from tests.scheduler.driver import make_sizes
@@ -19,8 +21,9 @@ class Queue:
 
     def __init__(self, policy: str = "lpm", dp_size: int = 1, cached_len: int = 32) -> None:
         sizes = make_sizes(dp_size=dp_size, num_pages=64)
-        self.memories = [RankMemory(r, sizes) for r in range(dp_size)]
-        self.waiting = WaitingQueue(policy, self.memories, capacity=2048)
+        ranks = Ranks(sizes, SchedulerArgs())
+        self.memories = ranks.memories
+        self.waiting = WaitingQueue(policy, self.memories, ranks.tables, capacity=2048)
         if cached_len:
             cache(self.memories[-1], STEM[:cached_len])
 

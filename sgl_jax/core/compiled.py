@@ -1,0 +1,64 @@
+"""Plain loops over columns of arrays, compiled by numba.
+
+A step of the scheduler does a little for each of thousands of rows. As calls of numpy that is
+dozens of passes over memory that has left the processor's caches since the step before; as a loop
+it is one. A loop is an ordinary function over arrays, marked with the types that it takes
+(`compiled`). The engine has all of them compiled, or loaded from numba's cache, before its first
+step (`compile_loops`), and none is compiled afterwards: a call with other types raises `TypeError`.
+
+What a loop must keep to:
+
+- Indices are not checked. Its caller, or the loop itself, has proved that they are in range.
+- Integers alone, so that all hosts compute the same.
+- It calls no compiled function and reads no constant of another file: numba's cache notices
+  changes of the loop's own file alone.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from numba import njit
+
+logger = logging.getLogger(__name__)
+
+_Loop = TypeVar("_Loop", bound=Callable[..., Any])
+
+# What was declared and not compiled yet: a loop, and the types of its arguments.
+_pending: list[tuple[Any, str]] = []
+
+
+def compiled(types: str) -> Callable[[_Loop], _Loop]:
+    """Declare a loop over arrays, to be compiled by `compile_loops`.
+
+    `types` are those of its arguments in numba's notation, as "(int32[::1], int64)".
+    """
+
+    def declare(function: _Loop) -> _Loop:
+        try:
+            loop = njit(cache=True)(function)
+        except RuntimeError:  # no folder that could keep it can be written to
+            loop = njit(function)
+        _pending.append((loop, types))
+        declared: _Loop = loop
+        return declared
+
+    return declare
+
+
+def compile_loops() -> None:
+    """Compile all loops that were declared, or load them from where numba keeps them."""
+    start = time.monotonic()
+    num_compiled = 0
+    while _pending:
+        loop, types = _pending.pop()
+        if not hasattr(loop, "compile"):
+            continue  # NUMBA_DISABLE_JIT: it is the plain function
+        loop.compile(types)
+        loop.disable_compile()
+        num_compiled += not loop.stats.cache_hits
+    if num_compiled:
+        logger.info(
+            "compiled %d loops of the scheduler in %.1f s", num_compiled, time.monotonic() - start
+        )
