@@ -11,14 +11,18 @@ For each model, or those named, it writes a Hugging Face folder and `golden.npz`
     greedy_logits [m, V]  the logits each of them was chosen from
 """
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -32,6 +36,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 PROMPT_TOKENS = 45
 GREEDY_TOKENS = 16
@@ -50,6 +55,24 @@ COMMON = {
 }
 SMALL = COMMON | {"hidden_size": 32, "intermediate_size": 48}
 del SMALL["num_hidden_layers"]
+# Clamps, sinks and both ends of the blend of frequencies are met; MXFP4 has rows of two blocks.
+GPT_OSS = SMALL | {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "swiglu_limit": 0.7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 8.0,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "llama": (
@@ -130,6 +153,8 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             },
         ),
     ),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig(**GPT_OSS | {"intermediate_size": 32})),
+    "gpt_oss_mxfp4": (GptOssForCausalLM, GptOssConfig(**GPT_OSS | {"intermediate_size": 64})),
 }
 
 
@@ -140,6 +165,32 @@ def randomise(model: PreTrainedModel) -> None:
             is_factor = "norm" in name and not isinstance(model, Gemma3ForCausalLM)
             centre = 1.0 if is_factor else 0.0
             weight.data = centre + 0.3 * torch.randn_like(weight)
+        if name.endswith("sinks"):
+            weight.data = torch.randn_like(weight)
+
+
+def packed_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Random MXFP4 in place of the experts' matrices, which get its numbers."""
+    tensors = {}
+    for name, weight in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = weight.shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 126, shape, dtype=torch.uint8)
+            weight.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return tensors
+
+
+def save_packed(folder: Path, packed: dict[str, torch.Tensor]) -> None:
+    """Put packed experts in the place of those in a saved model."""
+    replaced = {name.rsplit("_", 1)[0] for name in packed}
+    file, config = folder / "model.safetensors", folder / "config.json"
+    kept = {name: own for name, own in load_file(file).items() if name not in replaced}
+    save_file(kept | packed, file, metadata={"format": "pt"})
+    quantization = {"quantization_config": {"quant_method": "mxfp4"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | quantization, indent=2) + "\n")
 
 
 @torch.no_grad()
@@ -147,7 +198,10 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
     torch.manual_seed(seed)
     model = kind(config).eval().float()
     randomise(model)
+    packed = packed_experts(model) if folder.name.endswith("mxfp4") else {}
     model.save_pretrained(folder)
+    if packed:
+        save_packed(folder, packed)
     (folder / "model.safetensors").chmod(0o644)
     prompt = torch.randint(0, config.vocab_size, (PROMPT_TOKENS,))
     tokens, logits = prompt, []

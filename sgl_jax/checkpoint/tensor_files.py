@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.layers.mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
 
 INDEX_FILE = "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
+_BYTE_DTYPES = ("U8",)
 
 
 class TensorFiles:
@@ -27,7 +29,7 @@ class TensorFiles:
 
         Raises:
             CheckpointError: there are no files, one is missing or damaged, or a tensor is not of
-                a 16 or 32 bit float type.
+                a 16 or 32 bit float type, nor of bytes where it is a part of MXFP4.
         """
         self._tensors: dict[str, Any] = {}  # name -> lazy slice
         self._file_of: dict[str, Path] = {}
@@ -53,7 +55,8 @@ class TensorFiles:
 
     def read(self, name: str, index: tuple[slice, ...]) -> NDArray[Any]:
         """Part of a tensor in the type it is stored in; bfloat16 comes as ml_dtypes.bfloat16."""
-        return np.asarray(self._tensors[name][index])
+        whole = np.asarray(self._tensors[name][tuple(slice(i.start, i.stop) for i in index)])
+        return whole[tuple(slice(None, None, i.step) for i in index)]
 
     def close(self) -> None:
         """Close all files; idempotent."""
@@ -67,10 +70,11 @@ class TensorFiles:
             raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
         for name in file.keys():  # noqa: SIM118 (no mapping, only its keys)
             lazy = file.get_slice(name)
-            if lazy.get_dtype() not in _FLOAT_DTYPES:
+            is_packed = name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))
+            allowed = _BYTE_DTYPES if is_packed else _FLOAT_DTYPES
+            if lazy.get_dtype() not in allowed:
                 raise CheckpointError(
-                    f"tensor {name!r} has type {lazy.get_dtype()}; supported: "
-                    f"{', '.join(_FLOAT_DTYPES)}"
+                    f"tensor {name!r} has type {lazy.get_dtype()}; supported: {', '.join(allowed)}"
                 )
             self._tensors[name] = lazy
             self._file_of[name] = path

@@ -21,10 +21,20 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 class Embedding(nnx.Module):
     """Token vectors, one slice of the vocabulary on each chip."""
 
-    def __init__(self, weight: Source, vocab_size: int, dtype: DTypeLike, *, is_head: bool) -> None:
-        """`weight` is [padded vocabulary, hidden]; `is_head`: logits are made with it, too."""
+    def __init__(
+        self,
+        weight: Source,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: DTypeLike,
+        *,
+        is_head: bool,
+    ) -> None:
+        """`weight` is [padded vocabulary, padded hidden size], the padding zeros; `is_head`: logits
+        are made with it, too."""
         self.weight = parameter(weight, dtype, TENSOR_AXIS, read="all" if is_head else "rows")
         self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Vectors [T, hidden] of token_ids, int32 [T]; each chip adds the rows it has."""
@@ -33,11 +43,13 @@ class Embedding(nnx.Module):
         vectors = (
             self.weight[...].at[local].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         )
-        return sum_over_tensor(vectors)
+        return sum_over_tensor(vectors[:, : self.hidden_size])
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
         """Logits when embedding and head are tied; as `LMHead`."""
-        return SplitLogits(_matmul_f32(hidden, self.weight[...].T), self.vocab_size)
+        padding = self.weight.shape[1] - self.hidden_size
+        padded = jnp.pad(hidden, ((0, 0), (0, padding))) if padding else hidden
+        return SplitLogits(_matmul_f32(padded, self.weight[...].T), self.vocab_size)
 
 
 class LMHead(Linear):

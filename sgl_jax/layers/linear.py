@@ -45,13 +45,23 @@ class ExpertLinear(nnx.Module):
     """A matrix for each expert, of which the axis before the last is split over the tensor axis.
 
     [experts, out, in] if `transposed`, else [experts, in, out]. Results of the latter are sums of
-    this chip's inputs only: the caller adds them up over the tensor axis.
+    this chip's inputs only: the caller adds them up over the tensor axis, and then their biases.
     """
 
     def __init__(
-        self, weight: Source, dtype: DTypeLike, multiply: GroupedMatmul, *, transposed: bool
+        self,
+        weight: Source,
+        dtype: DTypeLike,
+        multiply: GroupedMatmul,
+        *,
+        transposed: bool,
+        bias: Source | None = None,
     ) -> None:
+        """`bias` is [experts, out]."""
         self.weight = parameter(weight, dtype, None, TENSOR_AXIS, read="experts")
+        by_output = TENSOR_AXIS if transposed else None
+        self.bias = None if bias is None else parameter(bias, dtype, None, by_output)
+        self.row_size = weight.shape[-1]
         self.multiply = multiply
         self.transposed = transposed
 
@@ -62,3 +72,11 @@ class ExpertLinear(nnx.Module):
             return self.multiply(lines, matrices, layer, group_sizes, transposed=self.transposed)
 
         return use_stack(self.weight, multiply)
+
+    def biases(self, shares: jax.Array) -> jax.Array:
+        """Each line's experts' biases, [n, out], times its shares of them, [n, experts].
+
+        A product, since a TPU gathers rows slowly.
+        """
+        assert self.bias is not None
+        return use_weight(self.bias, lambda bias: jnp.matmul(shares.astype(bias.dtype), bias))

@@ -6,6 +6,9 @@ of all three weights: a slice of it is often no multiple of the 128 lanes of a r
 memory, and arrays whose last axis is none are copied on their way into a kernel (docs/kernels.md).
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +16,24 @@ from jax import lax
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mesh_axes import sum_over_tensor
+
+# The inner values of a gate's and an up's results.
+Gated = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up (arXiv 2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
+def clamped_swiglu(limit: float, alpha: float) -> Gated:
+    """As gpt-oss has it: gate * sigmoid(alpha * gate) * (up + 1), of at most `limit` each."""
+    return partial(_clamped_swiglu, limit=limit, alpha=alpha)
+
+
+def _clamped_swiglu(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float) -> jax.Array:
+    gate = jnp.minimum(gate, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(up, -limit, limit) + 1)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -28,8 +49,10 @@ class MixtureOfExperts(nnx.Module):
         num_experts: int,
         top_k: int,
         norm_topk_prob: bool,
+        gated: Gated = silu_gated,
     ) -> None:
-        """`router` is [hidden, experts]; `gate` and `up` are transposed, `down` is not."""
+        """`router` is [hidden, experts]; `gate` and `up` are transposed, `down` is not. Either all
+        three have biases or none. Their rows may be longer than hidden, by zeros."""
         self.router = router
         self.gate = gate
         self.up = up
@@ -37,6 +60,7 @@ class MixtureOfExperts(nnx.Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self.norm_topk_prob = norm_topk_prob
+        self.gated = gated
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x and the result: [T, hidden]."""
@@ -46,12 +70,27 @@ class MixtureOfExperts(nnx.Module):
         # One line per (token, expert), sorted by expert: the products are then grouped.
         order = jnp.argsort(chosen)
         group_sizes = jnp.sum(chosen[:, None] == jnp.arange(self.num_experts), 0, dtype=jnp.int32)
-        lines = x[order // self.top_k]
-        inner = jax.nn.silu(self.gate(lines, group_sizes)) * self.up(lines, group_sizes)
+        padded = jnp.pad(x, ((0, 0), (0, self.gate.row_size - hidden_size)))
+        inner = self._inner(padded[order // self.top_k], group_sizes)
         out = self.down(inner, group_sizes)
-        out = out[jnp.argsort(order)].reshape(num_tokens, self.top_k, hidden_size)
+        out = out[jnp.argsort(order)].reshape(num_tokens, self.top_k, -1)
         partial_sum = jnp.einsum("tkh,tk->th", out, weights.astype(x.dtype))
-        return sum_over_tensor(partial_sum)
+        total = sum_over_tensor(partial_sum[:, :hidden_size])
+        if self.down.bias is None:
+            return total
+        is_chosen = experts[:, :, None] == jnp.arange(self.num_experts)
+        shares = jnp.sum(jnp.where(is_chosen, weights[:, :, None], 0), axis=1)
+        return total + self.down.biases(shares)
+
+    def _inner(self, lines: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Of lines [n, hidden] by expert what the experts' last product is given, [n, width]."""
+        gate, up = self.gate(lines, group_sizes), self.up(lines, group_sizes)
+        if self.gate.bias is None:
+            return self.gated(gate, up)
+        stops = jnp.cumsum(group_sizes)
+        line = jnp.arange(len(lines))[:, None]
+        is_of = (line >= stops - group_sizes) & (line < stops)
+        return self.gated(gate + self.gate.biases(is_of), up + self.up.biases(is_of))
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights float32 [T, top_k] and ids int32 [T, top_k] of each token's experts."""

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_jax.kernels.tpu_chip import LANES
+
 Shape = tuple[int, ...]
-Index = tuple[slice, ...]  # one slice per axis, start and stop given, step 1
+Index = tuple[slice, ...]  # one slice per axis, start and stop given; steps are `EverySecond`'s
 
 
 class Tensors(Protocol):
@@ -36,7 +38,7 @@ class Source(Protocol):
 
     @property
     def plain_shape(self) -> Shape:
-        """Of the parameter for one chip: nothing padded, no head copied."""
+        """Of the parameter for one chip: nothing padded for more of them, no head copied."""
         ...
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
@@ -54,7 +56,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as it is, or a matrix [in, out] that is stored as [out, in]."""
+    """A tensor as it is, or matrices [..., in, out] that are stored as [..., out, in]."""
 
     name: str
     shape: Shape  # of the parameter
@@ -65,13 +67,47 @@ class Tensor:
         return self.shape
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return {prefix + self.name: self.shape[::-1] if self.transposed else self.shape}
+        return {prefix + self.name: _swapped(self.shape) if self.transposed else self.shape}
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         if self.transposed:
-            out[...] = tensors.read(prefix + self.name, index[::-1]).T
+            out[...] = tensors.read(prefix + self.name, _swapped(index)).swapaxes(-2, -1)
         else:
             out[...] = tensors.read(prefix + self.name, index)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        return plain
+
+
+def _swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With the last two in each other's place."""
+    return *axes[:-2], axes[-1], axes[-2]
+
+
+@dataclass(frozen=True)
+class EverySecond:
+    """Every second of a part's slices along axis `axis`, from the first or the next one on."""
+
+    part: Source
+    axis: int
+    first: int  # 0 or 1
+
+    @property
+    def shape(self) -> Shape:
+        shape = self.part.shape
+        return (*shape[: self.axis], shape[self.axis] // 2, *shape[self.axis + 1 :])
+
+    @property
+    def plain_shape(self) -> Shape:
+        return self.shape
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        return self.part.tensors(prefix)
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        own = index[self.axis]
+        both = slice(2 * own.start + self.first, 2 * own.stop, 2)
+        self.part.fill(out, (*index[: self.axis], both, *index[self.axis + 1 :]), tensors, prefix)
 
     def fit(self, plain: jax.Array) -> jax.Array:
         return plain
@@ -107,6 +143,16 @@ class Stacked:
         return fitted
 
 
+def row_size(size: int) -> int:
+    """How long rows of `size` elements are to be: whole rows of a TPU's memory, if they nearly are.
+
+    Otherwise its compiler may choose another order of the array's axes, with less padding, and each
+    step would begin with a copy in the order declared. What is short is left as it is.
+    """
+    padded = -(-size // LANES) * LANES
+    return padded if padded <= size * 9 // 8 else size
+
+
 @dataclass(frozen=True)
 class Padded:
     """A part followed by zeros along axis `axis`, `size` long together."""
@@ -114,6 +160,7 @@ class Padded:
     part: Source
     size: int
     axis: int
+    on_every_mesh: bool = False  # or only where chips do not divide the part
 
     @property
     def shape(self) -> Shape:
@@ -122,7 +169,7 @@ class Padded:
 
     @property
     def plain_shape(self) -> Shape:
-        return self.part.plain_shape
+        return self.shape if self.on_every_mesh else self.part.plain_shape
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
         return self.part.tensors(prefix)

@@ -37,7 +37,9 @@ __all__ = [
 ]
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
+ExpertFormat = Literal["float", "mxfp4"]
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
+_WITH_MXFP4 = ("GptOssForCausalLM",)
 _NO_PADDING = -1  # what some models of old say for "none"
 
 
@@ -62,6 +64,7 @@ class ModelConfig:
     score_scale: float  # multiplies query times key
     score_soft_cap: float | None  # scores become cap * tanh(score / cap)
     logit_soft_cap: float | None  # and so do logits
+    expert_format: ExpertFormat  # of the matrices of experts in a checkpoint
     layers: tuple[LayerSpec, ...]  # the first is next to the embedding
 
     @property
@@ -151,6 +154,7 @@ class ModelConfig:
             score_scale=positive_float(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5,
             score_soft_cap=optional_float(raw, "attn_logit_softcapping"),
             logit_soft_cap=optional_float(raw, "final_logit_softcapping"),
+            expert_format=_expert_format(raw),
             layers=read_layers(raw, max_positions),
         )
 
@@ -181,7 +185,7 @@ def _check_token_ids(source: Mapping[str, Any], file: str, vocab_size: int) -> N
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    for name in ("mlp_bias", "use_bidirectional_attention", "quantization_config"):
+    for name in ("mlp_bias", "use_bidirectional_attention"):
         if raw.get(name):
             raise ModelConfigError(f"{name} = {raw[name]!r} is not supported")
     partial = raw.get("partial_rotary_factor")
@@ -197,6 +201,19 @@ def _activation(raw: Mapping[str, Any]) -> Activation:
         known = ", ".join(_ACTIVATIONS)
         raise ModelConfigError(f"{name} must be one of {known}, got {value!r}")
     return value
+
+
+def _expert_format(raw: Mapping[str, Any]) -> ExpertFormat:
+    given = raw.get("quantization_config")
+    if not given:
+        return "float"
+    can_have_mxfp4 = architecture_name(raw) in _WITH_MXFP4
+    if can_have_mxfp4 and isinstance(given, dict) and given.get("quant_method") == "mxfp4":
+        return "mxfp4"
+    raise ModelConfigError(
+        f"quantization_config = {given!r} is not supported; supported: quant_method 'mxfp4' of "
+        f"{', '.join(_WITH_MXFP4)}"
+    )
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -30,10 +30,25 @@ _GEMMA3 = {
     "rope_theta": 1e6,
     "rope_local_base_freq": 10000.0,
 }
+_GPT_OSS = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "norm_topk_prob": True,  # its softmax is over the chosen experts alone, which is the same
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+# The other name of a field, where an architecture has one.
+_ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"GptOssForCausalLM": {"moe_intermediate_size": "intermediate_size"}}
+)
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "Gemma3ForCausalLM": _GEMMA3,
         "Gemma3ForConditionalGeneration": _GEMMA3,
+        "GptOssForCausalLM": _GPT_OSS,
         "MistralForCausalLM": {"sliding_window": 4096},
         "Qwen2ForCausalLM": _QWEN,
         "Qwen3ForCausalLM": _QWEN,
@@ -67,4 +82,6 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
         given |= text | {"architectures": [architecture]}
         # The whole model's end tokens are those of its chats.
         given |= {"eos_token_id": raw["eos_token_id"]} if "eos_token_id" in raw else {}
+    for name, alias in _ALIASES.get(architecture, {}).items():
+        given[name] = given.get(alias)
     return {**_DEFAULTS.get(architecture, {}), **given}

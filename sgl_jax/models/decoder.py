@@ -24,7 +24,11 @@ from sgl_jax.kernels.attention.xla import (
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
 from sgl_jax.kernels.grouped_matmul.xla import blocked_grouped_matmul
 from sgl_jax.layers.attention import Attention
-from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
+from sgl_jax.layers.embedding import (
+    Embedding,
+    LMHead,
+    padded_vocab_size,
+)
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
@@ -33,7 +37,7 @@ from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation, inverse_frequencies, rotation
 from sgl_jax.layers.sampling import SplitLogits
-from sgl_jax.layers.sources import Padded, Tensor
+from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
 from sgl_jax.models.stretches import Stretch, find_stretches
 
@@ -149,9 +153,11 @@ class CausalLM(nnx.Module):
         hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
         rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings
         name = f"{architecture.prefix}{{}}.weight".format
-        table = Padded(Tensor(name("model.embed_tokens"), (vocab, hidden)), rows, axis=0)
+        vectors: Source = Tensor(name("model.embed_tokens"), (vocab, hidden))
+        vectors = Padded(vectors, row_size(hidden), axis=1, on_every_mesh=True)
+        table = Padded(vectors, rows, axis=0)
         head = Tensor(name("lm_head"), (hidden, vocab), transposed=True)
-        self.embedding = Embedding(table, vocab, dtype, is_head=tied)
+        self.embedding = Embedding(table, vocab, hidden, dtype, is_head=tied)
         norm = Tensor(name("model.norm"), (hidden,))
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)

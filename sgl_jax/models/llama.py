@@ -6,7 +6,7 @@ from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.sources import FusedHeads, Heads, Tensor
+from sgl_jax.layers.sources import FusedHeads, Heads, Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
 
@@ -56,11 +56,12 @@ def attention(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     norms_from_one: bool = False,
+    sinks: Source | None = None,
 ) -> Attention:
     """Declare the attention of a layer.
 
     `qkv_bias`: the projections of Q, K and V have biases even where the config does not give them
-    to all four. `norms_from_one`: see `RMSNorm`.
+    to all four. `norms_from_one`: see `RMSNorm`; `sinks`: see `Attention`.
 
     Raises ValueError if heads cannot be dealt out to `tp_size` chips.
     """
@@ -92,6 +93,7 @@ def attention(
         q_norm=q_norm,
         k_norm=k_norm,
         scores=ScoreOptions(config.score_scale, spec.sliding_window, config.score_soft_cap),
+        sinks=sinks,
         has_kv_scales=options.has_kv_scales,
     )
 

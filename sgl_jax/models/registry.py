@@ -6,6 +6,7 @@ from types import MappingProxyType
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.decoder import Architecture, BuildOptions, CausalLM
 from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
+from sgl_jax.models.gpt_oss import gpt_oss_layer
 from sgl_jax.models.llama import llama_layer
 from sgl_jax.models.mistral import mistral_layer
 from sgl_jax.models.qwen2 import qwen2_layer
@@ -15,6 +16,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "Gemma3ForCausalLM": GEMMA3_TEXT,
         "Gemma3ForConditionalGeneration": GEMMA3,
+        "GptOssForCausalLM": Architecture(gpt_oss_layer),
         "LlamaForCausalLM": Architecture(llama_layer),
         "MistralForCausalLM": Architecture(mistral_layer),
         "Qwen2ForCausalLM": Architecture(qwen2_layer),

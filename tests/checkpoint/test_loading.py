@@ -17,6 +17,7 @@ from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.finite import non_finite_parameters
 from sgl_jax.checkpoint.loading import detect_format, load_params
+from sgl_jax.layers.mxfp4 import unpacked
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
@@ -143,6 +144,46 @@ def test_half_precision_is_cast_to_the_wanted_type(qwen3, stored):
     np.testing.assert_array_equal(np.asarray(down)[0], expected)
 
 
+@pytest.fixture
+def packed(tmp_path):
+    """A writable copy of a small model with experts in MXFP4, and its tensors."""
+    folder = tmp_path / "packed"
+    shutil.copytree(GOLDEN / "gpt_oss_mxfp4", folder)
+    return folder, load_file(folder / "model.safetensors")
+
+
+DOWN = "model.layers.1.mlp.experts.down_proj"
+
+
+def test_packed_experts_are_numbers_of_the_wanted_type(packed):
+    folder, tensors = packed
+    down = load(folder, tp=4)["layers", "1", "mlp", "down", "weight"]
+    assert {shard.data.shape for shard in down.addressable_shards} == {(2, 5, 16, 32)}
+    expected = unpacked(tensors[f"{DOWN}_blocks"][3], tensors[f"{DOWN}_scales"][3])
+    np.testing.assert_array_equal(np.asarray(down)[0, 3], expected.T)
+
+
+def test_bytes_are_taken_for_packed_experts_alone(packed, qwen3):
+    folder, tensors = packed
+    tensors[f"{DOWN}_blocks"] = tensors[f"{DOWN}_blocks"].astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"'{DOWN}_blocks' has type F32; supported: U8"):
+        load(folder)
+    folder, tensors = qwen3
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' has type U8; supported: F32"):
+        load(folder)
+
+
+def test_a_scale_that_stands_for_no_number_is_noticed(packed):
+    folder, tensors = packed
+    tensors[f"{DOWN}_scales"][2, 1, 0] = 255
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down.*values that are no finite numbers"):
+        load(folder)
+
+
 def test_several_files_are_read_as_one(qwen3):
     folder, tensors = qwen3
     whole = load(folder)
@@ -205,7 +246,9 @@ def test_a_folder_without_weights_is_refused(qwen3):
         load(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "qwen3_moe_mixed"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3_moe", "qwen3_moe_mixed", "gemma3", "gpt_oss", "gpt_oss_mxfp4"]
+)
 def test_an_orbax_checkpoint_holds_the_same_for_any_mesh(tmp_path, family):
     output = tmp_path / "converted"
     convert(GOLDEN / family, output, "float32")

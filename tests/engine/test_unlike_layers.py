@@ -9,7 +9,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("qwen3_moe_mixed", "mistral", "qwen2_windows", "gemma3")
+FAMILIES = ("qwen3_moe_mixed", "mistral", "qwen2_windows", "gemma3", "gpt_oss")
 SETTINGS = ({}, {"tp_size": 2}, {"dp_size": 2, "page_size": 1})
 
 

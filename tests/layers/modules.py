@@ -5,7 +5,7 @@ from flax.nnx.traversals import unflatten_mapping
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
-from sgl_jax.layers.moe import MixtureOfExperts
+from sgl_jax.layers.moe import MixtureOfExperts, silu_gated
 from sgl_jax.layers.parameter import declarations
 from sgl_jax.layers.sources import Tensor
 
@@ -29,12 +29,13 @@ def gated_mlp(hidden, width, activation="silu"):
     )
 
 
-def mixture_of_experts(multiply, *, norm_topk_prob):
+def mixture_of_experts(multiply, *, norm_topk_prob, has_biases=False, gated=silu_gated):
     """Of 5 experts, 2 of them for each token, hidden 8, width 12."""
 
     def experts(name, *, transposed):
         source = Tensor(name, (5, 12, 8))
-        return ExpertLinear(source, jnp.float32, multiply, transposed=transposed)
+        bias = Tensor(f"{name}_bias", (5, 12 if transposed else 8)) if has_biases else None
+        return ExpertLinear(source, jnp.float32, multiply, transposed=transposed, bias=bias)
 
     return MixtureOfExperts(
         Linear(Tensor("router", (8, 5)), jnp.float32),
@@ -44,4 +45,5 @@ def mixture_of_experts(multiply, *, norm_topk_prob):
         num_experts=5,
         top_k=2,
         norm_topk_prob=norm_topk_prob,
+        gated=gated,
     )

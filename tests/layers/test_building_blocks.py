@@ -12,7 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
-from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
+from sgl_jax.layers.embedding import (
+    Embedding,
+    LMHead,
+    padded_vocab_size,
+)
 from sgl_jax.layers.layer_weights import (
     separate_matrices,
     use_stack,
@@ -21,6 +25,7 @@ from sgl_jax.layers.layer_weights import (
 )
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import join_shares
+from sgl_jax.layers.moe import clamped_swiglu
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import inverse_frequencies, rotate, rotation
@@ -120,6 +125,29 @@ def test_mixture_of_experts(simulate, tp, norm_topk_prob):
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("simulate", [False, True], ids=["XLA", "the TPU's kernel"])
+def test_experts_with_biases_and_clamped_gates(simulate, tp):
+    x = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32) / 2
+    multiply = grouped_matmul_implementation("cpu", simulate=simulate)
+    gated = clamped_swiglu(0.5, 1.7)
+    module = mixture_of_experts(multiply, norm_topk_prob=True, has_biases=True, gated=gated)
+    actual, params = run(module, "__call__", x, tp=tp)
+    expected = np.zeros_like(x, np.float64)
+    for token, vector in enumerate(x.astype(np.float64)):
+        logits = vector @ params["router"]["weight"]
+        chosen = np.argsort(-logits)[:2]
+        weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
+        for expert, weight in zip(chosen, weights, strict=True):
+            matrices = [params[name]["weight"][expert] for name in ("gate", "up", "down")]
+            biases = [params[name]["bias"][expert] for name in ("gate", "up", "down")]
+            gate = np.minimum(matrices[0] @ vector + biases[0], 0.5)
+            up = np.clip(matrices[1] @ vector + biases[1], -0.5, 0.5)
+            inner = gate / (1 + np.exp(-1.7 * gate)) * (up + 1)
+            expected[token] += weight * (inner @ matrices[2] + biases[2])
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
+
+
 class ExpertLayers(nnx.Module):
     """Three layers of experts, run one after the other as a model does."""
 
@@ -148,13 +176,23 @@ def test_the_tpus_kernel_finds_each_layers_experts_in_the_stack():
 @pytest.mark.parametrize("tp", [1, 2])
 def test_embedding_and_tied_logits_with_a_vocabulary_that_does_not_divide(tp):
     table = Tensor("table", (padded_vocab_size(7, tp), 4))
-    module = Embedding(table, 7, jnp.float32, is_head=True)
+    module = Embedding(table, 7, 4, jnp.float32, is_head=True)
     tokens = np.array([6, 0, 3, 3], np.int32)
     vectors, params = run(module, "__call__", tokens, tp=tp)
     np.testing.assert_allclose(vectors, params["weight"][tokens], atol=TOLERANCE)
     hidden = np.ones((2, 4), np.float32)
     logits, _ = run(module, "logits", hidden, tp=tp)
     np.testing.assert_allclose(logits, hidden @ params["weight"][:7].T, atol=TOLERANCE)
+
+
+def test_a_tables_rows_may_be_longer_than_a_tokens_vector():
+    module = Embedding(Tensor("table", (7, 6)), 7, 4, jnp.float32, is_head=True)
+    tokens = np.array([6, 0], np.int32)
+    vectors, params = run(module, "__call__", tokens)
+    np.testing.assert_allclose(vectors, params["weight"][tokens, :4], atol=TOLERANCE)
+    hidden = np.ones((2, 4), np.float32)
+    logits, _ = run(module, "logits", hidden)
+    np.testing.assert_allclose(logits, hidden @ params["weight"][:, :4].T, atol=TOLERANCE)
 
 
 def head(vocab_size, tp):

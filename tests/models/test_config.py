@@ -12,6 +12,7 @@ from sgl_jax.models.config import (
     LayerSpec,
     ModelConfig,
     ModelConfigError,
+    MoeConfig,
     RopeConfig,
 )
 from sgl_jax.models.decoder import BuildOptions
@@ -42,6 +43,19 @@ GEMMA3 = {
     "hidden_size": 32,
     "num_hidden_layers": 8,
     "sliding_window": 9,
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
 }
 
 
@@ -177,6 +191,35 @@ def test_layers_with_a_window_may_have_a_rope_of_their_own(spelling):
     assert ropes(config) == (RopeConfig(100.0), RopeConfig(5e5, "linear", 8.0))
 
 
+def test_what_a_gpt_oss_leaves_out_is_what_transformers_takes():
+    config = ModelConfig.from_dict(GPT_OSS)
+    assert config.head_dim == 64
+    assert config.attention_bias
+    assert config.expert_format == "float"
+    assert config.cache_groups() == (CacheGroup(128, (0, 2)), CacheGroup(None, (1, 3)))
+    assert ropes(config) == (RopeConfig(150000.0),) * 2
+    assert config.moe == MoeConfig(6, 2, 48, True, 7.0, 1.702)
+
+
+def test_experts_may_be_in_mxfp4():
+    def read_packed(changes):
+        return ModelConfig.from_dict(
+            GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}} | changes
+        )
+
+    assert read_packed({}).expert_format == "mxfp4"
+    with pytest.raises(ModelConfigError, match="supported: quant_method 'mxfp4' of GptOss"):
+        read_packed({"quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(ModelConfigError, match=r"rows of 48 numbers, no multiple of the 32"):
+        build_model(read_packed({}), BuildOptions("float32"))
+
+
+def test_a_gpt_oss_without_experts_is_refused():
+    config = ModelConfig.from_dict(GPT_OSS | {"num_local_experts": None})
+    with pytest.raises(ModelConfigError, match="needs num_local_experts"):
+        build_model(config, BuildOptions("float32"))
+
+
 def test_of_a_model_of_images_and_text_the_text_is_read():
     text = {name: value for name, value in GEMMA3.items() if name != "architectures"}
     both = {
@@ -252,6 +295,7 @@ def test_a_window_on_every_layer_is_honoured():
         ({"final_logit_softcapping": "30"}, "final_logit_softcapping must be a positive number"),
         ({"attn_logit_softcapping": -1}, "attn_logit_softcapping must be a positive number"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "of GptOssForCausalLM"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "linear, llama3, yarn, got 'longrope'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
         ({"rope_scaling": YARN | {"truncate": 0}}, "truncate must be true or false"),

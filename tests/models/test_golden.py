@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
@@ -25,7 +26,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-WITH_WINDOWS = ("mistral", "qwen2_windows", "gemma3")
+WITH_WINDOWS = ("mistral", "qwen2_windows", "gemma3", "gpt_oss", "gpt_oss_mxfp4")
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", *WITH_WINDOWS)
 CACHE_SPEC = P(None, "data", "tensor", None, None)
 TOLERANCE = 1e-4
@@ -183,8 +184,14 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ("gemma3", SPLIT_WEIGHTS),
         ("gemma3", MORE_CHIPS_THAN_KV_HEADS),
         ("gemma3", UNROLLED),
+        ("gpt_oss", SPLIT_WEIGHTS),
+        ("gpt_oss", MORE_CHIPS_THAN_KV_HEADS),
+        ("gpt_oss", UNROLLED),
+        ("gpt_oss_mxfp4", SPLIT_WEIGHTS),
+        ("gpt_oss_mxfp4", MORE_CHIPS_THAN_KV_HEADS),
         pytest.param("qwen3_moe", SIMULATED_TPU, marks=pytest.mark.long),
         pytest.param("gemma3", SIMULATED_TPU, marks=pytest.mark.long),
+        pytest.param("gpt_oss", SIMULATED_TPU, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -216,6 +223,18 @@ def test_prefill_whole_or_chunked_and_decode_match_transformers(family, setup):
     for logits in server.step([[Chunk(2, 0, prompt)]] * setup.dp, num_decode=0):
         assert_close(logits, data["prompt_logits"])
         assert logits[-1].argmax() == greedy[0]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gpt_oss_mxfp4", "gemma3"])
+def test_rows_that_are_padded_for_a_tpu_change_nothing(family, tmp_path, monkeypatch):
+    for module in ("decoder", "gpt_oss"):
+        monkeypatch.setattr(f"sgl_jax.models.{module}.row_size", lambda size: size + 3)
+    data, folder = golden(family), GOLDEN / family
+    convert(folder, tmp_path / "orbax", "float32")
+    for server in (Server(folder, tp=2), Server(tmp_path / "orbax", tp=4)):
+        assert server.params["embedding"]["weight"].shape[1] == 35
+        (logits,) = server.step([[Chunk(0, 0, data["prompt"])]], num_decode=0)
+        assert_close(logits, data["prompt_logits"])
 
 
 def test_ranks_do_not_disturb_each_other():

@@ -1,0 +1,79 @@
+"""gpt-oss: attention with sinks and biases, every second layer with a window, experts in MXFP4.
+
+The windows, the rotation (YaRN) and the biases of attention are in the config.
+"""
+
+from sgl_jax.layers.linear import ExpertLinear, Linear
+from sgl_jax.layers.moe import MixtureOfExperts, clamped_swiglu
+from sgl_jax.layers.mxfp4 import BLOCK, Mxfp4
+from sgl_jax.layers.sources import EverySecond, Padded, Source, Tensor, row_size
+from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
+from sgl_jax.models.decoder import BuildOptions, DecoderLayer
+from sgl_jax.models.llama import attention, norm, require_divisible
+
+
+def gpt_oss_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
+    """Declare one layer."""
+    if spec.moe is None:
+        raise ModelConfigError("GptOssForCausalLM needs num_local_experts")
+    sinks = Tensor("self_attn.sinks", (config.num_heads,))
+    return DecoderLayer(
+        norm("input_layernorm", config.hidden_size, config, options),
+        attention(config, spec, options, sinks=sinks),
+        norm("post_attention_layernorm", config.hidden_size, config, options),
+        _experts(config, spec.moe, options),
+    )
+
+
+def _experts(config: ModelConfig, moe: MoeConfig, options: BuildOptions) -> MixtureOfExperts:
+    hidden, width, experts = config.hidden_size, moe.intermediate_size, moe.num_experts
+    require_divisible("intermediate_size", width, options.tp_size)
+    assert moe.swiglu_limit is not None, "the architecture's default"
+    router = Tensor("mlp.router.weight", (hidden, experts), transposed=True)
+    # Rows of gate and up lie in turn.
+    both = _matrices(config, "gate_up_proj", (experts, 2 * width, hidden), swapped=True)
+    down = _matrices(config, "down_proj", (experts, width, hidden), swapped=False)
+    both_biases = Tensor("mlp.experts.gate_up_proj_bias", (experts, 2 * width))
+
+    def longer(part: Source) -> Source:
+        return Padded(part, row_size(hidden), axis=2, on_every_mesh=True)
+
+    def inwards(first: int) -> ExpertLinear:
+        weight, bias = (EverySecond(part, 1, first) for part in (both, both_biases))
+        multiply = options.multiply_groups
+        return ExpertLinear(longer(weight), options.dtype, multiply, transposed=True, bias=bias)
+
+    return MixtureOfExperts(
+        Linear(router, options.dtype, bias=Tensor("mlp.router.bias", (experts,))),
+        inwards(0),
+        inwards(1),
+        ExpertLinear(
+            longer(down),
+            options.dtype,
+            options.multiply_groups,
+            transposed=False,
+            bias=Tensor("mlp.experts.down_proj_bias", (experts, hidden)),
+        ),
+        num_experts=experts,
+        top_k=moe.top_k,
+        norm_topk_prob=moe.norm_topk_prob,
+        gated=clamped_swiglu(moe.swiglu_limit, moe.swiglu_alpha),
+    )
+
+
+def _matrices(
+    config: ModelConfig, name: str, shape: tuple[int, int, int], *, swapped: bool
+) -> Source:
+    """Matrices [in, out] of all experts, or with `swapped` [out, in].
+
+    Floats are stored as [experts, in, out], MXFP4 as [experts, out, in].
+    """
+    name = f"mlp.experts.{name}"
+    if config.expert_format == "mxfp4":
+        inputs = shape[2] if swapped else shape[1]
+        if inputs % BLOCK:
+            raise ModelConfigError(
+                f"{name} has rows of {inputs} numbers, no multiple of the {BLOCK} of MXFP4's blocks"
+            )
+        return Mxfp4(name, shape, transposed=not swapped)
+    return Tensor(name, shape, transposed=swapped)
