@@ -196,7 +196,7 @@ def test_what_a_gpt_oss_leaves_out_is_what_transformers_takes():
     assert config.head_dim == 64
     assert config.attention_bias
     assert config.expert_format == "float"
-    assert config.cache_groups() == (CacheGroup(128, (0, 2)), CacheGroup(None, (1, 3)))
+    assert config.cache_groups() == (CacheGroup(None, 0, (1, 3)), CacheGroup(128, 0, (0, 2)))
     assert ropes(config) == (RopeConfig(150000.0),) * 2
     assert config.moe == MoeConfig(6, 2, 48, True, 7.0, 1.702)
 
