@@ -52,13 +52,12 @@ def compile_loops() -> None:
     start = time.monotonic()
     num_compiled = 0
     while _pending:
-        loop, types = _pending.pop()
+        loop, types = _pending.pop(0)  # in order: a loop calls those that were declared before it
         if not hasattr(loop, "compile"):
-            continue  # NUMBA_DISABLE_JIT: it is the plain function
+            continue  # with NUMBA_DISABLE_JIT it is the plain function
         loop.compile(types)
         loop.disable_compile()
         num_compiled += not loop.stats.cache_hits
     if num_compiled:
-        logger.info(
-            "compiled %d loops of the scheduler in %.1f s", num_compiled, time.monotonic() - start
-        )
+        seconds = time.monotonic() - start
+        logger.info("compiled %d loops of the scheduler in %.1f s", num_compiled, seconds)
