@@ -9,7 +9,8 @@ step (`compile_loops`), and none is compiled afterwards: a call with other types
 What a loop must keep to:
 
 - Indices are not checked. Its caller, or the loop itself, has proved that they are in range.
-- Integers alone, so that all hosts compute the same.
+- Integers, so that all hosts compute the same; of floating point, what is rounded alike everywhere
+  (no fast mathematics, no sums whose order is left open).
 - It calls no compiled function and reads no constant of another file: numba's cache notices
   changes of the loop's own file alone.
 """

@@ -183,7 +183,7 @@ class RankMemory:
 
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
         """Pages each row lacks to hold `allocated_lens` tokens; int32[len(rows)]."""
-        return _pages_beyond(self.rows.kv_allocated_len[rows], allocated_lens, self.page_size)
+        return _pages_beyond(rows, allocated_lens, self.rows.kv_allocated_len, self.page_size)
 
     def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
         """`grow_rows` of this rank's rows alone; whether there was enough memory."""
@@ -246,9 +246,13 @@ def grow_rows(
     """
     page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
     bounds = np.asarray(bounds)
+    allocated_len = tables.kv_allocated_len
     growing, owners, columns, page_bounds = _lacking_pages(
-        rows, allocated_lens, bounds, tables.kv_allocated_len, page_size, num_rows
+        rows, allocated_lens, bounds, allocated_len, page_size, num_rows
     )
+    if not len(growing):
+        _reserve(rows, allocated_lens, bounds, np.ones(len(memories), np.bool_), allocated_len)
+        return [True] * len(memories)
     fits = [
         memory.make_room(end - first)
         for memory, (first, end) in zip(memories, pairwise(page_bounds.tolist()), strict=True)
@@ -260,7 +264,7 @@ def grow_rows(
         page_bounds = np.concatenate(([0], np.cumsum(counts * fits)))
     taken = alloc_each([memory.allocator for memory in memories], owners, page_bounds.tolist())
     tables.list_page_each(growing, columns, taken)
-    _reserve(rows, allocated_lens, bounds, np.array(fits), tables.kv_allocated_len)
+    _reserve(rows, allocated_lens, bounds, np.array(fits), allocated_len)
     return fits
 
 
@@ -362,8 +366,17 @@ def _commit(
     return -1
 
 
-def _pages_beyond(held_lens: Int32Array, lens: Int32Array, page_size: int) -> Int32Array:
-    """Pages that `lens` tokens take beyond those of `held_lens`, or none."""
-    num_held, num_wanted = -(-held_lens // page_size), -(-lens // page_size)
-    lacking: Int32Array = np.maximum(num_wanted - num_held, 0)
+@compiled("(int64[::1], int32[::1], int32[::1], int32)")
+def _pages_beyond(
+    rows: RowIndex, lens: Int32Array, allocated_len: Int32Array, page_size: int
+) -> Int32Array:
+    """Pages that `lens` tokens take beyond those that each of `rows` holds, or none: int32[n]."""
+    lacking = np.zeros(len(rows), np.int32)
+    assert len(rows) == len(lens)
+    for i in range(len(rows)):
+        assert 0 <= rows[i] < len(allocated_len)
+        held_len = allocated_len[rows[i]]
+        num_left = -held_len % page_size  # slots of its last page
+        if lens[i] - held_len > num_left:
+            lacking[i] = (lens[i] - held_len - num_left + page_size - 1) // page_size
     return lacking

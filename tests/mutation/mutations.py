@@ -444,8 +444,8 @@ MUTATIONS = (
     Mutation(
         "off by one in the pages that a row lacks",
         _MEMORY,
-        "            if lens[i] - held_len > num_left:\n",
-        "            if lens[i] - held_len >= num_left:\n",
+        "            if lens[i] - held_len > num_left:\n                lacking[num",
+        "            if lens[i] - held_len > num_left + 1:\n                lacking[num",
     ),
     Mutation(
         "evict without a need",
@@ -1341,7 +1341,7 @@ MUTATIONS = (
     Mutation(
         "wait for the first page of a prefix in flight alone",
         _IN_FLIGHT,
-        "        shared = int(differing[0]) if len(differing) else size - start\n",
+        "        shared = common_prefix_len(theirs[start:], tokens[start:])\n",
         "        shared = self._rank.memory.page_size\n",
     ),
     Mutation(
