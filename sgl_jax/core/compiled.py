@@ -9,7 +9,8 @@ step (`compile_loops`), and none is compiled afterwards: a call with other types
 What a loop must keep to:
 
 - Indices are not checked. Its caller, or the loop itself, has proved that they are in range.
-- Integers alone, so that all hosts compute the same.
+- Integers, so that all hosts compute the same; of floating point, what is rounded alike everywhere
+  (no fast mathematics, no sums whose order is left open).
 - It calls no compiled function and reads no constant of another file: numba's cache notices
   changes of the loop's own file alone.
 """
@@ -52,13 +53,12 @@ def compile_loops() -> None:
     start = time.monotonic()
     num_compiled = 0
     while _pending:
-        loop, types = _pending.pop()
+        loop, types = _pending.pop(0)  # in order: a loop calls those that were declared before it
         if not hasattr(loop, "compile"):
-            continue  # NUMBA_DISABLE_JIT: it is the plain function
+            continue  # with NUMBA_DISABLE_JIT it is the plain function
         loop.compile(types)
         loop.disable_compile()
         num_compiled += not loop.stats.cache_hits
     if num_compiled:
-        logger.info(
-            "compiled %d loops of the scheduler in %.1f s", num_compiled, time.monotonic() - start
-        )
+        seconds = time.monotonic() - start
+        logger.info("compiled %d loops of the scheduler in %.1f s", num_compiled, seconds)

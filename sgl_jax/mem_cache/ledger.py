@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.ledger_walk import Finding, find_defects
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -47,25 +49,24 @@ def audit(memory: RankMemory, num_running: int | None = None) -> None:
 def _imbalance(memory: RankMemory) -> str | None:
     """What counts disagree on; None if they balance. Runs every step: each call counts."""
     rows, cache, page_size = memory.rows, memory.cache, memory.page_size
-    lengths = rows.lengths
-    if np.count_nonzero(lengths[1:] < lengths[:-1]):
+    protected, num_locking, held_pages = _row_totals(
+        rows.cache_protected_len, rows.kv_committed_len, rows.kv_allocated_len, page_size
+    )
+    if protected < 0:
+        lengths = rows.lengths
         bad = np.flatnonzero((lengths[1:] < lengths[:-1]).any(axis=0)).tolist()
         return f"lengths out of order: {[memory.leases.get(row, row) for row in bad]}"
-    # Free rows have lengths of 0 and need not be told from the others.
-    held_pages = (rows.kv_allocated_len + (page_size - 1)) // page_size
-    protected = int(np.add.reduce(rows.cache_protected_len))
-    own_from = rows.first_pages
-    if protected:
-        own_from = np.maximum(own_from, rows.cache_protected_len // page_size)
-    own = np.add.reduce(held_pages - own_from, axis=1).tolist()
+    not_own = [protected // page_size]
+    if not memory.lists_all:
+        protected_pages = rows.cache_protected_len // page_size
+        not_own = np.maximum(rows.first_pages, protected_pages).sum(axis=1).tolist()
     for pool, allocator in enumerate(memory.allocators):
-        leased = sum(own[group] for group in memory.groups_of[pool])
+        leased = sum(held_pages - not_own[group] for group in memory.groups_of[pool])
         if leased != allocator.num_leased:
             return f"rows hold {leased} pages, {allocator.num_leased} are leased"
         cached = cache.num_evictable + cache.num_protected
         if cached != allocator.num_tree:
             return f"the tree counts {cached} pages, it owns {allocator.num_tree}"
-    num_locking = np.count_nonzero(rows.cache_protected_len)
     if num_locking != cache.tree.num_locks or protected != cache.tree.num_locked_tokens:
         return (
             f"{num_locking} rows have locked {protected} tokens, the tree gave "
@@ -83,6 +84,26 @@ def _imbalance(memory: RankMemory) -> str | None:
     if held != len(memory.leases) or held + free != total:
         return f"{held} rows are held by {len(memory.leases)} leases, {free} are free, of {total}"
     return None
+
+
+@compiled("(int32[::1], int32[::1], int32[::1], int32)")
+def _row_totals(
+    protected_len: Int32Array, committed_len: Int32Array, allocated_len: Int32Array, page_size: int
+) -> tuple[int, int, int]:
+    """Of all rows: the protected tokens, how many rows have any, and the pages that they hold.
+
+    The first is -1 if the lengths of a row are out of order.
+    """
+    protected = num_locking = num_pages = 0
+    assert len(protected_len) == len(committed_len) == len(allocated_len)
+    for row in range(len(protected_len)):
+        # Free rows have lengths of 0 and need not be told from the others.
+        if not 0 <= protected_len[row] <= committed_len[row] <= allocated_len[row]:
+            return -1, 0, 0
+        protected += protected_len[row]
+        num_locking += protected_len[row] > 0
+        num_pages += (allocated_len[row] + page_size - 1) // page_size
+    return protected, num_locking, num_pages
 
 
 def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:

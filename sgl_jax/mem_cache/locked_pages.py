@@ -2,7 +2,7 @@
 
 The tree counts locks by node, not by holder. Here those of running requests are counted apart from
 those of idle sessions, so that it is known, without a look at any session, what all idle sessions
-together keep from other use. Each call costs O(pages of the one lease), vectorised.
+together keep from other use. Each call costs O(pages of the one lease).
 """
 
 import numpy as np

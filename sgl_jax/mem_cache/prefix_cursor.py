@@ -119,12 +119,9 @@ class CursorIndex:
 
     def child_added(self, parent: TreeNode, child: TreeNode) -> None:
         """`parent` has a new child, which has none: some cursors can go on into its edge."""
-        start, edge = parent.end, child.key.tobytes()
+        start = parent.end
         for cursor in self._take_filed(parent, child.child_key):
-            following = cursor.tokens[start : child.end]
-            # Mostly the whole edge matches: many wait for one that is being computed.
-            is_whole = following.tobytes() == edge
-            matched = len(following) if is_whole else common_prefix_len(child.key, following)
+            matched = common_prefix_len(child.key, cursor.tokens[start : child.end])
             self._move(cursor, child, start + matched // self._page_size * self._page_size)
 
     def node_split(self, upper: TreeNode, lower: TreeNode) -> None:

@@ -307,11 +307,11 @@ class RankMemory:
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
         """Pages of the first pool that each row lacks to hold `allocated_lens` tokens;
         int32[len(rows)]."""
-        held_lens = self.rows.kv_allocated_len[rows]
-        beyond = _pages_beyond(held_lens, allocated_lens, self.page_size)
+        allocated_len = self.rows.kv_allocated_len
+        beyond: Int32Array = _pages_beyond(rows, allocated_lens, allocated_len, self.page_size)
         if self.lists_all:
             return beyond
-        held = -(-held_lens // self.page_size)
+        held = -(-allocated_len[rows] // self.page_size)
         total = np.zeros_like(beyond)
         for number in self.groups_of[0]:
             most = self.sizes.row_pages(self.groups[number])
@@ -408,9 +408,13 @@ def grow_rows(
     """
     page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
     bounds = np.asarray(bounds)
+    allocated_len = tables.kv_allocated_len
     growing, owners, columns, page_bounds = _lacking_pages(
-        rows, allocated_lens, bounds, tables.kv_allocated_len, page_size, num_rows
+        rows, allocated_lens, bounds, allocated_len, page_size, num_rows
     )
+    if not len(growing):
+        _reserve(rows, allocated_lens, bounds, np.ones(len(memories), np.bool_), allocated_len)
+        return [True] * len(memories)
     fits = [
         memory.make_room(end - first)
         for memory, (first, end) in zip(memories, pairwise(page_bounds.tolist()), strict=True)
@@ -424,7 +428,7 @@ def grow_rows(
         allocators = [memory.allocators[group.pool] for memory in memories]
         taken = alloc_each(allocators, owners, page_bounds.tolist())
         tables.list_page_each(number, growing, columns, taken)
-    _reserve(rows, allocated_lens, bounds, np.array(fits), tables.kv_allocated_len)
+    _reserve(rows, allocated_lens, bounds, np.array(fits), allocated_len)
     return fits
 
 
@@ -526,8 +530,17 @@ def _commit(
     return -1
 
 
-def _pages_beyond(held_lens: Int32Array, lens: Int32Array, page_size: int) -> Int32Array:
-    """Pages that `lens` tokens take beyond those of `held_lens`, or none."""
-    num_held, num_wanted = -(-held_lens // page_size), -(-lens // page_size)
-    lacking: Int32Array = np.maximum(num_wanted - num_held, 0)
+@compiled("(int64[::1], int32[::1], int32[::1], int32)")
+def _pages_beyond(
+    rows: RowIndex, lens: Int32Array, allocated_len: Int32Array, page_size: int
+) -> Int32Array:
+    """Pages that `lens` tokens take beyond those that each of `rows` holds, or none: int32[n]."""
+    lacking = np.zeros(len(rows), np.int32)
+    assert len(rows) == len(lens)
+    for i in range(len(rows)):
+        assert 0 <= rows[i] < len(allocated_len)
+        held_len = allocated_len[rows[i]]
+        num_left = -held_len % page_size  # slots of its last page
+        if lens[i] - held_len > num_left:
+            lacking[i] = (lens[i] - held_len - num_left + page_size - 1) // page_size
     return lacking

@@ -8,9 +8,7 @@ alike can wait for that instead of computing it a second time.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor, common_prefix_len
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 
@@ -65,8 +63,6 @@ class InFlight:
         # What is scored is computed a little at a time: that is not worth waiting for.
         running, tokens = self._rank.running, request.matchable()
         theirs, start = running.known_tokens(row)[: running.score_start[row]], cursor.length
-        size = min(len(theirs), len(tokens))
-        differing = np.flatnonzero(theirs[start:size] != tokens[start:size])
-        shared = int(differing[0]) if len(differing) else size - start
+        shared = common_prefix_len(theirs[start:], tokens[start:])
         shared = shared // self._rank.memory.page_size * self._rank.memory.page_size
         return Leader(row, start + shared) if shared >= self._min_tokens else None

@@ -10,6 +10,8 @@ from math import ceil
 
 import numpy as np
 
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.running_rows import RunningRows
 
@@ -33,10 +35,8 @@ class AdmissionReserve:
         rows = running.active
         if len(rows) == 0:
             return 0
-        planned = running.planned_len[rows]
-        output = np.minimum(running.max_len[rows] - planned, _MAX_PLANNED_OUTPUT)
-        expected_len = planned + np.ceil(output * self._share).astype(np.int32)
-        return int(memory.pages_to_grow(rows, expected_len).sum())
+        expected_lens = _expected_lens(rows, running.planned_len, running.max_len, self._share)
+        return int(memory.pages_to_grow(rows, expected_lens).sum())
 
     def pages_of(self, row: int, memory: RankMemory, running: RunningRows) -> int:
         """What one running request adds to `pages`."""
@@ -53,3 +53,17 @@ class AdmissionReserve:
     def after_retract(self) -> None:
         """A request had to be retracted."""
         self._share = min(self._share + _RAISE_PER_RETRACT, 1.0)
+
+
+@compiled("(int64[::1], int32[::1], int32[::1], float64)")
+def _expected_lens(
+    rows: RowIndex, planned_len: Int32Array, max_len: Int32Array, share: float
+) -> Int32Array:
+    """The lengths of `rows` when they have generated a share of what they still may: int32[n]."""
+    expected = np.empty(len(rows), np.int32)
+    for i in range(len(rows)):
+        row = rows[i]
+        assert 0 <= row < len(planned_len)
+        output = min(max_len[row] - planned_len[row], _MAX_PLANNED_OUTPUT)
+        expected[i] = planned_len[row] + ceil(output * share)
+    return expected

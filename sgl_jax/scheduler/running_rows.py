@@ -12,6 +12,7 @@ result is read, the row's length is known only to lie between `planned_len` and 
 `unread_drafts`.
 """
 
+import mmap
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -65,8 +66,7 @@ class RowColumns:
         """Columns of `num_rows` rows that nothing runs in."""
         lens = np.zeros((8, num_rows), np.int32)
         return cls(
-            # Zeroed lazily by the operating system: only rows and positions in use take memory.
-            tokens=np.zeros((num_rows, -(-max_context_len // TOKEN_BLOCK) * TOKEN_BLOCK), np.int32),
+            tokens=_zeros(num_rows, -(-max_context_len // TOKEN_BLOCK) * TOKEN_BLOCK),
             latest=np.zeros((num_rows, TOKEN_BLOCK), np.int32),
             known_len=lens[0],
             planned_len=lens[1],
@@ -148,6 +148,18 @@ class RowColumns:
         """In how many steps each of `rows` may end, if it generates half of what it still may."""
         steps: Int32Array = (self.max_len[rows] - self.planned_len[rows]) // 2
         return steps
+
+
+def _zeros(num_rows: int, num_columns: int) -> Int32Array:
+    """int32[num_rows, num_columns], which takes memory only where something is written.
+
+    The operating system zeroes it in small pages. It would zero an array of numpy's by 2 MiB, and
+    hold up the step that first writes there by milliseconds.
+    """
+    memory = mmap.mmap(-1, num_rows * num_columns * np.dtype(np.int32).itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.int32).reshape(num_rows, num_columns)
 
 
 class Gains(NamedTuple):

@@ -117,7 +117,8 @@ class StepBuilder:
         if not self.chunk_lens:
             return
         num_prefill = sum(self.chunk_lens)
-        total = len(self.decode_rows) + int(self.num_drafts.sum()) + num_prefill
+        num_drafts = int(self.num_drafts.sum()) if self._max_draft_tokens else 0
+        total = len(self.decode_rows) + num_drafts + num_prefill
         larger = next((shape for shape in self._shapes if shape >= total), total)
         smaller = max((shape for shape in self._shapes if shape <= total), default=0)
         excess = total - smaller

@@ -203,7 +203,8 @@ class WaitingQueue:
         self._drop_leaders(slice(line, line + 1))
         if not self._has_leader[line]:
             return None
-        return divmod(int(self._leader[line, 0]), self._memories[0].rows.num_rows)
+        dp_rank, row = divmod(int(self._leader[line, 0]), self._memories[0].rows.num_rows)
+        return dp_rank, row
 
     def _drop_leaders(self, lines: slice) -> None:
         """Requests whose leader has computed the prefix, or has left, have none any more."""

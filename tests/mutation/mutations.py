@@ -47,6 +47,7 @@ _ADMISSION = "sgl_jax/scheduler/admission.py"
 _ROOM = "sgl_jax/scheduler/step_room.py"
 _IN_FLIGHT = "sgl_jax/scheduler/in_flight.py"
 _QUEUE = "sgl_jax/scheduler/waiting_queue.py"
+_LINES = "sgl_jax/scheduler/waiting_lines.py"
 _RESERVE = "sgl_jax/scheduler/reserve.py"
 _CURSOR = "sgl_jax/mem_cache/prefix_cursor.py"
 
@@ -431,20 +432,20 @@ MUTATIONS = (
     Mutation(
         "forget what was allocated",
         _MEMORY,
-        "np.maximum(held_lens, allocated_lens)",
-        "held_lens",
+        "allocated_len[rows[i]] = max(allocated_len[rows[i]], lens[i])",
+        "pass",
     ),
     Mutation(
         "shrink the allocated length without freeing",
         _MEMORY,
-        "np.maximum(held_lens, allocated_lens)",
-        "allocated_lens",
+        "allocated_len[rows[i]] = max(allocated_len[rows[i]], lens[i])",
+        "allocated_len[rows[i]] = lens[i]",
     ),
     Mutation(
         "off by one in the pages that a row lacks",
         _MEMORY,
-        "lacking: Int32Array = _num_pages(lens, page_size) - _num_pages(held_lens, page_size)",
-        "lacking: Int32Array = lens // page_size + 1 - _num_pages(held_lens, page_size)",
+        "            if lens[i] - held_len > num_left:\n                lacking[num",
+        "            if lens[i] - held_len > num_left + 1:\n                lacking[num",
     ),
     Mutation(
         "evict without a need",
@@ -497,8 +498,8 @@ MUTATIONS = (
     Mutation(
         "let any caller free a page",
         _ALLOCATOR,
-        '        self._require(index, owner, "free")\n',
-        "",
+        "or owners[page] != owner:\n            return False\n",
+        ":\n            return False\n",
     ),
     # -- the tree
     Mutation(
@@ -564,15 +565,15 @@ MUTATIONS = (
     ),
     Mutation(
         "commit a result to the row's present holder",
-        _COMMIT,
-        "current = ranks.tables.epoch[launched.rows] == launched.epochs",
-        "current = running.rids[launched.rows] != ''",
+        _RUNNING,
+        "if not samples[i] or epoch[row] != epochs[i]:",
+        "if not samples[i]:",
     ),
     Mutation(
         "keep the overshoot past a stop",
-        _COMMIT,
-        "np.where(is_finished, last + 1, is_token.sum(axis=1))",
-        "is_token.sum(axis=1)",
+        _RUNNING,
+        "while end == GOES_ON and count < width and (",
+        "while count < width and (",
     ),
     Mutation(
         "leave the committed length behind the accepted drafts",
@@ -619,8 +620,8 @@ MUTATIONS = (
     Mutation(
         "fetch named tokens for the row with the fewest of them",
         _BUILDER,
-        "int(ranks.running.num_logprob_ids[rows].max())",
-        "int(ranks.running.num_logprob_ids[rows].min())",
+        "int(ranks.running.num_logprob_ids[step.rows[part]].max())",
+        "int(ranks.running.num_logprob_ids[step.rows[part]].min())",
     ),
     Mutation(
         "keep the slots of refused drafts while others are retracted",
@@ -629,10 +630,10 @@ MUTATIONS = (
         "        return False\n",
     ),
     Mutation(
-        "lose the tokens of every sixteenth step's block",
+        "lose the tokens of every full block",
         _RUNNING,
-        "        self._keep_block(rows[full], lens[full] // TOKEN_BLOCK)\n",
-        "",
+        "                if place == TOKEN_BLOCK - 1:\n",
+        "                if False:\n",
     ),
     Mutation(
         "leave the last tokens of a request out when it ends",
@@ -964,8 +965,9 @@ MUTATIONS = (
     Mutation(
         "count a shared page for every session that reads it",
         _LOCKED,
-        "        self.num_idle += int(np.count_nonzero(idle == 0))\n",
-        "        self.num_idle += len(idle)\n",
+        "        self.num_idle += _count_locks(pages, 1, self._idle, self._running)[0]\n",
+        "        _count_locks(pages, 1, self._idle, self._running)\n"
+        "        self.num_idle += len(pages)\n",
     ),
     Mutation(
         "refuse a turn for a length that its client did not ask for",
@@ -989,20 +991,21 @@ MUTATIONS = (
     Mutation(
         "count a page as running again for each lease that is lent",
         _LOCKED,
-        "        self.num_running += int(np.count_nonzero(running == 0))\n        self.num_idle -=",
-        "        self.num_running += len(running)\n        self.num_idle -=",
+        "        self.num_running += _count_locks(pages, 1, self._running, self._idle)[0]\n",
+        "        _count_locks(pages, 1, self._running, self._idle)\n"
+        "        self.num_running += len(pages)\n",
     ),
     Mutation(
         "count a page as locked though sessions have locked it before",
         _LOCKED,
-        "self.num_locked += self._num_not_idle(first)",
-        "self.num_locked += len(first)",
+        "self.num_locked += num_alone",
+        "self.num_locked += num_first",
     ),
     Mutation(
         "count a page as let go though sessions have locked it still",
         _LOCKED,
-        "self.num_locked -= self._num_not_idle(last)",
-        "self.num_locked -= len(last)",
+        "self.num_locked -= num_alone",
+        "self.num_locked -= num_last",
     ),
     Mutation(
         "publish a prefix without a count of its locks",
@@ -1338,7 +1341,7 @@ MUTATIONS = (
     Mutation(
         "wait for the first page of a prefix in flight alone",
         _IN_FLIGHT,
-        "        shared = int(differing[0]) if len(differing) else size - start\n",
+        "        shared = common_prefix_len(theirs[start:], tokens[start:])\n",
         "        shared = self._rank.memory.page_size\n",
     ),
     Mutation(
@@ -1361,47 +1364,46 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for the prefix of a request that is gone",
-        _QUEUE,
-        "is_led[here] = is_computing & (rows.epoch[leaders[here]] == epochs[here])",
-        "is_led[here] = is_computing",
+        _LINES,
+        "if epoch[row] != leader[line, 1] or protected_len",
+        "if protected_len",
     ),
     Mutation(
         "wait for what runs in the same row of another rank",
         _QUEUE,
-        "rows, here = self._memories[dp_rank].rows, dp_ranks == dp_rank",
-        "rows, here = self._memories[0].rows, dp_ranks == dp_rank",
+        "        row += self._memories[dp_rank].rows.first_row\n",
+        "",
     ),
     # -- the waiting queue
     Mutation(
         "pass over the older ones too",
-        _QUEUE,
-        "& may_run & (arrival < request.arrival)",
-        "& may_run",
+        _LINES,
+        "            if arrival[line] < started:\n",
+        "            if arrival[line] != started:\n",
     ),
     Mutation(
         "pass over without a count",
-        _QUEUE,
-        "        self._passed_over[:end] += self._is_waiting[:end] & may_run "
-        "& (arrival < request.arrival)\n",
-        "",
+        _LINES,
+        "                passed_over[line] += 1\n",
+        "                pass\n",
     ),
     Mutation(
         "pass over what may not run there",
-        _QUEUE,
-        "& may_run & (arrival < request.arrival)",
-        "& (arrival < request.arrival)",
+        _LINES,
+        "        if may_run[line] and is_waiting[line]:\n",
+        "        if is_waiting[line]:\n",
     ),
     Mutation(
         "let all that were passed over start one after the other",
-        _QUEUE,
-        "        if was_due:\n",
-        "        if False:\n",
+        _LINES,
+        "            elif was_due:\n",
+        "            elif False:\n",
     ),
     Mutation(
         "let a due request make an older one wait anew",
-        _QUEUE,
-        "[may_run & (arrival > request.arrival)] = 0",
-        "[may_run] = 0",
+        _LINES,
+        "            elif was_due:\n                passed_over[line] = 0\n",
+        "            if was_due:\n                passed_over[line] = 0\n",
     ),
     Mutation(
         "a request inherits how often the last one of its line was passed over",
@@ -1418,7 +1420,7 @@ MUTATIONS = (
     Mutation(
         "a request inherits the rank that the last one of its line stayed for",
         _QUEUE,
-        "        self._stay_rank[line] = _NO_RANK\n",
+        "        self._stay_rank[line] = NO_RANK\n",
         "",
     ),
     Mutation(
@@ -1429,21 +1431,21 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for a better rank though it has room",
-        _QUEUE,
-        "lines[(ranks != _NO_RANK) & ~is_open[ranks]]",
-        "lines[ranks != _NO_RANK]",
+        _LINES,
+        "and stays_for != NO_RANK and not is_open[stays_for]:",
+        "and stays_for != NO_RANK:",
     ),
     Mutation(
         "leave out a request that needs all that is there",
-        _QUEUE,
-        "        may_fit = np.logical_or.reduce(least <= known_room[:, None])\n",
-        "        may_fit = np.logical_or.reduce(least < known_room[:, None])\n",
+        _LINES,
+        "            if least[k, line] <= room[k]:\n",
+        "            if least[k, line] < room[k]:\n",
     ),
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
         _QUEUE,
-        "            fits = self._pages_needed(doubtful, ranks) <= room",
-        "            fits = self._pages_needed(doubtful, ranks) < room",
+        "            fits = self._pages_needed(doubtful, ranks) <= known_room[:, None]",
+        "            fits = self._pages_needed(doubtful, ranks) < known_room[:, None]",
     ),
     Mutation(
         "count nothing of a prefix as in use",
@@ -1460,7 +1462,7 @@ MUTATIONS = (
     Mutation(
         "look no further than the first requests",
         _QUEUE,
-        "                keys[~may_fit] = _LAST\n",
+        "                rule_out(keys, least, room_now)\n",
         "                return\n",
     ),
     Mutation(
@@ -1477,40 +1479,33 @@ MUTATIONS = (
     ),
     Mutation(
         "try the least important first",
-        _QUEUE,
-        "levels: Int64Array = highest - self._priority[: self._end]",
-        "levels: Int64Array = self._priority[: self._end] - lowest",
+        _LINES,
+        "min(highest_priority - priority[line], MOST_LEVELS)",
+        "min(2**32 + priority[line] - highest_priority, 2**40)",
     ),
     Mutation(
         "take far priorities for the same",
         _QUEUE,
-        "        if highest - lowest > most:  # number those that occur\n",
-        "        if False:\n",
+        "if highest - (self._priorities.lowest or 0) > MOST_LEVELS:",
+        "if False:",
     ),
     Mutation(
         "try the retracted before the more important",
-        _QUEUE,
-        """        keys: Int64Array = (~self._is_retracted[:end]).astype(np.int64)
-        if self._priorities.differ:
-            keys += self._priority_levels() << 1
-""",
-        """        keys: Int64Array = (~self._is_retracted[:end]).astype(np.int64)
-        keys <<= _PRIORITY_BITS
-        if self._priorities.differ:
-            keys += self._priority_levels()
-""",
+        _LINES,
+        "(key + (not is_retracted[line])) <<",
+        "(key + ((not is_retracted[line]) << 16)) <<",
     ),
     Mutation(
         "try the retracted as if they were new",
-        _QUEUE,
-        "(~self._is_retracted[:end]).astype(np.int64)",
-        "np.zeros(end, np.int64)",
+        _LINES,
+        "(key + (not is_retracted[line]))",
+        "(key + 1)",
     ),
     Mutation(
         "try what is due in its turn",
-        _QUEUE,
-        "        keys[self._passed_over[:end] >= self._max_passed_over] = -1\n",
-        "",
+        _LINES,
+        "        if passed_over[line] < max_passed_over:\n",
+        "        if True:\n",
     ),
     Mutation(
         "preempt for the youngest of the most important",
