@@ -111,11 +111,13 @@ class RankMemory:
             for pool, num_pages in enumerate(sizes.pool_pages)
         )
         self.allocator = self.allocators[0]  # of the pool that requests are admitted by
+        # A path of the tree has all pages of its tokens: windows have let go of theirs.
+        keeps_prefixes = use_radix_cache and self.lists_all
         self._make_cache = partial(
-            RadixCache if use_radix_cache else ChunkCache,
+            RadixCache if keeps_prefixes else ChunkCache,
             self.allocator,
             sizes.page_size,
-            eviction_policy=eviction_policy if use_radix_cache else "lru",
+            eviction_policy=eviction_policy if keeps_prefixes else "lru",
         )
         self.cache = self._make_cache()
         self.sessions = SessionLeases()

@@ -200,10 +200,6 @@ def _pass_pages(memory: RankMemory, lease: KVLease, group: int, first: int) -> N
     rows, row, pool = memory.rows, lease.row, memory.groups[group].pool
     passed, listed = int(rows.first_pages[group, row]), rows.pages[row, group]
     protected = lease.cache_protected_len // memory.page_size
-    end = min(first, protected)
-    if lease.node is not None and passed < end:
-        memory.cache.let_go(lease.node, group, passed, end)
-        memory.locked[pool].unlock(listed[passed:end].copy())
     own = listed[max(passed, protected) : first].copy()
     memory.allocators[pool].free(own[own > 0], row)
     rows.pass_pages(row, group, first)

@@ -55,30 +55,39 @@ _BUILT_ON = (
     "if self.running is None or self._is_whole or self._len_after(message) == self.num_tokens:"
 )
 _FREE_REST = (
-    "    memory.allocator.free(lease.pages(memory.page_size, lease.cache_protected_len), "
-    "owner=lease.row)\n"
+    "    _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)\n"
+    "    if lease.node"
 )
-_FREE_DUPLICATES = "        memory.allocator.free(duplicates, lease.row)\n"
+_FREE_DUPLICATES = "            allocator.free(fresh[numbers][is_duplicate[numbers]], lease.row)\n"
 _UNLOCK_AT_END = """        memory.cache.unlock(lease.node)
         lease.node = None
     del memory"""
 
 MUTATIONS = (
     # -- the end of a lease
-    Mutation("skip the free at release", _RELEASE, _FREE_REST, ""),
-    Mutation("free twice at release", _RELEASE, _FREE_REST, 2 * _FREE_REST),
+    Mutation("skip the free at release", _RELEASE, _FREE_REST, "    if lease.node"),
+    Mutation(
+        "free twice at release",
+        _RELEASE,
+        _FREE_REST,
+        _FREE_REST.removesuffix("    if lease.node") + _FREE_REST,
+    ),
     Mutation(
         "free from the committed instead of the protected length",
         _RELEASE,
-        "lease.pages(memory.page_size, lease.cache_protected_len), owner",
-        "lease.pages(memory.page_size, -(-lease.kv_committed_len // memory.page_size) "
-        "* memory.page_size), owner",
+        _FREE_REST,
+        _FREE_REST.replace(
+            "lease.cache_protected_len",
+            "-(-lease.kv_committed_len // memory.page_size) * memory.page_size",
+        ),
     ),
     Mutation(
         "free up to the committed instead of the allocated length",
         _RELEASE,
-        "lease.pages(memory.page_size, lease.cache_protected_len), owner",
-        "lease.pages(memory.page_size, lease.cache_protected_len, lease.kv_committed_len), owner",
+        _FREE_REST,
+        _FREE_REST.replace(
+            "lease.cache_protected_len", "lease.cache_protected_len, lease.kv_committed_len"
+        ),
     ),
     Mutation(
         "off by one in the ceil of a lease's last page",
@@ -172,8 +181,8 @@ MUTATIONS = (
     Mutation(
         "leave what a release hands over counted as locked",
         _RELEASE,
-        "        memory.locked.unlock(lease.pages(memory.page_size, 0, protected))\n",
-        "        memory.locked.unlock(lease.pages(memory.page_size, 0, protected)[1:])\n",
+        "        memory.unlock(lease.pages(memory.page_size, 0, protected))\n",
+        "        memory.unlock(lease.pages(memory.page_size, 0, protected)[:, 1:])\n",
     ),
     Mutation(
         "hash an edge as if it began the prompt",
@@ -268,13 +277,16 @@ MUTATIONS = (
         "        node = self.root\n",
     ),
     Mutation(
-        "keep the duplicates of a published prefix", _RELEASE, _FREE_DUPLICATES, "        pass\n"
+        "keep the duplicates of a published prefix",
+        _RELEASE,
+        _FREE_DUPLICATES,
+        "            pass\n",
     ),
     Mutation(
         "free duplicates from the matched instead of the protected length",
         _RELEASE,
-        "fresh[fresh != kept.pages]",
-        "fresh[1:][(fresh != kept.pages)[1:]]",
+        "        is_duplicate &= fresh > 0\n",
+        "        is_duplicate[:, 0] = False\n        is_duplicate &= fresh > 0\n",
     ),
     Mutation(
         "offer tokens that were not written",
@@ -304,7 +316,7 @@ MUTATIONS = (
     Mutation(
         "go on reading the duplicates",
         _RELEASE,
-        "        rows.list_pages(lease.row, first, kept.pages)\n",
+        "        rows.list_pages(lease.row, first, kept_pages)\n",
         "",
     ),
     # -- namespaces
@@ -341,8 +353,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: publish under the default one",
         _RELEASE,
-        "LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace)",
-        "LeaseOffer(lease.row, protected, offered, lease.node)",
+        "LeaseOffer(lease.row, protected, offered[0], lease.node, lease.namespace)",
+        "LeaseOffer(lease.row, protected, offered[0], lease.node)",
     ),
     Mutation(
         "namespaces: match the default one",
@@ -450,7 +462,7 @@ MUTATIONS = (
     Mutation(
         "evict without a need",
         _MEMORY,
-        "self.cache.evict(deficit + self._num_evicted_ahead)",
+        "self.cache.evict(deficit + ahead)",
         "self.cache.evict(num_pages)",
     ),
     Mutation(
@@ -486,14 +498,14 @@ MUTATIONS = (
     Mutation(
         "tell the executor of a rank's pages as if they were the first rank's",
         _ROWS,
-        "        start = (self.first_row + row) * self.pages_per_row\n",
-        "        start = row * self.pages_per_row\n",
+        "            start = ((self.first_row + row) * self.num_groups + group)",
+        "            start = (row * self.num_groups + group)",
     ),
     Mutation(
         "give a row back with its old lengths",
         _ROWS,
-        "        self.lengths[:, row] = 0\n        self.epoch",
-        "        self.epoch",
+        "        self.lengths[:, row] = 0\n",
+        "",
     ),
     Mutation(
         "let any caller free a page",
@@ -723,14 +735,14 @@ MUTATIONS = (
     Mutation(
         "a rolled back session keeps what followed",
         _RELEASE,
-        "        num_freed = free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
-        "        num_freed = 0\n",
+        "in enumerate(free_tail(memory, lease, length)):\n",
+        "in enumerate([0] * len(memory.allocators)):\n",
     ),
     Mutation(
         "cut a lease though the tree owns more of it",
         _RELEASE,
-        "    if num_tokens < max(lease.cache_protected_len, 1):\n",
-        "    if num_tokens < 1:\n",
+        "    if num_tokens < max(lease.cache_protected_len, 1) or",
+        "    if num_tokens < 1 or",
     ),
     Mutation(
         "hand a lease to its session with the epoch of the turn before",
@@ -807,8 +819,8 @@ MUTATIONS = (
     Mutation(
         "evict ahead though nothing must be evicted",
         _MEMORY,
-        "        if deficit <= 0:\n            return True\n",
-        "",
+        "            if deficit > 0:\n                self.cache",
+        "            if True:\n                self.cache",
     ),
     Mutation(
         "evict sessions for a request that does not fit even so",
@@ -825,8 +837,8 @@ MUTATIONS = (
     Mutation(
         "resume on tokens that the tree owns and the turn must compute",
         _REQUEST,
-        "if lease is not None and self.resumable_len < lease.cache_protected_len:",
-        "if False:",
+        "if self.resumable_len < lease.cache_protected_len or not",
+        "if not",
     ),
     Mutation(
         "retract before an idle session is evicted",
@@ -1010,13 +1022,13 @@ MUTATIONS = (
     Mutation(
         "publish a prefix without a count of its locks",
         _RELEASE,
-        "    memory.locked.lock(_hand_to_tree(memory, lease, tokens))\n",
+        "    memory.lock(_hand_to_tree(memory, lease, tokens))\n",
         "    _hand_to_tree(memory, lease, tokens)\n",
     ),
     Mutation(
         "keep a session's lease without a count of what it published at its end",
         _RELEASE,
-        "            memory.locked.lock(added)\n",
+        "            memory.lock(added)\n",
         "",
     ),
     Mutation(
@@ -1028,20 +1040,20 @@ MUTATIONS = (
     Mutation(
         "roll an idle session back and go on counting what it held",
         _RELEASE,
-        "        memory.num_session_held_pages -= num_freed\n",
-        "",
+        "            memory.session_held[pool] -= num_freed\n",
+        "            pass\n",
     ),
     Mutation(
         "call what idle sessions have locked beyond reach",
         _MEMORY,
-        "        return self.num_available_pages + num_parked + self.num_session_held_pages\n",
-        "        return self.num_available_pages + self.num_session_held_pages\n",
+        "        return self.num_available_pages + num_parked + self.session_held[0]\n",
+        "        return self.num_available_pages + self.session_held[0]\n",
     ),
     Mutation(
         "call what requests share with idle sessions reclaimable",
         _MEMORY,
-        "num_parked = self.cache.num_protected - self.locked.num_running",
-        "num_parked = self.locked.num_idle",
+        "num_parked = self.cache.num_protected - self.locked[0].num_running",
+        "num_parked = self.locked[0].num_idle",
     ),
     Mutation(
         "take pages that a request shares for new ones",
@@ -1072,20 +1084,21 @@ MUTATIONS = (
     Mutation(
         "adopt a prefix and keep the row's own pages",
         _RELEASE,
-        "    memory.allocator.free(own, lease.row)\n    lease.node",
+        "    _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)\n"
+        "    lease.node",
         "    lease.node",
     ),
     Mutation(
         "adopt a prefix and go on reading the row's own pages",
         _RELEASE,
-        "    memory.rows.list_pages(lease.row, first, match.pages)\n",
+        "    memory.rows.list_pages(lease.row, first, pages)\n",
         "",
     ),
     Mutation(
         "adopt a prefix without a count of its locks",
         _RELEASE,
-        "    memory.locked.lock(match.pages)\n    own =",
-        "    own =",
+        "    memory.lock(pages)\n    _free",
+        "    _free",
     ),
     Mutation(
         "adopt a prefix under the lock of a shorter one",
@@ -1243,8 +1256,8 @@ MUTATIONS = (
     Mutation(
         "leave room for all known tokens but not for the next",
         _RANK,
-        "return self.memory.pages_for(len(request.tokens) + 1)",
-        "return self.memory.pages_for(len(request.tokens))",
+        "return self.memory.request_pages(len(request.tokens) + 1)",
+        "return self.memory.request_pages(len(request.tokens))",
     ),
     Mutation(
         "take what a turn's session has computed for work",
