@@ -62,7 +62,7 @@ def _imbalance(memory: RankMemory) -> str | None:
     leased = int(np.add.reduce(held_pages)) - protected // page_size
     if leased != allocator.num_leased:
         return f"rows hold {leased} pages, {allocator.num_leased} are leased"
-    cached = cache.num_evictable + cache.num_protected
+    cached = cache.num_evictable[0] + cache.num_protected[0]
     if cached != allocator.num_tree:
         return f"the tree counts {cached} pages, it owns {allocator.num_tree}"
     num_locking = np.count_nonzero(rows.cache_protected_len)
@@ -71,10 +71,10 @@ def _imbalance(memory: RankMemory) -> str | None:
             f"{num_locking} rows have locked {protected} tokens, the tree gave "
             f"{cache.tree.num_locks} locks on {cache.tree.num_locked_tokens} tokens"
         )
-    if memory.locked.num_locked != cache.num_protected:
+    if memory.locked.num_locked != cache.num_protected[0]:
         return (
             f"leases have locked {memory.locked.num_locked} pages, the tree counts "
-            f"{cache.num_protected}"
+            f"{cache.num_protected[0]}"
         )
     if memory.num_session_pages and not memory.sessions.num_idle:
         return f"no session is idle, and {memory.num_session_pages} pages are held for some"

@@ -41,7 +41,7 @@ def find_defects(memory: RankMemory) -> Iterator[Finding]:
             yield Finding(f"{lease!r} is still listed for row {lease.row}")
     yield from _check_sessions(memory)
     try:
-        memory.cache.audit([lease.node for lease in leases if lease.node is not None])
+        memory.cache.audit([(lease.node, None) for lease in leases if lease.node is not None])
     except LedgerError as error:
         yield Finding(str(error), np.array(error.pages, np.int32))
     for lease in leases:
@@ -104,7 +104,7 @@ def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
     protected = lease.cache_protected_len
     locked_len, path = 0, _NO_PAGES
     if lease.node is not None:
-        locked_len, path = lease.node.end, memory.cache.pages_to(lease.node)
+        locked_len, path = lease.node.end, memory.cache.pages_to(lease.node)[0]
         if lease.node.namespace != lease.namespace:
             yield Finding(f"{lease!r} has locked a path of another namespace", path)
     if locked_len != protected:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
@@ -69,7 +70,8 @@ class RankMemory:
         self.allocator = PageAllocator(sizes.num_pages, f"rank {dp_rank}")
         self._make_cache = partial(
             RadixCache if use_radix_cache else ChunkCache,
-            self.allocator,
+            FULL_ATTENTION,
+            [self.allocator],
             sizes.page_size,
             eviction_policy=eviction_policy if use_radix_cache else "lru",
         )
@@ -105,12 +107,12 @@ class RankMemory:
     @property
     def num_available_pages(self) -> int:
         """Pages that are free or can be made free by eviction."""
-        return self.allocator.num_free + self.cache.num_evictable
+        return self.allocator.num_free + self.cache.num_evictable[0]
 
     @property
     def num_reclaimable_pages(self) -> int:
         """Pages that would be available, were every idle session evicted: O(1)."""
-        num_parked = self.cache.num_protected - self.locked.num_running
+        num_parked = self.cache.num_protected[0] - self.locked.num_running
         return self.num_available_pages + num_parked + self.num_session_held_pages
 
     def pages_for(self, num_tokens: int) -> int:
@@ -127,8 +129,8 @@ class RankMemory:
         lease = KVLease(self.dp_rank, row, self.rows, namespace)
         match = self.cache.match_prefix(prefix, namespace)
         lease.node = match.node
-        self.locked.lock(match.pages)
-        self.rows.list_pages(row, 0, match.pages)
+        self.locked.lock(match.pages[0])
+        self.rows.list_pages(row, 0, match.pages[0])
         lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
         self.leases[row] = lease
         return lease
@@ -175,7 +177,7 @@ class RankMemory:
         deficit = num_pages - self.allocator.num_free
         if deficit <= 0:
             return True
-        if deficit > self.cache.num_evictable:
+        if deficit > self.cache.num_evictable[0]:
             return False
         self.cache.evict(deficit + self._num_evicted_ahead)
         return True
@@ -213,7 +215,7 @@ class RankMemory:
             free_pages=self.allocator.num_free,
             leased_pages=self.allocator.num_leased - session_held,
             cached_pages=self.allocator.num_tree,
-            protected_pages=self.cache.num_protected,
+            protected_pages=self.cache.num_protected[0],
             session_held_pages=session_held,
             reserved_pages=self.allocator.num_reserved,
             total_rows=self.rows.num_rows - 1,

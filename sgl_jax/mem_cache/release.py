@@ -42,7 +42,7 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     if length <= protected:
         return _NO_PAGES
     offered = lease.pages(page_size, 0, length)
-    offer = LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace)
+    offer = LeaseOffer(lease.row, protected, offered[None], lease.node, lease.namespace)
     kept = memory.cache.accept(tokens[:length], offer)
     if kept is None:
         return _NO_PAGES
@@ -50,11 +50,12 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     first = protected // page_size
     rows.cache_protected_len[lease.row] = length
     fresh = offered[first:]
-    duplicates = fresh[fresh != kept.pages]
+    pages: Int32Array = kept.pages[0]
+    duplicates = fresh[fresh != pages]
     if len(duplicates):
-        rows.list_pages(lease.row, first, kept.pages)
+        rows.list_pages(lease.row, first, pages)
         memory.allocator.free(duplicates, lease.row)
-    return kept.pages
+    return pages
 
 
 def release_kv_cache(
@@ -125,11 +126,11 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
         return False
     first = lease.cache_protected_len // memory.page_size
     match = memory.cache.match_prefix(tokens, lease.namespace, lease.node)
-    memory.locked.lock(match.pages)
+    memory.locked.lock(match.pages[0])
     own = lease.pages(memory.page_size, lease.cache_protected_len)
     memory.allocator.free(own, lease.row)
     lease.node = match.node
-    memory.rows.list_pages(lease.row, first, match.pages)
+    memory.rows.list_pages(lease.row, first, match.pages[0])
     lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
     return True
 
