@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sgl_jax.mem_cache.ledger_walk import find_defects
 from sgl_jax.mem_cache.page_allocator import FREE, PageAllocator, describe_owner, each_page
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -116,8 +118,9 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
                 "start": node.end - len(node.key),
                 "end": node.end,
                 "children": [child.node_id for child in node.children.values()],
-                "locks": node.locks[0],
-                "pages": node.values[0].tolist(),
+                # By cache group, FULL first; of windows, locks are counted by page.
+                "locks": [np.asarray(locks).tolist() for locks in node.locks],
+                "pages": [pages.tolist() for pages in node.values],
                 "last_access": node.last_access,
             }
             for node in cache.nodes()

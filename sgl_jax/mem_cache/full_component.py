@@ -14,20 +14,30 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.page_allocator import TREE, PageAllocator
-from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep
+from sgl_jax.mem_cache.tree_component import FirstPages, LeaseOffer, LockedEnd
 from sgl_jax.mem_cache.tree_node import TreeNode, front
 
 
 class FullComponent:
-    """Pages of full-attention layers. Units are pages. Implements `TreeComponent`.
+    """Pages of full-attention layers. Implements `TreeComponent`.
 
-    `policy` holds the leaves that may go, and says which of them goes next.
+    `policy` holds the leaves that may go, and says which of them goes next. `group` is the number
+    of the layers' cache group, whose pages are of pool number `pool`.
     """
 
     def __init__(
-        self, index: int, allocator: PageAllocator, page_size: int, policy: EvictionPolicy
+        self,
+        index: int,
+        allocator: PageAllocator,
+        page_size: int,
+        policy: EvictionPolicy,
+        *,
+        group: int = 0,
+        pool: int = 0,
     ) -> None:
         self.index = index
+        self.group = group
+        self.pool = pool
         self._allocator = allocator
         self._page_size = page_size
         self._policy = policy
@@ -41,16 +51,12 @@ class FullComponent:
             return np.zeros(0, np.int32)
         return np.concatenate([node.values[self.index] for node in nodes])
 
-    def usable_len(self, path: Sequence[PathStep], length: int) -> int:
-        """All that matched: an edge always has all its pages."""
-        return length
-
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
         """A new node takes its pages from the offer; an old one has them."""
         if node.values[self.index] is not None:
             return
         start = (node.end - len(node.key)) // self._page_size
-        pages = offer.pages[start : node.end // self._page_size].copy()
+        pages = offer.pages[self.group, start : node.end // self._page_size].copy()
         self._allocator.give_to_tree(pages, offer.owner)
         node.values[self.index] = pages
         self.num_evictable += len(pages)
@@ -65,7 +71,7 @@ class FullComponent:
 
     def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
         """Every lock through the lower node passes through the upper one: are there no others?"""
-        return upper.locks[self.index] == lower.locks[self.index]
+        return bool(upper.locks[self.index] == lower.locks[self.index])
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
         """Join the pages."""
@@ -73,7 +79,7 @@ class FullComponent:
             [upper.values[self.index], lower.values[self.index]]
         )
 
-    def lock(self, node: TreeNode) -> None:
+    def lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
         """Lock every node from `node` up to the root."""
         self._lock_up_to(node, None)
 
@@ -88,7 +94,7 @@ class FullComponent:
                 self.refresh(step)
             step = step.parent
 
-    def unlock(self, node: TreeNode) -> None:
+    def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
         """Undo one lock from `node` up to the root."""
         step: TreeNode | None = node
         while step is not None and step.parent is not None:
@@ -101,7 +107,7 @@ class FullComponent:
                 self.refresh(step)
             step = step.parent
 
-    def move_lock(self, old: TreeNode, new: TreeNode) -> None:
+    def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages = None) -> None:
         """What lies above `old` is locked as often as before, so only what is below is visited."""
         self._lock_up_to(new, old)
 
@@ -122,34 +128,26 @@ class FullComponent:
         if keep == 0:
             self._policy.discard(node)
 
-    def tombstone(self, node: TreeNode) -> None:
-        """Never asked for: a page goes with its tokens."""
-        raise LedgerError(f"{node!r} cannot keep tokens without their pages")
-
     def flush_dropped(self) -> None:
         """Free the pages set aside."""
         if self._dropped:
             self._allocator.free(np.concatenate(self._dropped), TREE)
             self._dropped.clear()
 
-    def next_victim(self, num_units: int, now: int) -> tuple[TreeNode, int] | None:
-        """The leaf that the policy names, shortened by no more pages than are wanted."""
-        leaf = self._policy.next_victim(now)
-        if leaf is None:
-            return None
-        keep = max(len(leaf.values[self.index]) - num_units, 0)
-        return leaf, keep * self._page_size
+    def pages_to_keep(self, leaf: TreeNode, num_pages: int) -> int:
+        """Pages of the edge that stay when `num_pages` are wanted of it."""
+        return max(len(leaf.values[self.index]) - num_pages, 0)
 
-    def audit(self, nodes: Sequence[TreeNode], leaves_of_leases: Sequence[TreeNode]) -> None:
+    def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
         """Recompute locks, counts and the eviction set; raise `LedgerError` if off."""
-        expected_locks = _locks_along_paths(leaves_of_leases)
+        expected_locks = _locks_along_paths([end.node for end in locks])
         evictable = protected = num_members = 0
         for node in nodes:
-            pages, locks = node.values[self.index], node.locks[self.index]
+            pages, num_locks = node.values[self.index], node.locks[self.index]
             expected = expected_locks.pop(node.node_id, 0)
-            if locks != expected:
+            if num_locks != expected:
                 raise LedgerError(
-                    f"{node!r} has {locks} locks, live leases account for {expected}", pages
+                    f"{node!r} has {num_locks} locks, live leases account for {expected}", pages
                 )
             if len(pages) * self._page_size != len(node.key):
                 raise LedgerError(
@@ -158,7 +156,7 @@ class FullComponent:
             if (node in self._policy) != self._is_evictable(node):
                 raise LedgerError(f"{node!r}: membership of the eviction set is wrong", pages)
             num_members += node in self._policy
-            if locks:
+            if num_locks:
                 protected += len(pages)
             else:
                 evictable += len(pages)
@@ -175,6 +173,23 @@ class FullComponent:
 
     def _is_evictable(self, node: TreeNode) -> bool:
         return not node.children and node.locks[self.index] == 0 and node.parent is not None
+
+
+class BareTokens(FullComponent):
+    """Component 0 of models without a full layer: paths, their locks and their order, no pages.
+
+    An edge's values are zeros. Its counts are of pages of tokens, which take none of any pool.
+    """
+
+    def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
+        """A new node has its tokens."""
+        if node.values[self.index] is None:
+            node.values[self.index] = np.zeros(len(node.key) // self._page_size, np.int32)
+            self.num_evictable += len(node.values[self.index])
+
+    def flush_dropped(self) -> None:
+        """There is nothing to free."""
+        self._dropped.clear()
 
 
 def _locks_along_paths(leaves: Sequence[TreeNode]) -> Counter[int]:

@@ -62,6 +62,11 @@ class KVLease:
         """Tokens whose pages the tree owns and this lease has locked."""
         return int(self._rows.cache_protected_len[self.row])
 
+    @property
+    def first_pages(self) -> Int32Array:
+        """The first page that the row lists of each cache group, int32[groups]; a copy."""
+        return self._rows.first_pages[:, self.row].copy()
+
     def set_lengths(self, *, protected: int, committed: int, allocated: int) -> None:
         """Set all three lengths. Raises `LeaseError` if they are out of order."""
         self.require_live()

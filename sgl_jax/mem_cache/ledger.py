@@ -64,7 +64,7 @@ def _imbalance(memory: RankMemory) -> str | None:
         leased = sum(held_pages - not_own[group] for group in memory.groups_of[pool])
         if leased != allocator.num_leased:
             return f"rows hold {leased} pages, {allocator.num_leased} are leased"
-        cached = cache.num_evictable + cache.num_protected
+        cached = cache.num_evictable[pool] + cache.num_protected[pool]
         if cached != allocator.num_tree:
             return f"the tree counts {cached} pages, it owns {allocator.num_tree}"
     if num_locking != cache.tree.num_locks or protected != cache.tree.num_locked_tokens:
@@ -72,11 +72,10 @@ def _imbalance(memory: RankMemory) -> str | None:
             f"{num_locking} rows have locked {protected} tokens, the tree gave "
             f"{cache.tree.num_locks} locks on {cache.tree.num_locked_tokens} tokens"
         )
-    for locked in memory.locked:
-        if locked.num_locked != cache.num_protected:
+    for locked, num_protected in zip(memory.locked, cache.num_protected, strict=True):
+        if locked.num_locked != num_protected:
             return (
-                f"leases have locked {locked.num_locked} pages, the tree counts "
-                f"{cache.num_protected}"
+                f"leases have locked {locked.num_locked} pages, the tree counts {num_protected}"
             )
     if memory.num_session_pages and not memory.sessions.num_idle:
         return f"no session is idle, and {memory.num_session_pages} pages are held for some"

@@ -42,7 +42,8 @@ def find_defects(memory: RankMemory) -> Iterator[Finding]:
             yield Finding(f"{lease!r} is still listed for row {lease.row}")
     yield from _check_sessions(memory)
     try:
-        memory.cache.audit([lease.node for lease in leases if lease.node is not None])
+        locks = [(lease.node, lease.first_pages) for lease in leases if lease.node is not None]
+        memory.cache.audit(locks)
     except LedgerError as error:
         yield Finding(str(error), np.array(error.pages, np.int32))
     for lease in leases:
@@ -112,7 +113,7 @@ def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
     protected = lease.cache_protected_len
     locked_len, path = 0, np.zeros((len(memory.groups), 0), np.int32)
     if lease.node is not None:
-        locked_len, path = lease.node.end, memory.cache.pages_to(lease.node)[None]
+        locked_len, path = lease.node.end, memory.cache.pages_to(lease.node)
         if lease.node.namespace != lease.namespace:
             yield Finding(f"{lease!r} has locked a path of another namespace", path[0])
     if locked_len != protected:
@@ -167,7 +168,7 @@ def _check_owners(memory: RankMemory, leases: list[KVLease], pool: int) -> Itera
     allocator = memory.allocators[pool]
     expected = np.full(allocator.num_pages, FREE, np.int32)
     num_claims = np.zeros(allocator.num_pages, np.int32)
-    claims = [(RESERVED, np.array([NULL_PAGE], np.int32)), (TREE, memory.cache.held_pages())]
+    claims = [(RESERVED, np.array([NULL_PAGE], np.int32)), (TREE, memory.cache.held_pages(pool))]
     claims += [
         (lease.row, memory.by_pool(lease.pages(memory.page_size, lease.cache_protected_len))[pool])
         for lease in leases

@@ -8,6 +8,10 @@ the tree costs time for the cursors that it moves, and none for any other.
 
 A node files its cursors under the key of the child that would continue them; under None are those
 that no new child can continue, since they end within the edge or have no whole page left.
+
+Where there are windows, less may be usable than matched. A cursor then also watches the nodes from
+that where its usable prefix ends to that where its walk does: it is measured anew when what can be
+resumed in one of these changes.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,19 +26,25 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 class PrefixCursor:
     """A walk along `tokens` of a namespace, made by `CursorIndex.follow` and ended by `unfollow`.
 
-    `length` counts the matched tokens, whole pages; `node` is the last node on the walk (the root
+    `length` counts the tokens that a match would find, whole pages; `matched` those that the walk
+    went along, which are no fewer; `node` is the last node on the walk (the root
     if none matched, None when it was ended). `place` is a small number, the same for all cursors
     of one tree at that node: see `CursorIndex.nodes`. `tag` is the owner's and means nothing to the
     tree.
     """
 
-    __slots__ = ("is_moved", "length", "namespace", "next_key", "node", "place", "tag", "tokens")
+    __slots__ = (
+        *("is_moved", "length", "matched", "namespace", "next_key", "node", "place", "tag"),
+        *("tokens", "watched"),
+    )
 
     def __init__(self, tokens: Int32Array, namespace: str, tag: int) -> None:
         self.tokens = tokens
         self.namespace = namespace
         self.tag = tag
         self.length = 0
+        self.matched = 0
+        self.watched: list[TreeNode] = []
         self.node: TreeNode | None = None
         self.place = 0
         self.next_key: bytes | None = None  # of the child of `node` that would continue the walk
@@ -64,6 +74,8 @@ class CursorIndex:
         walk: `walk(tokens, namespace, below)` answers the path below a node that lies on it.
         key_of: `key_of(node, tokens, namespace)` is the key of the child of `node` where `tokens`
             go on.
+        usable_len: `usable_len(node, matched)` answers how much can be resumed of a walk of that
+            length, and the nodes where that was looked for. None: all of it always.
     """
 
     def __init__(
@@ -72,11 +84,15 @@ class CursorIndex:
         root: TreeNode,
         walk: Callable[[Int32Array, str, TreeNode], list[PathStep]],
         key_of: Callable[[TreeNode, Int32Array, str], bytes],
+        usable_len: Callable[[TreeNode, int], tuple[int, list[TreeNode]]] | None = None,
     ) -> None:
         self._page_size = page_size
         self._root = root
         self._walk = walk
         self._key_of = key_of
+        self._usable_len = usable_len
+        self._watchers: dict[int, dict[int, PrefixCursor]] = {}  # by node id
+        self._unmeasured: dict[int, PrefixCursor] = {}  # whose walk ends elsewhere now
         self._stops: dict[int, _Stop] = {}  # by node id
         # The nodes of all stops, by place; None where none is.
         self.nodes: list[TreeNode | None] = []
@@ -99,6 +115,9 @@ class CursorIndex:
         """The cursor is not needed any more."""
         self._take_out(cursor)
         cursor.node = None
+        if self._usable_len is not None:
+            self._unwatch(cursor)
+            self._unmeasured.pop(id(cursor), None)
 
     def take_moved(self) -> list[PrefixCursor]:
         """The cursors whose length or place has changed since the last call, each once."""
@@ -127,18 +146,33 @@ class CursorIndex:
     def node_split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge lost its beginning to the new `upper`: cursors that ended there move."""
         for cursor in self._take_filed(lower, None):
-            is_above = cursor.length <= upper.end
-            self._move(cursor, upper if is_above else lower, cursor.length)
+            is_above = cursor.matched <= upper.end
+            self._move(cursor, upper if is_above else lower, cursor.matched)
+        self._measure_watchers(lower)
 
     def nodes_merged(self, upper: TreeNode, lower: TreeNode) -> None:
         """`upper` became the beginning of its only child's edge: its cursors end within that."""
         for cursor in self._take_all(upper):
-            self._move(cursor, lower, cursor.length)
+            self._move(cursor, lower, cursor.matched)
+        self._measure_watchers(upper)
 
     def leaf_trimmed(self, leaf: TreeNode, end: TreeNode) -> None:
         """The path to `leaf` ends at `end` from now on: `leaf`, shortened, or its parent."""
         for cursor in self._take_all(leaf):
-            self._move(cursor, end, min(cursor.length, end.end))
+            self._move(cursor, end, min(cursor.matched, end.end))
+
+    def measure(self, nodes: Iterable[TreeNode]) -> None:
+        """What can be resumed in `nodes` has changed, or walks have moved: measure what that
+        concerns. To be called at the end of each change of a tree with windows."""
+        for node in nodes:
+            self._measure_watchers(node)
+        while self._unmeasured:
+            _, cursor = self._unmeasured.popitem()
+            before = cursor.length
+            self._measure(cursor)
+            if cursor.length != before and not cursor.is_moved:
+                cursor.is_moved = True
+                self._moved.append(cursor)
 
     def audit(self) -> None:
         """Prove that each cursor is where a fresh walk ends. Raises `LedgerError`."""
@@ -149,18 +183,62 @@ class CursorIndex:
                 for cursor in cursors.values():
                     path = self._walk(cursor.tokens, cursor.namespace, self._root)
                     node = path[-1].node if path else self._root
-                    length = sum(step.num_matched for step in path)
-                    found = (node.node_id, length, self._lacking(node, length, cursor))
+                    matched = sum(step.num_matched for step in path)
+                    found = (node.node_id, matched, self._lacking(node, matched, cursor))
                     is_there = cursor.node is node and cursor.place == stop.place
-                    if found != (node_id, cursor.length, next_key) or not is_there:
-                        raise LedgerError(f"{cursor!r} should be at {node!r}, length {length}")
+                    if found != (node_id, cursor.matched, next_key) or not is_there:
+                        raise LedgerError(f"{cursor!r} should be at {node!r}, length {matched}")
+                    self._audit_length(cursor)
+        num_watched = sum(map(len, self._watchers.values()))
+        if num_watched != sum(len(each.watched) for each in self._all()):
+            raise LedgerError("nodes are watched for cursors that do not say so")
 
     # -- inside -------------------------------------------------------------------------------
 
     def _advance(self, cursor: PrefixCursor, start: TreeNode) -> None:
         path = self._walk(cursor.tokens, cursor.namespace, start)
-        cursor.length = start.end + sum(step.num_matched for step in path)
+        cursor.matched = start.end + sum(step.num_matched for step in path)
         self._file(cursor, path[-1].node if path else start)
+        self._measure(cursor)
+
+    def _measure(self, cursor: PrefixCursor) -> None:
+        """Say how much of the walk can be resumed."""
+        if self._usable_len is None or cursor.node is None:
+            cursor.length = cursor.matched
+            return
+        self._unwatch(cursor)
+        cursor.length, cursor.watched = self._usable_len(cursor.node, cursor.matched)
+        for node in cursor.watched:
+            self._watchers.setdefault(node.node_id, {})[id(cursor)] = cursor
+
+    def _unwatch(self, cursor: PrefixCursor) -> None:
+        for node in cursor.watched:
+            watchers = self._watchers[node.node_id]
+            del watchers[id(cursor)]
+            if not watchers:
+                del self._watchers[node.node_id]
+        cursor.watched = []
+
+    def _measure_watchers(self, node: TreeNode) -> None:
+        self._unmeasured.update(self._watchers.get(node.node_id, ()))
+
+    def _audit_length(self, cursor: PrefixCursor) -> None:
+        """What can be resumed is what was measured last, and each change of it would be told."""
+        length = cursor.matched
+        seen: list[TreeNode] = []
+        if self._usable_len is not None and cursor.node is not None:
+            length, seen = self._usable_len(cursor.node, cursor.matched)
+        is_told = all(id(cursor) in self._watchers.get(node.node_id, ()) for node in seen)
+        if cursor.length != length or not is_told or cursor.watched != seen:
+            raise LedgerError(f"{cursor!r}: {length} tokens can be resumed, in {seen}")
+
+    def _all(self) -> Iterable[PrefixCursor]:
+        return (
+            cursor
+            for stop in self._stops.values()
+            for cursors in stop.filed.values()
+            for cursor in cursors.values()
+        )
 
     def _lacking(self, node: TreeNode, length: int, cursor: PrefixCursor) -> bytes | None:
         """The key of the child of `node` that would continue a walk of that length, if one can."""
@@ -169,10 +247,15 @@ class CursorIndex:
         return self._key_of(node, cursor.tokens[length:], cursor.namespace)
 
     def _move(self, cursor: PrefixCursor, node: TreeNode, length: int) -> None:
-        """File a cursor that was taken out, at another place or length than before."""
+        """File a cursor that was taken out, at another place or matched length than before."""
         before = cursor.length, cursor.place
-        cursor.length = length
+        cursor.matched = length
         self._file(cursor, node)
+        if self._usable_len is None:
+            cursor.length = length
+        else:
+            self._unmeasured[id(cursor)] = cursor
+            length = cursor.length
         if not cursor.is_moved and (length, cursor.place) != before:
             cursor.is_moved = True
             self._moved.append(cursor)
@@ -180,7 +263,7 @@ class CursorIndex:
     def _file(self, cursor: PrefixCursor, node: TreeNode) -> None:
         stop = self._stops.get(node.node_id) or self._new_stop(node)
         cursor.node, cursor.place = node, stop.place
-        cursor.next_key = self._lacking(node, cursor.length, cursor)
+        cursor.next_key = self._lacking(node, cursor.matched, cursor)
         stop.filed.setdefault(cursor.next_key, {})[id(cursor)] = cursor
 
     def _new_stop(self, node: TreeNode) -> _Stop:

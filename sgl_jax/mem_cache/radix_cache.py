@@ -3,6 +3,11 @@
 Matching is split in two: `peek` only reads (routing, admission), `match_prefix` locks what it
 found and needs one `unlock` for each call. A prefix is kept under a namespace, "" by default, and
 found under that namespace alone. `ChunkCache` keeps nothing.
+
+Pages travel as int32[groups, n], a row for each cache group of the model. A prefix is found as far
+as it can be resumed: FULL groups have all its pages, a window those that the next token reads. A
+lease locks these, and lets go of a window's pages as its own tokens fill it (`let_go`). Which of
+them it still holds is said by `first_pages`: for each group, the first page that its row lists.
 """
 
 from collections.abc import Sequence
@@ -10,49 +15,57 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.adaptive_policy import AdaptivePolicy
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES, LruPolicy
-from sgl_jax.mem_cache.full_component import FullComponent
+from sgl_jax.mem_cache.full_component import BareTokens, FullComponent
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.radix_tree import RadixTree
-from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree_component import FirstPages, LeaseOffer, LockedEnd
 from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.window_component import WindowComponent, lookback_pages
+
+_IN_NO_POOL = -1
 
 
 class PrefixMatch(NamedTuple):
     """A locked prefix: its length in tokens (whole pages), its pages, and the node locked.
 
-    If a lock has moved there from a node on the way, `pages` are those behind that node.
+    If a lock has moved there from a node on the way, `pages` are those behind that node. Of
+    windows, `match_prefix` answers the locked pages and 0 before them, `accept` all that there are.
     """
 
     length: int
-    pages: Int32Array  # [length / page_size], less those in front of that node
+    pages: Int32Array  # [groups, length / page_size], less those in front of that node
     node: TreeNode | None  # None if length is 0: then nothing is locked
 
 
 class RadixCache:
-    """A radix tree with one component, FULL, for models whose layers all attend to every token.
+    """A radix tree with a component for each cache group, at most one of which is FULL.
 
     Counts are pages. Where a `start` is given, it is a node that the asking lease has locked, and
     known to lie on the path of the tokens: only what is below it is looked at.
 
     Args:
-        allocator: of the rank.
+        groups: of the model, at least one.
+        allocators: by pool number; groups may share one.
         page_size: tokens.
         num_evicted: above 0 where the cache takes the place of another.
-        eviction_policy: one of `EVICTION_POLICIES`; raises `ValueError` if it is not.
+        eviction_policy: one of `EVICTION_POLICIES`; raises `ValueError` if it is not, or if groups
+            are not as said.
 
     Attributes:
         tree: the core, which counts the locks taken and not yet undone.
         cursors: keep track of how much of some tokens the cache holds.
-        num_evicted: pages given back by eviction since the start.
+        num_evicted: pages given back by eviction since the start, of all pools.
     """
 
     def __init__(
         self,
-        allocator: PageAllocator,
+        groups: Sequence[CacheGroup],
+        allocators: Sequence[PageAllocator],
         page_size: int,
         num_evicted: int = 0,
         *,
@@ -62,24 +75,55 @@ class RadixCache:
             raise ValueError(
                 f"eviction_policy must be one of {EVICTION_POLICIES}, got {eviction_policy!r}"
             )
-        is_adaptive = eviction_policy == "adaptive"
+        full_groups = [number for number, each in enumerate(groups) if each.sliding_window is None]
+        if not groups or len(full_groups) > 1:
+            raise ValueError(
+                f"a prefix tree has at least one cache group and at most one without a window, got "
+                f"{[each.sliding_window for each in groups]}"
+            )
+        self._num_groups = len(groups)
+        self._num_pools = len(allocators)
+        # Tokens leave by the policy of the pool that FULL is in, or else the first.
+        num_pages = allocators[groups[full_groups[0]].pool if full_groups else 0].num_pages
         self._policy = (
-            AdaptivePolicy(allocator.num_pages, page_size) if is_adaptive else LruPolicy()
+            AdaptivePolicy(num_pages, page_size) if eviction_policy == "adaptive" else LruPolicy()
         )
-        self._full = FullComponent(0, allocator, page_size, self._policy)
-        self.tree = RadixTree(page_size, [self._full], self._policy)
+        self._full: FullComponent
+        if full_groups:
+            number, pool = full_groups[0], groups[full_groups[0]].pool
+            self._full = FullComponent(
+                0, allocators[pool], page_size, self._policy, group=number, pool=pool
+            )
+        else:
+            self._full = BareTokens(0, allocators[0], page_size, self._policy, pool=_IN_NO_POOL)
+        windows: list[WindowComponent] = []
+        for number, (window, pool, _) in enumerate(groups):
+            if window is not None:
+                lookback = lookback_pages(window, page_size)
+                allocator, index = allocators[pool], len(windows) + 1
+                windows.append(WindowComponent(index, number, pool, allocator, page_size, lookback))
+        self._windows = tuple(windows)
+        self.tree = RadixTree(page_size, self._full, self._policy, windows)
         self.cursors = self.tree.cursors
         self.num_evicted = num_evicted
 
     @property
-    def num_evictable(self) -> int:
-        """Pages the cache could give back now."""
-        return self._full.num_evictable
+    def num_evictable(self) -> list[int]:
+        """Pages of each pool that the cache could give back now."""
+        if not self._windows:
+            return [self._full.num_evictable]
+        return [self.tree.num_evictable(pool) for pool in range(self._num_pools)]
 
     @property
-    def num_protected(self) -> int:
-        """Pages of the cache that live leases have locked."""
-        return self._full.num_protected
+    def num_protected(self) -> list[int]:
+        """Pages of each pool that the cache holds and live leases have locked."""
+        if not self._windows:
+            return [self._full.num_protected]
+        components = self.tree.components
+        return [
+            sum(each.num_protected for each in components if each.pool == pool)
+            for pool in range(self._num_pools)
+        ]
 
     def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
         """How many tokens `match_prefix` would find. Changes nothing, not even ages."""
@@ -101,70 +145,137 @@ class RadixCache:
         return next_key in parent.children or self.cursors.has_filed(parent, next_key)
 
     def match_prefix(
-        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+        self,
+        tokens: Int32Array,
+        namespace: str = "",
+        start: TreeNode | None = None,
+        first_pages: FirstPages = None,
     ) -> PrefixMatch:
-        """Find and lock the longest cached prefix of `tokens`; a lock of `start` moves there."""
+        """Find and lock the longest prefix of `tokens` that can be resumed; a lock of `start`, with
+        the lease's `first_pages`, moves there."""
         # Read before the lock moves: `start` may then become one with what follows it.
         first = 0 if start is None else start.end // self.tree.page_size
-        node = self.tree.match(_contiguous(tokens), namespace, start)
+        node = self.tree.match(_contiguous(tokens), namespace, start, first_pages)
         if node is None:
-            return PrefixMatch(0, np.zeros(0, np.int32), None)
-        return PrefixMatch(node.end, self.pages_to(node)[first:], node)
+            return PrefixMatch(0, np.zeros((self._num_groups, 0), np.int32), None)
+        length, pages = node.end, self._pages_behind(node, first)
+        for window in self._windows:
+            num_unread = length // self.tree.page_size - window.num_pages - first
+            pages[window.group, : max(num_unread, 0)] = 0
+        self.tree.settle()
+        return PrefixMatch(length, pages, node)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
-        """Keep `tokens` (whole pages), taking over the offered pages that are new to the cache.
+        """Keep `tokens` (whole pages), taking over the offered pages that the cache lacks.
 
         Answers the prefix as the cache now holds it, or None if it keeps nothing. It is locked:
         the lock of `offer.node` moves there, if there is one, and `pages` are those behind it.
+        Where the answer is another page than was offered, or none, the page stays the lease's.
         """
         start = offer.node
         node = self.tree.insert(_contiguous(tokens), offer, start)
-        # Before the lock moves: `start` may then become one with what follows it.
-        pages = self._full.pages_of(self.tree.path_to(node, start))
-        if start is None:
-            self.tree.lock(node)
+        if not self._windows:
+            # Before the lock moves: `start` may then become one with what follows it.
+            pages = self._full.pages_of(self.tree.path_to(node, start))[None]
+            self._lock_accepted(node, offer)
+            return PrefixMatch(node.end, pages, node)
+        first = 0 if start is None else start.end // self.tree.page_size
+        self._lock_accepted(node, offer)
+        self.tree.settle()  # some of what was taken over may be dead
+        return PrefixMatch(node.end, self._pages_behind(node, first), node)
+
+    def _lock_accepted(self, node: TreeNode, offer: LeaseOffer) -> None:
+        if offer.node is None:
+            self.tree.lock(node, offer.first_pages)
         else:
-            self.tree.move_lock(start, node)
-        return PrefixMatch(node.end, pages, node)
+            self.tree.move_lock(offer.node, node, offer.first_pages)
 
-    def unlock(self, node: TreeNode) -> None:
-        """Undo one lock taken by `match_prefix` or `accept`."""
-        self.tree.unlock(node)
+    def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
+        """Undo one lock taken by `match_prefix` or `accept`, but for what was let go of since."""
+        self.tree.unlock(node, first_pages)
+        self.tree.settle()
 
-    def evict(self, num_pages: int) -> int:
-        """Free exactly `num_pages`, or all that are not locked; returns how many."""
-        evicted = self.tree.evict(self._full, num_pages)
-        self.num_evicted += evicted
+    def let_go(self, node: TreeNode, group: int, first: int, end: int) -> None:
+        """A lease that ends at `node` gives up its lock of pages [first, end) of a window's group.
+
+        Pages before its window, or past its end, it has not locked: they may be named as well.
+        """
+        for window in self._windows:
+            if window.group == group:
+                window.let_go(node, first, end)
+        self.tree.let_go(node)
+        self.tree.settle()
+
+    def evict(self, num_pages: int, pool: int = 0) -> int:
+        """Free `num_pages` of the pool, or all that are not locked; returns how many.
+
+        At most a page of tokens more, and what can then not be resumed. Exactly as many where the
+        model has no windows.
+        """
+        before = sum(self.num_evictable)
+        evicted = self.tree.evict(num_pages, pool)
+        self.num_evicted += before - sum(self.num_evictable)
         return evicted
 
     def reset(self) -> None:
         """Evict everything, and forget how it was used. Raises `LedgerError` if a lock is held."""
-        if self.num_protected:
-            raise LedgerError(f"cannot reset: {self.num_protected} pages are locked")
-        self.evict(self.num_evictable)
+        if self.tree.num_locks:
+            raise LedgerError(f"cannot reset: {sum(self.num_protected)} pages are locked")
+        for pool, num_pages in enumerate(self.num_evictable):
+            self.evict(num_pages, pool)
         self._policy.clear()
 
     def pages_to(self, node: TreeNode) -> Int32Array:
-        """The pages of the prefix that ends at `node`, in token order."""
-        return self._full.pages_of(self.tree.path_to(node))
+        """The pages of the prefix that ends at `node`, in token order: int32[groups, n], 0 where
+        there is none."""
+        return self._pages_of(self.tree.path_to(node))
+
+    def _pages_behind(self, node: TreeNode, first: int) -> Int32Array:
+        """The pages from number `first` on of the prefix that ends at `node`."""
+        nodes, step = [], node
+        while step.parent is not None and step.end > first * self.tree.page_size:
+            nodes.append(step)
+            step = step.parent
+        num_pages = node.end // self.tree.page_size - first
+        held = self._pages_of(nodes[::-1])
+        pages: Int32Array = held[:, held.shape[1] - num_pages :]
+        return pages
+
+    def _pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
+        if not self._windows:
+            return self._full.pages_of(nodes)[None]
+        of_group = {window.group: window.pages_of(nodes) for window in self._windows}
+        rows = [of_group.get(group) for group in range(self._num_groups)]
+        pages: Int32Array = np.stack(
+            [self._full.pages_of(nodes) if row is None else row for row in rows]
+        )
+        return pages
 
     def nodes(self) -> Sequence[TreeNode]:
         """All nodes that hold something, parents before children."""
         return list(self.tree.nodes())
 
-    def held_pages(self) -> Int32Array:
-        """All pages the cache holds, in no particular order."""
-        return self._full.pages_of(self.nodes())
+    def held_pages(self, pool: int = 0) -> Int32Array:
+        """All pages of the pool that the cache holds, in no particular order."""
+        nodes = self.nodes()
+        parts = [each.pages_of(nodes) for each in self.tree.components if each.pool == pool]
+        pages = np.concatenate([np.zeros(0, np.int32), *parts])
+        held: Int32Array = pages[pages != 0]
+        return held
 
-    def audit(self, locked_nodes: Sequence[TreeNode]) -> None:
+    def audit(self, locks: Sequence[tuple[TreeNode, FirstPages]]) -> None:
         """Prove counts, locks and the eviction set, that edges follow one another, and that none
         are apart that should be one. Raises `LedgerError` on a difference.
 
         Each path must be of one namespace, and its edges listed under the keys that lookups use.
-        `locked_nodes` are those of the live leases, one for each lock.
+        Nothing that can not be resumed may be there but under a lock.
+        `locks` are those of the live leases, one for each lock, with their first pages.
         """
-        nodes = self.nodes()
-        self._full.audit(nodes, locked_nodes)
+        nodes, ends = self.nodes(), [LockedEnd(*lock) for lock in locks]
+        for component in self.tree.components:
+            component.audit(nodes, ends)
+        if self.tree.resumable is not None:
+            self.tree.resumable.audit(nodes)
         self.cursors.audit()
         for node in nodes:
             if node.parent is None or node.end != node.parent.end + len(node.key):

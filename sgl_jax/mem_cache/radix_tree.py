@@ -1,7 +1,8 @@
 """A compressed, page-aligned radix tree of token sequences: the core under every prefix cache.
 
 It owns the shape: nodes, edges, their tokens and ages. It must never touch an allocator: what
-values an edge holds, its locks and what eviction frees are its components' part.
+values an edge holds, its locks and what eviction frees are its components' part. Which positions
+can be resumed where there are windows is said by `resumable.py`; without any, all of them.
 
 Edges are multiples of `page_size` tokens, siblings differ in their first page, and tokens are
 compared, not hashes. The root holds nothing, is never locked, never evicted, and in no count.
@@ -21,13 +22,16 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy
+from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.prefix_cursor import CursorIndex, common_prefix_len
-from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep, TreeComponent
+from sgl_jax.mem_cache.resumable import Resumable
+from sgl_jax.mem_cache.tree_component import FirstPages, LeaseOffer, PathStep, TreeComponent
 from sgl_jax.mem_cache.tree_node import TreeNode, front
+from sgl_jax.mem_cache.window_component import WindowComponent
 
 
 class RadixTree:
-    """The tree over `components`; all lengths are tokens, whole pages only.
+    """The tree over `full`, which locks paths, and `windows`; lengths are tokens, whole pages only.
 
     `num_locks` counts the locks not yet undone, `num_locked_tokens` the tokens from the root to
     each locked node, summed over the locks: both must be what the live leases say. `policy` is
@@ -35,41 +39,57 @@ class RadixTree:
     """
 
     def __init__(
-        self, page_size: int, components: Sequence[TreeComponent], policy: EvictionPolicy
+        self,
+        page_size: int,
+        full: FullComponent,
+        policy: EvictionPolicy,
+        windows: Sequence[WindowComponent] = (),
     ) -> None:
         self.page_size = page_size
-        self.components = tuple(components)
+        self.full = full
+        self.components: tuple[TreeComponent, ...] = (full, *windows)
+        self.resumable: Resumable | None = None  # before the root is made
         self._policy = policy
         self.num_locks = 0
         self.num_locked_tokens = 0
         self._clock = 0
         self._next_id = 0
         self.root = self._new_node(np.zeros(0, np.int32), None, b"", "")
-        self.cursors = CursorIndex(page_size, self.root, self._walk, self.child_key)
+        usable_len = None
+        if windows:
+            self.resumable = Resumable(windows, self.root, page_size)
+            usable_len = self.resumable.usable_len
+        self.cursors = CursorIndex(page_size, self.root, self._walk, self.child_key, usable_len)
 
     # -- matching ---------------------------------------------------------------------------
 
     def peek(
         self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
     ) -> tuple[list[PathStep], int]:
-        """The path of the longest prefix all components can serve, and its length. Read-only.
+        """The path of the longest prefix that can be resumed, and its length. Read-only.
 
         `start` is a locked node that is known to lie on that path: only what is below it is
         looked at, and the path begins there.
         """
         path = self._walk(tokens, namespace, start)
         above = start.end if start else 0
-        matched = _matched_len(path) if path else above
-        length = max(self._usable_len(path, matched), above) if path else above
+        length = matched = _matched_len(path) if path else above
+        if self.resumable is not None and path:
+            length, _ = self.resumable.usable_len(path[-1].node, matched, above)
         return path if length == matched else _cut_path(path, length - above), length
 
     def match(
-        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+        self,
+        tokens: Int32Array,
+        namespace: str = "",
+        start: TreeNode | None = None,
+        first_pages: FirstPages = None,
     ) -> TreeNode | None:
         """Lock the longest usable prefix of `tokens` and return the node where it ends.
 
         None if nothing matches: then nothing is locked. Needs one `unlock`. From
-        `start`, as in `peek`, a lock moves to that node, which is `start` if nothing below matches.
+        `start`, as in `peek`, a lock moves to that node, which is `start` if nothing below matches;
+        `first_pages` are those of the lease. `settle` ends the change.
         """
         path, length = self.peek(tokens, namespace, start)
         if length == 0:
@@ -78,38 +98,59 @@ class RadixTree:
             return start
         node = self._node_at(path, length)
         self._touch(node, start)
+        if self.resumable is not None:
+            self.resumable.read(node, self._clock)
         if start is None:
             self.lock(node)
             self._merge_path(node)
         else:
             self._merge_path(node, start)
-            self.move_lock(start, node)
+            self.move_lock(start, node, first_pages)
         return node
 
-    def lock(self, node: TreeNode) -> None:
+    def lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
         """Keep all that a lease ending at `node` reads. Undone by `unlock`."""
         self.num_locks += 1
         self.num_locked_tokens += node.end
         for component in self.components:
-            component.lock(node)
+            component.lock(node, first_pages)
 
-    def unlock(self, node: TreeNode) -> None:
-        """Undo one lock of `node`, which may be gone afterwards."""
+    def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
+        """Undo one lock of `node`, which may be gone afterwards. `settle` ends the change."""
         for component in self.components:
-            component.unlock(node)
+            component.unlock(node, first_pages)
         self.num_locks -= 1
         self.num_locked_tokens -= node.end
+        if self.resumable is not None:
+            self.resumable.released(node)
         self._merge_into_only_child(node)
 
-    def move_lock(self, old: TreeNode, new: TreeNode) -> None:
+    def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages = None) -> None:
         """One lock of `old` becomes one of `new`, which is `old` or lies below it.
 
-        If it was the last that ends at `old`, that node may be gone afterwards.
+        If it was the last that ends at `old`, that node may be gone afterwards. `settle` ends the
+        change.
         """
         self.num_locked_tokens += new.end - old.end
         for component in self.components:
-            component.move_lock(old, new)
+            component.move_lock(old, new, first_pages)
+        if self.resumable is not None:
+            self.resumable.released(old)
         self._merge_into_only_child(old)
+
+    def let_go(self, node: TreeNode) -> None:
+        """A lease that ends at `node` has given up locks of windows. `settle` ends the change."""
+        if self.resumable is not None:
+            self.resumable.released(node)
+
+    def settle(self) -> None:
+        """Free what has become dead, and tell the cursors, at the end of each change."""
+        if self.resumable is None:
+            return
+        self.resumable.sweep(self._trim)
+        for component in self.components:
+            component.flush_dropped()
+        self.cursors.measure(self.resumable.take_remarked())
 
     # -- changing ---------------------------------------------------------------------------
 
@@ -121,7 +162,7 @@ class RadixTree:
         Components take what they lack.
         `start` is a locked node that is known to lie on that path: only what is below it is
         looked at. So a long conversation costs no more to continue than a short one. Returns the
-        node that ends exactly at len(tokens), not locked.
+        node that ends exactly at len(tokens), not locked. `settle` ends the change, after a lock.
         """
         start = start or self.root
         path = self._walk(tokens, offer.namespace, start)
@@ -131,35 +172,58 @@ class RadixTree:
         is_new = length < len(tokens)
         if is_new:
             node = self._add_child(node, tokens[length:].copy(), offer.namespace)
-        for step in self.path_to(node, start):
+        added = self.path_to(node, start)
+        for step in added:
             for component in self.components:
                 component.absorb(step, offer)
+        if self.resumable is not None:
+            self.resumable.added(added)
         if is_new:
             self._recall_uses(node)
         self._merge_path(node, start)
         return node
 
-    def evict(self, component: TreeComponent, num_units: int) -> int:
-        """Free `num_units` of one component, or all it can, in the order that it says.
+    def num_evictable(self, pool: int) -> int:
+        """Pages of the pool that could be given back now."""
+        if self.resumable is None:
+            return self.full.num_evictable
+        return sum(each.num_evictable for each in self.components if each.pool == pool)
 
-        Never more than asked: the last victim's edge is shortened, not dropped whole. A victim
-        that keeps its whole edge loses only the component's own value. Returns the units freed.
+    def evict(self, num_pages: int, pool: int = 0) -> int:
+        """Free `num_pages` of the pool, or all that are not locked; how many it gave back.
+
+        The last victim's edge is shortened, not dropped whole, so there are no more than asked
+        where FULL is alone. A page of tokens takes its windows' pages along, and what can then not
+        be resumed goes too.
         """
-        before = component.num_evictable
-        target = max(before - num_units, 0)
-        while component.num_evictable > target:
-            victim = component.next_victim(component.num_evictable - target, self._clock)
-            if victim is None:
+        before = self.num_evictable(pool)
+        target = max(before - num_pages, 0)
+        while (present := self.num_evictable(pool)) > target:
+            if not self._evict_some(present - target, pool):
                 break
-            node, keep_tokens = victim
-            if keep_tokens == len(node.key):
-                component.tombstone(node)
-                self._merge_into_only_child(node)
-            else:
-                self._trim(node, keep_tokens)
-        for each in self.components:
-            each.flush_dropped()
-        return before - component.num_evictable
+            self.settle()
+        for component in self.components:
+            component.flush_dropped()
+        return before - self.num_evictable(pool)
+
+    def _evict_some(self, num_pages: int, pool: int) -> bool:
+        """Take up to so many pages from what is least useful; False if there is nothing."""
+        leaf = self._policy.next_victim(self._clock)
+        if self.resumable is not None:
+            # A pool of windows alone says nothing of how old tokens are.
+            least = self.resumable.least_useful(pool, leaf)
+            if least is not None:
+                window, node, spares_only = least
+                window.take(node, num_pages, spares_only=spares_only)
+                self.resumable.tombstoned(node)
+                return True
+        if leaf is None:
+            return False
+        keep = self.full.pages_to_keep(leaf, num_pages)
+        if self.resumable is not None:
+            keep = self.resumable.pages_to_keep(leaf, num_pages, pool, self.full)
+        self._trim(leaf, keep * self.page_size)
+        return True
 
     def path_to(self, node: TreeNode, start: TreeNode | None = None) -> list[TreeNode]:
         """The nodes from below `start`, or else the root, to `node`."""
@@ -201,6 +265,8 @@ class RadixTree:
         )
         self._next_id += 1
         node.last_access = self._clock
+        if self.resumable is not None:
+            node.start_reading()
         return node
 
     def child_key(self, parent: TreeNode, tokens: Int32Array, namespace: str) -> bytes:
@@ -240,13 +306,6 @@ class RadixTree:
             node = child
         return path
 
-    def _usable_len(self, path: Sequence[PathStep], length: int) -> int:
-        while True:
-            shorter = min(component.usable_len(path, length) for component in self.components)
-            if shorter == length:
-                return length
-            length = shorter
-
     def _node_at(self, path: Sequence[PathStep], length: int) -> TreeNode:
         """The node that ends at `length` on `path`, made by a split if it lies within an edge."""
         for node, _ in path:
@@ -271,6 +330,8 @@ class RadixTree:
         key, namespace = lower.key[:num_tokens].copy(), lower.namespace
         upper = self._new_node(key, parent, lower.child_key, namespace)
         upper.last_access = lower.last_access
+        if self.resumable is not None:
+            upper.read.last_access = lower.read.last_access
         parent.children[upper.child_key] = upper
         lower.key = lower.key[num_tokens:].copy()
         lower.parent = upper
@@ -278,6 +339,8 @@ class RadixTree:
         upper.children[lower.child_key] = lower
         for component in self.components:
             component.split(upper, lower)
+        if self.resumable is not None:
+            self.resumable.split(upper, lower)
         self._policy.split(upper, lower)
         self.cursors.node_split(upper, lower)
         return upper
@@ -310,6 +373,8 @@ class RadixTree:
         lower.parent = parent
         lower.child_key = upper.child_key
         parent.children[lower.child_key] = lower
+        if self.resumable is not None:
+            self.resumable.merged(upper, lower)
         self.cursors.nodes_merged(upper, lower)
 
     def _merge_up(self, lower: TreeNode) -> None:
@@ -343,9 +408,13 @@ class RadixTree:
         if keep_tokens:
             leaf.end -= len(leaf.key) - keep_tokens
             leaf.key = front(leaf.key, keep_tokens)
+            if self.resumable is not None:
+                self.resumable.trimmed(leaf)
             self.cursors.leaf_trimmed(leaf, leaf)
             return
         del parent.children[leaf.child_key]
+        if self.resumable is not None:
+            self.resumable.left(leaf, parent)
         self.cursors.leaf_trimmed(leaf, parent)
         # An insert below a lock does not tell the nodes above that they were used: they learn it
         # when it begins to matter, as they become leaves.
@@ -361,7 +430,7 @@ class RadixTree:
         for step in self.path_to(node, start):
             self._policy.use(step, self._clock)
             step.last_access = self._clock
-            self._refresh(step)
+            self.full.refresh(step)
 
     def _recall_uses(self, node: TreeNode) -> None:
         """The new edge to `node` may hold what was here before: a node for each number of uses."""

@@ -111,13 +111,12 @@ class RankMemory:
             for pool, num_pages in enumerate(sizes.pool_pages)
         )
         self.allocator = self.allocators[0]  # of the pool that requests are admitted by
-        # A path of the tree has all pages of its tokens: windows have let go of theirs.
-        keeps_prefixes = use_radix_cache and self.lists_all
         self._make_cache = partial(
-            RadixCache if keeps_prefixes else ChunkCache,
-            self.allocator,
+            RadixCache if use_radix_cache else ChunkCache,
+            sizes.groups,
+            self.allocators,
             sizes.page_size,
-            eviction_policy=eviction_policy if keeps_prefixes else "lru",
+            eviction_policy=eviction_policy if use_radix_cache else "lru",
         )
         self.cache = self._make_cache()
         self.sessions = SessionLeases()
@@ -165,12 +164,12 @@ class RankMemory:
     @property
     def num_available_pages(self) -> int:
         """Pages of the first pool that are free or can be made free by eviction."""
-        return self.allocator.num_free + self.cache.num_evictable
+        return self.allocator.num_free + self.cache.num_evictable[0]
 
     @property
     def num_reclaimable_pages(self) -> int:
         """Those that would be available, were every idle session evicted: O(1)."""
-        num_parked = self.cache.num_protected - self.locked[0].num_running
+        num_parked = self.cache.num_protected[0] - self.locked[0].num_running
         return self.num_available_pages + num_parked + self.session_held[0]
 
     def pages_for(self, num_tokens: int) -> int:
@@ -228,9 +227,8 @@ class RankMemory:
         lease = KVLease(self.dp_rank, row, self.rows, namespace)
         match = self.cache.match_prefix(prefix, namespace)
         lease.node = match.node
-        pages = match.pages[None].repeat(len(self.groups), 0)
-        self.lock(pages)
-        self.rows.list_pages(row, 0, pages)
+        self.lock(match.pages)
+        self.rows.list_pages(row, 0, match.pages)
         self.set_first_pages(lease, match.length)
         lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
         self.leases[row] = lease
@@ -299,11 +297,11 @@ class RankMemory:
             num_pages * num_tables - allocator.num_free
             for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True)
         ]
-        if deficits[0] > self.cache.num_evictable:
+        if deficits[0] > self.cache.num_evictable[0]:
             return False
-        for deficit, ahead in zip(deficits, self._num_evicted_ahead, strict=True):
+        for pool, deficit in enumerate(deficits):
             if deficit > 0:
-                self.cache.evict(deficit + ahead)
+                self.cache.evict(deficit + self._num_evicted_ahead[pool], pool)
         return True
 
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
@@ -364,12 +362,16 @@ class RankMemory:
                 free_pages=allocator.num_free,
                 leased_pages=allocator.num_leased - session_held,
                 cached_pages=allocator.num_tree,
-                protected_pages=self.cache.num_protected,
+                protected_pages=num_protected,
                 session_held_pages=session_held,
                 reserved_pages=allocator.num_reserved,
             )
-            for numbers, allocator, session_held in zip(
-                self.groups_of, self.allocators, self.session_held, strict=True
+            for numbers, allocator, num_protected, session_held in zip(
+                self.groups_of,
+                self.allocators,
+                self.cache.num_protected,
+                self.session_held,
+                strict=True,
             )
         )
         return MemoryView(

@@ -19,7 +19,8 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
-from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.lease import KVLease, first_page_of
+from sgl_jax.mem_cache.radix_cache import PrefixMatch
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.tree_component import LeaseOffer
@@ -47,7 +48,8 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     if length <= protected:
         return np.zeros((rows.num_groups, 0), np.int32)
     offered = lease.pages(page_size, 0, length)
-    offer = LeaseOffer(lease.row, protected, offered[0], lease.node, lease.namespace)
+    firsts = _first_pages(memory, lease)
+    offer = LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace, firsts)
     kept = memory.cache.accept(tokens[:length], offer)
     if kept is None:
         return np.zeros((rows.num_groups, 0), np.int32)
@@ -55,14 +57,36 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     first = protected // page_size
     rows.cache_protected_len[lease.row] = length
     fresh = offered[:, first:]
-    kept_pages = kept.pages[None]
-    is_duplicate = fresh != kept_pages
+    is_duplicate = fresh != kept.pages
     if np.count_nonzero(is_duplicate):
-        rows.list_pages(lease.row, first, kept_pages)
+        rows.list_pages(lease.row, first, kept.pages)
         is_duplicate &= fresh > 0
         for allocator, numbers in zip(memory.allocators, memory.groups_of, strict=True):
             allocator.free(fresh[numbers][is_duplicate[numbers]], lease.row)
-    return kept_pages
+    return kept.pages if memory.lists_all else _leave_windows(memory, lease, kept.pages, first)
+
+
+def _leave_windows(
+    memory: RankMemory, lease: KVLease, pages: Int32Array, first: int
+) -> Int32Array:
+    """`lease` has published `pages` int32[groups, n], those from number `first` on: it reads on
+    what the windows before its end see, and has locked no more. Those of `pages`."""
+    rows, row = memory.rows, lease.row
+    for number, (window, pool, _) in enumerate(memory.groups):
+        if window is None:
+            continue
+        before = int(rows.first_pages[number, row])
+        seen = max(before, first_page_of(window, memory.page_size, lease.cache_protected_len))
+        passed = rows.pages[row, number, before : min(seen, first)]
+        memory.locked[pool].unlock(passed[passed > 0])
+        rows.pass_pages(row, number, seen)
+        pages[number, : max(seen - first, 0)] = 0
+    return pages
+
+
+def _first_pages(memory: RankMemory, lease: KVLease) -> Int32Array | None:
+    """Which of its windows' locks `lease` still has; None for all there can be."""
+    return None if memory.lists_all else lease.first_pages
 
 
 def release_kv_cache(
@@ -92,7 +116,7 @@ def release_kv_cache(
     if lease.node is not None:
         # What was handed over just now was not counted.
         memory.unlock(lease.pages(memory.page_size, 0, protected))
-        memory.cache.unlock(lease.node)
+        memory.cache.unlock(lease.node, _first_pages(memory, lease))
         lease.node = None
     del memory.leases[lease.row]
     memory.rows.free(lease.row)
@@ -132,14 +156,30 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
     if memory.cache.peek(tokens, lease.namespace, lease.node) <= lease.kv_allocated_len:
         return False
     first = lease.cache_protected_len // memory.page_size
-    match = memory.cache.match_prefix(tokens, lease.namespace, lease.node)
-    pages = match.pages[None]
-    memory.lock(pages)
+    firsts = _first_pages(memory, lease)
+    match = memory.cache.match_prefix(tokens, lease.namespace, lease.node, firsts)
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)
+    if memory.lists_all:
+        memory.lock(match.pages)
+        memory.rows.list_pages(lease.row, first, match.pages)
+    else:
+        _read_anew(memory, lease, match)
     lease.node = match.node
-    memory.rows.list_pages(lease.row, first, pages)
     lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
     return True
+
+
+def _read_anew(memory: RankMemory, lease: KVLease, match: PrefixMatch) -> None:
+    """`lease` lists what it reads of a prefix that it has locked in place of another."""
+    assert match.node is not None
+    memory.unlock(lease.pages(memory.page_size, 0, lease.cache_protected_len))
+    memory.rows.unlist_pages(lease.row)
+    memory.set_first_pages(lease, match.length)
+    pages = memory.cache.pages_to(match.node)
+    for number, first in enumerate(lease.first_pages.tolist()):
+        pages[number, :first] = 0
+    memory.lock(pages)
+    memory.rows.list_pages(lease.row, 0, pages)
 
 
 def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
@@ -200,6 +240,11 @@ def _pass_pages(memory: RankMemory, lease: KVLease, group: int, first: int) -> N
     rows, row, pool = memory.rows, lease.row, memory.groups[group].pool
     passed, listed = int(rows.first_pages[group, row]), rows.pages[row, group]
     protected = lease.cache_protected_len // memory.page_size
+    end = min(first, protected)
+    if lease.node is not None and passed < end:
+        read = listed[passed:end]
+        memory.locked[pool].unlock(read[read > 0])
+        memory.cache.let_go(lease.node, group, passed, end)
     own = listed[max(passed, protected) : first].copy()
     memory.allocators[pool].free(own[own > 0], row)
     rows.pass_pages(row, group, first)

@@ -1,9 +1,10 @@
 """What a kind of KV must provide to live on the prefix tree.
 
 The tree core (`radix_tree.py`) knows tokens, edges and splits. What an edge is worth is known to
-components: FULL attention keeps pages for every token of the edge; a sliding window may have let
-go of old ones; linear attention keeps a state snapshot at some node ends. Each component sits at
-an index of `TreeNode.values` and `TreeNode.locks` that is its own.
+components, one for each cache group: FULL attention needs every page before a position, a window
+those of its lookback. Each component sits at an index of `TreeNode.values` and `TreeNode.locks`
+that is its own. Component 0 is always FULL's or, for models without a full layer, that of bare
+tokens (`full_component.py`): its locks hold the path itself.
 """
 
 from collections.abc import Sequence
@@ -20,28 +21,38 @@ class PathStep(NamedTuple):
     num_matched: int
 
 
+# Of each cache group the first page of its row that a lease still lists and, if it is the tree's,
+# has locked. None: windows have let go of nothing. Entries of FULL groups are not looked at.
+FirstPages = Sequence[int] | Int32Array | None
+
+
 class LeaseOffer(NamedTuple):
     """What a lease offers for the prefix [0, len(tokens)): components take what they lack."""
 
     owner: int  # row that owns the pages from `owned_from` on
     owned_from: int  # tokens; before it the pages already belong to the tree
-    pages: Int32Array  # [len(tokens) / page_size] FULL pages
+    pages: Int32Array  # [groups, len(tokens) / page_size]; 0 where the lease has let go of a page
     node: TreeNode | None = None  # that the lease has locked, where `owned_from` ends
     namespace: str = ""  # the lease's
+    first_pages: FirstPages = None  # what it still has of the lock on `node`, and wants below it
+
+
+class LockedEnd(NamedTuple):
+    """The lock of a lease: FULL's of the path to `node`, a window's from `first_pages` on."""
+
+    node: TreeNode
+    first_pages: FirstPages = None
 
 
 class TreeComponent(Protocol):
-    """One kind of value on the tree. Counts are in the component's own units (pages, slots)."""
+    """The pages of one cache group on the tree. Counts are pages, of the pool number `pool`."""
 
-    num_evictable: int  # units on the tree that no lock holds
+    pool: int
+    num_evictable: int  # pages on the tree that no lock holds
     num_protected: int  # and those that one holds
 
-    def usable_len(self, path: Sequence[PathStep], length: int) -> int:
-        """The longest prefix of at most `length` matched tokens that this component can serve.
-
-        `length` is page-aligned and so is the answer. Must not grow when `length` shrinks: the
-        tree asks all components in turn until none shortens the prefix any more.
-        """
+    def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
+        """The values along `nodes`, in token order: a page each, 0 where there is none."""
         ...
 
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
@@ -53,23 +64,22 @@ class TreeComponent(Protocol):
         ...
 
     def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
-        """Whether `upper` has no lock and no value of its own: what `lower`, its only child, says
-        would be said of both edges as one."""
+        """Whether nothing that is known of `upper` tells it from `lower`, its only child."""
         ...
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge is about to take over that of `upper`, in front: join the values."""
         ...
 
-    def lock(self, node: TreeNode) -> None:
+    def lock(self, node: TreeNode, first_pages: FirstPages) -> None:
         """Keep what a lease that ends at `node` reads from eviction, until `unlock`."""
         ...
 
-    def unlock(self, node: TreeNode) -> None:
-        """Undo one `lock(node)`."""
+    def unlock(self, node: TreeNode, first_pages: FirstPages) -> None:
+        """Undo one `lock(node, first_pages)`."""
         ...
 
-    def move_lock(self, old: TreeNode, new: TreeNode) -> None:
+    def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages) -> None:
         """As `lock(new)` and `unlock(old)`, where `new` is `old` or lies below it."""
         ...
 
@@ -81,25 +91,13 @@ class TreeComponent(Protocol):
         """Let go of what lies past `keep_tokens` of the edge; freed by `flush_dropped`."""
         ...
 
-    def tombstone(self, node: TreeNode) -> None:
-        """Let go of this component's value at `node` while the edge stays; for `flush_dropped`."""
-        ...
-
     def flush_dropped(self) -> None:
         """Free all that was dropped, in one call to the allocator."""
         ...
 
-    def next_victim(self, num_units: int, now: int) -> tuple[TreeNode, int] | None:
-        """The node to take from next to free `num_units`, and the tokens of its edge to keep.
-
-        `now` is the clock of which `last_access` is an earlier reading.
-        Only a leaf may keep less than its whole edge; to keep all of it asks for `tombstone`.
-        """
-        ...
-
-    def audit(self, nodes: Sequence[TreeNode], leaves_of_leases: Sequence[TreeNode]) -> None:
+    def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
         """Recompute every count and lock from scratch; raise `LedgerError` on a difference.
 
-        `leaves_of_leases` lists the locked node of every live lease, with repeats.
+        `locks` lists the lock of every live lease, with repeats.
         """
         ...

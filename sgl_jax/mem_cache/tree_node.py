@@ -5,9 +5,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import BoolArray, Int32Array
 
 _NO_HASHES = np.zeros(0, np.uint64)
+_NO_POSITIONS = np.zeros(0, np.bool_)
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -23,17 +24,35 @@ def front(values: NDArray[_Scalar], count: int) -> NDArray[_Scalar]:
     return kept if 2 * count >= len(whole) else kept.copy()
 
 
+class ReadTime:
+    """When the windows of a node were last read, by the tree's clock: what eviction lists."""
+
+    __slots__ = ("last_access", "node", "node_id")
+
+    def __init__(self, node: "TreeNode", last_access: int) -> None:
+        self.node = node
+        self.node_id = node.node_id
+        self.last_access = last_access
+
+    def __repr__(self) -> str:
+        return f"ReadTime({self.last_access}, {self.node!r})"
+
+
 class TreeNode:
     """A node and the edge that leads to it. `end` counts tokens from the root to the node.
 
     `child_key` is its key in its parent's `children`. `namespace` is that of its whole path.
     `num_uses` and `page_hashes` are the eviction policy's; `last_access` is the tree's clock.
+    `values` and `locks` are the components', each at its index. Where there are windows, `read`,
+    `is_usable` (of the end of each page of the edge: whether it can be resumed) and `runs` are kept
+    by `resumable.py`.
     """
 
     __slots__ = (
         "child_key",
         "children",
         "end",
+        "is_usable",
         "key",
         "last_access",
         "locks",
@@ -42,8 +61,12 @@ class TreeNode:
         "num_uses",
         "page_hashes",
         "parent",
+        "read",
+        "runs",
         "values",
     )
+
+    read: ReadTime  # set by `start_reading`
 
     def __init__(
         self,
@@ -66,7 +89,13 @@ class TreeNode:
         self.num_uses = 0
         self.page_hashes: NDArray[np.uint64] = _NO_HASHES
         self.values: list[Any] = [None] * num_components
-        self.locks = [0] * num_components
+        self.locks: list[Any] = [0] * num_components
+        self.is_usable: BoolArray = _NO_POSITIONS
+        self.runs: tuple[int, ...] = ()
+
+    def start_reading(self) -> None:
+        """Keep a time of reading from now on, that of the node's creation."""
+        self.read = ReadTime(self, self.last_access)
 
     def __repr__(self) -> str:
         return f"TreeNode({self.node_id}, tokens {self.end - len(self.key)}..{self.end})"

@@ -56,7 +56,7 @@ class InFlight:
         """The row computing more of `request`'s tokens than the tree has, if worth the wait."""
         if not self._rows or cursor.next_key is None or cursor.node is None:
             return None
-        place = cursor.node.node_id if cursor.length else _AT_ROOT
+        place = cursor.node.node_id if cursor.matched else _AT_ROOT
         row = self._rows.get((place, cursor.next_key))
         if row is None:
             return None

@@ -7,6 +7,7 @@ from random import Random
 
 import numpy as np
 
+from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.radix_cache import RadixCache
@@ -89,7 +90,9 @@ class Replay:
     def __init__(self, num_pages: int, eviction_policy: str, page_size: int = 1) -> None:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages + 1)
-        self.cache = RadixCache(self.allocator, page_size, eviction_policy=eviction_policy)
+        self.cache = RadixCache(
+            FULL_ATTENTION, [self.allocator], page_size, eviction_policy=eviction_policy
+        )
         self.num_tokens = 0
         self.num_hit = 0
 
@@ -97,13 +100,13 @@ class Replay:
         """Match, make room, insert; returns the tokens that were found."""
         tokens = self.tokens_of(prompt)
         match = self.cache.match_prefix(tokens)
-        wanted = len(prompt) - len(match.pages)
+        wanted = len(prompt) - match.pages.shape[1]
         self.cache.evict(max(wanted - self.allocator.num_free, 0))
         own = self.allocator.alloc(min(wanted, self.allocator.num_free), ROW)
         node = match.node
         if len(own):
-            pages = np.concatenate([match.pages, own])
-            offer = LeaseOffer(ROW, match.length, pages, node)
+            pages = np.concatenate([match.pages[0], own])
+            offer = LeaseOffer(ROW, match.length, pages[None], node)
             kept = self.cache.accept(tokens[: len(pages) * self.page_size], offer)
             assert kept is not None
             node = kept.node

@@ -29,9 +29,9 @@ def test_a_dump_tells_where_every_page_and_row_is() -> None:
 
     nodes = {node["id"]: node for node in dump["tree"]["nodes"]}
     locked = nodes[next(lease["node"] for lease in dump["leases"] if lease["row"] == 1)]
-    assert (locked["locks"], locked["start"], locked["end"]) == (1, 0, 8)
-    assert locked["pages"] == first["pages"][0][:2]
-    assert sum(len(node["pages"]) for node in nodes.values()) == len(pool["owners"]["tree"])
+    assert (locked["locks"], locked["start"], locked["end"]) == ([1], 0, 8)
+    assert locked["pages"][0] == first["pages"][0][:2]
+    assert sum(len(node["pages"][0]) for node in nodes.values()) == len(pool["owners"]["tree"])
     assert dump["tree"]["num_locks"] == 1
 
 

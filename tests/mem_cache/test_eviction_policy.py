@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.mem_cache.adaptive_policy import GHOSTS_PER_PAGE, NUM_CLASSES, AdaptivePolicy
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
@@ -181,7 +182,7 @@ def test_the_counts_of_long_ago_fade() -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"eviction_policy must be one of .*adaptive.* got 'lfu'"):
-        RadixCache(PageAllocator(4), 1, eviction_policy="lfu")
+        RadixCache(FULL_ATTENTION, [PageAllocator(4)], 1, eviction_policy="lfu")
 
 
 def test_an_audit_finds_a_leaf_that_would_never_be_chosen() -> None:

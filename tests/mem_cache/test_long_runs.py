@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from tests.mem_cache.test_eviction_queue import QueueMachine
+from tests.mem_cache.test_lookbacks import LookbackMachine
 from tests.mem_cache.test_page_allocator import AllocatorMachine
 from tests.mem_cache.test_radix_cache import (
     AdaptiveRadixCacheMachine,
@@ -16,7 +17,6 @@ from tests.mem_cache.test_radix_cache import (
 from tests.mem_cache.test_release import LeaseMachine
 from tests.mem_cache.test_req_to_token_pool import RowMachine
 from tests.mem_cache.test_session_lease_machine import SessionLeaseMachine
-from tests.mem_cache.test_tree_component import HybridTreeMachine
 
 MACHINES = [
     QueueMachine,
@@ -25,7 +25,7 @@ MACHINES = [
     RadixCacheMachine,
     PagedRadixCacheMachine,
     AdaptiveRadixCacheMachine,
-    HybridTreeMachine,
+    LookbackMachine,
     LeaseMachine,
     SessionLeaseMachine,
 ]

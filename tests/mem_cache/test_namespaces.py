@@ -29,7 +29,7 @@ def found(memory: RankMemory, tokens: np.ndarray, namespace: str) -> list[int]:
     match = memory.cache.match_prefix(tokens, namespace)
     if match.node is not None:
         memory.cache.unlock(match.node)
-    return match.pages.tolist()
+    return match.pages[0].tolist()
 
 
 def top_nodes(memory: RankMemory) -> list[TreeNode]:
@@ -117,7 +117,7 @@ def test_a_lock_of_one_namespace_keeps_nothing_of_another() -> None:
     for namespace in ("red", "blue"):
         keep(memory, TOKENS[:16], namespace)
     lease = memory.open_lease(TOKENS, "red")
-    assert memory.cache.num_protected == 4
+    assert memory.cache.num_protected[0] == 4
     assert memory.cache.evict(99) == 4
     assert found(memory, TOKENS, "blue") == []
     assert len(found(memory, TOKENS, "red")) == 4

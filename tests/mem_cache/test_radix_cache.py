@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.mem_cache.adaptive_policy import NUM_CLASSES
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.page_allocator import PageAllocator
@@ -39,7 +40,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.allocator = PageAllocator(400)
         self.cache = RadixCache(
-            self.allocator, self.page_size, eviction_policy=self.eviction_policy
+            FULL_ATTENTION, [self.allocator], self.page_size, eviction_policy=self.eviction_policy
         )
         max_uses = 0 if self.eviction_policy == "lru" else NUM_CLASSES - 1
         self.model = PrefixModel(self.page_size, max_uses)
@@ -54,7 +55,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         own = self.allocator.alloc(num_fresh, ROW)
         shared = np.array(self.model.pages_of(tokens[:owned_from]), np.int32)
         offered = np.concatenate([shared, own])
-        offer = LeaseOffer(ROW, owned_from, offered, node, namespace_of(tokens))
+        offer = LeaseOffer(ROW, owned_from, offered[None], node, namespace_of(tokens))
         kept = self.cache.accept(array_of(tokens), offer)
         num_known = 0 if node is None else owned_from // self.page_size
         for prefix, page in zip(self.model.prefixes(tokens), offered.tolist(), strict=True):
@@ -62,10 +63,10 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.model.touch(tokens)
         self.model.use(tokens, num_known * self.page_size)
         assert kept.length == len(tokens)
-        assert kept.pages.tolist() == self.model.pages_of(tokens)[num_known:]
+        assert kept.pages[0].tolist() == self.model.pages_of(tokens)[num_known:]
         assert kept.node is not None
         own = offered[num_known:]
-        self.allocator.free(own[own != kept.pages], ROW)
+        self.allocator.free(own[own != kept.pages[0]], ROW)
         self.locks.append(kept.node)
         self.model.locked.append(tokens)
 
@@ -91,7 +92,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         expected = self.model.longest_match(tokens)
         match = self.cache.match_prefix(array_of(tokens), namespace)
         assert match.length == len(expected)
-        assert match.pages.tolist() == self.model.pages_of(expected)
+        assert match.pages[0].tolist() == self.model.pages_of(expected)
         assert (match.node is None) == (not expected)
         if match.node is not None:
             self.model.touch(expected)
@@ -112,7 +113,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         found = self.cache.peek(array_of(tokens), namespace, self.locks[i])
         assert found == len(expected)
         match = self.cache.match_prefix(array_of(tokens), namespace, self.locks[i])
-        assert (match.length, match.pages.tolist()) == (len(expected), below)
+        assert (match.length, match.pages[0].tolist()) == (len(expected), below)
         assert match.node is not None
         assert match.node.end == len(expected)
         self.locks[i], self.model.locked[i] = match.node, expected
@@ -167,15 +168,15 @@ class RadixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        self.cache.audit(self.locks)
+        self.cache.audit([(node, None) for node in self.locks])
         assert self.cache.tree.num_locks == len(self.locks)
         assert self.cache.tree.num_locked_tokens == sum(map(len, self.model.locked))
         assert sorted(self.cache.held_pages().tolist()) == sorted(self.model.pages.values())
         assert cached_pages(self.cache.tree) == self.model.pages
         assert uses_of_pages(self.cache.tree) == self.model.uses
         num_evictable = len(self.model.evictable())
-        assert self.cache.num_evictable == num_evictable
-        assert self.cache.num_protected == len(self.model.pages) - num_evictable
+        assert self.cache.num_evictable == [num_evictable]
+        assert self.cache.num_protected == [len(self.model.pages) - num_evictable]
         assert self.allocator.num_tree == len(self.model.pages)
         assert self.allocator.num_leased == 0
         check_shape(self.cache.tree)
@@ -186,7 +187,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
             return
         while self.locks:
             self.unlock(0)
-        self.cache.evict(self.cache.num_evictable)
+        self.cache.evict(self.cache.num_evictable[0])
         assert not self.cache.tree.root.children
         assert self.allocator.num_free == self.allocator.num_pages - 1
 
@@ -211,12 +212,12 @@ TestAdaptiveEviction.settings = settings(max_examples=60, stateful_step_count=30
 def cache_with(*sequences: Tokens) -> RadixCache:
     """Pages of one token; nothing is locked."""
     allocator = PageAllocator(100)
-    cache = RadixCache(allocator, 1, eviction_policy="lru")
+    cache = RadixCache(FULL_ATTENTION, [allocator], 1, eviction_policy="lru")
     for tokens in sequences:
         offered = allocator.alloc(len(tokens), ROW)
-        kept = cache.accept(array_of(tokens), LeaseOffer(ROW, 0, offered))
+        kept = cache.accept(array_of(tokens), LeaseOffer(ROW, 0, offered[None]))
         assert kept.node is not None
-        allocator.free(offered[offered != kept.pages], ROW)
+        allocator.free(offered[offered != kept.pages[0]], ROW)
         cache.unlock(kept.node)
     return cache
 
@@ -226,7 +227,7 @@ def test_a_match_that_finds_nothing_locks_nothing() -> None:
     match = cache.match_prefix(array_of((9, 9)))
     assert match.node is None
     assert match.length == 0
-    assert cache.num_protected == 0
+    assert cache.num_protected == [0]
     cache.audit([])
 
 
@@ -268,4 +269,4 @@ def test_eviction_never_reaches_what_a_lock_deeper_down_needs() -> None:
     assert cache.evict(99) == 1
     assert set(cached_pages(cache.tree)) == {(1,), (1, 2), (1, 2, 3)}
     assert match.node is not None
-    cache.audit([match.node])
+    cache.audit([(match.node, None)])

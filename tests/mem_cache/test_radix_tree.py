@@ -6,7 +6,7 @@ from sgl_jax.mem_cache.eviction_policy import LruPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.radix_tree import RadixTree
-from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree_component import LeaseOffer, LockedEnd
 from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.tree_model import check_shape, shape_of, tokens_to
 
@@ -18,12 +18,12 @@ class Tree:
         self.allocator = PageAllocator(100)
         policy = LruPolicy()
         self.full = FullComponent(0, self.allocator, 2, policy)
-        self.tree = RadixTree(2, [self.full], policy)
+        self.tree = RadixTree(2, self.full, policy)
 
     def insert(self, *tokens: int) -> TreeNode:
         array = np.array(tokens, np.int32)
         offered = self.allocator.alloc(len(tokens) // 2, 1)
-        node = self.tree.insert(array, LeaseOffer(1, 0, offered))
+        node = self.tree.insert(array, LeaseOffer(1, 0, offered[None]))
         kept = self.full.pages_of(self.tree.path_to(node))
         self.allocator.free(offered[offered != kept], 1)
         check_shape(self.tree)
@@ -59,7 +59,7 @@ def test_a_split_leaves_the_lower_node_its_identity_and_gives_the_upper_one_its_
     assert upper.locks == [2]
     assert len(lower.values[0]) == 1
     assert len(upper.values[0]) == 2
-    tree.full.audit(list(tree.tree.nodes()), [lower, upper])
+    tree.full.audit(list(tree.tree.nodes()), [LockedEnd(lower), LockedEnd(upper)])
 
 
 def test_a_match_covers_whole_pages_only() -> None:
@@ -97,14 +97,14 @@ def test_prefixes_longer_than_the_recursion_limit_are_no_problem() -> None:
         array = np.zeros(length, np.int32)
         pages = np.zeros(length // 2, np.int32)
         pages[-1:] = tree.allocator.alloc(1, 1)
-        nodes.append(tree.tree.insert(array, LeaseOffer(1, length - 2, pages)))
+        nodes.append(tree.tree.insert(array, LeaseOffer(1, length - 2, pages[None])))
         tree.tree.lock(nodes[-1])
     node = tree.match(*[0] * 2020)
     assert node is not None
     assert len(tree.tree.path_to(node)) == 1010
     for each in [node, *nodes]:
         tree.tree.unlock(each)
-    assert tree.tree.evict(tree.full, 5000) == 1010
+    assert tree.tree.evict(5000) == 1010
 
 
 def test_a_prefix_is_as_old_as_the_youngest_of_what_continued_it() -> None:
@@ -113,11 +113,11 @@ def test_a_prefix_is_as_old_as_the_youngest_of_what_continued_it() -> None:
     stem, other = tree.insert(1, 2, 3, 4), tree.insert(7, 8)
     tree.tree.lock(stem)
     pages = np.concatenate([stem.values[0], tree.allocator.alloc(1, 1)])
-    offer = LeaseOffer(1, 4, pages, stem)
+    offer = LeaseOffer(1, 4, pages[None], stem)
     leaf = tree.tree.insert(np.array([1, 2, 3, 4, 5, 6], np.int32), offer, stem)
     tree.tree.unlock(stem)
     assert stem.last_access < other.last_access < leaf.last_access
-    assert tree.tree.evict(tree.full, 2) == 2
+    assert tree.tree.evict(2) == 2
     assert list(tree.tree.nodes()) == [stem]
     assert stem.last_access == leaf.last_access
 
@@ -130,14 +130,17 @@ def publish_in_chunks(tree: Tree, num_tokens: int, chunk: int) -> TreeNode:
     for end in range(chunk, num_tokens + 1, chunk):
         held = tree.full.pages_of(tree.tree.path_to(node)) if node else np.zeros(0, np.int32)
         pages = np.concatenate([held, tree.allocator.alloc(chunk // 2, 1)])
-        start, node = node, tree.tree.insert(tokens[:end], LeaseOffer(1, end - chunk, pages), node)
+        start, node = (
+            node,
+            tree.tree.insert(tokens[:end], LeaseOffer(1, end - chunk, pages[None]), node),
+        )
         if start is None:
             tree.tree.lock(node)
         else:
             tree.tree.move_lock(start, node)
     assert node is not None
     check_shape(tree.tree)
-    tree.full.audit(list(tree.tree.nodes()), [node])
+    tree.full.audit(list(tree.tree.nodes()), [LockedEnd(node)])
     return node
 
 
@@ -191,7 +194,7 @@ def test_nodes_that_a_branch_tells_apart_merge_when_it_is_gone() -> None:
     branch = tree.insert(1, 2, 3, 4)
     rest = tree.insert(1, 2, 5, 6)
     assert branch.parent is rest.parent
-    assert tree.tree.evict(tree.full, 1) == 1
+    assert tree.tree.evict(1) == 1
     assert list(tree.tree.nodes()) == [rest]
 
 
@@ -205,11 +208,11 @@ def test_nodes_that_an_age_tells_apart_merge_when_the_lower_has_its_childs() -> 
     assert lower.parent is upper  # which was used more lately
     offered = tree.allocator.alloc(4, 1)
     tokens = np.arange(1, 9, dtype=np.int32)
-    child = tree.tree.insert(tokens, LeaseOffer(1, 6, offered, lower), lower)
+    child = tree.tree.insert(tokens, LeaseOffer(1, 6, offered[None], lower), lower)
     assert lower.last_access < upper.last_access < child.last_access
     tree.tree.unlock(lower)
     assert list(tree.tree.nodes()) == [upper, lower, child]
-    assert tree.tree.evict(tree.full, 1) == 1
+    assert tree.tree.evict(1) == 1
     assert list(tree.tree.nodes()) == [lower]
     check_shape(tree.tree)
 
@@ -222,8 +225,8 @@ def test_what_was_used_less_lately_is_not_merged_and_leaves_first() -> None:
     assert upper is not None
     tree.tree.unlock(upper)
     check_shape(tree.tree)
-    assert tree.tree.evict(tree.full, 1) == 1
+    assert tree.tree.evict(1) == 1
     assert sorted(map(tokens_to, tree.tree.nodes())) == [(1, 2), (7, 8)]
-    assert tree.tree.evict(tree.full, 1) == 1
+    assert tree.tree.evict(1) == 1
     assert list(tree.tree.nodes()) == [upper]
     assert other.last_access < upper.last_access

@@ -282,8 +282,8 @@ class LeaseMachine(RuleBasedStateMachine):
         audit(self.memory)
         self.know_locks()
         num_evictable = len(self.model.evictable())
-        assert self.memory.cache.num_evictable == num_evictable
-        assert self.memory.cache.num_protected == len(self.model.pages) - num_evictable
+        assert self.memory.cache.num_evictable[0] == num_evictable
+        assert self.memory.cache.num_protected[0] == len(self.model.pages) - num_evictable
         assert self.tree is None or cached_pages(self.tree) == self.model.pages
         for holder in self.holders:
             lease = holder.lease

@@ -17,8 +17,6 @@
 Traps of the scheduler: `tests/scheduler/test_traps.py`.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
@@ -28,12 +26,10 @@ from sgl_jax.mem_cache.eviction_policy import EvictionPolicy, LruPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
-from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
-from sgl_jax.mem_cache.tree_component import LeaseOffer, PathStep
 from tests.mem_cache.test_release import array, make_memory, write_kv
 
 PAGE = 4
@@ -287,7 +283,7 @@ def test_the_root_of_an_emptied_tree_is_no_victim() -> None:
     full, root = full_of(memory), tree_of(memory).root
     assert not root.children
     assert len(full._policy) == 0
-    assert full.next_victim(1, now=0) is None
+    assert memory.cache.tree._policy.next_victim(0) is None
     assert memory.cache.evict(1) == 0
     full.refresh(root)
     assert root not in full._policy
@@ -306,7 +302,7 @@ def test_a_match_that_finds_nothing_locks_nothing_not_even_the_root(
         cache_prefix(memory, TOKENS[:8])
     before = memory.view()
     match = memory.cache.match_prefix(wanted)
-    assert (match.length, match.node, len(match.pages)) == (0, None, 0)
+    assert (match.length, match.node, match.pages.shape[1]) == (0, None, 0)
     assert memory.cache.tree.num_locks == 0
     assert not any(tree_of(memory).root.locks)
     assert memory.view() == before
@@ -314,42 +310,6 @@ def test_a_match_that_finds_nothing_locks_nothing_not_even_the_root(
     assert lease.node is None
     release_kv_cache(memory, lease, wanted, insert=True)
     assert_all_free(memory)
-
-
-class ShorteningComponent(FullComponent):
-    """Serves at most `limit` tokens, as a kind of attention does whose snapshot lies there."""
-
-    limit = 0
-
-    def usable_len(self, path: Sequence[PathStep], length: int) -> int:
-        return min(length, self.limit)
-
-
-@pytest.mark.parametrize("limit", [0, 2, 4, 6])
-def test_a_match_cut_to_an_earlier_boundary_locks_only_the_path_to_it(limit: int) -> None:
-    allocator = PageAllocator(20)
-    policy = LruPolicy()
-    full = ShorteningComponent(0, allocator, 2, policy)
-    tree = RadixTree(2, [full], policy)
-    for tokens in (TOKENS[:4], TOKENS[:6]):
-        offered = allocator.alloc(len(tokens) // 2, 1)
-        node = tree.insert(tokens, LeaseOffer(1, 0, offered))
-        kept = full.pages_of(tree.path_to(node))
-        allocator.free(offered[offered != kept], 1)
-    full.limit = limit
-    match = tree.match(TOKENS[:6])
-    assert (match.end if match else 0) == limit
-    assert full.num_protected == limit // 2
-    assert full.num_evictable == (6 - limit) // 2
-    assert not any(tree.root.locks)
-    full.audit(list(tree.nodes()), [match] if match else [])
-    assert tree.evict(full, 99) == (6 - limit) // 2
-    if match is not None:
-        tree.unlock(match)
-    assert tree.num_locks == tree.num_locked_tokens == 0
-    tree.evict(full, 99)
-    assert not tree.root.children
-    assert allocator.num_free == 19
 
 
 def test_a_method_left_out_is_refused() -> None:

@@ -316,7 +316,7 @@ MUTATIONS = (
     Mutation(
         "go on reading the duplicates",
         _RELEASE,
-        "        rows.list_pages(lease.row, first, kept_pages)\n",
+        "        rows.list_pages(lease.row, first, kept.pages)\n",
         "",
     ),
     # -- namespaces
@@ -353,8 +353,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: publish under the default one",
         _RELEASE,
-        "LeaseOffer(lease.row, protected, offered[0], lease.node, lease.namespace)",
-        "LeaseOffer(lease.row, protected, offered[0], lease.node)",
+        "LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace, firsts)",
+        "LeaseOffer(lease.row, protected, offered, lease.node, "", firsts)",
     ),
     Mutation(
         "namespaces: match the default one",
@@ -462,7 +462,7 @@ MUTATIONS = (
     Mutation(
         "evict without a need",
         _MEMORY,
-        "self.cache.evict(deficit + ahead)",
+        "self.cache.evict(deficit + self._num_evicted_ahead[pool], pool)",
         "self.cache.evict(num_pages)",
     ),
     Mutation(
@@ -1091,13 +1091,13 @@ MUTATIONS = (
     Mutation(
         "adopt a prefix and go on reading the row's own pages",
         _RELEASE,
-        "    memory.rows.list_pages(lease.row, first, pages)\n",
+        "    memory.rows.list_pages(lease.row, first, match.pages)\n",
         "",
     ),
     Mutation(
         "adopt a prefix without a count of its locks",
         _RELEASE,
-        "    memory.lock(pages)\n    _free",
+        "    memory.lock(match.pages)\n    _free",
         "    _free",
     ),
     Mutation(

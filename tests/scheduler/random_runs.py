@@ -43,7 +43,7 @@ def draw_setup(rng: random.Random) -> Setup:
         threshold=rng.choice([0, 10]),
         max_passed_over=rng.choice([1, 3, 128]),
         eviction=rng.choice(["adaptive", "adaptive", "lru"]),
-        windows=rng.choice([None, (rng.choice(WINDOWS), rng.randint(1, 40))]),
+        windows=rng.choice([None, (rng.choice(WINDOWS), rng.randint(2, 40))]),
     )
 
 

@@ -115,7 +115,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "threshold": st.sampled_from([0, 0, 10]),
     "max_passed_over": st.sampled_from([1, 3, 128]),
     "eviction": st.sampled_from(["adaptive", "adaptive", "lru"]),
-    "windows": st.none() | st.tuples(st.sampled_from(WINDOWS), st.integers(1, 40)),
+    "windows": st.none() | st.tuples(st.sampled_from(WINDOWS), st.integers(2, 40)),
 }
 
 

@@ -62,7 +62,7 @@ def test_a_cached_prefix_is_not_counted_as_room_for_the_rest() -> None:
     while not driver.tokens["other"]:
         driver.step()
     rank = driver.scheduler.ranks[0]
-    assert rank.memory.cache.num_evictable == 6
+    assert rank.memory.cache.num_evictable[0] == 6
     driver.submit(generate("long", [1] * 38, 2))
     driver.step()
     assert driver.scheduler.num_waiting == 1

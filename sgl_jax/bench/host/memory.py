@@ -6,6 +6,7 @@ import numpy as np
 
 from sgl_jax.bench.host.steps import ROWS_PER_RANK, VOCAB_SIZE
 from sgl_jax.bench.host.timing import Timing, timed, timed_once
+from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.mem_cache.page_allocator import PageAllocator, alloc_each
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree_component import LeaseOffer
@@ -20,7 +21,7 @@ class LoadedTree:
         self.page_size = page_size
         self.prompt_len = 2000 // page_size * page_size
         self.allocator = PageAllocator(2 + (num_entries + 2000) * self.prompt_len // page_size)
-        self.cache = RadixCache(self.allocator, page_size)
+        self.cache = RadixCache(FULL_ATTENTION, [self.allocator], page_size)
         self.rng = np.random.default_rng(0)
         self.stems = self.rng.integers(0, VOCAB_SIZE, (100, self.prompt_len // 2), np.int32)
         for _ in range(num_entries):
@@ -35,8 +36,8 @@ class LoadedTree:
     def insert(self, tokens: np.ndarray) -> None:
         """Match, take pages for the rest, insert, unlock: what one request costs the tree."""
         match = self.cache.match_prefix(tokens[:-1])
-        own = self.allocator.alloc(len(tokens) // self.page_size - len(match.pages), _ROW)
-        offer = LeaseOffer(_ROW, match.length, np.concatenate([match.pages, own]))
+        own = self.allocator.alloc(len(tokens) // self.page_size - match.pages.shape[1], _ROW)
+        offer = LeaseOffer(_ROW, match.length, np.concatenate([match.pages[0], own])[None])
         kept = self.cache.accept(tokens, offer)
         for node in (match.node, kept.node if kept else None):
             if node is not None:
@@ -56,10 +57,10 @@ def bench_eviction(edge_pages: int, repeats: int) -> Iterator[Timing]:
     """Evicting 1,000 of 100,000 pages that lie in edges of `edge_pages`."""
     num_pages, num_evicted = 100_000, 1000
     allocator = PageAllocator(num_pages + 1)
-    cache = RadixCache(allocator, 1)
+    cache = RadixCache(FULL_ATTENTION, [allocator], 1)
     for first in range(0, num_pages, edge_pages):
         tokens = np.full(edge_pages, first, np.int32)
-        kept = cache.accept(tokens, LeaseOffer(_ROW, 0, allocator.alloc(edge_pages, _ROW)))
+        kept = cache.accept(tokens, LeaseOffer(_ROW, 0, allocator.alloc(edge_pages, _ROW)[None]))
         assert kept is not None
         assert kept.node is not None
         cache.unlock(kept.node)

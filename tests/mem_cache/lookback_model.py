@@ -1,0 +1,132 @@
+"""The rule of lookbacks, written down by force: every cached prefix by itself, and no tree.
+
+A prefix of whole pages is *on the tree* if it is here. Each has, per cache group, the page that
+holds its last page of tokens, or none. The four sentences of the specification are the methods:
+
+1. `can_resume`: all values in the lookback are there. `longest_match`: the deepest such prefix.
+2. `locked`: a lease that ends at l locks these values, no others.
+3. `drop_dead`: a value that no position needs that can be resumed goes, unless it is locked.
+4. `insert`: what is missing is filled.
+"""
+
+from collections.abc import Sequence
+
+from sgl_jax.core.cache_groups import CacheGroup
+from tests.mem_cache.tree_model import Tokens
+
+
+class Lock:
+    """What the lease at the end of `prefix` still holds: of each group, pages from `firsts` on."""
+
+    def __init__(self, prefix: Tokens, firsts: list[int]) -> None:
+        self.prefix = prefix
+        self.firsts = firsts
+
+
+class LookbackModel:
+    """`pages[prefix][group]` is the page of the prefix's last page of tokens, 0 for none."""
+
+    def __init__(self, groups: Sequence[CacheGroup], page_size: int) -> None:
+        self.groups = groups
+        self.page_size = page_size
+        self.pages: dict[Tokens, list[int]] = {}
+        self.locks: list[Lock] = []
+
+    def prefixes(self, tokens: Tokens) -> list[Tokens]:
+        return [tokens[:end] for end in range(self.page_size, len(tokens) + 1, self.page_size)]
+
+    def first_read(self, group: int, length: int) -> int:
+        """The first page that the token after `length` reads."""
+        window = self.groups[group].sliding_window
+        return 0 if window is None else max(length - window + 1, 0) // self.page_size
+
+    def lookback(self, group: int, prefix: Tokens) -> list[Tokens]:
+        """The prefixes whose values are read to go on from `prefix`."""
+        return self.prefixes(prefix)[self.first_read(group, len(prefix)) :]
+
+    # 1. Position l of a path can be resumed if, for every component, all values in its lookback
+    # are there. A hit is the deepest such l.
+
+    def can_resume(self, prefix: Tokens) -> bool:
+        return prefix in self.pages and all(
+            self.pages[each][group]
+            for group in range(len(self.groups))
+            for each in self.lookback(group, prefix)
+        )
+
+    def longest_match(self, tokens: Tokens) -> Tokens:
+        return max(filter(self.can_resume, self.prefixes(tokens)), key=len, default=())
+
+    # 2. A lease that ends at l locks exactly these intervals, less what it has let go of.
+
+    def locked(self, group: int, prefix: Tokens) -> int:
+        """How many leases hold the group's value of `prefix`."""
+        number = len(prefix) // self.page_size - 1
+        return sum(
+            lock.prefix[: len(prefix)] == prefix
+            and number >= max(lock.firsts[group], self.first_read(group, len(lock.prefix)))
+            for lock in self.locks
+        )
+
+    def is_on_locked_path(self, prefix: Tokens) -> bool:
+        return any(lock.prefix[: len(prefix)] == prefix for lock in self.locks)
+
+    # 3. A value that no reachable position needs is dead.
+
+    def drop_dead(self) -> None:
+        """Everything dead leaves that no lease holds: values, and tokens that lead nowhere."""
+        ends = list(filter(self.can_resume, self.pages))
+        needed = [
+            {each for end in ends for each in self.lookback(group, end)}
+            for group in range(len(self.groups))
+        ]
+        on_the_way = {each for end in ends for each in self.prefixes(end)}
+        for prefix in sorted(self.pages, key=len, reverse=True):
+            if prefix not in on_the_way and not self.is_on_locked_path(prefix):
+                del self.pages[prefix]
+                continue
+            for group, window in enumerate(each.sliding_window for each in self.groups):
+                is_held = self.locked(group, prefix) > 0
+                if window is not None and prefix not in needed[group] and not is_held:
+                    self.pages[prefix][group] = 0
+
+    # 4. Insert fills what is missing, so a tombstone heals.
+
+    def insert(self, tokens: Tokens, offered: list[list[int]], owned_from: int) -> None:
+        """`offered[group][i]` is the page of the i-th page of tokens, 0 for none; those from
+        `owned_from` tokens on may be taken."""
+        for i, prefix in enumerate(self.prefixes(tokens)):
+            values = self.pages.setdefault(prefix, [0] * len(self.groups))
+            if i * self.page_size >= owned_from:
+                for group, pages in enumerate(offered):
+                    values[group] = values[group] or pages[i]
+
+    # -- accounts ---------------------------------------------------------------------------
+
+    def counts(self, pool: int) -> tuple[int, int]:
+        """Pages of the pool that are (evictable, protected)."""
+        held = [
+            self.locked(group, prefix) > 0
+            for prefix, values in self.pages.items()
+            for group, page in enumerate(values)
+            if page and self.groups[group].pool == pool
+        ]
+        return held.count(False), held.count(True)
+
+    def remove_evicted(self, remaining: dict[Tokens, list[int]]) -> None:
+        """Accept an eviction: nothing locked is gone, FULL left from the leaves up, and no value
+        has changed but to none."""
+        for prefix, values in list(self.pages.items()):
+            if prefix not in remaining:
+                assert not self.is_on_locked_path(prefix), "eviction took a locked path"
+                del self.pages[prefix]
+                continue
+            for group, page in enumerate(values):
+                if remaining[prefix][group] != page:
+                    assert remaining[prefix][group] == 0, "eviction changed what it kept"
+                    assert self.groups[group].sliding_window, "eviction left tokens without FULL"
+                    assert not self.locked(group, prefix), "eviction took what is locked"
+                    values[group] = 0
+        assert remaining.keys() == self.pages.keys(), "eviction made something up"
+        for prefix in self.pages:
+            assert len(prefix) == self.page_size or prefix[: -self.page_size] in self.pages

@@ -1,0 +1,312 @@
+"""Windows on the tree, beside the model that is the rule of lookbacks written down."""
+
+from typing import ClassVar
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
+from sgl_jax.mem_cache.page_allocator import PageAllocator
+from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree_node import TreeNode
+from tests.mem_cache.lookback_model import Lock, LookbackModel
+from tests.mem_cache.tree_model import (
+    NAMESPACES,
+    Tokens,
+    array_of,
+    check_shape,
+    in_namespace,
+    namespace_of,
+    token_lists,
+    tokens_to,
+)
+
+ROW = 1
+
+
+def values_on_tree(cache: RadixCache) -> dict[Tokens, list[int]]:
+    """What `LookbackModel.pages` should be."""
+    found = {}
+    for node in cache.tree.nodes():
+        tokens, pages = tokens_to(node), cache.pages_to(node).T.tolist()
+        page_size = cache.tree.page_size
+        for end in range(node.end, node.end - len(node.key), -page_size):
+            found[tokens[:end]] = pages[end // page_size - 1]
+    return found
+
+
+class LookbackMachine(RuleBasedStateMachine):
+    """Leases match, publish with what they still have, let go of windows early, and end."""
+
+    layouts: ClassVar = [
+        [(None, 0), (3, 0)],  # of each group: window in tokens, pool
+        [(4, 0), (None, 0)],
+        [(None, 0), (5, 1)],
+        [(9, 1), (None, 0)],
+        [(6, 0)],
+        [(None, 0), (2, 0), (7, 0)],
+        [(None, 0), (4, 1), (9, 1)],
+        [(3, 0), (8, 1)],
+    ]
+
+    @initialize(
+        layout=st.sampled_from(range(len(layouts))),
+        page_size=st.integers(1, 4),
+        policy=st.sampled_from(EVICTION_POLICIES),
+    )
+    def start(self, layout: int, page_size: int, policy: str) -> None:
+        self.page_size = page_size
+        self.groups = [CacheGroup(window, pool) for window, pool in self.layouts[layout]]
+        num_pools = max(group.pool for group in self.groups) + 1
+        self.allocators = [PageAllocator(1500, f"pool {pool}") for pool in range(num_pools)]
+        self.cache = RadixCache(self.groups, self.allocators, page_size, eviction_policy=policy)
+        self.model = LookbackModel(self.groups, page_size)
+        self.nodes: list[TreeNode] = []  # of the model's locks
+        self.cursors: list[tuple[PrefixCursor, Tokens]] = []
+        self.told: dict[int, int] = {}
+        # What is written in each page: the group, and the prefix whose last page it is.
+        self.content: dict[tuple[int, int], tuple[int, Tokens]] = {}
+
+    # -- leases -----------------------------------------------------------------------------
+
+    def offer(self, tokens: Tokens, owned_from: int, zeros: list[int], lock: Lock | None) -> None:
+        """Publish as a row does that owns what is behind `owned_from`, but for the windows' pages
+        before `zeros` of each group."""
+        model, count = self.model, len(tokens) // self.page_size
+        first = owned_from // self.page_size
+        offered = np.zeros((len(self.groups), count), np.int32)
+        prefixes = model.prefixes(tokens)
+        for group, (window, pool, _) in enumerate(self.groups):
+            offered[group, :first] = [model.pages[each][group] for each in prefixes[:first]]
+            begin = first if window is None else max(first, min(zeros[group], count))
+            offered[group, begin:] = self.allocators[pool].alloc(count - begin, ROW)
+            for number in range(begin, count):
+                self.content[pool, int(offered[group, number])] = group, prefixes[number]
+        namespace, node, firsts = namespace_of(tokens), None, [0] * len(self.groups)
+        if lock is not None:
+            i = model.locks.index(lock)
+            node, firsts = self.nodes.pop(i), lock.firsts
+            model.locks.pop(i)
+        given = None if lock is None else firsts
+        offer = LeaseOffer(ROW, owned_from, offered, node, namespace, given)
+        kept = self.cache.accept(array_of(tokens), offer)
+        assert kept is not None
+        assert kept.node is not None
+        assert kept.length == kept.node.end == len(tokens)
+        model.insert(tokens, offered.tolist(), owned_from)
+        model.locks.append(Lock(tokens, firsts))
+        self.nodes.append(kept.node)
+        model.drop_dead()
+        expected = [[model.pages[each][g] for each in prefixes] for g in range(len(self.groups))]
+        begin = 0 if node is None else first
+        assert kept.pages.tolist() == [row[begin:] for row in expected]
+        for group, (_, pool, _) in enumerate(self.groups):
+            own = offered[group, first:]
+            duplicates = own[(own != kept.pages[group, first - begin :]) & (own != 0)]
+            self.allocators[pool].free(duplicates, ROW)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def publish(self, data: st.DataObject, namespace: str) -> None:
+        """A request that has matched nothing, or not looked."""
+        tokens = in_namespace(data.draw(token_lists(self.page_size)), namespace)
+        zeros = [data.draw(st.integers(0, 4)) for _ in self.groups]
+        self.offer(tokens, 0, zeros, None)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def compute_as_an_engine_does(self, data: st.DataObject, namespace: str) -> None:
+        """Match, then publish chunk by chunk, letting go of what each window has passed."""
+        tokens = in_namespace(data.draw(token_lists(self.page_size)), namespace)
+        self.match_tokens(tokens[:-1], namespace)
+        prefix = self.model.longest_match(tokens[:-1])
+        lock = self.model.locks[-1] if prefix else None
+        length = len(prefix)
+        while length < len(tokens):
+            chunk = data.draw(st.integers(1, 3)) * self.page_size
+            end = min(length + chunk, len(tokens))
+            zeros = [self.model.first_read(group, length) for group in range(len(self.groups))]
+            self.offer(tokens[:end], length, zeros, lock)
+            lock, length = self.model.locks[-1], end
+            for group in range(len(self.groups)):
+                self.let_go(len(self.nodes) - 1, group, zeros[group])
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def extend(self, data: st.DataObject) -> None:
+        lock = data.draw(st.sampled_from(self.model.locks))
+        added = data.draw(token_lists(self.page_size))
+        tokens = lock.prefix + in_namespace(added, namespace_of(lock.prefix))
+        zeros = [data.draw(st.integers(0, 7)) for _ in self.groups]
+        self.offer(tokens, len(lock.prefix), zeros, lock)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def match(self, data: st.DataObject, namespace: str) -> None:
+        tokens = in_namespace(data.draw(token_lists(self.page_size, ragged=True)), namespace)
+        self.match_tokens(tokens, namespace)
+
+    def match_tokens(self, tokens: Tokens, namespace: str) -> None:
+        expected = self.model.longest_match(tokens)
+        assert self.cache.peek(array_of(tokens), namespace) == len(expected)
+        match = self.cache.match_prefix(array_of(tokens), namespace)
+        assert match.length == len(expected)
+        self.check_pages_read(match.pages, expected, 0)
+        assert (match.node is None) == (not expected)
+        if match.node is not None:
+            self.model.locks.append(Lock(expected, [0] * len(self.groups)))
+            self.nodes.append(match.node)
+
+    def check_pages_read(self, pages: np.ndarray, prefix: Tokens, behind: int) -> None:
+        """A match answers what is read from there, which holds what it should."""
+        prefixes = self.model.prefixes(prefix)
+        for group, (_, pool, _) in enumerate(self.groups):
+            first = self.model.first_read(group, len(prefix))
+            expected = [
+                self.model.pages[each][group] if number >= first else 0
+                for number, each in enumerate(prefixes)
+            ][behind:]
+            assert pages[group].tolist() == expected
+            for number, page in enumerate(expected, behind):
+                if page:
+                    assert self.content[pool, page] == (group, prefixes[number])
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def match_more_than_is_locked(self, data: st.DataObject) -> None:
+        i = data.draw(st.integers(0, len(self.nodes) - 1))
+        lock, namespace = self.model.locks[i], self.nodes[i].namespace
+        more = data.draw(token_lists(self.page_size, ragged=True))
+        tokens = lock.prefix + in_namespace(more, namespace)
+        expected = max(lock.prefix, self.model.longest_match(tokens), key=len)
+        assert self.cache.peek(array_of(tokens), namespace, self.nodes[i]) == len(expected)
+        behind = len(lock.prefix) // self.page_size
+        start, firsts = self.nodes[i], lock.firsts
+        match = self.cache.match_prefix(array_of(tokens), namespace, start, firsts)
+        assert match.length == len(expected)
+        self.check_pages_read(match.pages, expected, behind)
+        assert match.node is not None
+        self.nodes[i], lock.prefix = match.node, expected
+        self.model.drop_dead()
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def let_go_early(self, data: st.DataObject) -> None:
+        i = data.draw(st.integers(0, len(self.nodes) - 1))
+        group = data.draw(st.integers(0, len(self.groups) - 1))
+        end = len(self.model.locks[i].prefix) // self.page_size
+        self.let_go(i, group, data.draw(st.integers(0, end)))
+
+    def let_go(self, i: int, group: int, first: int) -> None:
+        lock = self.model.locks[i]
+        first = min(first, len(lock.prefix) // self.page_size)
+        if self.groups[group].sliding_window is None or first <= lock.firsts[group]:
+            return
+        self.cache.let_go(self.nodes[i], group, lock.firsts[group], first)
+        lock.firsts[group] = first
+        self.model.drop_dead()
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def unlock_one(self, data: st.DataObject) -> None:
+        self.unlock(data.draw(st.integers(0, len(self.nodes) - 1)))
+
+    def unlock(self, i: int) -> None:
+        self.cache.unlock(self.nodes.pop(i), self.model.locks.pop(i).firsts)
+        self.model.drop_dead()
+
+    # -- memory -----------------------------------------------------------------------------
+
+    @rule(data=st.data(), num_pages=st.integers(0, 12))
+    def evict(self, data: st.DataObject, num_pages: int) -> None:
+        self.evict_from(data.draw(st.integers(0, len(self.allocators) - 1)), num_pages)
+
+    def evict_from(self, pool: int, num_pages: int) -> None:
+        model = self.model
+        evictable, _ = model.counts(pool)
+        num_free = [allocator.num_free for allocator in self.allocators]
+        num_held = sum(allocator.num_tree for allocator in self.allocators)
+        num_before = self.cache.num_evicted
+        freed = self.cache.evict(num_pages, pool)
+        assert freed == self.allocators[pool].num_free - num_free[pool]
+        assert freed >= min(num_pages, evictable)
+        num_gone = num_held - sum(allocator.num_tree for allocator in self.allocators)
+        assert self.cache.num_evicted - num_before == num_gone
+        if num_pages == 0:
+            assert num_gone == 0
+        model.remove_evicted(values_on_tree(self.cache))
+
+    @rule()
+    def reset(self) -> None:
+        while self.nodes:
+            self.unlock(0)
+        self.cache.reset()
+        assert not self.cache.tree.root.children
+        self.model.pages.clear()
+
+    # -- cursors ----------------------------------------------------------------------------
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def follow(self, data: st.DataObject, namespace: str) -> None:
+        tokens = in_namespace(data.draw(token_lists(self.page_size, ragged=True)), namespace)
+        cursor = self.cache.cursors.follow(array_of(tokens), namespace, len(self.cursors))
+        self.cursors.append((cursor, tokens))
+        self.told[id(cursor)] = cursor.length
+
+    @precondition(lambda self: self.cursors)
+    @rule(data=st.data())
+    def unfollow(self, data: st.DataObject) -> None:
+        i = data.draw(st.integers(0, len(self.cursors) - 1))
+        self.cache.cursors.unfollow(self.cursors.pop(i)[0])
+
+    @rule()
+    def ask_which_have_moved(self) -> None:
+        moved = {id(cursor) for cursor in self.cache.cursors.take_moved()}
+        for cursor, _ in self.cursors:
+            assert cursor.length == self.told[id(cursor)] or id(cursor) in moved
+            self.told[id(cursor)] = cursor.length
+
+    # -- proof ------------------------------------------------------------------------------
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        model = self.model
+        self.cache.audit(
+            [(node, lock.firsts) for node, lock in zip(self.nodes, model.locks, strict=True)]
+        )
+        assert all(
+            tokens_to(node) == lock.prefix
+            for node, lock in zip(self.nodes, model.locks, strict=True)
+        )
+        assert values_on_tree(self.cache) == model.pages
+        before = {prefix: list(values) for prefix, values in model.pages.items()}
+        model.drop_dead()
+        assert model.pages == before, "something dead is on the tree"
+        counts = [model.counts(pool) for pool in range(len(self.allocators))]
+        assert self.cache.num_evictable == [evictable for evictable, _ in counts]
+        assert self.cache.num_protected == [protected for _, protected in counts]
+        for pool, allocator in enumerate(self.allocators):
+            assert allocator.num_tree == sum(counts[pool]) == len(self.cache.held_pages(pool))
+            assert allocator.num_leased == 0
+        for cursor, tokens in self.cursors:
+            assert cursor.length == len(model.longest_match(tokens)), cursor
+        check_shape(self.cache.tree)
+
+    def teardown(self) -> None:
+        """Drained and evicted, the pools are full and the tree is its root."""
+        if not hasattr(self, "cache"):
+            return
+        self.agrees_with_the_model()
+        self.reset()
+        for cursor, _ in self.cursors:
+            assert cursor.length == 0
+            self.cache.cursors.unfollow(cursor)
+        assert not self.cache.cursors._watchers
+        for allocator in self.allocators:
+            assert allocator.num_free == allocator.num_pages - 1
+
+
+TestLookbacks = LookbackMachine.TestCase
+TestLookbacks.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
