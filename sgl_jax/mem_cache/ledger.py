@@ -74,9 +74,7 @@ def _imbalance(memory: RankMemory) -> str | None:
         )
     for locked, num_protected in zip(memory.locked, cache.num_protected, strict=True):
         if locked.num_locked != num_protected:
-            return (
-                f"leases have locked {locked.num_locked} pages, the tree counts {num_protected}"
-            )
+            return f"leases have locked {locked.num_locked} pages, the tree counts {num_protected}"
     if memory.num_session_pages and not memory.sessions.num_idle:
         return f"no session is idle, and {memory.num_session_pages} pages are held for some"
     held, free, total = rows.num_held, rows.num_free, rows.num_rows - 1

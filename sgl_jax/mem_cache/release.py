@@ -56,6 +56,9 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     lease.node = kept.node
     first = protected // page_size
     rows.cache_protected_len[lease.row] = length
+    if firsts is not None:  # what the tree has of windows that have passed is not read again
+        for number, passed in enumerate(firsts.tolist()):
+            kept.pages[number, : max(passed - first, 0)] = 0
     fresh = offered[:, first:]
     is_duplicate = fresh != kept.pages
     if np.count_nonzero(is_duplicate):
@@ -66,9 +69,7 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     return kept.pages if memory.lists_all else _leave_windows(memory, lease, kept.pages, first)
 
 
-def _leave_windows(
-    memory: RankMemory, lease: KVLease, pages: Int32Array, first: int
-) -> Int32Array:
+def _leave_windows(memory: RankMemory, lease: KVLease, pages: Int32Array, first: int) -> Int32Array:
     """`lease` has published `pages` int32[groups, n], those from number `first` on: it reads on
     what the windows before its end see, and has locked no more. Those of `pages`."""
     rows, row = memory.rows, lease.row

@@ -59,7 +59,7 @@ _FREE_REST = (
     "    if lease.node"
 )
 _FREE_DUPLICATES = "            allocator.free(fresh[numbers][is_duplicate[numbers]], lease.row)\n"
-_UNLOCK_AT_END = """        memory.cache.unlock(lease.node)
+_UNLOCK_AT_END = """        memory.cache.unlock(lease.node, _first_pages(memory, lease))
         lease.node = None
     del memory"""
 
@@ -105,7 +105,7 @@ MUTATIONS = (
         "unlock twice at release",
         _RELEASE,
         _UNLOCK_AT_END,
-        "        memory.cache.unlock(lease.node)\n" + _UNLOCK_AT_END,
+        "        memory.cache.unlock(lease.node, None)\n" + _UNLOCK_AT_END,
     ),
     Mutation("do not return the row", _RELEASE, "    memory.rows.free(lease.row)\n", ""),
     Mutation("leave the lease live", _RELEASE, "    lease.released = True\n", ""),
@@ -354,7 +354,7 @@ MUTATIONS = (
         "namespaces: publish under the default one",
         _RELEASE,
         "LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace, firsts)",
-        "LeaseOffer(lease.row, protected, offered, lease.node, "", firsts)",
+        "LeaseOffer(lease.row, protected, offered, lease.node, , firsts)",
     ),
     Mutation(
         "namespaces: match the default one",
