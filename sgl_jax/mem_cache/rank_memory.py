@@ -183,7 +183,8 @@ class RankMemory:
 
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
         """Pages each row lacks to hold `allocated_lens` tokens; int32[len(rows)]."""
-        return _pages_beyond(rows, allocated_lens, self.rows.kv_allocated_len, self.page_size)
+        rows, lens = np.asarray(rows, np.intp), np.asarray(allocated_lens, np.int32)
+        return _pages_beyond(rows, lens, self.rows.kv_allocated_len, self.page_size)
 
     def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
         """`grow_rows` of this rank's rows alone; whether there was enough memory."""
