@@ -307,8 +307,9 @@ class RankMemory:
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
         """Pages of the first pool that each row lacks to hold `allocated_lens` tokens;
         int32[len(rows)]."""
+        rows, lens = np.asarray(rows, np.intp), np.asarray(allocated_lens, np.int32)
         allocated_len = self.rows.kv_allocated_len
-        beyond: Int32Array = _pages_beyond(rows, allocated_lens, allocated_len, self.page_size)
+        beyond: Int32Array = _pages_beyond(rows, lens, allocated_len, self.page_size)
         if self.lists_all:
             return beyond
         held = -(-allocated_len[rows] // self.page_size)
@@ -324,7 +325,7 @@ class RankMemory:
         if self.lists_all:
             held = self.pages_for(int(self.rows.kv_allocated_len[row]))
             return max(self.pages_for(allocated_len) - held, 0)
-        return int(self.pages_to_grow(np.array([row]), np.array([allocated_len], np.int32))[0])
+        return int(self.pages_to_grow(np.array([row]), np.array([allocated_len]))[0])
 
     def tokens_that_fit(self, row: int) -> int:
         """Tokens that `row` could hold with all that is free or evictable."""
