@@ -211,8 +211,9 @@ def test_experts_may_be_in_mxfp4():
         build_model(read_packed({}), BuildOptions("float32"))
 
 
-def test_a_gpt_oss_without_experts_is_refused():
-    config = ModelConfig.from_dict(GPT_OSS | {"num_local_experts": None})
+@pytest.mark.parametrize("name", ["num_local_experts", "swiglu_limit"])
+def test_a_gpt_oss_without_experts_or_their_limit_is_refused(name):
+    config = ModelConfig.from_dict(GPT_OSS | {name: None})
     with pytest.raises(ModelConfigError, match="needs num_local_experts"):
         build_model(config, BuildOptions("float32"))
 
