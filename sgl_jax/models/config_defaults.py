@@ -10,7 +10,7 @@ from typing import Any
 from sgl_jax.models.config_fields import ModelConfigError, required
 
 # Windows are there to be switched on, and then have layers without them before.
-_QWEN = {"use_sliding_window": False, "max_window_layers": 28}
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GEMMA3 = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -35,6 +35,12 @@ _GPT_OSS = {
     "head_dim": 64,
     "norm_topk_prob": True,  # its softmax is over the chosen experts alone, which is the same
     "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
     "sliding_window": 128,
     "sliding_window_pattern": 2,
     "swiglu_alpha": 1.702,

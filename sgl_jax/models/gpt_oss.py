@@ -14,21 +14,22 @@ from sgl_jax.models.llama import attention, norm, require_divisible
 
 def gpt_oss_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
     """Declare one layer."""
-    if spec.moe is None:
-        raise ModelConfigError("GptOssForCausalLM needs num_local_experts")
+    if spec.moe is None or spec.moe.swiglu_limit is None:
+        raise ModelConfigError("GptOssForCausalLM needs num_local_experts and swiglu_limit")
     sinks = Tensor("self_attn.sinks", (config.num_heads,))
     return DecoderLayer(
         norm("input_layernorm", config.hidden_size, config, options),
         attention(config, spec, options, sinks=sinks),
         norm("post_attention_layernorm", config.hidden_size, config, options),
-        _experts(config, spec.moe, options),
+        _experts(config, spec.moe, spec.moe.swiglu_limit, options),
     )
 
 
-def _experts(config: ModelConfig, moe: MoeConfig, options: BuildOptions) -> MixtureOfExperts:
+def _experts(
+    config: ModelConfig, moe: MoeConfig, limit: float, options: BuildOptions
+) -> MixtureOfExperts:
     hidden, width, experts = config.hidden_size, moe.intermediate_size, moe.num_experts
     require_divisible("intermediate_size", width, options.tp_size)
-    assert moe.swiglu_limit is not None, "the architecture's default"
     router = Tensor("mlp.router.weight", (hidden, experts), transposed=True)
     # Rows of gate and up lie in turn.
     both = _matrices(config, "gate_up_proj", (experts, 2 * width, hidden), swapped=True)
@@ -57,7 +58,7 @@ def _experts(config: ModelConfig, moe: MoeConfig, options: BuildOptions) -> Mixt
         num_experts=experts,
         top_k=moe.top_k,
         norm_topk_prob=moe.norm_topk_prob,
-        gated=clamped_swiglu(moe.swiglu_limit, moe.swiglu_alpha),
+        gated=clamped_swiglu(limit, moe.swiglu_alpha),
     )
 
 

@@ -10,7 +10,6 @@ from sgl_jax.engine.offline import Engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = ("qwen3_moe_mixed", "mistral", "qwen2_windows", "gemma3", "gpt_oss")
-SETTINGS = ({}, {"tp_size": 2}, {"dp_size": 2, "page_size": 1})
 
 
 def golden(family):
@@ -35,9 +34,13 @@ def greedy(num_tokens):
     return SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("family", "settings"),
-    [(family, settings) for family in FAMILIES for settings in SETTINGS],
+    "settings",
+    [
+        pytest.param({"tp_size": 2, "page_size": 128}, marks=pytest.mark.long),
+        {"dp_size": 2, "tp_size": 2, "page_size": 1},
+    ],
     ids=str,
 )
 def test_unlike_layers_are_served(family, settings):

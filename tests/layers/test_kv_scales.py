@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.kernels.attention.api import AttentionBatch
+from sgl_jax.kernels.attention.api import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.xla import ragged_paged_attention
 from sgl_jax.layers import attention as attention_module
 from sgl_jax.layers.attention import Attention
@@ -37,6 +37,7 @@ def attend(scales=None, *, cache_dtype=jnp.float32, tp=1, v_times=1.0):
         Linear(FusedHeads(("q", "k", "v"), (HIDDEN,), heads), jnp.float32, "outputs"),
         Linear(Tensor("o", (width, HIDDEN)), jnp.float32, "inputs"),
         attend=ragged_paged_attention,
+        scores=ScoreOptions(HEAD_DIM**-0.5),
         has_kv_scales=scales is not None,
     )
     rng = np.random.default_rng(0)

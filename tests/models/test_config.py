@@ -1,7 +1,6 @@
-"""Model configs are read in both spellings, and what cannot be honoured is refused by name."""
+"""Model configs are read, and what cannot be honoured is refused by name."""
 
 import json
-import math
 import re
 
 import pytest
@@ -12,55 +11,11 @@ from sgl_jax.models.config import (
     LayerSpec,
     ModelConfig,
     ModelConfigError,
-    MoeConfig,
     RopeConfig,
 )
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model
-
-PLAIN = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 128,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
-GEMMA3 = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 8,
-    "sliding_window": 9,
-}
-GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
-}
-
-
-def read(**changes):
-    return ModelConfig.from_dict(PLAIN | changes)
+from tests.models.configs import EXPERTS, GEMMA3, GPT_OSS, PLAIN, YARN, read
 
 
 def test_defaults_follow_hugging_face():
@@ -72,133 +27,10 @@ def test_defaults_follow_hugging_face():
     assert config.eos_token_ids == ()
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
-        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
-        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
-    ],
-)
-def test_rope_is_read_in_every_spelling(spelling):
-    assert read(**spelling).layers[0].rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
-
-
 def test_end_tokens_of_both_files_are_joined(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PLAIN | {"eos_token_id": 3}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3]}))
     assert ModelConfig.from_path(tmp_path).eos_token_ids == (7, 3)
-
-
-@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
-def test_experts_are_counted_in_either_spelling(name):
-    moe = read(**{name: 6}, num_experts_per_tok=2, moe_intermediate_size=16).moe
-    assert moe is not None
-    assert (moe.num_experts, moe.top_k, moe.intermediate_size) == (6, 2, 16)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sparse"),
-    [
-        ({}, [0, 1, 2, 3, 4, 5]),
-        ({"decoder_sparse_step": 2}, [1, 3, 5]),
-        ({"mlp_only_layers": [0, 4]}, [1, 2, 3, 5]),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [3, 4]}, [1, 5]),
-    ],
-)
-def test_which_layers_have_experts(changes, sparse):
-    layers = read(num_hidden_layers=6, **EXPERTS, **changes).layers
-    assert [layer for layer, spec in enumerate(layers) if spec.moe] == sparse
-
-
-def ropes(config):
-    """Of the first layer with a window, and of the first without."""
-    specs = sorted(config.layers, key=lambda spec: spec.sliding_window is None)
-    return specs[0].rope, specs[-1].rope
-
-
-@pytest.mark.parametrize(
-    ("changes", "full"),
-    [
-        ({"use_sliding_window": True, "max_window_layers": 3}, [0, 1, 2]),
-        ({"use_sliding_window": False, "max_window_layers": 3}, [0, 1, 2, 3, 4, 5]),
-        ({"use_sliding_window": True}, [0, 1, 2, 3, 4, 5]),  # the first 28 of Qwen are full
-        ({"use_sliding_window": True, "sliding_window_pattern": 3}, [2, 5]),
-        ({"use_sliding_window": True, "_sliding_window_pattern": 4}, [3]),
-        (
-            {
-                "use_sliding_window": True,
-                "sliding_window_pattern": 2,
-                "layer_types": ["full_attention"] + ["sliding_attention"] * 5,
-            },
-            [0],
-        ),
-        ({"architectures": ["MistralForCausalLM"]}, []),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, [0, 1, 2, 3, 4, 5]),
-    ],
-)
-def test_which_layers_have_a_window(changes, full):
-    config = read(**{"num_hidden_layers": 6, "sliding_window": 9} | changes)
-    without = [i for i, spec in enumerate(config.layers) if spec.sliding_window is None]
-    assert without == full
-    assert {spec.sliding_window for spec in config.layers} <= {None, 9}
-
-
-def test_what_a_mistral_leaves_out_is_what_transformers_takes():
-    layers = read(architectures=["MistralForCausalLM"]).layers
-    assert [spec.sliding_window for spec in layers] == [4096, 4096]
-
-
-def test_what_a_gemma3_leaves_out_is_what_transformers_takes():
-    config = ModelConfig.from_dict(GEMMA3)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
-    assert (config.activation, config.score_scale) == ("gelu_pytorch_tanh", 1 / 16)
-    assert config.tie_word_embeddings
-    assert config.eos_token_ids == (1,)
-    assert config.cache_groups() == (
-        CacheGroup(None, 0, (5,)),
-        CacheGroup(9, 1, (0, 1, 2, 3, 4, 6, 7)),
-    )
-    assert ropes(config) == (RopeConfig(1e4), RopeConfig(1e6))
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {
-            "rope_theta": 5e5,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-            "rope_local_base_freq": 100,
-        },
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100},
-            }
-        },
-        {
-            "rope_theta": 5e5,
-            "rope_local_base_freq": 100,
-            "rope_parameters": {
-                "full_attention": {"type": "linear", "factor": 8.0},
-                "sliding_attention": None,
-            },
-        },
-    ],
-)
-def test_layers_with_a_window_may_have_a_rope_of_their_own(spelling):
-    config = ModelConfig.from_dict(GEMMA3 | spelling)
-    assert ropes(config) == (RopeConfig(100.0), RopeConfig(5e5, "linear", 8.0))
-
-
-def test_what_a_gpt_oss_leaves_out_is_what_transformers_takes():
-    config = ModelConfig.from_dict(GPT_OSS)
-    assert config.head_dim == 64
-    assert config.attention_bias
-    assert config.expert_format == "float"
-    assert config.cache_groups() == (CacheGroup(None, 0, (1, 3)), CacheGroup(128, 0, (0, 2)))
-    assert ropes(config) == (RopeConfig(150000.0),) * 2
-    assert config.moe == MoeConfig(6, 2, 48, True, 7.0, 1.702)
 
 
 def test_experts_may_be_in_mxfp4():
@@ -214,8 +46,9 @@ def test_experts_may_be_in_mxfp4():
         build_model(read_packed({}), BuildOptions("float32"))
 
 
-def test_a_gpt_oss_without_experts_is_refused():
-    config = ModelConfig.from_dict(GPT_OSS | {"num_local_experts": None})
+@pytest.mark.parametrize("name", ["num_local_experts", "swiglu_limit"])
+def test_a_gpt_oss_without_experts_or_their_limit_is_refused(name):
+    config = ModelConfig.from_dict(GPT_OSS | {name: None})
     with pytest.raises(ModelConfigError, match="needs num_local_experts"):
         build_model(config, BuildOptions("float32"))
 
@@ -236,27 +69,6 @@ def test_of_a_model_of_images_and_text_the_text_is_read():
             ModelConfig.from_dict({"architectures": both["architectures"]} | wrong)
 
 
-@pytest.mark.parametrize(
-    ("changes", "attention_factor"),
-    [
-        ({}, 0.1 * math.log(8) + 1),
-        ({"attention_factor": 1.5}, 1.5),
-        (
-            {"mscale": 2.0, "mscale_all_dim": 0.5},
-            (0.2 * math.log(8) + 1) / (0.05 * math.log(8) + 1),
-        ),
-        ({"mscale": 2.0}, 0.1 * math.log(8) + 1),
-        ({"factor": 0.5}, 1.0),
-    ],
-)
-def test_yarn(changes, attention_factor):
-    rope = read(rope_scaling=YARN | {"truncate": False, "beta_fast": 4} | changes).layers[0].rope
-    assert rope.kind == "yarn"
-    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (4.0, 1.0, False)
-    assert rope.original_max_position_embeddings == 16
-    assert rope.attention_factor == pytest.approx(attention_factor)
-
-
 def test_scores_and_logits_may_be_scaled_and_capped():
     config = read(query_pre_attn_scalar=25, attn_logit_softcapping=50.0, final_logit_softcapping=30)
     assert (config.score_scale, config.score_soft_cap, config.logit_soft_cap) == (0.2, 50.0, 30.0)
@@ -270,15 +82,6 @@ def test_attention_may_have_biases_on_all_its_projections():
     )
     assert attention.qkv.bias is not None
     assert attention.output.bias is not None
-
-
-def test_a_window_on_every_layer_is_honoured():
-    def windows(**changes):
-        return {spec.sliding_window for spec in read(sliding_window=9, **changes).layers}
-
-    assert windows(use_sliding_window=True, max_window_layers=0) == {9}
-    assert windows(use_sliding_window=False) == {None}
-    assert windows(use_sliding_window=True, max_window_layers=5) == {None}
 
 
 @pytest.mark.parametrize(
@@ -313,12 +116,19 @@ def test_a_window_on_every_layer_is_honoured():
             "full_attention and sliding_attention; 'linear_attention' is not supported",
         ),
         (
-            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True},
+            {
+                "layer_types": ["sliding_attention"] * 2,
+                "use_sliding_window": True,
+                "sliding_window": None,
+            },
             "lacks 'sliding_window'",
         ),
         ({"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer"),
-        ({"sliding_window_pattern": 2, "use_sliding_window": True}, "lacks 'sliding_window'"),
+        (
+            {"sliding_window_pattern": 2, "use_sliding_window": True, "sliding_window": None},
+            "lacks 'sliding_window'",
+        ),
         ({**EXPERTS, "mlp_only_layers": [2]}, r"layers in \[0, 2\), got \[2\]"),
         ({**EXPERTS, "mlp_only_layers": 0.5}, "mlp_only_layers must be a list"),
         ({**EXPERTS, "decoder_sparse_step": "2"}, "decoder_sparse_step must be a positive integer"),

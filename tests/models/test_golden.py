@@ -26,7 +26,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-WITH_WINDOWS = ("mistral", "qwen2_windows", "gemma3", "gpt_oss", "gpt_oss_mxfp4")
+WITH_WINDOWS = ("mistral", "qwen2_windows", "gemma3", "gpt_oss")
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", *WITH_WINDOWS)
 CACHE_SPEC = P(None, "data", "tensor", None, None)
 TOLERANCE = 1e-4
@@ -187,6 +187,7 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ("gpt_oss", SPLIT_WEIGHTS),
         ("gpt_oss", MORE_CHIPS_THAN_KV_HEADS),
         ("gpt_oss", UNROLLED),
+        ("gpt_oss_mxfp4", Setup()),
         ("gpt_oss_mxfp4", SPLIT_WEIGHTS),
         ("gpt_oss_mxfp4", MORE_CHIPS_THAN_KV_HEADS),
         pytest.param("qwen3_moe", SIMULATED_TPU, marks=pytest.mark.long),
