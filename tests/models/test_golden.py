@@ -174,10 +174,11 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
         ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
+        *[(family, TWO_CHIPS) for family in WITH_WINDOWS],
         *[
-            (family, setup)
+            pytest.param(family, setup, marks=() if family == "gemma3" else pytest.mark.long)
             for family in WITH_WINDOWS
-            for setup in (Setup(), ONE_PAGE_A_ROW, TWO_CHIPS, TWO_RANKS)
+            for setup in (Setup(), ONE_PAGE_A_ROW, TWO_RANKS)
         ],
         ("qwen3", UNROLLED),
         ("qwen3_moe_mixed", UNROLLED),
