@@ -51,16 +51,21 @@ class AdaptivePolicy(EvictionPolicy):
     def next_victim(self, now: int) -> TreeNode | None:
         """Of the oldest leaves of each class, the one with the lowest rate of use."""
         victim, lowest = None, 0.0
-        for queue, reused, left in zip(self._queues, self._num_reused, self._num_left, strict=True):
+        for num_uses, queue in enumerate(self._queues):
             oldest = queue.oldest()
             if oldest is None:
                 continue
-            age = now - oldest.last_access + 1
-            # To the power of 1.25, by square roots alone: those are the same on every host.
-            rate = reused / (reused + left) / (age * sqrt(sqrt(age)))
+            rate = self.rate(num_uses, oldest.last_access, now)
             if victim is None or rate < lowest:
                 victim, lowest = oldest, rate
         return victim
+
+    def rate(self, num_uses: int, last_access: int, now: int) -> float:
+        """The share of such pages that was used again, by age."""
+        reused, left = self._num_reused[num_uses], self._num_left[num_uses]
+        age = now - last_access + 1
+        # To the power of 1.25, by square roots alone: those are the same on every host.
+        return reused / (reused + left) / (age * sqrt(sqrt(age)))
 
     def begin(self, node: TreeNode) -> list[UseRun]:
         """Recall which of the pages were here before."""

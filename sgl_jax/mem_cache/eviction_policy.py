@@ -50,9 +50,18 @@ class EvictionPolicy(ABC):
         """`node` may not go, or no more."""
         self._queues[node.num_uses].discard(node)
 
+    @property
+    def num_classes(self) -> int:
+        """All `num_uses` are below it."""
+        return len(self._queues)
+
     @abstractmethod
     def next_victim(self, now: int) -> TreeNode | None:
         """The leaf to take from first; None if none may go. It stays in the set."""
+
+    @abstractmethod
+    def rate(self, num_uses: int, last_access: int, now: int) -> float:
+        """How likely something of so many uses and this age is to be used, to compare by."""
 
     @abstractmethod
     def begin(self, node: TreeNode) -> list[UseRun]:
@@ -97,6 +106,10 @@ class LruPolicy(EvictionPolicy):
 
     def next_victim(self, now: int) -> TreeNode | None:
         return self._queues[0].oldest()
+
+    def rate(self, num_uses: int, last_access: int, now: int) -> float:
+        """The younger, the higher."""
+        return 1.0 / (now - last_access + 1)
 
     def begin(self, node: TreeNode) -> list[UseRun]:
         return [UseRun(len(node.key), 0)]

@@ -101,7 +101,17 @@ class RadixCache:
             if window is not None:
                 lookback = lookback_pages(window, page_size)
                 allocator, index = allocators[pool], len(windows) + 1
-                windows.append(WindowComponent(index, number, pool, allocator, page_size, lookback))
+                windows.append(
+                    WindowComponent(
+                        index,
+                        number,
+                        pool,
+                        allocator,
+                        page_size,
+                        lookback,
+                        self._policy.num_classes,
+                    )
+                )
         self._windows = tuple(windows)
         self.tree = RadixTree(page_size, self._full, self._policy, windows)
         self.cursors = self.tree.cursors

@@ -211,10 +211,10 @@ class RadixTree:
         leaf = self._policy.next_victim(self._clock)
         if self.resumable is not None:
             # A pool of windows alone says nothing of how old tokens are.
-            least = self.resumable.least_useful(pool, leaf)
+            least = self.resumable.least_useful(pool, leaf, self._policy, self._clock)
             if least is not None:
-                window, node, spares_only = least
-                window.take(node, num_pages, spares_only=spares_only)
+                window, node, level = least
+                window.take(node, num_pages, level)
                 self.resumable.tombstoned(node)
                 return True
         if leaf is None:
@@ -332,6 +332,7 @@ class RadixTree:
         upper.last_access = lower.last_access
         if self.resumable is not None:
             upper.read.last_access = lower.read.last_access
+            upper.read.num_uses = upper.num_uses = lower.num_uses
         parent.children[upper.child_key] = upper
         lower.key = lower.key[num_tokens:].copy()
         lower.parent = upper
@@ -431,12 +432,20 @@ class RadixTree:
             self._policy.use(step, self._clock)
             step.last_access = self._clock
             self.full.refresh(step)
+            if self.resumable is not None:
+                self.resumable.used(step)
 
     def _recall_uses(self, node: TreeNode) -> None:
         """The new edge to `node` may hold what was here before: a node for each number of uses."""
-        for num_tokens, num_uses in self._policy.begin(node):
+        runs = self._policy.begin(node)
+        if self.resumable is not None:
+            self.resumable.used(node)
+        for num_tokens, num_uses in runs:
             if num_tokens < len(node.key):
-                self._split(node, num_tokens).num_uses = num_uses
+                upper = self._split(node, num_tokens)
+                upper.num_uses = num_uses
+                if self.resumable is not None:
+                    self.resumable.used(upper)
         self._refresh(node)
 
     def _refresh(self, node: TreeNode) -> None:

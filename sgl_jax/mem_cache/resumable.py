@@ -18,9 +18,11 @@ import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
 from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.mem_cache.window_component import WindowComponent
+from sgl_jax.mem_cache.window_order import WEIGHTS
 
 
 class Resumable:
@@ -78,8 +80,19 @@ class Resumable:
         end = node.end // self._page_size
         for window in self.windows:
             for step, _, _ in window.edges_between(node, end - window.num_pages, end):
-                for each in self.windows:
-                    each.relist(step, now)
+                self._relist(step, now)
+
+    def used(self, node: TreeNode) -> None:
+        """The node's `num_uses` may have changed."""
+        if node.read.num_uses != node.num_uses:
+            self._relist(node, node.read.last_access)
+
+    def _relist(self, node: TreeNode, last_access: int) -> None:
+        for window in self.windows:
+            window.forget(node)
+        node.read.last_access, node.read.num_uses = last_access, node.num_uses
+        for window in self.windows:
+            window.refresh(node)
 
     def released(self, node: TreeNode) -> None:
         """A lease that ends at `node` has given up locks: what they held may be dead."""
@@ -134,25 +147,21 @@ class Resumable:
     # -- what may go ------------------------------------------------------------------------
 
     def least_useful(
-        self, pool: int, leaf: TreeNode | None
-    ) -> tuple[WindowComponent, TreeNode, bool] | None:
+        self, pool: int, leaf: TreeNode | None, policy: EvictionPolicy, now: int
+    ) -> tuple[WindowComponent, TreeNode, int] | None:
         """Where to take pages of `pool` from, other than from `leaf`, the eviction policy's choice:
-        a window, the node, and whether only spare pages are meant. None: from the leaf.
-
-        Spare pages first. Then what is older, the leaf or the windows of a node that stays.
+        a window, the node, and the level of its pages. None: from the leaf.
         """
-        windows = [window for window in self.windows if window.pool == pool]
-        for spares_only in (True, False):
-            oldest = None
-            for window in windows:
-                item = (window.spares if spares_only else window.inner).oldest()
-                if item is not None and (oldest is None or item.last_access < oldest[1]):
-                    oldest = window, item.last_access, item.node
-            if oldest is not None:
-                window, age, node = oldest
-                if spares_only or leaf is None or age < leaf.last_access:
-                    return window, node, spares_only
-        return None
+        least = None
+        lowest = None if leaf is None else policy.rate(leaf.num_uses, leaf.last_access, now)
+        for window in self.windows:
+            if window.pool != pool:
+                continue
+            for level, item in window.order.oldest():
+                rate = WEIGHTS[level] * policy.rate(item.num_uses, item.last_access, now)
+                if lowest is None or rate < lowest:
+                    least, lowest = (window, item.node, level), rate
+        return least
 
     def pages_to_keep(self, leaf: TreeNode, num_pages: int, pool: int, full: FullComponent) -> int:
         """Pages of the edge that stay when `num_pages` of the pool are wanted of it."""

@@ -25,14 +25,18 @@ def front(values: NDArray[_Scalar], count: int) -> NDArray[_Scalar]:
 
 
 class ReadTime:
-    """When the windows of a node were last read, by the tree's clock: what eviction lists."""
+    """When the windows of a node were last read, by the tree's clock: what eviction lists.
 
-    __slots__ = ("last_access", "node", "node_id")
+    `num_uses` is that of the node when it was listed.
+    """
+
+    __slots__ = ("last_access", "node", "node_id", "num_uses")
 
     def __init__(self, node: "TreeNode", last_access: int) -> None:
         self.node = node
         self.node_id = node.node_id
         self.last_access = last_access
+        self.num_uses = 0
 
     def __repr__(self) -> str:
         return f"ReadTime({self.last_access}, {self.node!r})"

@@ -4,12 +4,8 @@ A node's value is an int32 array of one page for each page of its edge, 0 where 
 are counted page by page, so that they are exact after any split or merge: a lease that ends at page
 p holds `[p - num_pages, p)`, of which it may give up the first ones as it goes on.
 
-Which positions can be resumed, and so which pages are needed, is said by `resumable.py`; here pages
-are kept, counted, and listed by how useful they are:
-
-- spare: inside an edge, where no lease ended and no branch is, and not on the grid
-- other pages of nodes that cannot leave the tree now: they have children, or a lease ends there
-- those of leaves that may leave the tree: they go with it, in the order of the eviction policy
+Which positions can be resumed, and so which pages are needed, is said by `resumable.py`, and which
+pages leave first by `window_order.py`; here they are kept and counted.
 
 The component is the same for whatever has a lookback of so many values; `num_pages` 1 is that of a
 state whose last snapshot alone is needed.
@@ -21,15 +17,12 @@ import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.page_allocator import TREE, PageAllocator
 from sgl_jax.mem_cache.tree_component import FirstPages, LeaseOffer, LockedEnd
-from sgl_jax.mem_cache.tree_node import ReadTime, TreeNode, front
+from sgl_jax.mem_cache.tree_node import TreeNode, front
+from sgl_jax.mem_cache.window_order import Levels, WindowOrder
 
 _NO_PAGES = np.zeros(0, np.int32)
-
-# A window is kept longer at every multiple of so many times its pages: docs/eviction.md.
-_GRID = 8
 
 
 def lookback_pages(sliding_window: int, page_size: int) -> int:
@@ -51,6 +44,7 @@ class WindowComponent:
         group: its number in offers and answers.
         pool: of its pages, whose `allocator` is given.
         num_pages: the lookback, at least 1.
+        num_classes: `num_uses` of all nodes is below it.
     """
 
     def __init__(
@@ -61,6 +55,7 @@ class WindowComponent:
         allocator: PageAllocator,
         page_size: int,
         num_pages: int,
+        num_classes: int,
     ) -> None:
         self.index = index
         self.group = group
@@ -68,11 +63,9 @@ class WindowComponent:
         self.num_pages = num_pages
         self._allocator = allocator
         self._page_size = page_size
-        self._grid = _GRID * num_pages
         self.num_evictable = 0
         self.num_protected = 0
-        self.spares: EvictionQueue[ReadTime] = EvictionQueue()
-        self.inner: EvictionQueue[ReadTime] = EvictionQueue()
+        self.order = WindowOrder(num_pages, num_classes)
         self._dropped: list[Int32Array] = []
         self._absorbed: list[tuple[Int32Array, int]] = []  # not the tree's yet, and their owners
 
@@ -221,48 +214,26 @@ class WindowComponent:
 
     def refresh(self, node: TreeNode) -> None:
         """List the node by what may be taken from it while it stays on the tree."""
-        may_go = self._may_go(node)
-        if not np.count_nonzero(may_go):
-            self.forget(node)
-            return
-        _list(self.inner, node.read, bool(node.children) or node.locks[0] > 0)
-        _list(self.spares, node.read, bool(np.count_nonzero(may_go & self._is_spare(node))))
+        self.order.place(node, self._may_go(node), self._levels(node))
 
     def forget(self, node: TreeNode) -> None:
         """Nothing is to be taken from the node."""
-        self.inner.discard(node.read)
-        self.spares.discard(node.read)
+        self.order.forget(node)
 
-    def is_listed(self, node: TreeNode) -> bool:
-        """Whether anything may be taken from the node while it stays."""
-        return node.read in self.inner or node.read in self.spares
-
-    def relist(self, node: TreeNode, now: int) -> None:
-        """The node's windows were read: it is as old as `now`."""
-        self.forget(node)
-        node.read.last_access = now
-        self.refresh(node)
-
-    def take(self, node: TreeNode, num_pages: int, *, spares_only: bool) -> None:
-        """Let go of the first `num_pages` unlocked pages of the edge, or fewer if it has not so
-        many."""
-        may_go = self._may_go(node)
-        if spares_only:
-            may_go &= self._is_spare(node)
-        may_go[np.flatnonzero(may_go)[num_pages:]] = False
-        self.tombstone(node, may_go)
+    def take(self, node: TreeNode, num_pages: int, level: int) -> None:
+        """Let go of the first `num_pages` unlocked pages of the level, or fewer if the edge has
+        not so many."""
+        is_gone = self._may_go(node) & (self._levels(node) == level)
+        is_gone[np.flatnonzero(is_gone)[num_pages:]] = False
+        self.tombstone(node, is_gone)
 
     def _may_go(self, node: TreeNode) -> BoolArray:
         may_go: BoolArray = (node.values[self.index] != 0) & (node.locks[self.index] == 0)
         return may_go
 
-    def _is_spare(self, node: TreeNode) -> BoolArray:
-        """Pages that neither the end of the edge nor a point of the grid reads."""
-        end, count = node.end // self._page_size, len(node.key) // self._page_size
-        to_grid = -np.arange(end - count, end) % self._grid
-        is_spare = (to_grid == 0) | (to_grid > self.num_pages)
-        is_spare[-self.num_pages :] = False
-        return np.asarray(is_spare, np.bool_)
+    def _levels(self, node: TreeNode) -> Levels:
+        count = len(node.key) // self._page_size
+        return self.order.levels(node.end // self._page_size - count, count)
 
     # -- proof ------------------------------------------------------------------------------
 
@@ -274,7 +245,8 @@ class WindowComponent:
                 if step.node_id not in expected:
                     raise LedgerError(f"a lease locks {step!r}, not in the tree")
                 expected[step.node_id][low:high] += 1
-        evictable = protected = num_inner = num_spares = 0
+        evictable = protected = 0
+        listed = []
         for node in nodes:
             pages, counts = node.values[self.index], node.locks[self.index]
             if len(pages) * self._page_size != len(node.key) or len(counts) != len(pages):
@@ -287,12 +259,7 @@ class WindowComponent:
                     pages[differs & (pages != 0)],
                 )
             may_go = self._may_go(node)
-            is_inner = may_go.any() and (bool(node.children) or node.locks[0] > 0)
-            is_spare = bool((may_go & self._is_spare(node)).any())
-            if (node.read in self.inner, node.read in self.spares) != (is_inner, is_spare):
-                raise LedgerError(f"{node!r}: it is listed wrongly for eviction", pages)
-            num_inner += int(is_inner)
-            num_spares += int(is_spare)
+            listed.append((node, may_go, self._levels(node)))
             evictable += int(may_go.sum())
             protected += int(((pages != 0) & (counts > 0)).sum())
         if (evictable, protected) != (self.num_evictable, self.num_protected):
@@ -300,14 +267,4 @@ class WindowComponent:
                 f"window counts (evictable, protected) {self.num_evictable, self.num_protected}, "
                 f"a walk finds {evictable, protected}"
             )
-        if (num_inner, num_spares) != (len(self.inner), len(self.spares)):
-            raise LedgerError("nodes that are not in the tree are listed for eviction")
-        self.inner.audit()
-        self.spares.audit()
-
-
-def _list(queue: EvictionQueue[ReadTime], item: ReadTime, is_member: bool) -> None:
-    if not is_member:
-        queue.discard(item)
-    elif item not in queue:
-        queue.add(item)
+        self.order.audit(listed)

@@ -309,4 +309,4 @@ class LookbackMachine(RuleBasedStateMachine):
 
 
 TestLookbacks = LookbackMachine.TestCase
-TestLookbacks.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestLookbacks.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

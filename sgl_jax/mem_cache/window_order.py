@@ -1,0 +1,104 @@
+"""In which order the pages of a window leave while their tokens stay.
+
+Pages of an edge are of three levels, by what a prompt that comes later could want of them:
+
+- `SPARE`: no prompt is known to end, or to branch, where they are read;
+- `CHECKPOINT`: the windows before points that are 1, 2, 4, ... pages before the end of the edge,
+  and before each multiple of 16 windows. So a prompt that branches off for the first time loses no
+  more than it is away from the end;
+- `END`: the window before the end of the edge, where a prompt ended or a branch is. Those of leaves
+  that may leave the tree go with them; only nodes that stay are listed.
+
+A node is listed at each level at which something may be taken from it, by how often it was used and
+when its windows were last read. The policy says at which rate it will be used; a level is a weight
+of that rate. docs/eviction.md has what other orders and weights serve.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.step_plan import BoolArray
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction_queue import EvictionQueue
+from sgl_jax.mem_cache.tree_node import ReadTime, TreeNode
+
+SPARE, CHECKPOINT, END = range(3)
+WEIGHTS = (0.1, 0.3, 4.0)
+_GRID = 16  # windows
+
+Levels = NDArray[np.int8]
+
+
+class WindowOrder:
+    """The nodes that pages of one window may be taken from. `num_uses` is below `num_classes`."""
+
+    def __init__(self, num_pages: int, num_classes: int) -> None:
+        self._num_pages = num_pages
+        self._queues: list[list[EvictionQueue[ReadTime]]] = [
+            [EvictionQueue() for _ in range(num_classes)] for _ in WEIGHTS
+        ]
+
+    def levels(self, first: int, count: int) -> Levels:
+        """The level of each page of an edge that begins at page `first` of its path."""
+        to_grid = -np.arange(first, first + count) % (_GRID * self._num_pages)
+        distances = np.arange(count, 0, -1)  # to the end of the edge
+        _, exponents = np.frexp((distances - 1).astype(np.float64))
+        to_power = distances - (1 << np.maximum(exponents - 1, 0))
+        is_read = (to_grid > 0) & (to_grid <= self._num_pages) | (to_power <= self._num_pages)
+        levels = np.where(is_read, CHECKPOINT, SPARE).astype(np.int8)
+        levels[-self._num_pages :] = END
+        return levels
+
+    def place(self, node: TreeNode, may_go: BoolArray, levels: Levels) -> None:
+        """List the node by those of its pages that may go."""
+        for level, is_there in enumerate(_presence(node, may_go, levels)):
+            queue = self._queues[level][node.read.num_uses]
+            if not is_there:
+                queue.discard(node.read)
+            elif node.read not in queue:
+                queue.add(node.read)
+
+    def forget(self, node: TreeNode) -> None:
+        """Nothing is to be taken from the node."""
+        for queues in self._queues:
+            queues[node.read.num_uses].discard(node.read)
+
+    def oldest(self) -> Iterator[tuple[int, ReadTime]]:
+        """Of each level and number of uses, the node whose windows were read longest ago."""
+        for level, queues in enumerate(self._queues):
+            for queue in queues:
+                item = queue.oldest()
+                if item is not None:
+                    yield level, item
+
+    def audit(self, listed: list[tuple[TreeNode, BoolArray, Levels]]) -> None:
+        """Prove that these nodes are listed where they should be, and no others."""
+        num_members = 0
+        for node, may_go, levels in listed:
+            if node.read.num_uses != node.num_uses:
+                raise LedgerError(f"{node!r} is listed for {node.read.num_uses} uses")
+            for level, is_there in enumerate(_presence(node, may_go, levels)):
+                num_members += is_there
+                if (node.read in self._queues[level][node.num_uses]) != is_there:
+                    raise LedgerError(f"{node!r}: it is listed wrongly for eviction")
+        queues = [queue for of_level in self._queues for queue in of_level]
+        if sum(map(len, queues)) != num_members:
+            raise LedgerError("windows that are not in the tree are listed for eviction")
+        for queue in queues:
+            queue.audit()
+
+
+def _presence(node: TreeNode, may_go: BoolArray, levels: Levels) -> tuple[bool, bool, bool]:
+    """Whether there is something to take at each level."""
+    stays = bool(node.children) or node.locks[0] > 0
+    has_any = bool(np.count_nonzero(may_go))
+    if not has_any:
+        return False, False, False
+    of_levels = levels[may_go]
+    return (
+        bool(np.count_nonzero(of_levels == SPARE)),
+        bool(np.count_nonzero(of_levels == CHECKPOINT)),
+        stays and bool(np.count_nonzero(of_levels == END)),
+    )
