@@ -345,7 +345,9 @@ class RankMemory:
             if not self.make_room(wanted - held):
                 return False
             taken = [self.allocators[pool].alloc(wanted - held, row) for _, pool, _ in self.groups]
-            self.rows.list_pages(row, held, np.stack(taken))
+            # One group's pages are not copied into a new array.
+            pages = taken[0][None] if len(taken) == 1 else np.stack(taken)
+            self.rows.list_pages(row, held, pages)
         self.rows.kv_allocated_len[row] = max(held_len, allocated_len)
         return True
 
