@@ -65,6 +65,8 @@ def plot(counts: Int32Array, sizes: EngineSizes, path: Path) -> None:
     """Draw the pages of both groups over the tokens of the request."""
     figure: Any = figure_class()(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
+    is_told = np.diff(counts[:, 1:], axis=0, prepend=-1).any(axis=1)  # what differs from before
+    counts = counts[is_told | (np.arange(len(counts)) == len(counts) - 1)]
     for number, group in enumerate(sizes.groups):
         size = group.sliding_window
         label = "full attention" if size is None else f"window of {size:,} tokens"

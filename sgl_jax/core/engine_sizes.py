@@ -51,9 +51,16 @@ class EngineSizes(NamedTuple):
         pages = self.pages_per_row if num_tokens is None else self.pages_for(num_tokens)
         if group.sliding_window is None:
             return pages
-        num_ahead = max(self.max_chunk_tokens, _STEPS_AHEAD * (1 + self.max_draft_tokens))
-        num_seen = self.pages_for(group.sliding_window - 1)
-        return min(pages, num_seen + self.pages_for(num_ahead - 1) + 1)
+        return min(pages, self._window_pages(group.sliding_window, self.max_chunk_tokens))
+
+    def resting_pages(self, group: CacheGroup) -> int:
+        """Pages of a window's group that a row holds at most beside those of a prompt's chunk."""
+        assert group.sliding_window is not None
+        return min(self.pages_per_row, self._window_pages(group.sliding_window, 1))
+
+    def _window_pages(self, window: int, num_ahead: int) -> int:
+        num_ahead = max(num_ahead, _STEPS_AHEAD * (1 + self.max_draft_tokens))
+        return self.pages_for(window - 1) + self.pages_for(num_ahead - 1) + 1
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""

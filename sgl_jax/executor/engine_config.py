@@ -138,33 +138,45 @@ class EngineConfig(NamedTuple):
     @property
     def pools(self) -> KVPools:
         """The pools of a rank, before it is known how many pages they have."""
-        sizes = self.sizes((0,) * len(self.pool_layouts))
+        sizes = self._sizes(self.limits.rows, ())
         in_pools = [
             [group for group in self.groups if group.pool == pool]
             for pool in range(len(self.pool_layouts))
         ]
+        # The first pool admits by what each request needs of it.
+        resting = [sum(map(sizes.resting_pages, groups)) for groups in in_pools[1:]]
+        chunk_pages = sizes.pages_for(sizes.max_chunk_tokens)
         return KVPools(
             layouts=self.pool_layouts,
             num_tables=tuple(map(len, in_pools)),
-            row_pages=tuple(sum(map(sizes.row_pages, groups)) for groups in in_pools),
+            resting_pages=(0, *resting),
+            step_pages=(0, *(chunk_pages * len(groups) for groups in in_pools[1:])),
             num_rows=self.limits.rows,
             window_tokens_ratio=self.args.swa_full_tokens_ratio,
         )
 
     def sizes(self, pool_pages: tuple[int, ...]) -> EngineSizes:
         """Everything the scheduler must stay within, with pools of so many pages on each rank."""
+        num_rows = self.limits.rows
+        if len(pool_pages) > 1:
+            num_rows = max(self.pools.rows_within([num - 1 for num in pool_pages]), 1)
+        return self._sizes(num_rows, pool_pages)
+
+    def _sizes(self, num_rows: int, pool_pages: tuple[int, ...]) -> EngineSizes:
+        limits = self.limits
+        num_absent = (limits.rows - num_rows) * (1 + limits.draft_tokens)
         return EngineSizes(
             dp_size=self.args.dp_size,
             page_size=self.args.page_size,
             pool_pages=pool_pages,
-            num_rows=self.limits.rows + 1,
+            num_rows=num_rows + 1,
             max_context_len=self.context_len,
-            max_step_tokens=self.limits.tokens,
-            max_prompt_logprob_tokens=self.limits.prompt_logprob_tokens,
+            max_step_tokens=limits.tokens - num_absent,
+            max_prompt_logprob_tokens=limits.prompt_logprob_tokens,
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
             step_token_shapes=tuple(bucket.tokens for bucket in self.buckets.all),
-            max_draft_tokens=self.limits.draft_tokens,
+            max_draft_tokens=limits.draft_tokens,
             groups=self.groups,
         )
 

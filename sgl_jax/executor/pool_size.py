@@ -6,6 +6,7 @@ Only decides and explains; makes no array.
 import logging
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +33,15 @@ class KVPools(NamedTuple):
     """The pools of one rank, and how memory is divided among them; the null pages beside it.
 
     The first pool decides what is admitted, and gets what is left. Each of the others holds
-    windows, and has pages for all rows at once, so that a row never waits for one.
+    windows, and has pages for those of all rows at once, so that a row never waits for one: where
+    memory does not allow it, there are fewer rows.
     """
 
     layouts: tuple[KVPoolLayout, ...]  # of each pool
     num_tables: tuple[int, ...]  # cache groups whose pages each pool holds
-    row_pages: tuple[int, ...]  # pages of each that one row holds at most
-    num_rows: int
+    resting_pages: tuple[int, ...]  # pages of each that one row holds at most, but for
+    step_pages: tuple[int, ...]  # those that the prompts of one step take together
+    num_rows: int  # wanted
     window_tokens_ratio: float | None = None  # tokens of the other pools to those of the first
 
     def pages(self, num_first: int) -> tuple[int, ...]:
@@ -47,11 +50,14 @@ class KVPools(NamedTuple):
         return num_first, *(self._num_window_pages(pool, num_first) for pool in others)
 
     def _num_window_pages(self, pool: int, num_first: int) -> int:
-        if self.window_tokens_ratio is None:
-            cached = num_first // _CACHED_PER_WINDOW_PAGE
-            return self.num_rows * self.row_pages[pool] + cached
-        per_page = self.num_tables[pool] / self.num_tables[0]
-        return int(num_first * self.window_tokens_ratio * per_page)
+        if self.window_tokens_ratio is not None:
+            per_page = self.num_tables[pool] / self.num_tables[0]
+            return int(num_first * self.window_tokens_ratio * per_page)
+        held = self.num_rows * self.resting_pages[pool] + self.step_pages[pool]
+        # No more bytes than the first pool has, unless one row needs them.
+        even = num_first * self.layouts[0].page_bytes // self.layouts[pool].page_bytes
+        least = self.resting_pages[pool] + self.step_pages[pool]
+        return max(least, min(even, held + num_first // _CACHED_PER_WINDOW_PAGE))
 
     def num_bytes(self, num_first: int) -> int:
         """Bytes of all pools, whole, the null pages included."""
@@ -65,16 +71,13 @@ class KVPools(NamedTuple):
         most = num_bytes // self.layouts[0].page_bytes
         return bisect_right(range(most + 1), num_bytes, key=self.num_bytes) - 1
 
-    def require_rows(self, pages: tuple[int, ...]) -> None:
-        """Raise ValueError if windows of all rows do not fit at once."""
-        for pool in range(1, len(pages)):
-            needed = self.num_rows * self.row_pages[pool]
-            if pages[pool] < needed:
-                raise ValueError(
-                    f"--swa-full-tokens-ratio {self.window_tokens_ratio} gives windows "
-                    f"{pages[pool]} pages of a rank; {self.num_rows} running requests hold up to "
-                    f"{needed}: raise it, or lower --max-running-requests"
-                )
+    def rows_within(self, pages: Sequence[int]) -> int:
+        """Rows whose windows all find room at once in pools of so many pages."""
+        each = [
+            (pages[pool] - self.step_pages[pool]) // self.resting_pages[pool]
+            for pool in range(1, len(pages))
+        ]
+        return min([self.num_rows, *each])
 
 
 def choose_pool_pages(
@@ -91,7 +94,7 @@ def choose_pool_pages(
 
     Raises:
         RuntimeError: not even one page beside the null page fits.
-        ValueError: `--swa-full-tokens-ratio` leaves the rows too few pages.
+        ValueError: `--swa-full-tokens-ratio` leaves windows too few pages.
     """
     layout, tables = pools.layouts[0], pools.num_tables[0]
     if args.max_total_tokens is not None:
@@ -119,7 +122,11 @@ def choose_pool_pages(
             "per rank (--tp-size), or a larger --mem-fraction-static"
         )
     pages = pools.pages(num_first)
-    pools.require_rows(pages)
+    if pools.rows_within(pages) < 1:
+        raise ValueError(
+            f"--swa-full-tokens-ratio {args.swa_full_tokens_ratio} gives sliding windows too few "
+            f"pages for one request: {pages[1:]} beside {num_first} of the first pool; raise it"
+        )
     logger.info(
         "KV pool: %s pages of %d tokens on each of %d ranks, %.2f GiB per rank, from %s",
         " and ".join(map(str, pages)),

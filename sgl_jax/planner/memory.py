@@ -60,8 +60,10 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         free = usable - weights - tables
         pages = pages_that_fit(free, pools, args.tp_size, config.logit_bytes)
     pool_pages = pools.pages(pages) if pages > 0 else (pages,) * len(pools.layouts)
-    pools.require_rows(pool_pages)
     sizes = config.sizes(tuple(max(0, num) + 1 for num in pool_pages))
+    num_requests = max(0, pages) // sizes.request_pages(request.workload.tokens)
+    if len(pool_pages) > 1:  # as many as windows have room for
+        num_requests = min(num_requests, sizes.num_rows - 1)
     token_bytes = sum(pools.layouts[group.pool].page_bytes for group in config.groups) // page_size
     return MemoryPlan(
         usable_hbm_bytes=chip.usable_hbm_bytes,
@@ -73,7 +75,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         pool_pages=pool_pages,
         page_size=page_size,
         kv_tokens=sizes.tokens_within(max(0, pages)),
-        num_requests=max(0, pages) // sizes.request_pages(request.workload.tokens),
+        num_requests=num_requests,
     )
 
 

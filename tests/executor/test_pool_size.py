@@ -19,14 +19,14 @@ LAYOUT = KVPoolLayout(
 
 def num_pages(args, mesh, rows=4, pages_per_row=8, workspace_bytes=0):
     """Of the one pool of a model whose layers attend to every token."""
-    pools = KVPools((LAYOUT,), num_tables=(1,), row_pages=(pages_per_row,), num_rows=rows)
+    pools = KVPools((LAYOUT,), num_tables=(1,), resting_pages=(0,), step_pages=(0,), num_rows=rows)
     (pages,) = choose_pool_pages(args, pools, mesh, pages_per_row, workspace_bytes)
     return pages
 
 
-# Of a model with a quarter of its layers attending to every token, the others to a window.
-WIDE = LAYOUT._replace(num_layers=1)
-WINDOWED = KVPools((WIDE, LAYOUT), num_tables=(1, 1), row_pages=(1000, 10), num_rows=4)
+# Of a model with a third of its layers attending to every token, the others to a window.
+WIDE = LAYOUT._replace(num_layers=2)
+WINDOWED = KVPools((WIDE, LAYOUT), (1, 1), resting_pages=(0, 8), step_pages=(0, 8), num_rows=4)
 
 
 @pytest.fixture
@@ -111,23 +111,33 @@ def test_a_device_that_does_not_tell_its_memory_needs_the_argument():
 
 
 def test_windows_get_pages_for_all_rows_and_a_share_for_cached_ones():
-    assert WINDOWED.pages(400) == (400, 4 * 10 + 100)
+    assert WINDOWED.pages(4000) == (4000, 4 * 8 + 8 + 1000)
+    assert WINDOWED.rows_within(WINDOWED.pages(4000)) == 4
     for num_first in (0, 1, 7, 4000):
         num_bytes = WINDOWED.num_bytes(num_first)
         assert WINDOWED.num_that_fit(num_bytes) == num_first
         assert WINDOWED.num_that_fit(num_bytes - 1) == num_first - 1
 
 
-def test_the_ratio_of_tokens_decides_instead():
+def test_where_memory_is_short_windows_get_half_of_it_and_fewer_rows_run():
+    assert WIDE.page_bytes * 2 == LAYOUT.page_bytes
+    assert WINDOWED.pages(60) == (60, 30)
+    assert WINDOWED.rows_within((60, 30)) == 2
+    assert WINDOWED.pages(4) == (4, 16)  # those of one row
+    assert WINDOWED.rows_within((4, 16)) == 1
+
+
+def test_the_ratio_of_tokens_decides_instead(mesh):
     pools = WINDOWED._replace(window_tokens_ratio=0.2)
     assert pools.pages(400) == (400, 80)
-    pools.require_rows(pools.pages(200))
-    with pytest.raises(ValueError, match=r"--swa-full-tokens-ratio 0.2 .* 4 .* hold up to 40"):
-        pools.require_rows(pools.pages(199))
+    assert pools.rows_within((400, 80)) == 4
+    args = ServerArgs(max_total_tokens=16 * 79, swa_full_tokens_ratio=0.2)
+    with pytest.raises(ValueError, match=r"--swa-full-tokens-ratio 0.2 .* too few .* one request"):
+        choose_pool_pages(args, pools, mesh, 1000, 0)
 
 
 def test_two_groups_that_share_a_pool_have_the_memory_of_so_many_tokens(mesh):
-    pools = KVPools((LAYOUT,), num_tables=(2,), row_pages=(1000,), num_rows=4)
+    pools = KVPools((LAYOUT,), (2,), resting_pages=(0,), step_pages=(0,), num_rows=4)
     args = ServerArgs(max_total_tokens=1600)
     assert choose_pool_pages(args, pools, mesh, 100, 0) == (2 * 100 + 1,)
 
@@ -136,6 +146,6 @@ def test_all_pools_together_take_what_is_there(mesh, monkeypatch):
     monkeypatch.setattr(pool_size, "platform_of", lambda mesh: "tpu")
     monkeypatch.setattr(pool_size, "_free_device_bytes", lambda device, fraction: GIB)
     pages = choose_pool_pages(ServerArgs(), WINDOWED, mesh, 1000, 0)
-    assert pages[1] - 1 == 4 * 10 + (pages[0] - 1) // 4
+    assert pages[1] - 1 == 4 * 8 + 8 + (pages[0] - 1) // 4
     num_bytes = pages[0] * WIDE.page_bytes + pages[1] * LAYOUT.page_bytes
     assert GIB - 2 * (WIDE.page_bytes + LAYOUT.page_bytes) < num_bytes <= GIB

@@ -61,9 +61,10 @@ def make_sizes(
         max_draft_tokens=max_draft_tokens,
         groups=groups,
     )
-    # Of any other as many as all rows hold, and a few for cached windows.
+    # Of any other as many as all rows may hold at once.
     others = [group for group in groups if group.pool > 0]
-    held = [1 + (num_rows - 1) * sizes.row_pages(group) + num_pages // 4 for group in others]
+    chunk_pages = sizes.pages_for(max_chunk_tokens)
+    held = [1 + (num_rows - 1) * sizes.resting_pages(group) + chunk_pages for group in others]
     return sizes._replace(pool_pages=(num_pages, *held))
 
 
