@@ -78,7 +78,7 @@ class WindowComponent:
     # -- values -----------------------------------------------------------------------------
 
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
-        """Take each page that the node lacks and the offer's row owns.
+        """Take each offered page that the node lacks.
 
         It is the row's until `flush_dropped`, and stays so if it is dropped before.
         """
@@ -90,7 +90,6 @@ class WindowComponent:
         pages, locks = node.values[self.index], node.locks[self.index]
         offered = offer.pages[self.group, start:end]
         is_new = (pages == 0) & (offered != 0)
-        is_new[: max(offer.owned_from // self._page_size - start, 0)] = False
         taken = offered[is_new]
         if len(taken):
             self._absorbed.append((taken, offer.owner))

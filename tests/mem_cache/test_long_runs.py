@@ -1,11 +1,13 @@
 """The state machines of this room with many more events; `SGL_JAX_EXAMPLES` sets how many."""
 
 import os
+import random
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
 from tests.mem_cache.test_eviction_queue import QueueMachine
 from tests.mem_cache.test_lookbacks import LookbackMachine
 from tests.mem_cache.test_page_allocator import AllocatorMachine
@@ -44,3 +46,21 @@ def test_many_random_events(machine: type[RuleBasedStateMachine]) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("layout", range(len(LookbackMachine.layouts)))
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_a_million_things_on_trees_with_windows(layout: int, policy: str) -> None:
+    """`SGL_JAX_STEPS` of them over all cases; after each, everything is compared with the model."""
+    num_steps = int(os.environ.get("SGL_JAX_STEPS", "1000000"))
+    num_cases = len(LookbackMachine.layouts) * len(EVICTION_POLICIES)
+    rng = random.Random(f"{layout} {policy}")
+    for page_size in (1, 2, 3, 4):
+        machine = LookbackMachine()
+        machine.begin(layout, page_size, policy)
+        for _ in range(num_steps // num_cases // 4):
+            machine.one_thing(rng)
+            machine.agrees_with_the_model()
+        machine.teardown()

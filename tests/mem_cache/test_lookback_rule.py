@@ -37,7 +37,6 @@ class Prompts:
         assert kept.node is not None
         for pool, own, taken in zip(self.pools, pages, kept.pages, strict=True):
             pool.free(own[(own != taken) & (own != 0)], ROW)
-        self.cache.audit([(kept.node, None)])
         return kept.node
 
     def publish(self, prompt: str, window_from: int = 0) -> None:
@@ -128,6 +127,18 @@ def test_a_page_that_no_position_reads_is_freed_at_once() -> None:
     assert (prompts.held(), prompts.found("abcdef")) == ((6, 1), 0)
     prompts.cache.unlock(node, [0, 5])
     assert prompts.held() == (0, 0)
+
+
+def test_what_a_lock_held_of_a_broken_window_goes_with_it_also_where_edges_merge() -> None:
+    prompts = Prompts()
+    upper = prompts.keep("abcd", window_from=2)
+    lower = prompts.keep("abcdefgh", window_from=6)
+    prompts.cache.let_go(upper, WINDOW, 0, 3)
+    prompts.cache.evict(1, WINDOW)  # c, so that nothing reads d, which is locked
+    assert prompts.held() == (8, 3)
+    prompts.cache.unlock(upper, [0, 3])
+    assert prompts.cache.nodes() == [lower]
+    assert prompts.held() == (8, 2)
 
 
 def test_tokens_behind_the_last_position_that_can_be_resumed_are_freed() -> None:

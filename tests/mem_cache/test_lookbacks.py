@@ -1,5 +1,6 @@
 """Windows on the tree, beside the model that is the rule of lookbacks written down."""
 
+import random
 from typing import ClassVar
 
 import numpy as np
@@ -60,6 +61,9 @@ class LookbackMachine(RuleBasedStateMachine):
         policy=st.sampled_from(EVICTION_POLICIES),
     )
     def start(self, layout: int, page_size: int, policy: str) -> None:
+        self.begin(layout, page_size, policy)
+
+    def begin(self, layout: int, page_size: int, policy: str) -> None:
         self.page_size = page_size
         self.groups = [CacheGroup(window, pool) for window, pool in self.layouts[layout]]
         num_pools = max(group.pool for group in self.groups) + 1
@@ -121,13 +125,18 @@ class LookbackMachine(RuleBasedStateMachine):
     def compute_as_an_engine_does(self, data: st.DataObject, namespace: str) -> None:
         """Match, then publish chunk by chunk, letting go of what each window has passed."""
         tokens = in_namespace(data.draw(token_lists(self.page_size)), namespace)
+        self.compute(tokens, namespace, data.draw(st.lists(st.integers(1, 3), min_size=6)))
+
+    def compute(self, tokens: Tokens, namespace: str, chunks: list[int]) -> None:
+        """`chunks` are pages."""
         self.match_tokens(tokens[:-1], namespace)
         prefix = self.model.longest_match(tokens[:-1])
         lock = self.model.locks[-1] if prefix else None
         length = len(prefix)
-        while length < len(tokens):
-            chunk = data.draw(st.integers(1, 3)) * self.page_size
-            end = min(length + chunk, len(tokens))
+        for chunk in chunks:
+            if length == len(tokens):
+                break
+            end = min(length + chunk * self.page_size, len(tokens))
             zeros = [self.model.first_read(group, length) for group in range(len(self.groups))]
             self.offer(tokens[:end], length, zeros, lock)
             lock, length = self.model.locks[-1], end
@@ -217,6 +226,47 @@ class LookbackMachine(RuleBasedStateMachine):
         self.cache.unlock(self.nodes.pop(i), self.model.locks.pop(i).firsts)
         self.model.drop_dead()
 
+    @rule(seed=st.integers(0, 2**32))
+    def many_things(self, seed: int) -> None:
+        """Twenty at random: rules alone seldom split, merge or heal what is locked and watched."""
+        rng = random.Random(seed)
+        for _ in range(20):
+            self.one_thing(rng)
+            self.agrees_with_the_model()
+
+    def one_thing(self, rng: random.Random) -> None:
+        dice, namespace = rng.randrange(10), rng.choice(["", "", "red"])
+        chosen = [rng.choice([(1,), (1,), (3,)]) * self.page_size for _ in range(rng.randint(1, 8))]
+        tokens = in_namespace(tuple(token for page in chosen for token in page), namespace)
+        if len(self.nodes) > 6:
+            self.unlock(rng.randrange(len(self.nodes)))
+        if dice == 0:
+            self.offer(tokens, 0, [rng.randint(0, 6) for _ in self.groups], None)
+        elif dice <= 2:
+            self.compute(tokens, namespace, [rng.randint(1, 3) for _ in range(8)])
+        elif dice == 3:
+            self.match_tokens(tokens, namespace)
+        elif dice == 4 and self.nodes:
+            lock = rng.choice(self.model.locks)
+            longer = lock.prefix + in_namespace(
+                array_of(tokens).tolist(), namespace_of(lock.prefix)
+            )
+            self.offer(longer, len(lock.prefix), [rng.randint(0, 9) for _ in self.groups], lock)
+        elif dice == 5 and self.nodes:
+            i = rng.randrange(len(self.nodes))
+            self.let_go(i, rng.randrange(len(self.groups)), rng.randint(0, 8))
+        elif dice == 6 and self.nodes:
+            self.unlock(rng.randrange(len(self.nodes)))
+        elif dice == 7:
+            if len(self.cursors) > 6:
+                self.cache.cursors.unfollow(self.cursors.pop(rng.randrange(7))[0])
+            self.add_cursor(tokens, namespace)
+        elif dice == 8:
+            self.ask_which_have_moved()
+        else:
+            num_pages = rng.randint(1, 4 + len(self.model.pages) // 4)
+            self.evict_from(rng.randrange(len(self.allocators)), num_pages)
+
     # -- memory -----------------------------------------------------------------------------
 
     @rule(data=st.data(), num_pages=st.integers(0, 12))
@@ -251,6 +301,9 @@ class LookbackMachine(RuleBasedStateMachine):
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
     def follow(self, data: st.DataObject, namespace: str) -> None:
         tokens = in_namespace(data.draw(token_lists(self.page_size, ragged=True)), namespace)
+        self.add_cursor(tokens, namespace)
+
+    def add_cursor(self, tokens: Tokens, namespace: str) -> None:
         cursor = self.cache.cursors.follow(array_of(tokens), namespace, len(self.cursors))
         self.cursors.append((cursor, tokens))
         self.told[id(cursor)] = cursor.length
@@ -309,4 +362,4 @@ class LookbackMachine(RuleBasedStateMachine):
 
 
 TestLookbacks = LookbackMachine.TestCase
-TestLookbacks.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestLookbacks.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)

@@ -26,6 +26,9 @@ _FULL = "sgl_jax/mem_cache/full_component.py"
 _ADAPTIVE = "sgl_jax/mem_cache/adaptive_policy.py"
 _GHOSTS = "sgl_jax/mem_cache/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/radix_cache.py"
+_WINDOW = "sgl_jax/mem_cache/window_component.py"
+_ORDER = "sgl_jax/mem_cache/window_order.py"
+_RESUMABLE = "sgl_jax/mem_cache/resumable.py"
 _LOCKED = "sgl_jax/mem_cache/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_builder.py"
@@ -50,6 +53,7 @@ _QUEUE = "sgl_jax/scheduler/waiting_queue.py"
 _LINES = "sgl_jax/scheduler/waiting_lines.py"
 _RESERVE = "sgl_jax/scheduler/reserve.py"
 _CURSOR = "sgl_jax/mem_cache/prefix_cursor.py"
+_SIZES = "sgl_jax/core/engine_sizes.py"
 
 _BUILT_ON = (
     "if self.running is None or self._is_whole or self._len_after(message) == self.num_tokens:"
@@ -121,8 +125,8 @@ MUTATIONS = (
     Mutation(
         "evict by age alone, though uses are counted",
         _ADAPTIVE,
-        "            rate = reused / (reused + left) / (age",
-        "            rate = 1.0 / (age",
+        "        return reused / (reused + left) / (age",
+        "        return 1.0 / (age",
     ),
     Mutation(
         "change the class of a leaf that is still listed in the old one",
@@ -194,7 +198,7 @@ MUTATIONS = (
     Mutation(
         "merge across the end of a lease",
         _FULL,
-        "        return upper.locks[self.index] == lower.locks[self.index]\n",
+        "        return bool(upper.locks[self.index] == lower.locks[self.index])\n",
         "        return True\n",
     ),
     Mutation(
@@ -224,14 +228,8 @@ MUTATIONS = (
     Mutation(
         "leave apart what only a lock told apart",
         _TREE,
-        "        self.num_locked_tokens -= node.end\n        self._merge_into_only_child(node)\n",
-        "        self.num_locked_tokens -= node.end\n",
-    ),
-    Mutation(
-        "leave apart what only a value told apart",
-        _TREE,
-        "component.tombstone(node)\n                self._merge_into_only_child(node)\n",
-        "component.tombstone(node)\n",
+        "            self.resumable.released(node)\n        self._merge_into_only_child(node)\n",
+        "            self.resumable.released(node)\n",
     ),
     Mutation(
         "leave apart what only a branch told apart",
@@ -248,15 +246,15 @@ MUTATIONS = (
     Mutation(
         "leave the chunks of a prompt a chain",
         _TREE,
-        "            component.move_lock(old, new)\n        self._merge_into_only_child(old)\n",
-        "            component.move_lock(old, new)\n",
+        "            self.resumable.released(old)\n        self._merge_into_only_child(old)\n",
+        "            self.resumable.released(old)\n",
     ),
     # -- publishing a prefix
     Mutation(
         "forget the old lock when a longer prefix is published",
         _CACHE,
-        "            self.tree.move_lock(start, node)\n",
-        "            self.tree.lock(node)\n",
+        "            self.tree.move_lock(offer.node, node, offer.first_pages)\n",
+        "            self.tree.lock(node, offer.first_pages)\n",
     ),
     Mutation(
         "lock what lies above a published prefix once more",
@@ -354,7 +352,7 @@ MUTATIONS = (
         "namespaces: publish under the default one",
         _RELEASE,
         "LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace, firsts)",
-        "LeaseOffer(lease.row, protected, offered, lease.node, , firsts)",
+        'LeaseOffer(lease.row, protected, offered, lease.node, "", firsts)',
     ),
     Mutation(
         "namespaces: match the default one",
@@ -547,8 +545,8 @@ MUTATIONS = (
     Mutation(
         "evict a whole edge for one page",
         _FULL,
-        "keep = max(len(leaf.values[self.index]) - num_units, 0)",
-        "keep = 0",
+        "return max(len(leaf.values[self.index]) - num_pages, 0)",
+        "return 0",
     ),
     Mutation(
         "lock the root when nothing matched",
@@ -565,7 +563,7 @@ MUTATIONS = (
     Mutation(
         "reset the cache under a live lease",
         _CACHE,
-        "        if self.num_protected:\n",
+        "        if self.tree.num_locks:\n",
         "        if False:\n",
     ),
     # -- requests and their results
@@ -1052,7 +1050,7 @@ MUTATIONS = (
     Mutation(
         "call what requests share with idle sessions reclaimable",
         _MEMORY,
-        "num_parked = self.cache.num_protected - self.locked[0].num_running",
+        "num_parked = self.cache.num_protected[0] - self.locked[0].num_running",
         "num_parked = self.locked[0].num_idle",
     ),
     Mutation(
@@ -1085,25 +1083,25 @@ MUTATIONS = (
         "adopt a prefix and keep the row's own pages",
         _RELEASE,
         "    _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)\n"
-        "    lease.node",
-        "    lease.node",
+        "    if memory.lists_all",
+        "    if memory.lists_all",
     ),
     Mutation(
         "adopt a prefix and go on reading the row's own pages",
         _RELEASE,
-        "    memory.rows.list_pages(lease.row, first, match.pages)\n",
-        "",
+        "        memory.rows.list_pages(lease.row, first, match.pages)\n",
+        "        pass\n",
     ),
     Mutation(
         "adopt a prefix without a count of its locks",
         _RELEASE,
-        "    memory.lock(match.pages)\n    _free",
-        "    _free",
+        "        memory.lock(match.pages)\n        memory.rows.list",
+        "        memory.rows.list",
     ),
     Mutation(
         "adopt a prefix under the lock of a shorter one",
         _TREE,
-        "            self.move_lock(start, node)\n        return node\n",
+        "            self.move_lock(start, node, first_pages)\n        return node\n",
         "            self.lock(node)\n        return node\n",
     ),
     Mutation(
@@ -1542,8 +1540,8 @@ MUTATIONS = (
     Mutation(
         "leave a cursor below a split that is made where it ends",
         _CURSOR,
-        "is_above = cursor.length <= upper.end",
-        "is_above = cursor.length < upper.end",
+        "is_above = cursor.matched <= upper.end",
+        "is_above = cursor.matched < upper.end",
     ),
     Mutation(
         "leave the cursors of an edge that is merged",
@@ -1566,8 +1564,8 @@ MUTATIONS = (
     Mutation(
         "shorten a cursor without a report",
         _CURSOR,
-        "            self._move(cursor, end, min(cursor.length, end.end))\n",
-        "            cursor.length = min(cursor.length, end.end)\n"
+        "            self._move(cursor, end, min(cursor.matched, end.end))\n",
+        "            cursor.length = cursor.matched = min(cursor.matched, end.end)\n"
         "            self._file(cursor, end)\n",
     ),
     Mutation(
@@ -1623,5 +1621,258 @@ MUTATIONS = (
         _CURSOR,
         "        self._advance(cursor, below or self._root)\n",
         "        self._advance(cursor, self._root)\n",
+    ),
+    # -- sliding windows
+    Mutation(
+        "windows: read a page less than the window has",
+        _WINDOW,
+        "return -(-(sliding_window - 1) // page_size)",
+        "return (sliding_window - 1) // page_size",
+    ),
+    Mutation(
+        "windows: count the query's own token twice",
+        _WINDOW,
+        "return -(-(sliding_window - 1) // page_size)",
+        "return -(-sliding_window // page_size)",
+    ),
+    Mutation(
+        "windows: lock more than a lease reads",
+        _WINDOW,
+        "        first = max(end - self.num_pages, 0)\n",
+        "        first = max(end - self.num_pages - 1, 0)\n",
+    ),
+    Mutation(
+        "windows: lock again what a lease has let go of",
+        _WINDOW,
+        "max(first, int(first_pages[self.group]))",
+        "first",
+    ),
+    Mutation(
+        "windows: keep the window that a lease has locked before",
+        _WINDOW,
+        "        self.lock(new, first_pages)\n        self.unlock(old, first_pages)\n",
+        "        self.lock(new, first_pages)\n",
+    ),
+    Mutation(
+        "windows: split an edge without the locks of its window",
+        _WINDOW,
+        "pages[:cut].copy(), locks[:cut].copy()",
+        "pages[:cut].copy(), 0 * locks[:cut]",
+    ),
+    Mutation(
+        "windows: join the windows of merged edges in the wrong order",
+        _WINDOW,
+        "[above[self.index], below[self.index]]",
+        "[below[self.index], above[self.index]]",
+    ),
+    Mutation(
+        "windows: take over a page that the tree has already",
+        _WINDOW,
+        "is_new = (pages == 0) & (offered != 0)",
+        "is_new = offered != 0",
+    ),
+    Mutation(
+        "windows: never heal a tombstone",
+        _WINDOW,
+        "        taken = offered[is_new]\n",
+        "        is_new &= not np.count_nonzero(pages)\n        taken = offered[is_new]\n",
+    ),
+    Mutation(
+        "windows: count what is healed under a lock as evictable",
+        _WINDOW,
+        "num_locked = int(np.count_nonzero(locks[is_new]))",
+        "num_locked = 0",
+    ),
+    Mutation(
+        "windows: free what an offer brought and nothing can read",
+        _WINDOW,
+        "            is_dropped = np.isin(taken, dropped)\n",
+        "            is_dropped = np.zeros(len(taken), np.bool_)\n",
+    ),
+    Mutation(
+        "windows: evict a locked window",
+        _WINDOW,
+        "(node.values[self.index] != 0) & (node.locks[self.index] == 0)\n        return may_go",
+        "(node.values[self.index] != 0)\n        return may_go",
+    ),
+    Mutation(
+        "windows: let go of a window without counting",
+        _WINDOW,
+        "        self.num_evictable -= len(gone)\n        pages[is_gone] = 0\n",
+        "        pages[is_gone] = 0\n",
+    ),
+    Mutation(
+        "windows: free no window with its tokens",
+        _WINDOW,
+        "        gone = gone[gone != 0]\n        self._dropped.append(gone)\n",
+        "        gone = gone[gone != 0]\n",
+    ),
+    Mutation(
+        "windows: take more of a window than is wanted",
+        _WINDOW,
+        "        is_gone[np.flatnonzero(is_gone)[num_pages:]] = False\n",
+        "",
+    ),
+    Mutation(
+        "windows: list no leaf that a lease keeps",
+        _ORDER,
+        "stays and bool(np.count_nonzero(of_levels == END))",
+        "bool(node.children) and bool(np.count_nonzero(of_levels == END))",
+    ),
+    Mutation(
+        "windows: keep the end of a window less long than its inside",
+        _ORDER,
+        "WEIGHTS = (0.1, 0.3, 4.0)",
+        "WEIGHTS = (4.0, 0.3, 0.1)",
+    ),
+    Mutation(
+        "windows: resume where one of two windows is there",
+        _RESUMABLE,
+        "is_usable &= run >= window.num_pages",
+        "is_usable = run >= window.num_pages",
+    ),
+    Mutation(
+        "windows: see no window across the end of an edge",
+        _RESUMABLE,
+        "run = positions - last_gap + run_above * (last_gap == 0)",
+        "run = positions - last_gap",
+    ),
+    Mutation(
+        "windows: see a window across a gap",
+        _RESUMABLE,
+        "run = positions - last_gap + run_above * (last_gap == 0)",
+        "run = positions - last_gap + run_above",
+    ),
+    Mutation(
+        "windows: leave what is below a tombstone as it was",
+        _RESUMABLE,
+        "                stack += step.children.values()\n\n    def _positions",
+        "                pass\n\n    def _positions",
+    ),
+    Mutation(
+        "windows: keep dead pages of windows above a change",
+        _RESUMABLE,
+        "            for each in self._with_those_above(node):\n",
+        "            for each in [node]:\n",
+    ),
+    Mutation(
+        "windows: keep tokens that lead nowhere",
+        _RESUMABLE,
+        "                trim(node, self._last_usable(node))\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "windows: take as dead what only a branch reads",
+        _RESUMABLE,
+        "            is_dead &= (following <= count) | (below - pages > window.num_pages)\n",
+        "",
+    ),
+    Mutation(
+        "windows: look for dead pages no more after a merge",
+        _RESUMABLE,
+        "            if nodes.pop(upper.node_id, None) is not None:\n",
+        "            if nodes.pop(upper.node_id, None) is lower:\n",
+    ),
+    Mutation(
+        "windows: release a lock and keep what it held, though dead",
+        _RESUMABLE,
+        "        if node.end and not self.can_resume(node):\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "windows: answer pages of a window that are not read",
+        _CACHE,
+        "            pages[window.group, : max(num_unread, 0)] = 0\n",
+        "",
+    ),
+    Mutation(
+        "windows: evict from one pool for another",
+        _TREE,
+        "return sum(each.num_evictable for each in self.components if each.pool == pool)",
+        "return sum(each.num_evictable for each in self.components)",
+    ),
+    Mutation(
+        "windows: a cursor hears nothing of tombstones",
+        _CURSOR,
+        "        for node in nodes:\n            self._measure_watchers(node)\n",
+        "",
+    ),
+    Mutation(
+        "windows: a cursor is as long as its walk",
+        _CURSOR,
+        "cursor.length, cursor.watched = self._usable_len(cursor.node, cursor.matched)",
+        "cursor.length, cursor.watched = cursor.matched, []",
+    ),
+    Mutation(
+        "windows: a cursor is measured anew without a report",
+        _CURSOR,
+        "            if cursor.length != before and not cursor.is_moved:\n",
+        "            if False:\n",
+    ),
+    Mutation(
+        "windows: a cursor that is not needed is watched for",
+        _CURSOR,
+        "        if self._usable_len is not None:\n            self._unwatch(cursor)\n",
+        "        if self._usable_len is not None:\n",
+    ),
+    Mutation(
+        "windows: pass a token that the next query sees",
+        _RELEASE,
+        "firsts = np.maximum(ends + (1 - window), 0) // page_size",
+        "firsts = np.maximum(ends + (2 - window), 0) // page_size",
+    ),
+    Mutation(
+        "windows: keep the pages that a row has passed",
+        _RELEASE,
+        "    memory.allocators[pool].free(own[own > 0], row)\n",
+        "",
+    ),
+    Mutation(
+        "windows: keep the lock of what a row has passed",
+        _RELEASE,
+        "        memory.cache.let_go(lease.node, group, passed, end)\n",
+        "",
+    ),
+    Mutation(
+        "windows: count what a row has passed as locked",
+        _RELEASE,
+        "        memory.locked[pool].unlock(read[read > 0])\n",
+        "",
+    ),
+    Mutation(
+        "windows: count what a published prefix leaves behind as locked",
+        _RELEASE,
+        "        memory.locked[pool].unlock(passed[passed > 0])\n",
+        "",
+    ),
+    Mutation(
+        "windows: list again what the tree has of a window that has passed",
+        _RELEASE,
+        "            kept.pages[number, : max(passed - first, 0)] = 0\n",
+        "            kept.pages[number, :0] = 0\n",
+    ),
+    Mutation(
+        "windows: go back behind what a window has passed",
+        _REQUEST,
+        " or not memory.can_go_back(lease, length):\n",
+        ":\n",
+    ),
+    Mutation(
+        "windows: leave no page for a step that begins within one",
+        _SIZES,
+        "self.pages_for(num_ahead - 1) + 1\n",
+        "self.pages_for(num_ahead - 1)\n",
+    ),
+    Mutation(
+        "windows: take a page for the first group alone",
+        _MEMORY,
+        "    for number, group in enumerate(memories[0].groups):\n        allocators",
+        "    for number, group in enumerate(memories[0].groups[:1]):\n        allocators",
+    ),
+    Mutation(
+        "windows: tell the executor of one group's pages as another's",
+        _ROWS,
+        "(rows * self.num_groups + group) * self.pages_per_row + columns",
+        "(rows * self.num_groups) * self.pages_per_row + columns",
     ),
 )
