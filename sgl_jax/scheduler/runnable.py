@@ -10,9 +10,9 @@ import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
-from sgl_jax.mem_cache.rank_memory import grow_rows
 from sgl_jax.mem_cache.release import let_go_windows
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
+from sgl_jax.mem_cache.row_growth import grow_rows
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.running_rows import NOT_SCORED, RowColumns
 

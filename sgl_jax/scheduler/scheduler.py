@@ -24,7 +24,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
 from sgl_jax.mem_cache.ledger import audit, check_balance
-from sgl_jax.mem_cache.rank_memory import MemoryView
+from sgl_jax.mem_cache.memory_view import MemoryView
 from sgl_jax.scheduler.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
 from sgl_jax.scheduler.deadlines import Deadlines

@@ -18,7 +18,7 @@ from sgl_jax.core.step_plan import (
     RowIndex,
     StepPlan,
 )
-from sgl_jax.mem_cache.rank_memory import commit_rows
+from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.step_builder import StepBuilder

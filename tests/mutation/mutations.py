@@ -53,6 +53,7 @@ _QUEUE = "sgl_jax/scheduler/waiting_queue.py"
 _LINES = "sgl_jax/scheduler/waiting_lines.py"
 _RESERVE = "sgl_jax/scheduler/reserve.py"
 _CURSOR = "sgl_jax/mem_cache/prefix_cursor.py"
+_GROWTH = "sgl_jax/mem_cache/row_growth.py"
 _SIZES = "sgl_jax/core/engine_sizes.py"
 
 _BUILT_ON = (
@@ -441,19 +442,19 @@ MUTATIONS = (
     ),
     Mutation(
         "forget what was allocated",
-        _MEMORY,
+        _GROWTH,
         "allocated_len[rows[i]] = max(allocated_len[rows[i]], lens[i])",
         "pass",
     ),
     Mutation(
         "shrink the allocated length without freeing",
-        _MEMORY,
+        _GROWTH,
         "allocated_len[rows[i]] = max(allocated_len[rows[i]], lens[i])",
         "allocated_len[rows[i]] = lens[i]",
     ),
     Mutation(
         "off by one in the pages that a row lacks",
-        _MEMORY,
+        _GROWTH,
         "            if lens[i] - held_len > num_left:\n                lacking[num",
         "            if lens[i] - held_len > num_left + 1:\n                lacking[num",
     ),
@@ -1865,7 +1866,7 @@ MUTATIONS = (
     ),
     Mutation(
         "windows: take a page for the first group alone",
-        _MEMORY,
+        _GROWTH,
         "    for number, group in enumerate(memories[0].groups):\n        allocators",
         "    for number, group in enumerate(memories[0].groups[:1]):\n        allocators",
     ),
