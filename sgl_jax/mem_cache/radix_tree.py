@@ -27,6 +27,7 @@ from sgl_jax.mem_cache.prefix_cursor import CursorIndex, common_prefix_len
 from sgl_jax.mem_cache.resumable import Resumable
 from sgl_jax.mem_cache.tree_component import FirstPages, LeaseOffer, PathStep, TreeComponent
 from sgl_jax.mem_cache.tree_node import TreeNode, front
+from sgl_jax.mem_cache.tree_path import cut_path, matched_len, only_child, parent_of
 from sgl_jax.mem_cache.window_component import WindowComponent
 
 
@@ -73,10 +74,10 @@ class RadixTree:
         """
         path = self._walk(tokens, namespace, start)
         above = start.end if start else 0
-        length = matched = _matched_len(path) if path else above
+        length = matched = matched_len(path) if path else above
         if self.resumable is not None and path:
             length, _ = self.resumable.usable_len(path[-1].node, matched, above)
-        return path if length == matched else _cut_path(path, length - above), length
+        return path if length == matched else cut_path(path, length - above), length
 
     def match(
         self,
@@ -166,7 +167,7 @@ class RadixTree:
         """
         start = start or self.root
         path = self._walk(tokens, offer.namespace, start)
-        length = _matched_len(path) if path else start.end
+        length = matched_len(path) if path else start.end
         node = self._node_at(path, length) if path else start
         self._touch(node, start)
         is_new = length < len(tokens)
@@ -245,7 +246,7 @@ class RadixTree:
 
     def is_listed(self, node: TreeNode) -> bool:
         """Whether a lookup by `node`'s namespace and tokens finds it, below its own namespace."""
-        parent = _parent_of(node)
+        parent = parent_of(node)
         key = self.child_key(parent, node.key, node.namespace)
         is_of_parent = parent is self.root or parent.namespace == node.namespace
         return is_of_parent and node.child_key == key and parent.children.get(key) is node
@@ -315,7 +316,7 @@ class RadixTree:
                 upper = self._split(node, len(node.key) - (node.end - length))
                 # The rest of the edge may be short enough now. Not what is above it: `upper`
                 # is about to get a lock or a child.
-                rest = _only_child(node)
+                rest = only_child(node)
                 if rest is not None and self.may_merge(node, rest):
                     self._merge(node, rest)
                 return upper
@@ -326,7 +327,7 @@ class RadixTree:
 
         Leases point at the node where their prefix ends, so the lower node keeps its identity.
         """
-        parent = _parent_of(lower)
+        parent = parent_of(lower)
         key, namespace = lower.key[:num_tokens].copy(), lower.namespace
         upper = self._new_node(key, parent, lower.child_key, namespace)
         upper.last_access = lower.last_access
@@ -366,7 +367,7 @@ class RadixTree:
 
         Leases point at the node where their prefix ends, so the lower node keeps its identity.
         """
-        parent = _parent_of(upper)
+        parent = parent_of(upper)
         for component in self.components:
             component.merge(upper, lower)
         self._policy.merge(upper, lower)
@@ -380,12 +381,12 @@ class RadixTree:
 
     def _merge_up(self, lower: TreeNode) -> None:
         """Merge what lies above `lower` into it, as long as that may be."""
-        while self.may_merge(_parent_of(lower), lower):
-            self._merge(_parent_of(lower), lower)
+        while self.may_merge(parent_of(lower), lower):
+            self._merge(parent_of(lower), lower)
 
     def _merge_into_only_child(self, upper: TreeNode) -> None:
         """What kept `upper` apart may have gone: a lock, a value, or another child."""
-        lower = _only_child(upper)
+        lower = only_child(upper)
         if lower is not None:
             self._merge_up(lower)
 
@@ -396,13 +397,13 @@ class RadixTree:
         """
         while node is not (start or self.root):
             self._merge_up(node)
-            node = _parent_of(node)
+            node = parent_of(node)
 
     def _trim(self, leaf: TreeNode, keep_tokens: int) -> None:
         """Shorten a leaf's edge to `keep_tokens`; 0 removes the leaf."""
         if leaf.children:
             raise LedgerError(f"{leaf!r} is to be shortened, but it is no leaf")
-        parent = _parent_of(leaf)
+        parent = parent_of(leaf)
         for component in self.components:
             component.drop(leaf, keep_tokens)
         self._policy.drop(leaf, keep_tokens, self._clock)
@@ -452,33 +453,3 @@ class RadixTree:
         if node is not self.root:
             for component in self.components:
                 component.refresh(node)
-
-
-def _parent_of(node: TreeNode) -> TreeNode:
-    """The parent of a node that must not be the root: it has no edge to split or to shorten."""
-    if node.parent is None:
-        raise LedgerError(f"{node!r} is the root, which is never split, locked or evicted")
-    return node.parent
-
-
-def _only_child(node: TreeNode) -> TreeNode | None:
-    return next(iter(node.children.values())) if len(node.children) == 1 else None
-
-
-def _matched_len(path: Sequence[PathStep]) -> int:
-    """Tokens matched along `path`; only its last edge may be matched in part."""
-    if not path:
-        return 0
-    node, num_matched = path[-1]
-    return node.end - len(node.key) + num_matched
-
-
-def _cut_path(path: Sequence[PathStep], length: int) -> list[PathStep]:
-    """The part of `path` that lies in the first `length` tokens."""
-    cut = []
-    for node, num_matched in path:
-        if length <= 0:
-            break
-        cut.append(PathStep(node, min(num_matched, length)))
-        length -= num_matched
-    return cut

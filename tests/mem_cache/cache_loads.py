@@ -55,6 +55,21 @@ def conversations() -> list[Prompt]:
     return prompts
 
 
+def branches() -> list[Prompt]:
+    """Twenty-five documents, left at any page for something else, which sometimes is the document
+    from then on."""
+    rng, pages = Random(6), fresh_pages()
+    documents = [take(pages, 20) for _ in range(25)]
+    prompts = []
+    for _ in range(600):
+        i = rng.randrange(25)
+        common = documents[i][: rng.randrange(2, len(documents[i]) + 1)]
+        prompts.append(common + take(pages, rng.randint(1, 6)))
+        if rng.random() < 0.3:
+            documents[i] = prompts[-1]
+    return prompts
+
+
 def uniform_reuse() -> list[Prompt]:
     """A hundred documents, each as likely as any other."""
     rng, pages = Random(3), fresh_pages()

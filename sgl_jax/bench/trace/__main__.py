@@ -14,9 +14,17 @@ from sgl_jax.bench.trace.cache_only import tree_hit_rate
 from sgl_jax.bench.trace.oracles import Trace, num_distinct_blocks, oracle_hit_rates
 from sgl_jax.bench.trace.plot import plot_run
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, VOCAB_SIZE, read_trace
-from sgl_jax.bench.trace.report import CacheRow, cache_table, served_text, served_values
+from sgl_jax.bench.trace.report import (
+    CacheRow,
+    WindowedRow,
+    cache_table,
+    served_text,
+    served_values,
+    windowed_table,
+)
 from sgl_jax.bench.trace.served import serve_trace
 from sgl_jax.bench.trace.step_time import LinearStepTime, StepSeconds
+from sgl_jax.bench.trace.windowed import LAYER_MIXES, windowed_hit_rates
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs, add_arguments
 from sgl_jax.executor.buckets import step_limits
@@ -50,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(words)
         trace = read_trace(words.file, words.num_requests)
-        text = _cache_only(trace, words) if words.cache_only else _served(trace, words)
+        run = _windowed if words.windows else _cache_only if words.cache_only else _served
+        text = run(trace, words)
     except MemoryDefectError as error:
         print(f"the memory is wrong: {error}", file=sys.stderr)
         return 1
@@ -94,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,N,...",
         help=f"blocks of {BLOCK_TOKENS} tokens to try ({_CAPACITIES}), or --max-total-tokens",
     )
+    cache.add_argument(
+        "--windows",
+        action="store_true",
+        help="beside it, trees of models with sliding windows, in the same memory",
+    )
     served = parser.add_argument_group("the served run")
     served.add_argument("--speedup", type=float, default=1.0, help="of arrivals (%(default)s)")
     for name, default, text in _LINEAR_COSTS:
@@ -128,6 +142,8 @@ def _check(words: argparse.Namespace) -> None:
         raise ValueError("--step-base-ms must be positive: the clock would stand still")
     if (words.planner_model is None) != (words.topology is None):
         raise ValueError("--planner-model and --topology go together")
+    if words.windows and not words.cache_only:
+        raise ValueError("--windows goes with --cache-only")
     if words.plot is None:
         return
     if words.cache_only:
@@ -141,10 +157,7 @@ def _check(words: argparse.Namespace) -> None:
 
 def _cache_only(trace: Trace, words: argparse.Namespace) -> str:
     """One line for each capacity, the last of which evicts nothing."""
-    page_size = words.page_size or BLOCK_TOKENS
-    capacities = words.capacity_blocks or _capacities(_CAPACITIES)
-    if words.max_total_tokens is not None:
-        capacities = [max(words.max_total_tokens // BLOCK_TOKENS, 1)]
+    page_size, capacities = words.page_size or BLOCK_TOKENS, _chosen_capacities(words)
     all_blocks = num_distinct_blocks(trace)
     rows = []
     for capacity in [*capacities, all_blocks]:
@@ -168,6 +181,32 @@ def _cache_only(trace: Trace, words: argparse.Namespace) -> str:
         f"request after another, pages of {page_size} tokens"
     )
     return f"{head}\n\n{cache_table(rows)}"
+
+
+def _chosen_capacities(words: argparse.Namespace) -> list[int]:
+    if words.max_total_tokens is not None:
+        return [max(words.max_total_tokens // BLOCK_TOKENS, 1)]
+    return words.capacity_blocks or _capacities(_CAPACITIES)
+
+
+def _windowed(trace: Trace, words: argparse.Namespace) -> str:
+    """One line for each mix of layers and capacity."""
+    page_size, policy = words.page_size or BLOCK_TOKENS, words.radix_eviction_policy
+    rows = [
+        WindowedRow(
+            mix.name,
+            capacity,
+            *windowed_hit_rates(trace, capacity, mix, page_size=page_size, policy=policy),
+        )
+        for mix in LAYER_MIXES
+        for capacity in _chosen_capacities(words)
+    ]
+    if words.json:
+        return json.dumps([row._asdict() for row in rows], indent=2)
+    return (
+        f"{len(trace):,} requests, in the same memory: share of their prompt tokens that is "
+        f"served, pages of {page_size} tokens, {policy} eviction\n\n{windowed_table(rows)}"
+    )
 
 
 # -- the served run -------------------------------------------------------------------------------

@@ -33,6 +33,28 @@ def cache_table(rows: Sequence[CacheRow]) -> str:
     return "\n".join(lines)
 
 
+class WindowedRow(NamedTuple):
+    """Hit rates of a mix of layers in the memory of `blocks` blocks of all its layers."""
+
+    layers: str
+    blocks: int
+    full_alone: float  # every layer keeps every token
+    windowed: float
+
+
+def windowed_table(rows: Sequence[WindowedRow]) -> str:
+    """A line for each mix and capacity."""
+    width = max(len(row.layers) for row in rows)
+    lines = [f"{'layers':<{width}}  blocks of 512  all kept  windows  ratio"]
+    for row in rows:
+        ratio = f"{row.windowed / row.full_alone:.2f}" if row.full_alone else "-"
+        lines.append(
+            f"{row.layers:<{width}}  {row.blocks:>13,}  {row.full_alone:>8.3f}  "
+            f"{row.windowed:>7.3f}  {ratio:>5}"
+        )
+    return "\n".join(lines)
+
+
 def served_values(run: ServedRun, oracles: Mapping[str, float]) -> dict[str, Any]:
     """Plain values; times are seconds of the clock, but `host_*` microseconds of processor time.
 

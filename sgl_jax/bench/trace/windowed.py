@@ -46,7 +46,7 @@ class WindowedRate(NamedTuple):
     windowed: float
 
 
-def windowed_hit_rate(
+def windowed_hit_rates(
     trace: Trace, capacity: int, mix: LayerMix, *, page_size: int, policy: str
 ) -> WindowedRate:
     """What a tree serves that knows the windows of `mix`, beside one whose layers keep everything.
