@@ -25,8 +25,10 @@ _CPU_DEFAULT_BYTES = 1 << 30
 _CPU_MEMORY_SHARE = 0.25
 
 
-# Windows that are cached, beside those of running rows: a page for so many of the first pool.
-_CACHED_PER_WINDOW_PAGE = 4
+# Windows that are cached, beside those of running rows: a page for so many of the first pool. In
+# all no more than so many times the first pool's bytes. docs/eviction.md: what less would serve.
+_CACHED_PER_WINDOW_PAGE = 2
+_MOST_WINDOW_BYTES = 3
 
 
 class KVPools(NamedTuple):
@@ -54,10 +56,10 @@ class KVPools(NamedTuple):
             per_page = self.num_tables[pool] / self.num_tables[0]
             return int(num_first * self.window_tokens_ratio * per_page)
         held = self.num_rows * self.resting_pages[pool] + self.step_pages[pool]
-        # No more bytes than the first pool has, unless one row needs them.
-        even = num_first * self.layouts[0].page_bytes // self.layouts[pool].page_bytes
-        least = self.resting_pages[pool] + self.step_pages[pool]
-        return max(least, min(even, held + num_first // _CACHED_PER_WINDOW_PAGE))
+        first_bytes = num_first * self.layouts[0].page_bytes
+        most = _MOST_WINDOW_BYTES * first_bytes // self.layouts[pool].page_bytes
+        least = self.resting_pages[pool] + self.step_pages[pool]  # of one row
+        return max(least, min(most, held + num_first // _CACHED_PER_WINDOW_PAGE))
 
     def num_bytes(self, num_first: int) -> int:
         """Bytes of all pools, whole, the null pages included."""

@@ -111,7 +111,7 @@ def test_a_device_that_does_not_tell_its_memory_needs_the_argument():
 
 
 def test_windows_get_pages_for_all_rows_and_a_share_for_cached_ones():
-    assert WINDOWED.pages(4000) == (4000, 4 * 8 + 8 + 1000)
+    assert WINDOWED.pages(4000) == (4000, 4 * 8 + 8 + 2000)
     assert WINDOWED.rows_within(WINDOWED.pages(4000)) == 4
     for num_first in (0, 1, 7, 4000):
         num_bytes = WINDOWED.num_bytes(num_first)
@@ -119,10 +119,10 @@ def test_windows_get_pages_for_all_rows_and_a_share_for_cached_ones():
         assert WINDOWED.num_that_fit(num_bytes - 1) == num_first - 1
 
 
-def test_where_memory_is_short_windows_get_half_of_it_and_fewer_rows_run():
+def test_where_memory_is_short_windows_get_three_quarters_of_it_and_fewer_rows_run():
     assert WIDE.page_bytes * 2 == LAYOUT.page_bytes
-    assert WINDOWED.pages(60) == (60, 30)
-    assert WINDOWED.rows_within((60, 30)) == 2
+    assert WINDOWED.pages(20) == (20, 30)
+    assert WINDOWED.rows_within((20, 30)) == 2
     assert WINDOWED.pages(4) == (4, 16)  # those of one row
     assert WINDOWED.rows_within((4, 16)) == 1
 
@@ -146,6 +146,6 @@ def test_all_pools_together_take_what_is_there(mesh, monkeypatch):
     monkeypatch.setattr(pool_size, "platform_of", lambda mesh: "tpu")
     monkeypatch.setattr(pool_size, "_free_device_bytes", lambda device, fraction: GIB)
     pages = choose_pool_pages(ServerArgs(), WINDOWED, mesh, 1000, 0)
-    assert pages[1] - 1 == 4 * 8 + 8 + (pages[0] - 1) // 4
+    assert pages[1] - 1 == 4 * 8 + 8 + (pages[0] - 1) // 2
     num_bytes = pages[0] * WIDE.page_bytes + pages[1] * LAYOUT.page_bytes
     assert GIB - 2 * (WIDE.page_bytes + LAYOUT.page_bytes) < num_bytes <= GIB
