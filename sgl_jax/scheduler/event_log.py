@@ -17,7 +17,7 @@ from sgl_jax.scheduler.events import LAYOUT, Event, Started, Told, make_decoder,
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"sgl-jax events 2\n"
+MAGIC = b"sgl-jax events 3\n"
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = 1 << 30  # far more than any event; what claims more is no frame
 
