@@ -73,7 +73,9 @@ def heads_of_whole_rows(tmp_path):
     """The config of a small Qwen3 whose heads fill a row of a TPU's lanes; weights are random."""
     config = json.loads((ROOT / "models" / "demo" / "config.json").read_text())
     sizes = {"head_dim": 128, "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config | sizes | {"initializer_range": 0.2}))
+    kinds = {"layer_types": config["layer_types"][:1]}
+    config = config | sizes | kinds | {"initializer_range": 0.2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
 
 
