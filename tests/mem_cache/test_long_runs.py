@@ -51,16 +51,15 @@ def test_many_random_events(machine: type[RuleBasedStateMachine]) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("layout", range(len(LookbackMachine.layouts)))
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-def test_a_million_things_on_trees_with_windows(layout: int, policy: str) -> None:
+def test_a_million_things_on_trees_with_windows(layout: int, page_size: int, policy: str) -> None:
     """`SGL_JAX_STEPS` of them over all cases; after each, everything is compared with the model."""
     num_steps = int(os.environ.get("SGL_JAX_STEPS", "1000000"))
-    num_cases = len(LookbackMachine.layouts) * len(EVICTION_POLICIES)
-    rng = random.Random(f"{layout} {policy}")
-    for page_size in (1, 2, 3, 4):
-        machine = LookbackMachine()
-        machine.begin(layout, page_size, policy)
-        for _ in range(num_steps // num_cases // 4):
-            machine.one_thing(rng)
-            machine.agrees_with_the_model()
-        machine.teardown()
+    rng = random.Random(f"{layout} {policy} {page_size}")
+    machine = LookbackMachine()
+    machine.begin(layout, page_size, policy)
+    for _ in range(num_steps // (len(LookbackMachine.layouts) * len(EVICTION_POLICIES) * 4)):
+        machine.one_thing(rng)
+        machine.agrees_with_the_model()
+    machine.teardown()

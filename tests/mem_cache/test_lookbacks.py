@@ -248,6 +248,8 @@ class LookbackMachine(RuleBasedStateMachine):
             self.match_tokens(tokens, namespace)
         elif dice == 4 and self.nodes:
             lock = rng.choice(self.model.locks)
+            if len(lock.prefix) > 20 * self.page_size:
+                return
             longer = lock.prefix + in_namespace(
                 array_of(tokens).tolist(), namespace_of(lock.prefix)
             )
