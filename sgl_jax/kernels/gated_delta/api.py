@@ -1,0 +1,87 @@
+"""The calls that layers with a recurrence make.
+
+Every implementation has the signature of `GatedDelta` or `CausalConv` and is judged by
+`reference`, which computes token by token in float64.
+"""
+
+from typing import Protocol
+
+import jax
+
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, NO_SLOT, StateBatch
+
+__all__ = ["CHUNK_TOKENS", "NO_SLOT", "CausalConv", "GatedDelta", "StateBatch"]
+
+
+class GatedDelta(Protocol):
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464) over states in slots."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        log_decay: jax.Array,
+        beta: jax.Array,
+        states: jax.Array,
+        layer: jax.Array,
+        batch: StateBatch,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run one layer's recurrence with the shapes of one chip of one data-parallel rank.
+
+        With q and k scaled to length 1 (x * rsqrt(sum(x^2) + 1e-6)), q divided by sqrt(key_dim),
+        and both repeated over the value heads of a key head, a token changes the state S
+        [key_dim, value_dim] of each value head, and reads it:
+
+            S = exp(log_decay) * S
+            S = S + k (beta * (v - S^T k))^T
+            out = S^T q
+
+        Args:
+            q, k: [T, key_heads, key_dim], not scaled yet.
+            v: [T, value_heads, value_dim]; value_heads is a multiple of key_heads, and value heads
+                of one key head are neighbours.
+            log_decay: float32 [T, value_heads], at most 0.
+            beta: float32 [T, value_heads], in (0, 1).
+            states: [layers, slots, value_heads, key_dim, value_dim], float32 or bfloat16; computed
+                with in float32. Updated in place when the caller donates it or carries it through
+                a loop.
+            layer: int32 [] which layer of the states.
+            batch: rows, slots and chunks.
+
+        Returns:
+            out: [T, value_heads, value_dim] in v's dtype; finite but unspecified for padding.
+            states: with what the batch says is written.
+        """
+        ...
+
+
+class CausalConv(Protocol):
+    """A causal depthwise convolution over the last K tokens, then silu."""
+
+    def __call__(
+        self,
+        u: jax.Array,
+        weight: jax.Array,
+        states: jax.Array,
+        layer: jax.Array,
+        batch: StateBatch,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolve one layer's tokens: out[t] = silu(sum_j weight[j] * u[t - K + 1 + j]).
+
+        Tokens before a row's first of the step are in its state, the last K - 1 rows of u, the
+        last token's at the end; zeros before the first token of a request.
+
+        Args:
+            u: [T, channels].
+            weight: [K, channels], the last for the token itself.
+            states: [layers, slots, K - 1, channels] in u's dtype. Read and written in the slots,
+                and at the lengths, that `GatedDelta` reads and writes.
+            layer: int32 [].
+            batch: rows, slots and chunks.
+
+        Returns:
+            out: [T, channels] in u's dtype; finite but unspecified for padding.
+            states: with what the batch says is written.
+        """
+        ...
