@@ -70,7 +70,14 @@ class Programs:
     def layout(self, bucket: Bucket) -> DPLayout:
         """Where each rank's rows lie in the arrays of a step of shape `bucket`."""
         sizes = self._sizes
-        return DPLayout(sizes.dp_size, bucket.rows, sizes.pages_per_row, len(sizes.groups))
+        has_states = sizes.state_group is not None
+        return DPLayout(
+            sizes.dp_size,
+            bucket.rows,
+            sizes.pages_per_row,
+            len(sizes.groups),
+            sizes.max_step_snapshots if has_states else None,
+        )
 
     def step(self, bucket: Bucket) -> StepProgram:
         """The program of one bucket, compiled now if it was not."""
@@ -120,8 +127,7 @@ class Programs:
                 rank_controls,
                 layout.split_groups(page_tables),
                 bucket.tokens,
-                self._sizes.max_draft_tokens,
-                self._sizes.max_prompt_logprob_tokens,
+                self._sizes,
             )
 
         step.__name__ = f"step_{bucket.rows}_rows_{bucket.tokens}_tokens"

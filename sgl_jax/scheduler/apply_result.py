@@ -22,6 +22,7 @@ from sgl_jax.core.step_plan import (
 from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.draft_policy import learn_from_drafts
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.kept_states import learn_starts
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
@@ -50,6 +51,9 @@ def apply_result(
     ranks.num_generated_tokens += int(gains.num_tokens)
     if tokens.shape[1] > 1:
         _count_drafts(ranks, plan, launched.rows, gains.counts, tokens)
+        if ranks.has_states:
+            gained = launched.rows[gains.counts.nonzero()[0]]
+            learn_starts(ranks, gained, ranks.running.known_len[gained])
     outputs.add_plain(ranks, gains.plain_rows, gains.plain_bounds.tolist(), gains.plain_tokens)
 
     done = []
