@@ -22,7 +22,6 @@ from sgl_jax.executor.devices import platform_of
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.row_tables import PIECE_WORDS, TABLE_SPEC, RowTables, write_piece
 from sgl_jax.executor.step import StepOutput, StepState, run_step
-from sgl_jax.mem_cache.device_pool import KV_POOL_SPEC
 
 # weights, state (donated), row parameters, controls, page table -> state, output
 StepProgram = Callable[
@@ -131,8 +130,7 @@ class Programs:
             )
 
         step.__name__ = f"step_{bucket.rows}_rows_{bucket.tokens}_tokens"
-        pool_specs = (KV_POOL_SPEC,) * len(self._state.kv_pools)
-        state_specs: Any = StepState(TABLE_SPEC, TABLE_SPEC, pool_specs)  # type: ignore[arg-type]
+        state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._state)
         weight_specs = tuple(leaf.sharding.spec for leaf in self._weights)
         sharded = jax.shard_map(
             step,

@@ -5,16 +5,18 @@ token its state is. So the device remembers, for each row, the slot of its state
 the host names a slot only where a row starts, or starts again.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.executor.layout import StateControls
+from sgl_jax.executor.row_tables import TABLE_SPEC
 from sgl_jax.kernels.gated_delta.batch import StateBatch
-from sgl_jax.models.layer_states import LayerStates
+from sgl_jax.mem_cache.device_pool import LayerStates, StatePoolLayout, state_pool_shapes
 
 
 class RowStates(NamedTuple):
@@ -22,6 +24,27 @@ class RowStates(NamedTuple):
 
     current: jax.Array  # int32[num_rows] slot of each row's state, valid once it has run
     layers: LayerStates
+
+
+def row_states_shapes(layout: StatePoolLayout, sizes: EngineSizes, mesh: Mesh) -> RowStates:
+    """The states of all ranks before they are there: `RowStates` of `jax.ShapeDtypeStruct`."""
+    sharding = NamedSharding(mesh, TABLE_SPEC)
+    current: Any = jax.ShapeDtypeStruct(
+        (sizes.dp_size * sizes.num_rows,), jnp.int32, sharding=sharding
+    )
+    return RowStates(current, state_pool_shapes(layout, sizes.num_state_slots, mesh))
+
+
+def make_row_states(layout: StatePoolLayout, sizes: EngineSizes, mesh: Mesh) -> RowStates:
+    """Zeros, made on the devices."""
+    wanted = row_states_shapes(layout, sizes, mesh)
+    shardings = jax.tree.map(lambda shape: shape.sharding, wanted)
+
+    def zeros() -> RowStates:
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), wanted)
+
+    states: RowStates = jax.jit(zeros, out_shardings=shardings)()
+    return states
 
 
 class StepRows(NamedTuple):

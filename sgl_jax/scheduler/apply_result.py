@@ -52,8 +52,7 @@ def apply_result(
     if tokens.shape[1] > 1:
         _count_drafts(ranks, plan, launched.rows, gains.counts, tokens)
         if ranks.has_states:
-            gained = launched.rows[gains.counts.nonzero()[0]]
-            learn_starts(ranks, gained, ranks.running.known_len[gained])
+            _learn_starts(ranks, plan, launched.rows, gains.counts)
     outputs.add_plain(ranks, gains.plain_rows, gains.plain_bounds.tolist(), gains.plain_tokens)
 
     done = []
@@ -96,6 +95,17 @@ def _count_drafts(
     ranks.num_drafted += int(drafted.sum())
     ranks.num_accepted += int(accepted.sum())
     learn_from_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)
+
+
+def _learn_starts(
+    ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array
+) -> None:
+    """Of the rows of a step, those with new tokens by `counts`."""
+    states = [rank_plan.states for rank_plan in plan.ranks]
+    halves = np.concatenate([each.halves for each in states if each is not None])
+    index = counts.nonzero()[0]
+    gained = rows[index]
+    learn_starts(ranks, gained, halves[index], ranks.running.known_len[gained])
 
 
 def _output(

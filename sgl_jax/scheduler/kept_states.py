@@ -28,10 +28,15 @@ def keep_up_with_rows(ranks: Ranks, rows: RowIndex, lens: Int32Array) -> None:
         let_go_snapshots(rank.memory, row, length)
 
 
-def learn_starts(ranks: Ranks, rows: RowIndex, lens: Int32Array) -> None:
-    """Results of the joint `rows` were read, which have `lens` tokens now: steps in flight went on
-    from there, and what they wrote is after one more than those before the last."""
+def learn_starts(ranks: Ranks, rows: RowIndex, halves: Int32Array, lens: Int32Array) -> None:
+    """The result of a step was read: where the step after it went on is known now.
+
+    Args:
+        ranks: of the joint `rows`, which gained tokens.
+        rows: int[n].
+        halves: int32[n] that the step wrote. One that followed wrote the others.
+        lens: int32[n] tokens that the rows have. The one that followed began with the last.
+    """
     tables = ranks.tables
-    halves = tables.state_half[rows]
-    unknown = tables.state_lens[halves, rows] == NO_SLOT
-    tables.state_lens[halves[unknown], rows[unknown]] = lens[unknown]
+    unknown = tables.state_lens[1 - halves, rows] == NO_SLOT
+    tables.state_lens[1 - halves[unknown], rows[unknown]] = lens[unknown]
