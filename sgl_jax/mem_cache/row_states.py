@@ -76,11 +76,8 @@ def take_snapshot_slot(memory: "RankMemory", row: int, length: int) -> int:
     """
     rows = memory.rows
     lease, column = memory.leases[row], length // memory.page_size - 1
-    if length % memory.page_size or not (
-        lease.cache_protected_len
-        < length
-        <= -(-lease.kv_allocated_len // memory.page_size) * memory.page_size
-    ):
+    is_own = lease.cache_protected_len < length <= lease.kv_allocated_len
+    if not is_own or length % memory.page_size:
         raise LeaseError(f"{lease!r} cannot keep a state after {length} tokens")
     listed = int(_listed(memory, row)[column])
     if listed:
