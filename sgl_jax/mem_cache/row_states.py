@@ -143,7 +143,9 @@ def drop_snapshots_past(memory: "RankMemory", lease: KVLease, length: int) -> in
     of it; how many."""
     if memory.state_group is None:
         return 0
-    first = length // memory.page_size
+    first, firsts = length // memory.page_size, memory.rows.first_pages[memory.state_group]
+    # The next one may be before those that were let go of.
+    firsts[lease.row] = min(firsts[lease.row], first)
     columns = first + _listed(memory, lease.row)[first:].nonzero()[0]
     _free(memory, lease.row, columns)
     return len(columns)

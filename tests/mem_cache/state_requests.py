@@ -118,12 +118,10 @@ class Device:
             return False
         own = self._half_to_write(request)
         following = (start // sizes.tail_interval + 1) * sizes.tail_interval
-        if following <= end:
-            slot = take_snapshot_slot(self.memory, row, following)
-            if following <= start + 1 + num_accepted:
-                self.written[slot] = request.prefix(following) if slot else b""
-            elif slot:
-                self.written.setdefault(slot, UNWRITTEN)
+        slot = take_snapshot_slot(self.memory, row, following) if following <= end else NULL_SLOT
+        if slot:
+            is_written = following <= start + 1 + num_accepted
+            self.written[slot] = request.prefix(following) if is_written else UNWRITTEN
         states = [request.prefix(start + 1 + i) for i in range(1 + num_accepted)]
         states += [REFUSED] * (num_drafts - num_accepted)
         self._write(request, own, start + 1, states)
