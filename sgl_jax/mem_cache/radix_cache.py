@@ -97,7 +97,7 @@ class RadixCache:
         else:
             self._full = BareTokens(0, allocators[0], page_size, self._policy, pool=_IN_NO_POOL)
         windows: list[WindowComponent] = []
-        for number, (window, pool, _) in enumerate(groups):
+        for number, (window, pool, *_) in enumerate(groups):
             if window is not None:
                 lookback = lookback_pages(window, page_size)
                 allocator, index = allocators[pool], len(windows) + 1

@@ -26,6 +26,7 @@ from sgl_jax.mem_cache.release import (
     roll_back_lease,
 )
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
+from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.reserve import AdmissionReserve
@@ -137,6 +138,7 @@ class RankScheduler:
         pages are the reserve, for a caller that knows it.
         """
         memory = self.memory
+        num_on_tree = cursor.matched  # now: the tree will change
         lease, start = self._take_lease(request, request.session_lease(memory))
         needed = memory.request_pages(len(request.tokens) + 1) - memory.num_held(lease)
         if num_reserved is None:
@@ -152,8 +154,7 @@ class RankScheduler:
         self.running.add(lease.row, request, stop_ids)
         if self._has_states:
             self._starting.add(lease.row)
-            tokens = request.matchable()
-            self.keep_state_at(lease.row, memory.cache.kv_len(tokens, lease.namespace, lease.node))
+            self.keep_state_at(lease.row, num_on_tree)
         start_drafting(self.running, lease.row, self._max_draft_tokens)
         self._unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
