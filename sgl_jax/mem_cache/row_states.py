@@ -87,6 +87,11 @@ def _listed(memory: RankMemory, row: int) -> Int32Array:
     return listed
 
 
+def has_snapshot(memory: RankMemory, row: int, length: int) -> bool:
+    """Whether `row` lists a slot for the state after `length` tokens, whole pages."""
+    return bool(_listed(memory, row)[length // memory.page_size - 1])
+
+
 def take_snapshot_slot(memory: RankMemory, row: int, length: int) -> int:
     """A slot for the state of `row` after `length` tokens, whole pages; 0 if there is none.
 
