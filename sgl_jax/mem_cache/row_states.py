@@ -61,6 +61,11 @@ def resumable_len(memory: "RankMemory", lease: KVLease, length: int) -> int:
     return most if most >= protected and memory.sees_windows(lease, most) else -1
 
 
+def has_snapshot(memory: "RankMemory", row: int, length: int) -> bool:
+    """Whether `row` lists a slot for the state after `length` tokens, whole pages."""
+    return bool(_listed(memory, row)[length // memory.page_size - 1])
+
+
 def take_snapshot_slot(memory: "RankMemory", row: int, length: int) -> int:
     """A slot of the pool for the state of `row` after `length` tokens, listed in its page table.
 
