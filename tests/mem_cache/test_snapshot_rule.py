@@ -2,8 +2,7 @@
 
 Four of these tests are defects that another engine had when it began to cache states (LightLLM,
 pull request 1348): the root among what may be evicted, locks of the root by matches that found
-nothing
-and by matches cut to nothing, and snapshots of a prompt that was paused or aborted.
+nothing and by matches cut to nothing, and snapshots of a prompt that was paused or aborted.
 """
 
 import numpy as np
