@@ -109,7 +109,6 @@ class RadixCache:
                         page_size,
                         lookback_pages(group.sliding_window, page_size),
                         self._policy.num_classes,
-                        is_recurrent=group.is_recurrent,
                     )
                 )
         self._windows = tuple(windows)
@@ -139,11 +138,6 @@ class RadixCache:
         """How many tokens `match_prefix` would find. Changes nothing, not even ages."""
         _, length = self.tree.peek(_contiguous(tokens), namespace, start)
         return length
-
-    def kv_len(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
-        """How many of `tokens` the cache has the KV of, whole pages, whether or not a state of
-        recurrent layers was kept there: no less than `peek`, which needs one, finds."""
-        return self.tree.kv_len(_contiguous(tokens), namespace, start)
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         """The `next_key` of a cursor that ends at `node` (None: nothing matched), where `tokens`,

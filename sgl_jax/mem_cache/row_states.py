@@ -81,11 +81,8 @@ def take_snapshot_slot(memory: "RankMemory", row: int, length: int) -> int:
     """
     rows = memory.rows
     lease, column = memory.leases[row], length // memory.page_size - 1
-    if length % memory.page_size or not (
-        lease.cache_protected_len
-        < length
-        <= -(-lease.kv_allocated_len // memory.page_size) * memory.page_size
-    ):
+    is_own = lease.cache_protected_len < length <= lease.kv_allocated_len
+    if not is_own or length % memory.page_size:
         raise LeaseError(f"{lease!r} cannot keep a state after {length} tokens")
     listed = int(_listed(memory, row)[column])
     if listed:
@@ -151,7 +148,9 @@ def drop_snapshots_past(memory: "RankMemory", lease: KVLease, length: int) -> in
     of it; how many."""
     if memory.state_group is None:
         return 0
-    first = length // memory.page_size
+    first, firsts = length // memory.page_size, memory.rows.first_pages[memory.state_group]
+    # The next one may be before those that were let go of.
+    firsts[lease.row] = min(firsts[lease.row], first)
     columns = first + _listed(memory, lease.row)[first:].nonzero()[0]
     _free(memory, lease.row, columns)
     return len(columns)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
@@ -45,7 +45,7 @@ class LookbackMachine(RuleBasedStateMachine):
     """Leases match, publish with what they still have, let go of windows early, and end."""
 
     layouts: ClassVar = [
-        [(None, 0), (3, 0)],  # of each group: window in tokens, pool
+        [(None, 0), (3, 0)],  # of each group: window in tokens, pool, whether it is recurrent
         [(4, 0), (None, 0)],
         [(None, 0), (5, 1)],
         [(9, 1), (None, 0)],
@@ -53,6 +53,9 @@ class LookbackMachine(RuleBasedStateMachine):
         [(None, 0), (2, 0), (7, 0)],
         [(None, 0), (4, 1), (9, 1)],
         [(3, 0), (8, 1)],
+        [(None, 0), (LAST_VALUE, 1, True)],
+        [(None, 0), (5, 0), (LAST_VALUE, 1, True)],
+        [(None, 0), (7, 1), (LAST_VALUE, 2, True)],
     ]
 
     @initialize(
@@ -65,7 +68,9 @@ class LookbackMachine(RuleBasedStateMachine):
 
     def begin(self, layout: int, page_size: int, policy: str) -> None:
         self.page_size = page_size
-        self.groups = [CacheGroup(window, pool) for window, pool in self.layouts[layout]]
+        self.groups = [
+            CacheGroup(window, pool, (), *rest) for window, pool, *rest in self.layouts[layout]
+        ]
         num_pools = max(group.pool for group in self.groups) + 1
         self.allocators = [PageAllocator(1500, f"pool {pool}") for pool in range(num_pools)]
         self.cache = RadixCache(self.groups, self.allocators, page_size, eviction_policy=policy)
@@ -80,7 +85,7 @@ class LookbackMachine(RuleBasedStateMachine):
 
     def offer(self, tokens: Tokens, owned_from: int, zeros: list[int], lock: Lock | None) -> None:
         """Publish as a row does that owns what is behind `owned_from`, but for the windows' pages
-        before `zeros` of each group."""
+        before `zeros` of each group, and all states but those at multiples of as many pages."""
         model, count = self.model, len(tokens) // self.page_size
         first = owned_from // self.page_size
         offered = np.zeros((len(self.groups), count), np.int32)
@@ -88,8 +93,12 @@ class LookbackMachine(RuleBasedStateMachine):
         for group, (window, pool, *_) in enumerate(self.groups):
             offered[group, :first] = [model.pages[each][group] for each in prefixes[:first]]
             begin = first if window is None else max(first, min(zeros[group], count))
-            offered[group, begin:] = self.allocators[pool].alloc(count - begin, ROW)
-            for number in range(begin, count):
+            owned = list(range(begin, count))
+            if self.groups[group].is_recurrent:
+                interval = 1 + zeros[group] % 5
+                owned = [each for each in range(first, count) if (each + 1) % interval == 0]
+            offered[group, owned] = self.allocators[pool].alloc(len(owned), ROW)
+            for number in owned:
                 self.content[pool, int(offered[group, number])] = group, prefixes[number]
         namespace, node, firsts = namespace_of(tokens), None, [0] * len(self.groups)
         if lock is not None:
@@ -140,8 +149,10 @@ class LookbackMachine(RuleBasedStateMachine):
             zeros = [self.model.first_read(group, length) for group in range(len(self.groups))]
             self.offer(tokens[:end], length, zeros, lock)
             lock, length = self.model.locks[-1], end
-            for group in range(len(self.groups)):
-                self.let_go(len(self.nodes) - 1, group, zeros[group])
+            for group, first in enumerate(zeros):
+                # What a row without a snapshot at its end has not locked it does not read.
+                is_read = not self.groups[group].is_recurrent or self.model.can_resume(tokens[:end])
+                self.let_go(len(self.nodes) - 1, group, first if is_read else end // self.page_size)
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())

@@ -28,6 +28,7 @@ _GHOSTS = "sgl_jax/mem_cache/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/radix_cache.py"
 _WINDOW = "sgl_jax/mem_cache/window_component.py"
 _ORDER = "sgl_jax/mem_cache/window_order.py"
+_STATES = "sgl_jax/mem_cache/row_states.py"
 _RESUMABLE = "sgl_jax/mem_cache/resumable.py"
 _LOCKED = "sgl_jax/mem_cache/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
@@ -497,8 +498,8 @@ MUTATIONS = (
     Mutation(
         "tell the executor of a rank's pages as if they were the first rank's",
         _ROWS,
-        "            start = ((self.first_row + row) * self.num_groups + group)",
-        "            start = (row * self.num_groups + group)",
+        "        start = ((self.first_row + row) * self.num_groups + group)",
+        "        start = (row * self.num_groups + group)",
     ),
     Mutation(
         "give a row back with its old lengths",
@@ -703,9 +704,8 @@ MUTATIONS = (
     Mutation(
         "resume a session with its tail",
         _RELEASE,
-        "    memory.unpark(lease)\n"
-        "    free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
-        "    memory.unpark(lease)\n",
+        "    go_back(memory, lease, length)\n    _cut(memory, lease, length)\n    return lease",
+        "    go_back(memory, lease, length)\n    return lease",
     ),
     Mutation(
         "free a tail from the page that its prefix ends in",
@@ -728,20 +728,20 @@ MUTATIONS = (
     Mutation(
         "take what was committed for the prefix of a turn",
         _RELEASE,
-        "    free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n    return lease",
-        "    free_tail(memory, lease, lease.kv_committed_len)\n    return lease",
+        "    go_back(memory, lease, length)\n    _cut(memory, lease, length)\n    return lease",
+        "    _cut(memory, lease, lease.kv_committed_len)\n    return lease",
     ),
     Mutation(
         "a rolled back session keeps what followed",
         _RELEASE,
-        "in enumerate(free_tail(memory, lease, length)):\n",
+        "in enumerate(_cut(memory, lease, length)):\n",
         "in enumerate([0] * len(memory.allocators)):\n",
     ),
     Mutation(
         "cut a lease though the tree owns more of it",
-        _RELEASE,
-        "    if num_tokens < max(lease.cache_protected_len, 1) or",
-        "    if num_tokens < 1 or",
+        _STATES,
+        "    return most if most >= protected and memory",
+        "    return most if memory",
     ),
     Mutation(
         "hand a lease to its session with the epoch of the turn before",
@@ -1261,7 +1261,7 @@ MUTATIONS = (
     Mutation(
         "take what a turn's session has computed for work",
         _RANK,
-        "return max(cursor.length, min(lease.kv_committed_len, request.resumable_len))",
+        "return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))",
         "return cursor.length",
     ),
     Mutation(
@@ -1843,7 +1843,7 @@ MUTATIONS = (
     Mutation(
         "windows: count what a published prefix leaves behind as locked",
         _RELEASE,
-        "        memory.locked[pool].unlock(passed[passed > 0])\n",
+        "        memory.locked[group.pool].unlock(passed[passed > 0])\n",
         "",
     ),
     Mutation(
@@ -1867,8 +1867,8 @@ MUTATIONS = (
     Mutation(
         "windows: take a page for the first group alone",
         _GROWTH,
-        "    for number, group in enumerate(memories[0].groups):\n        allocators",
-        "    for number, group in enumerate(memories[0].groups[:1]):\n        allocators",
+        "    for number, group in enumerate(memories[0].groups):\n        if group",
+        "    for number, group in enumerate(memories[0].groups[:1]):\n        if group",
     ),
     Mutation(
         "windows: tell the executor of one group's pages as another's",
