@@ -225,10 +225,13 @@ class EngineConfig(NamedTuple):
         )
 
     def _max_step_snapshots(self, num_rows: int) -> int:
-        """Each row may come past one, and a chunk of prompts past some, and ends and branches."""
+        """Each row may come past one, and a chunk of prompts past some, and ends and branches.
+
+        Drafts make that two: their range is shorter than the interval.
+        """
         if self.state_layout is None:
             return 0
-        return num_rows + self.args.chunked_prefill_size // self.snapshot_interval + 2
+        return num_rows * (2 if self.limits.draft_tokens else 1) + self.args.chunked_prefill_size // self.snapshot_interval + 2
 
     def state_shapes(self, pool_pages: tuple[int, ...], mesh: Mesh) -> tuple[Any, Any]:
         """State and row parameters of the engine as `jax.ShapeDtypeStruct`, with shardings."""

@@ -62,6 +62,8 @@ def _imbalance(memory: RankMemory) -> str | None:
         not_own = np.maximum(rows.first_pages, protected_pages).sum(axis=1).tolist()
     for pool, allocator in enumerate(memory.allocators):
         leased = sum(held_pages - not_own[group] for group in memory.groups_of[pool])
+        if memory.state_group in memory.groups_of[pool]:
+            leased = memory.num_row_snapshots
         if leased != allocator.num_leased:
             return f"rows hold {leased} pages, {allocator.num_leased} are leased"
         cached = cache.num_evictable[pool] + cache.num_protected[pool]

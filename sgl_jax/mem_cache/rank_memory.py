@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
@@ -61,7 +62,13 @@ class RankMemory:
             [number for number, group in enumerate(sizes.groups) if group.pool == pool]
             for pool in range(num_pools)
         ]
-        self._num_tables = [len(numbers) for numbers in self.groups_of]
+        self.state_group = sizes.state_group  # the number of the recurrent group, if there is one
+        self._paged = [number for number, group in enumerate(sizes.groups) if not group.is_recurrent]
+        # Page tables of which each lists a page of the pool for every page of a row.
+        self._num_tables = [
+            sum(not sizes.groups[number].is_recurrent for number in numbers)
+            for numbers in self.groups_of
+        ]
         self.allocators = tuple(
             PageAllocator(num_pages, self._pool_name(pool))
             for pool, num_pages in enumerate(sizes.pool_pages)
@@ -84,12 +91,12 @@ class RankMemory:
         ]
         # Pages of their own that idle sessions hold, by pool: those the tree owns are not in it.
         self.session_held = [0] * num_pools
+        self.num_row_snapshots = 0  # that rows hold and have not published
 
     def _pool_name(self, pool: int) -> str:
         if len(self.groups) == 1:
             return f"rank {self.dp_rank}"
-        windows = [self.groups[number].sliding_window for number in self.groups_of[pool]]
-        kinds = ["full" if window is None else f"window {window}" for window in windows]
+        kinds = [_kind(self.groups[number]) for number in self.groups_of[pool]]
         return f"rank {self.dp_rank}, {' and '.join(kinds)}"
 
     def _no_locks(self) -> tuple[LockedPages, ...]:
@@ -111,6 +118,7 @@ class RankMemory:
         self.sessions = SessionLeases()
         self.locked = self._no_locks()
         self.session_held = [0] * len(self.allocators)
+        self.num_row_snapshots = 0
 
     @property
     def num_session_pages(self) -> int:
@@ -147,13 +155,14 @@ class RankMemory:
         return int((num_pages - firsts).sum())
 
     def can_go_back(self, lease: KVLease, length: int) -> bool:
-        """Whether the token after the first `length` of `lease` could be computed: no window that
-        it sees has passed."""
+        """Whether the token after the first `length` of `lease` could be computed, states aside: no
+        window that it sees has passed."""
         return self.lists_all or all(
             window is None
             or self.rows.first_pages[group, lease.row]
             <= first_page_of(window, self.page_size, length)
-            for group, (window, _, _) in enumerate(self.groups)
+            for group, (window, _, _, is_recurrent) in enumerate(self.groups)
+            if not is_recurrent
         )
 
     def by_pool(self, pages: Int32Array) -> list[Int32Array]:
@@ -192,7 +201,7 @@ class RankMemory:
 
     def set_first_pages(self, lease: KVLease, length: int) -> None:
         """`lease` lists of each window what the token after `length` sees, all of it locked."""
-        for group, (window, _, _) in enumerate(self.groups):
+        for group, (window, *_) in enumerate(self.groups):
             if window is not None:
                 first = first_page_of(window, self.page_size, length)
                 self.rows.first_pages[group, lease.row] = first
@@ -300,7 +309,10 @@ class RankMemory:
         if wanted > held:
             if not self.make_room(wanted - held):
                 return False
-            taken = [self.allocators[pool].alloc(wanted - held, row) for _, pool, _ in self.groups]
+            taken = [
+                self.allocators[self.groups[number].pool].alloc(wanted - held, row)
+                for number in self._paged
+            ]
             # One group's pages are not copied into a new array.
             pages = taken[0][None] if len(taken) == 1 else np.stack(taken)
             self.rows.list_pages(row, held, pages)
@@ -348,3 +360,9 @@ class RankMemory:
             session_rows=self.sessions.num_idle,
             pools=pools,
         )
+
+
+def _kind(group: CacheGroup) -> str:
+    if group.is_recurrent:
+        return "states"
+    return "full" if group.sliding_window is None else f"window {group.sliding_window}"

@@ -23,6 +23,7 @@ from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.radix_cache import PrefixMatch
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
+from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -60,6 +61,8 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
         for number, passed in enumerate(firsts.tolist()):
             kept.pages[number, : max(passed - first, 0)] = 0
     fresh = offered[:, first:]
+    if memory.state_group is not None:  # what the row had of these is the tree's now, or freed
+        memory.num_row_snapshots -= np.count_nonzero(fresh[memory.state_group])
     is_duplicate = fresh != kept.pages
     if np.count_nonzero(is_duplicate):
         rows.list_pages(lease.row, first, kept.pages)
@@ -73,7 +76,7 @@ def _leave_windows(memory: RankMemory, lease: KVLease, pages: Int32Array, first:
     """`lease` has published `pages` int32[groups, n], those from number `first` on: it reads on
     what the windows before its end see, and has locked no more. Those of `pages`."""
     rows, row = memory.rows, lease.row
-    for number, (window, pool, _) in enumerate(memory.groups):
+    for number, (window, pool, *_) in enumerate(memory.groups):
         if window is None:
             continue
         before = int(rows.first_pages[number, row])
@@ -133,11 +136,12 @@ def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLeas
         num_tokens: prefix of the turn's tokens whose KV may be reused; those that follow are
             computed. Never less than the lease protects: turns only append.
 
-    Returns the lease, its committed and allocated length the prefix that is there.
+    Returns the lease, its committed and allocated length the prefix that is there. Of states,
+    `resumable_len` must have said that there is one to go on from.
     """
     lease = memory.sessions.lend(session_id)
     memory.unpark(lease)
-    free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
+    free_tail(memory, lease, resumable_len(memory, lease, num_tokens))
     return lease
 
 
@@ -198,13 +202,14 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
     """A session goes back to its first `num_tokens` tokens, and with it the lease that it keeps.
 
     Pages behind them are freed. If the tree owns more of the lease than that, or a window has
-    passed what would be seen from there, the lease ends: the next turn matches the tree.
+    passed what would be seen from there, or no state is there to go on from, the lease ends: the
+    next turn matches the tree.
     """
     lease = memory.sessions.idle_lease(session_id)
     if lease is None:
         return
-    length = min(lease.kv_committed_len, num_tokens)
-    if num_tokens < max(lease.cache_protected_len, 1) or not memory.can_go_back(lease, length):
+    length = resumable_len(memory, lease, num_tokens)
+    if length < 1 or num_tokens < max(lease.cache_protected_len, 1) or not memory.can_go_back(lease, length):
         release_idle_lease(memory, session_id)
     else:
         for pool, num_freed in enumerate(free_tail(memory, lease, length)):
@@ -224,8 +229,8 @@ def let_go_windows(
             is published, and found again, ends there.
     """
     page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
-    for group, (window, _, _) in enumerate(memories[0].groups):
-        if window is None:
+    for group, (window, _, _, is_recurrent) in enumerate(memories[0].groups):
+        if window is None or is_recurrent:  # of states, see `let_go_snapshots`
             continue
         ends = lens // page_size * page_size
         firsts = np.maximum(ends + (1 - window), 0) // page_size
@@ -280,6 +285,8 @@ def free_tail(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
 def _free(memory: RankMemory, pages: Int32Array, row: int) -> list[int]:
     """Free what `row` owns, int32[groups, n]; how many pages of each pool."""
     listed = memory.by_pool(pages)
+    if memory.state_group is not None:
+        memory.num_row_snapshots -= np.count_nonzero(pages[memory.state_group])
     for allocator, of_pool in zip(memory.allocators, listed, strict=True):
         allocator.free(of_pool, row)
     return [len(of_pool) for of_pool in listed]

@@ -12,6 +12,7 @@ from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import LeaseError
 
 NULL_ROW = 0
+NO_STATE = -1
 
 
 class PageChangeLog:
@@ -58,6 +59,10 @@ class RowTables:
     int32[num_rows], which grows whenever a row is given back: a step's result belongs to the row's
     holder only if the epoch is still that of the launch.
 
+    With recurrent layers, of the row's own slots of states: `state_half` int32[num_rows], the half
+    that was written last, and `state_lens` int32[2, num_rows], after how many tokens the first
+    state in each half is; NO_STATE if there is none, or it is not known yet.
+
     `pages` is written through methods alone, which keep a log of it for the executor. The rows are
     those from `first_row` on of the table that the log is of.
     """
@@ -68,6 +73,8 @@ class RowTables:
         first_pages: Int32Array,
         lengths: Int32Array,
         epoch: Int32Array,
+        state_lens: Int32Array,
+        state_half: Int32Array,
         page_log: PageChangeLog,
         first_row: int = 0,
     ) -> None:
@@ -79,6 +86,8 @@ class RowTables:
         self.lengths = lengths
         _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = lengths
         self.epoch = epoch
+        self.state_lens = state_lens
+        self.state_half = state_half
         self.page_log = page_log
         self.first_row = first_row
 
@@ -91,6 +100,8 @@ class RowTables:
             first_pages=np.zeros((num_groups, num_rows), np.int32),
             lengths=np.zeros((4, num_rows), np.int32),
             epoch=np.zeros(num_rows, np.int32),
+            state_lens=np.full((2, num_rows), NO_STATE, np.int32),
+            state_half=np.zeros(num_rows, np.int32),
             page_log=PageChangeLog(pages),
         )
 
@@ -101,15 +112,17 @@ class RowTables:
             self.first_pages[:, rows],
             self.lengths[:, rows],
             self.epoch[rows],
+            self.state_lens[:, rows],
+            self.state_half[rows],
             self.page_log,
             self.first_row + rows.start,
         )
 
     def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
         """`row` lists `pages` int32[groups, n], which must not change afterwards, from column
-        `first` on."""
+        `first` on. A group that is left out, the last, lists what it did."""
         end = first + pages.shape[1]
-        self.pages[row, :, first:end] = pages
+        self.pages[row, : len(pages), first:end] = pages
         for group, listed in enumerate(pages):
             start = ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
             self.page_log.note(np.arange(start + first, start + end), listed)
@@ -156,6 +169,8 @@ class ReqToTokenPool(RowTables):
             tables.first_pages,
             tables.lengths,
             tables.epoch,
+            tables.state_lens,
+            tables.state_half,
             tables.page_log,
             tables.first_row,
         )
@@ -169,6 +184,7 @@ class ReqToTokenPool(RowTables):
             self.unlist_pages(row)
         self.lengths.fill(0)
         self.first_pages.fill(0)
+        self.state_lens.fill(NO_STATE)
         self.epoch += 1
         self._free = list(range(self.num_rows - 1, NULL_ROW, -1))
         self._held.fill(False)
@@ -207,5 +223,6 @@ class ReqToTokenPool(RowTables):
         self.unlist_pages(row)
         self.lengths[:, row] = 0
         self.first_pages[:, row] = 0
+        self.state_lens[:, row] = NO_STATE
         self.epoch[row] += 1
         self._free.append(row)

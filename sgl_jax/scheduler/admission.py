@@ -127,7 +127,6 @@ class Admission:
                 continue
             if chosen.leader is not None:
                 self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
-                ranks.ranks[chosen.dp_rank].keep_state_at(*chosen.leader)
             rooms[chosen.dp_rank].num_staying += 1
             num_put_off += 1
             if num_put_off == MAX_PUT_OFF:

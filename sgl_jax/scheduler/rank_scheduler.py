@@ -26,10 +26,14 @@ from sgl_jax.mem_cache.release import (
     roll_back_lease,
 )
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
+from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
+
+# Of the requests that wait for what a row computes, so many are asked how much they want of it.
+_MAX_BRANCHES = 16
 
 
 class RankScheduler:
@@ -61,6 +65,7 @@ class RankScheduler:
         self.num_cached_tokens = 0
         self._max_draft_tokens = sizes.max_draft_tokens
         self._has_states = sizes.state_group is not None
+        self.keeps_snapshots = self._has_states and not args.disable_radix_cache
         self._has_windows = any(group.sliding_window is not None for group in sizes.groups)
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
@@ -69,10 +74,10 @@ class RankScheduler:
         self._unsent_admissions: dict[int, RowAdmission] = {}
         # Rows whose prompts were computed in part, and what their leases' nodes lack of them.
         self._unpublished: dict[int, bytes | None] = {}
-        # With recurrent layers: rows whose first step was not launched yet, and where prompts of
-        # rows branch off from others.
+        # With recurrent layers: rows whose first step was not launched yet, and how much the tree
+        # held of rows' prompts.
         self._starting: set[int] = set()
-        self._branch_lens: dict[int, set[int]] = {}
+        self._branch_len: dict[int, int] = {}
 
     # -- room for a request -------------------------------------------------------------------
 
@@ -137,6 +142,7 @@ class RankScheduler:
         pages are the reserve, for a caller that knows it.
         """
         memory = self.memory
+        num_on_tree = cursor.matched  # now: the tree will change
         lease, start = self._take_lease(request, request.session_lease(memory))
         needed = memory.request_pages(len(request.tokens) + 1) - memory.num_held(lease)
         if num_reserved is None:
@@ -152,8 +158,7 @@ class RankScheduler:
         self.running.add(lease.row, request, stop_ids)
         if self._has_states:
             self._starting.add(lease.row)
-            tokens = request.matchable()
-            self.keep_state_at(lease.row, memory.cache.kv_len(tokens, lease.namespace, lease.node))
+            self._branch_len[lease.row] = num_on_tree
         start_drafting(self.running, lease.row, self._max_draft_tokens)
         self._unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
@@ -237,15 +242,18 @@ class RankScheduler:
             elif row not in self._unpublished:
                 self._unpublished[row] = self._next_key(row)
 
-    def keep_state_at(self, row: int, length: int) -> None:
-        """Another prompt branches off from that of `row` after `length` tokens: if its state is
-        computed from now on, it is kept."""
-        if self._has_states:
-            self._branch_lens.setdefault(row, set()).add(length)
-
-    def branch_lens(self, row: int) -> set[int]:
-        """Where other prompts branch off from that of `row`."""
-        return self._branch_lens.get(row, set())
+    def branch_lens(self, row: int) -> list[int]:
+        """Where other prompts branch off from that of `row`: what the tree held of it when it was
+        admitted, and what waiting requests have in common with it."""
+        lens = [self._branch_len.get(row, 0)]
+        if not self.running.request(row).kept_len:  # else nothing is published yet
+            lease = self.memory.leases[row]
+            tokens = self.running.known_tokens(row)[lease.cache_protected_len :]
+            ahead = self.memory.cache.awaited_lens(
+                lease.node, self._next_key(row), tokens, _MAX_BRANCHES
+            )
+            lens += [lease.cache_protected_len + each for each in ahead]
+        return lens
 
     def take_starting(self, rows: RowIndex) -> list[tuple[int, int]]:
         """Those of a step's `rows` that run for the first time since they were admitted: index and
@@ -328,14 +336,14 @@ class RankScheduler:
         self._unsent_admissions.clear()
         self._unpublished.clear()
         self._starting.clear()
-        self._branch_lens.clear()
+        self._branch_len.clear()
 
     def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
         self._unpublished.pop(row, None)
         self._starting.discard(row)
-        self._branch_lens.pop(row, None)
+        self._branch_len.pop(row, None)
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         unsent = self._unsent_admissions.pop(row, None)

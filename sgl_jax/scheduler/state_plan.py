@@ -10,7 +10,7 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import NO_SLOT, Int32Array, RowIndex, StatePlan
-from sgl_jax.mem_cache.row_states import state_source, take_snapshot_slot
+from sgl_jax.mem_cache.row_states import has_snapshot, state_source, take_snapshot_slot
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
 
@@ -45,8 +45,13 @@ def plan_states(
     # yet, the result of the step before tells it.
     firsts = np.where(np.arange(len(rows)) < num_decode, kv_starts + 1, ends)
     tables.state_lens[halves, rows] = np.where(unread_drafts > 0, NO_SLOT, firsts)
-    wanted = _wanted_of_decode(sizes, num_decode, kv_starts, ends + unread_drafts)
-    wanted += _wanted_of_prompts(builder, num_decode, kv_starts)
+    wanted = []
+    if rank.keeps_snapshots:
+        decode = slice(num_decode)
+        wanted = _wanted_of_decode(
+            rank, rows, kv_starts[decode], unread_drafts[decode], ends[decode]
+        )
+        wanted += _wanted_of_prompts(builder, num_decode, kv_starts)
     kept = []
     for index, length in wanted[: sizes.max_step_snapshots]:
         slot = take_snapshot_slot(rank.memory, int(rows[index]), length)
@@ -62,16 +67,29 @@ def _half_of(sizes: EngineSizes, row: int, slot: int, otherwise: int) -> int:
 
 
 def _wanted_of_decode(
-    sizes: EngineSizes, num_decode: int, kv_starts: Int32Array, ends: Int32Array
+    rank: RankScheduler,
+    rows: RowIndex,
+    kv_starts: Int32Array,
+    unread_drafts: Int32Array,
+    ends: Int32Array,
 ) -> list[tuple[int, int]]:
-    """Of decode rows that may cross one: the next multiple of the tail interval.
+    """Of decode rows that may come past one: the multiples of the tail interval up to `ends`.
 
-    It stays the next one until the row is certain to be past it, so each step that may cross it is
-    told of it, and the one that does writes it.
+    Where a row begins is known between `kv_starts` and as many more as there are unread drafts. A
+    length that a step in flight may come past is asked for again, as long as it is not certain that
+    one has: so each step that may come past it is told of it, and the one that does writes it. For
+    the same reason a slot is only taken for a length that no step in flight can come past.
     """
-    following = (kv_starts[:num_decode] // sizes.tail_interval + 1) * sizes.tail_interval
-    crossing = (following <= ends[:num_decode]).nonzero()[0]
-    return list(zip(crossing.tolist(), following[crossing].tolist(), strict=True))
+    interval = rank.memory.sizes.tail_interval
+    firsts = kv_starts // interval + 1
+    lasts = (ends + unread_drafts) // interval
+    wanted = []
+    for i in (firsts <= lasts).nonzero()[0].tolist():
+        latest = int(kv_starts[i] + unread_drafts[i])
+        for length in range(int(firsts[i]) * interval, int(lasts[i]) * interval + 1, interval):
+            if length > latest or has_snapshot(rank.memory, int(rows[i]), length):
+                wanted.append((i, length))
+    return wanted
 
 
 def _wanted_of_prompts(

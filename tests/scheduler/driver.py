@@ -78,7 +78,7 @@ def make_sizes(
         pool_pages=(*sizes.pool_pages, 1 + num_snapshots),
         snapshot_interval=multiple * tail_pages * page_size,
         tail_interval=tail_pages * page_size,
-        max_step_snapshots=num_rows + 2,
+        max_step_snapshots=num_rows * (4 + 3 * max_draft_tokens),
     )
 
 
