@@ -8,6 +8,7 @@ is ordered by key head, and so are the channels of the convolution and of its st
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta, StateBatch
 from sgl_jax.layers.layer_weights import use_weight
@@ -95,9 +96,9 @@ class GatedDeltaNet(nnx.Module):
         found, recurrent_states = self.recur(
             *(q, k, v, *self._rates(x), states.recurrent, layer, batch)
         )
-        gate = self.output_gate(x).reshape(found.shape).astype(jnp.float32)
-        gated = (self.norm(found) * jax.nn.silu(gate)).astype(x.dtype)
-        out = self.output(gated.reshape(x.shape[0], -1))
+        normed = self.norm(found).reshape(x.shape[0], -1)
+        gate = jax.nn.silu(self.output_gate(x).astype(jnp.float32))
+        out = self.output((normed * gate).astype(x.dtype))
         return out, LayerStates(conv_states, recurrent_states)
 
     def _heads(self, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -110,7 +111,9 @@ class GatedDeltaNet(nnx.Module):
 
     def _rates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Log decay and beta of each token and value head, float32 [T, value_heads]."""
-        by_head = self.gates(x).astype(jnp.float32).reshape(x.shape[0], -1, 2, self.group)
+        # Behind the barrier the split into heads cannot reach the product, see `layers.qkv_heads`.
+        gates = lax.optimization_barrier(self.gates(x)).astype(jnp.float32)
+        by_head = gates.reshape(x.shape[0], -1, 2, self.group)
         write, forget = (by_head[:, :, kind].reshape(x.shape[0], -1) for kind in range(2))
         speed = jnp.exp(self.a_log[...])
         return -speed * jax.nn.softplus(forget + self.dt_bias[...]), jax.nn.sigmoid(write)

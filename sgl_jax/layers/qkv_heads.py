@@ -35,7 +35,7 @@ class QKVHeads(Protocol):
             qkv: [T, kv_heads * heads.kv_width], for each KV head its queries, its key, its value.
             heads: of the layer on the whole mesh; `group` and `head_dim` are the chip's, too.
             q_norm, k_norm: of each query and of each key.
-            by: each token's rotation, of a head's first dimensions or of all.
+            by: each token's rotation.
 
         Returns:
             q [T, kv_heads * group, head_dim], k and v [T, kv_heads, head_dim], in qkv's dtype.
@@ -67,12 +67,7 @@ def pallas_qkv_heads(
     *,
     interpret: Any = False,
 ) -> QKV:
-    """See `QKVHeads`; `interpret` simulates the kernel on a CPU: `pltpu.InterpretParams`.
-
-    The kernel turns whole heads: others are left to XLA.
-    """
-    if 2 * by.cos.shape[-1] < heads.head_dim:
-        return xla_qkv_heads(qkv, heads, q_norm, k_norm, by)
+    """See `QKVHeads`; `interpret` simulates the kernel on a CPU: `pltpu.InterpretParams`."""
     # Here and not above: without the Pallas kernels, a process does not wait for their import.
     from sgl_jax.kernels.qkv_heads import HeadNorm, rotated_heads
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of each token's angles, float32 [T, 1, dimensions that are turned / 2]."""
+    """Cosine and sine of each token's angles, float32 [T, 1, head_dim / 2]."""
 
     cos: jax.Array
     sin: jax.Array
@@ -68,19 +68,29 @@ def inverse_frequencies(
 
 
 def rotation(
-    positions: jax.Array, frequencies: NDArray[np.float32], factor: float = 1.0
+    positions: jax.Array,
+    frequencies: NDArray[np.float32],
+    factor: float = 1.0,
+    num_pairs: int | None = None,
 ) -> Rotation:
-    """The rotation of tokens at `positions`, int32 [T], which also multiplies them by `factor`."""
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
-    turned = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    """The rotation of tokens at `positions`, int32 [T], which also multiplies them by `factor`.
+
+    Of `num_pairs` pairs of dimensions the first have frequencies; the others stay as they are.
+    """
+    num_still = 0 if num_pairs is None else num_pairs - len(frequencies)
+    angles = positions.astype(jnp.float32)[:, None, None] * np.pad(frequencies, (0, num_still))
+    factors = np.append(np.full(len(frequencies), factor), np.ones(num_still)).astype(np.float32)
+    turned = jnp.cos(angles) * factors, jnp.sin(angles) * factors
     # Behind the barrier they cannot reach the loop over layers: there the TPU's compiler would
     # compute them anew in each turn.
     return Rotation(*lax.optimization_barrier(turned))
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
-    """Rotate the first n dimensions of x [T, heads, head_dim]: i is paired with i + n / 2."""
-    half = by.cos.shape[-1]
-    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    """Rotate x [T, heads, head_dim]: dimension i is paired with i + head_dim / 2.
+
+    Where only some of a checkpoint's dimensions are turned, they lie so (`sources.paired_order`).
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * by.cos - second * by.sin, second * by.cos + first * by.sin)
-    return jnp.concatenate([*rotated, rest], axis=-1).astype(x.dtype)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -260,6 +260,45 @@ class Padded:
         return jnp.pad(plain, widths)
 
 
+def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
+    """An order of a head's dimensions in which i and i + head_dim / 2 are a pair.
+
+    A checkpoint's first `num_turned` dimensions are turned, of which i is paired with
+    i + num_turned / 2. They come first in each half, so that a head that is turned in part is
+    turned as others are, some of its pairs by nothing.
+    """
+    pairs, still = num_turned // 2, tuple(range(num_turned, head_dim))
+    in_first = head_dim // 2 - pairs
+    return (*range(pairs), *still[:in_first], *range(pairs, num_turned), *still[in_first:])
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """A vector with a part's elements in another order."""
+
+    part: Source
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return self.part.shape
+
+    @property
+    def plain_shape(self) -> Shape:
+        return self.shape
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        return self.part.tensors(prefix)
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        whole = np.empty(self.shape, out.dtype)
+        self.part.fill(whole, (slice(0, self.shape[0]),), tensors, prefix)
+        out[...] = whole[list(self.order)][index]
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        return plain
+
+
 @dataclass(frozen=True)
 class Heads:
     """Attention heads of one layer on a whole mesh."""
@@ -268,6 +307,12 @@ class Heads:
     num_stored_kv: int  # of the checkpoint
     num_kv: int  # copies included, where there are more chips than KV heads
     head_dim: int
+    num_turned: int | None = None  # dimensions that a rotation turns; None: all
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Of the dimensions of queries and keys, in those of a checkpoint."""
+        return paired_order(self.head_dim, self.num_turned or self.head_dim)
 
     @property
     def group(self) -> int:
@@ -334,6 +379,8 @@ class FusedHeads:
         for place, name in enumerate(self.names[1:], heads.group):
             stored = read(name, first_stored, (stop - 1) // copies + 1)
             fused[:, place] = stored[np.arange(first, stop) // copies - first_stored]
+        if self.heads.num_turned is not None:
+            fused[:, :-1] = fused[:, :-1, list(heads.order)]
         out[...] = np.moveaxis(fused.reshape(-1, *sizes), 0, -1)
 
     def fit(self, plain: jax.Array) -> jax.Array:

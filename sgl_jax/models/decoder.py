@@ -239,8 +239,9 @@ class CausalLM(nnx.Module):
         settings = asdict(rope)
         factor = settings.pop("attention_factor")
         del settings["share"]
-        frequencies = inverse_frequencies(rope.num_dims(self.config.head_dim), **settings)
-        return rotation(positions, frequencies, factor)
+        head_dim = self.config.head_dim
+        frequencies = inverse_frequencies(rope.num_dims(head_dim), **settings)
+        return rotation(positions, frequencies, factor, head_dim // 2)
 
     def _run(
         self,

@@ -7,7 +7,7 @@ from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.sources import FusedHeads, Heads, Source, Tensor
+from sgl_jax.layers.sources import FusedHeads, Heads, Reordered, Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
 
@@ -71,6 +71,7 @@ def attention(
         config.num_kv_heads,
         replicated_kv_heads(config.num_heads, config.num_kv_heads, options.tp_size),
         config.head_dim,
+        spec.rope.num_dims(config.head_dim) if spec.rope and spec.rope.share < 1 else None,
     )
     hidden, width = config.hidden_size, config.num_heads * config.head_dim
     gated, has_bias = config.attention_gate, qkv_bias or config.attention_bias
@@ -81,7 +82,11 @@ def attention(
     output = Tensor("self_attn.o_proj.weight", (width, hidden), transposed=True)
     output_bias = Tensor("self_attn.o_proj.bias", (hidden,)) if config.attention_bias else None
     q_norm, k_norm = (
-        norm(f"self_attn.{x}_norm", config.head_dim, config, options, from_one=norms_from_one)
+        RMSNorm(
+            Reordered(Tensor(f"self_attn.{x}_norm.weight", (config.head_dim,)), heads.order),
+            *(config.rms_norm_eps, options.dtype),
+            from_one=norms_from_one,
+        )
         if qk_norm
         else None
         for x in "qk"

@@ -30,7 +30,7 @@ from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import inverse_frequencies, rotate, rotation
 from sgl_jax.layers.sampling import SplitLogits
-from sgl_jax.layers.sources import Tensor
+from sgl_jax.layers.sources import Tensor, paired_order
 from tests.layers.modules import (
     declared_shapes,
     declared_specs,
@@ -242,13 +242,17 @@ def test_rotation_turns_pairs_by_their_angle():
     np.testing.assert_allclose(turned, expected, atol=TOLERANCE)
 
 
-def test_only_a_heads_first_dimensions_may_be_turned():
+@pytest.mark.parametrize("num_turned", [4, 6, 10])
+def test_only_a_heads_first_dimensions_may_be_turned(num_turned):
     x = np.random.default_rng(0).normal(size=(3, 2, 10)).astype(np.float32)
-    by = rotation(jnp.array([0, 3, 7]), inverse_frequencies(4, 100.0))
-    turned = np.asarray(rotate(jnp.asarray(x), by))
-    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
-    np.testing.assert_allclose(turned[..., :4], rotate(jnp.asarray(x[..., :4]), by), atol=1e-6)
-    assert np.abs(turned[1:, :, :4] - x[1:, :, :4]).min() > 1e-3
+    frequencies, positions = inverse_frequencies(num_turned, 100.0), jnp.array([0, 3, 7])
+    expected = x.copy()
+    own = rotation(positions, frequencies, 1.25)
+    expected[..., :num_turned] = rotate(jnp.asarray(x[..., :num_turned]), own)
+    order = list(paired_order(10, num_turned))
+    turned = rotate(jnp.asarray(x[..., order]), rotation(positions, frequencies, 1.25, 5))
+    np.testing.assert_allclose(turned, expected[..., order], atol=1e-6)
+    assert sorted(order) == list(range(10))
 
 
 def test_linear_scaling_stretches_all_and_llama3_only_the_long_waves():

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from sgl_jax.layers.head_sources import ByHead, HeadRows
-from sgl_jax.layers.sources import FusedHeads, Heads
+from sgl_jax.layers.sources import FusedHeads, Heads, Reordered, Tensor
 
 HIDDEN = 5
+SIZES = {"q": 16, "k": 8, "v": 8}
 
 
 class Arrays(dict):
@@ -74,3 +75,19 @@ def test_queries_are_told_from_their_gates(inputs):
     gates = ByHead((HeadRows("q", 16, 2, 4, 2),), 4, inputs)
     found = part(gates, tensors, *[slice(0, size) for size in inputs], slice(2, 8))
     np.testing.assert_array_equal(found, np.moveaxis(q[1:, 1].reshape(6, *inputs), 0, -1))
+
+
+def test_dimensions_of_queries_and_keys_lie_as_they_are_turned():
+    heads = Heads(num_q=2, num_stored_kv=1, num_kv=1, head_dim=8, num_turned=4)
+    rng = np.random.default_rng(0)
+    named = {name: rng.normal(size=(rows,)).astype(np.float32) for name, rows in SIZES.items()}
+    source = FusedHeads(tuple(SIZES), (), heads)
+    found = part(source, Arrays({f"layer.{n}": own for n, own in named.items()}), slice(0, 32))
+    first, second, key, value = found.reshape(4, 8)
+    order = [0, 1, 4, 5, 2, 3, 6, 7]  # pairs 0 and 2, 1 and 3; then those that are not turned
+    np.testing.assert_array_equal([first, second], named["q"].reshape(2, 8)[:, order])
+    np.testing.assert_array_equal(key, named["k"][order])
+    np.testing.assert_array_equal(value, named["v"])
+    reordered = Reordered(Tensor("k", (8,)), heads.order)
+    found = part(reordered, Arrays({"layer.k": named["k"]}), slice(2, 6))
+    np.testing.assert_array_equal(found, named["k"][order][2:6])

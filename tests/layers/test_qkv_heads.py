@@ -20,7 +20,7 @@ from tests.quick_compilation import quick_jit
 TOKENS, HEADS = 12, Heads(num_q=8, num_stored_kv=2, num_kv=2, head_dim=128)
 
 
-def heads_by(implementation, *, normalised, from_one=False, num_dims=HEADS.head_dim):
+def heads_by(implementation, *, normalised, from_one=False):
     """q, k and v of random numbers."""
     rng = np.random.default_rng(0)
     qkv = jnp.asarray(rng.normal(size=(TOKENS, HEADS.num_kv * HEADS.kv_width)), jnp.float32)
@@ -34,7 +34,7 @@ def heads_by(implementation, *, normalised, from_one=False, num_dims=HEADS.head_
     @quick_jit
     def run(qkv, *weights):
         norms = [nnx.merge(graphdef, own) for own in weights] if normalised else [None, None]
-        by = rotation(jnp.arange(TOKENS) * 31, inverse_frequencies(num_dims, 1e4))
+        by = rotation(jnp.arange(TOKENS) * 31, inverse_frequencies(HEADS.head_dim, 1e4))
         return implementation(qkv, HEADS, *norms, by)
 
     return run(qkv, *weights)
@@ -48,13 +48,6 @@ def test_the_kernel_makes_the_same_heads_as_xla(normalised, from_one):
     )
     for own, wanted in zip(found, want, strict=True):
         assert own.shape == wanted.shape
-        np.testing.assert_allclose(own, wanted, rtol=0, atol=2e-5)
-
-
-def test_heads_that_are_turned_in_part_are_the_same():
-    kernel = qkv_heads_implementation("pallas", HEADS.head_dim, simulate=True)
-    found, want = (heads_by(how, normalised=True, num_dims=32) for how in (kernel, xla_qkv_heads))
-    for own, wanted in zip(found, want, strict=True):
         np.testing.assert_allclose(own, wanted, rtol=0, atol=2e-5)
 
 
