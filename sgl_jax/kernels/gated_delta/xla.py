@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.linalg import solve_triangular
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, StateBatch
 
@@ -158,18 +157,38 @@ def _next_chunk(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array
     def of_value_heads(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, tokens.group, axis=0)
 
-    def times(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
-
-    system = of_value_heads(times("hik,hjk->hij", k, k)) * decay * beta[..., None]
+    system = of_value_heads(_times("hik,hjk->hij", k, k)) * decay * beta[..., None]
     since = jnp.exp(between)[..., None]
-    k, q, seen = of_value_heads(k), of_value_heads(q), of_value_heads(times("hik,hjk->hij", q, k))
-    change = beta[..., None] * (v - since * times("hik,hkv->hiv", k, state))
-    change = solve_triangular(system, change, lower=True, unit_diagonal=True)
-    out = since * times("hik,hkv->hiv", q, state) + times("hij,hjv->hiv", seen * decay, change)
+    k, q, seen = of_value_heads(k), of_value_heads(q), of_value_heads(_times("hik,hjk->hij", q, k))
+    change = beta[..., None] * (v - since * _times("hik,hkv->hiv", k, state))
+    change = _times("hij,hjv->hiv", _inverse(system), change)
+    out = since * _times("hik,hkv->hiv", q, state) + _times("hij,hjv->hiv", seen * decay, change)
     until = jnp.exp(between[:, -1:] - between)[..., None]
     state = jnp.exp(between[:, -1])[:, None, None] * state
-    return jnp.moveaxis(out, 0, 1), state + times("hik,hiv->hkv", k * until, change)
+    return jnp.moveaxis(out, 0, 1), state + _times("hik,hiv->hkv", k * until, change)
+
+
+def _times(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
+
+
+def _inverse(lower: jax.Array) -> jax.Array:
+    """The inverse of I + tril(lower, -1), float32 [..., n, n], n a power of two.
+
+    By halves: that of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with the inverses A', D'. All
+    blocks of a size are inverted at once. XLA's own solver takes a hundred times as long on a CPU,
+    and a series of powers of `lower` would cancel where keys are alike.
+    """
+    n = lower.shape[-1]
+    row, column = jnp.arange(n)[:, None], jnp.arange(n)
+    inverse = jnp.broadcast_to(jnp.eye(n), lower.shape)
+    size = 1
+    while size < n:
+        is_below = (row // size == column // size + 1) & (row // size % 2 == 1)
+        below = _times("hij,hjk->hik", jnp.where(is_below, lower, 0), inverse)
+        inverse = inverse - _times("hij,hjk->hik", inverse, below)
+        size *= 2
+    return inverse
 
 
 def causal_conv(
