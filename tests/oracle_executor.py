@@ -66,6 +66,12 @@ class OracleExecutor(FakeExecutor):
             state = _extend(state, output[-1])
         return output
 
+    def holds_state(self, rank: int, slots: list[int], tokens: Int32Array) -> bool:
+        """Whether one of the rank's slots has the state after `tokens`."""
+        hashes = np.zeros(len(tokens), np.uint64)
+        _hash_span(tokens, hashes, 0, len(tokens))
+        return bool((self._states[rank].held(slots) == hashes[-1]).any())
+
     def _run_rank(self, rank: int, plan: RankPlan) -> RankResult:
         tokens, hashes = self._tokens[rank], self._hashes[rank]
         for admission in plan.admissions:
@@ -253,6 +259,10 @@ class StateOracle:
         self._current = np.zeros(sizes.num_rows, np.int32)
         self._read: set[int] = set()
         self._written: set[int] = set()
+
+    def held(self, slots: list[int]) -> NDArray[np.uint64]:
+        """What is in these slots."""
+        return self._slots[slots]
 
     def run(
         self, plan: RankPlan, i: int, start: int, hashes: NDArray[np.uint64], drafts: list[int]

@@ -98,19 +98,18 @@ class RadixCache:
         else:
             self._full = BareTokens(0, allocators[0], page_size, self._policy, pool=_IN_NO_POOL)
         windows: list[WindowComponent] = []
-        for number, (window, pool, *_) in enumerate(groups):
-            if window is not None:
-                lookback = lookback_pages(window, page_size)
-                allocator, index = allocators[pool], len(windows) + 1
+        for number, group in enumerate(groups):
+            if group.sliding_window is not None:
                 windows.append(
                     WindowComponent(
-                        index,
+                        len(windows) + 1,
                         number,
-                        pool,
-                        allocator,
+                        group.pool,
+                        allocators[group.pool],
                         page_size,
-                        lookback,
+                        lookback_pages(group.sliding_window, page_size),
                         self._policy.num_classes,
+                        is_recurrent=group.is_recurrent,
                     )
                 )
         self._windows = tuple(windows)
@@ -140,6 +139,11 @@ class RadixCache:
         """How many tokens `match_prefix` would find. Changes nothing, not even ages."""
         _, length = self.tree.peek(_contiguous(tokens), namespace, start)
         return length
+
+    def kv_len(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
+        """How many of `tokens` the cache has the KV of, whole pages, whether or not a state of
+        recurrent layers was kept there: no less than `peek`, which needs one, finds."""
+        return self.tree.kv_len(_contiguous(tokens), namespace, start)
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         """The `next_key` of a cursor that ends at `node` (None: nothing matched), where `tokens`,

@@ -79,6 +79,13 @@ class RadixTree:
             length, _ = self.resumable.usable_len(path[-1].node, matched, above)
         return path if length == matched else cut_path(path, length - above), length
 
+    def kv_len(self, tokens: Int32Array, namespace: str, start: TreeNode | None) -> int:
+        """As the length that `peek` answers, but that no snapshots are looked for."""
+        path, above = self._walk(tokens, namespace, start), start.end if start else 0
+        if self.resumable is not None:
+            return self.resumable.kv_len(path, above)
+        return matched_len(path) if path else above
+
     def match(
         self,
         tokens: Int32Array,

@@ -13,7 +13,6 @@ from functools import partial
 
 import numpy as np
 
-from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
@@ -24,6 +23,7 @@ from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_cache import ChunkCache, RadixCache
 from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows, pages_beyond
+from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.session_leases import SessionLeases
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -53,6 +53,11 @@ class RankMemory:
         self.groups = sizes.groups
         # Every row lists every page up to its allocated length.
         self.lists_all = len(sizes.groups) == 1 and sizes.groups[0].sliding_window is None
+        # The number of the recurrent group, and that of the pool of its states; None without.
+        self.state_group = sizes.state_group
+        self.state_pool = None if self.state_group is None else sizes.groups[self.state_group].pool
+        if self.state_pool == 0:
+            raise ValueError("states must have a pool of their own, behind that of the first pages")
         num_groups, num_pools = len(sizes.groups), len(sizes.pool_pages)
         self.rows = ReqToTokenPool(
             tables or RowTables.empty(sizes.num_rows, num_groups, sizes.pages_per_row)
@@ -62,9 +67,10 @@ class RankMemory:
             [number for number, group in enumerate(sizes.groups) if group.pool == pool]
             for pool in range(num_pools)
         ]
-        self.state_group = sizes.state_group  # the number of the recurrent group, if there is one
-        self._paged = [number for number, group in enumerate(sizes.groups) if not group.is_recurrent]
-        # Page tables of which each lists a page of the pool for every page of a row.
+        self._paged_groups = [
+            number for number, group in enumerate(sizes.groups) if not group.is_recurrent
+        ]
+        # Of each pool, pages that a row takes for a page of tokens.
         self._num_tables = [
             sum(not sizes.groups[number].is_recurrent for number in numbers)
             for numbers in self.groups_of
@@ -91,12 +97,14 @@ class RankMemory:
         ]
         # Pages of their own that idle sessions hold, by pool: those the tree owns are not in it.
         self.session_held = [0] * num_pools
-        self.num_row_snapshots = 0  # that rows hold and have not published
 
     def _pool_name(self, pool: int) -> str:
         if len(self.groups) == 1:
             return f"rank {self.dp_rank}"
-        kinds = [_kind(self.groups[number]) for number in self.groups_of[pool]]
+        if pool == self.state_pool:
+            return f"rank {self.dp_rank}, states"
+        windows = [self.groups[number].sliding_window for number in self.groups_of[pool]]
+        kinds = ["full" if window is None else f"window {window}" for window in windows]
         return f"rank {self.dp_rank}, {' and '.join(kinds)}"
 
     def _no_locks(self) -> tuple[LockedPages, ...]:
@@ -118,7 +126,6 @@ class RankMemory:
         self.sessions = SessionLeases()
         self.locked = self._no_locks()
         self.session_held = [0] * len(self.allocators)
-        self.num_row_snapshots = 0
 
     @property
     def num_session_pages(self) -> int:
@@ -155,14 +162,20 @@ class RankMemory:
         return int((num_pages - firsts).sum())
 
     def can_go_back(self, lease: KVLease, length: int) -> bool:
-        """Whether the token after the first `length` of `lease` could be computed, states aside: no
-        window that it sees has passed."""
+        """Whether `lease` could go on from its first `length` tokens or, with recurrent layers,
+        from as many of them as there is a state after."""
+        if self.state_group is not None:
+            return resumable_len(self, lease, length) >= 0
+        return self.sees_windows(lease, length)
+
+    def sees_windows(self, lease: KVLease, length: int) -> bool:
+        """Whether no window has passed what the token after the first `length` of `lease` sees."""
         return self.lists_all or all(
-            window is None
-            or self.rows.first_pages[group, lease.row]
-            <= first_page_of(window, self.page_size, length)
-            for group, (window, _, _, is_recurrent) in enumerate(self.groups)
-            if not is_recurrent
+            group.sliding_window is None
+            or group.is_recurrent
+            or self.rows.first_pages[number, lease.row]
+            <= first_page_of(group.sliding_window, self.page_size, length)
+            for number, group in enumerate(self.groups)
         )
 
     def by_pool(self, pages: Int32Array) -> list[Int32Array]:
@@ -201,10 +214,10 @@ class RankMemory:
 
     def set_first_pages(self, lease: KVLease, length: int) -> None:
         """`lease` lists of each window what the token after `length` sees, all of it locked."""
-        for group, (window, *_) in enumerate(self.groups):
-            if window is not None:
-                first = first_page_of(window, self.page_size, length)
-                self.rows.first_pages[group, lease.row] = first
+        for number, group in enumerate(self.groups):
+            if group.sliding_window is not None:
+                first = first_page_of(group.sliding_window, self.page_size, length)
+                self.rows.first_pages[number, lease.row] = first
 
     def num_pages_in_use(self, cursor: PrefixCursor) -> int:
         """Pages of the cursor's prefix that running requests have locked, too.
@@ -309,13 +322,9 @@ class RankMemory:
         if wanted > held:
             if not self.make_room(wanted - held):
                 return False
-            taken = [
-                self.allocators[self.groups[number].pool].alloc(wanted - held, row)
-                for number in self._paged
-            ]
-            # One group's pages are not copied into a new array.
-            pages = taken[0][None] if len(taken) == 1 else np.stack(taken)
-            self.rows.list_pages(row, held, pages)
+            for group in self._paged_groups:
+                taken = self.allocators[self.groups[group].pool].alloc(wanted - held, row)
+                self.rows.list_pages_of(row, group, held, taken)
         self.rows.kv_allocated_len[row] = max(held_len, allocated_len)
         return True
 
@@ -326,9 +335,18 @@ class RankMemory:
 
     def view(self) -> MemoryView:
         """The memory view of this rank."""
+        sizes = self.sizes
         pools = tuple(
             PoolView(
-                sliding_windows=tuple(self.groups[number].sliding_window for number in numbers),
+                kind="states" if pool == self.state_pool else "pages",
+                sliding_windows=tuple(
+                    self.groups[number].sliding_window
+                    for number in numbers
+                    if number != self.state_group
+                ),
+                own_slots=(
+                    sizes.num_state_slots - sizes.num_snapshots if pool == self.state_pool else 0
+                ),
                 total_pages=allocator.num_pages,
                 free_pages=allocator.num_free,
                 leased_pages=allocator.num_leased - session_held,
@@ -337,32 +355,29 @@ class RankMemory:
                 session_held_pages=session_held,
                 reserved_pages=allocator.num_reserved,
             )
-            for numbers, allocator, num_protected, session_held in zip(
-                self.groups_of,
-                self.allocators,
-                self.cache.num_protected,
-                self.session_held,
-                strict=True,
+            for pool, (numbers, allocator, num_protected, session_held) in enumerate(
+                zip(
+                    self.groups_of,
+                    self.allocators,
+                    self.cache.num_protected,
+                    self.session_held,
+                    strict=True,
+                )
             )
         )
+        paged = [pool for pool in pools if pool.kind == "pages"]
         return MemoryView(
             dp_rank=self.dp_rank,
             page_size=self.page_size,
-            total_pages=sum(pool.total_pages for pool in pools),
-            free_pages=sum(pool.free_pages for pool in pools),
-            leased_pages=sum(pool.leased_pages for pool in pools),
-            cached_pages=sum(pool.cached_pages for pool in pools),
-            protected_pages=sum(pool.protected_pages for pool in pools),
-            session_held_pages=sum(pool.session_held_pages for pool in pools),
-            reserved_pages=sum(pool.reserved_pages for pool in pools),
+            total_pages=sum(pool.total_pages for pool in paged),
+            free_pages=sum(pool.free_pages for pool in paged),
+            leased_pages=sum(pool.leased_pages for pool in paged),
+            cached_pages=sum(pool.cached_pages for pool in paged),
+            protected_pages=sum(pool.protected_pages for pool in paged),
+            session_held_pages=sum(pool.session_held_pages for pool in paged),
+            reserved_pages=sum(pool.reserved_pages for pool in paged),
             total_rows=self.rows.num_rows - 1,
             free_rows=self.rows.num_free,
             session_rows=self.sessions.num_idle,
             pools=pools,
         )
-
-
-def _kind(group: CacheGroup) -> str:
-    if group.is_recurrent:
-        return "states"
-    return "full" if group.sliding_window is None else f"window {group.sliding_window}"

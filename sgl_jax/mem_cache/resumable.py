@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sgl_jax.core.step_plan import BoolArray
+from sgl_jax.core.step_plan import BoolArray, IntpArray
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
+from sgl_jax.mem_cache.tree_component import PathStep
 from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_path import matched_len, parent_of
 from sgl_jax.mem_cache.window_component import WindowComponent
 from sgl_jax.mem_cache.window_order import WEIGHTS
 
@@ -62,6 +64,22 @@ class Resumable:
                 return max(start + (int(usable[-1]) + 1) * self._page_size, above), seen
             step = step.parent
         return above, seen
+
+    def kv_len(self, path: Sequence[PathStep], above: int) -> int:
+        """The longest prefix of a walk that begins at `above` tokens whose KV is all there: what
+        could be resumed if there were snapshots at each position."""
+        if not path:
+            return above
+        length = matched_len(path)
+        parent = parent_of(path[0].node)
+        is_there = np.ones((length - above) // self._page_size, np.bool_)
+        nodes = [step.node for step in path]
+        for window, run_above in zip(self.windows, parent.runs, strict=True):
+            if not window.is_recurrent:
+                has_page = window.pages_of(nodes)[: len(is_there)] != 0
+                is_there &= _runs(has_page, run_above) >= window.num_pages
+        usable = is_there.nonzero()[0]
+        return above + (int(usable[-1]) + 1) * self._page_size if len(usable) else above
 
     def can_resume(self, node: TreeNode) -> bool:
         """Whether the end of `node`, which is not the root, can be resumed."""
@@ -265,13 +283,10 @@ class Resumable:
     def _positions(self, node: TreeNode) -> tuple[BoolArray, tuple[int, ...]]:
         """What `is_usable` and `runs` of a node should be, by its pages and its parent's runs."""
         assert node.parent is not None
-        positions = np.arange(1, len(node.key) // self._page_size + 1)
-        is_usable = np.ones(len(positions), np.bool_)
+        is_usable = np.ones(len(node.key) // self._page_size, np.bool_)
         runs = []
         for window, run_above in zip(self.windows, node.parent.runs, strict=True):
-            has_page = node.values[window.index] != 0
-            last_gap = np.maximum.accumulate(np.where(has_page, 0, positions))
-            run = positions - last_gap + run_above * (last_gap == 0)
+            run = _runs(node.values[window.index] != 0, run_above)
             is_usable &= run >= window.num_pages
             runs.append(min(int(run[-1]), window.num_pages))
         return is_usable, tuple(runs)
@@ -294,6 +309,14 @@ class Resumable:
                     raise LedgerError(f"{node!r} has pages that nothing can read", dead)
             if not node.children and not node.locks[0] and not self.can_resume(node):
                 raise LedgerError(f"the end of leaf {node!r} cannot be resumed")
+
+
+def _runs(has_page: BoolArray, run_above: int) -> IntpArray:
+    """How many pages are there without a gap before the end of each, with those above."""
+    positions = np.arange(1, len(has_page) + 1)
+    last_gap = np.maximum.accumulate(np.where(has_page, 0, positions))
+    runs: IntpArray = positions - last_gap + run_above * (last_gap == 0)
+    return runs
 
 
 def _is_on_tree(node: TreeNode) -> bool:

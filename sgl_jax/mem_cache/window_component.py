@@ -45,6 +45,7 @@ class WindowComponent:
         pool: of its pages, whose `allocator` is given.
         num_pages: the lookback, at least 1.
         num_classes: `num_uses` of all nodes is below it.
+        is_recurrent: whether the values are snapshots of states.
     """
 
     def __init__(
@@ -56,11 +57,14 @@ class WindowComponent:
         page_size: int,
         num_pages: int,
         num_classes: int,
+        *,
+        is_recurrent: bool = False,
     ) -> None:
         self.index = index
         self.group = group
         self.pool = pool
         self.num_pages = num_pages
+        self.is_recurrent = is_recurrent
         self._allocator = allocator
         self._page_size = page_size
         self.num_evictable = 0

@@ -1,7 +1,8 @@
 """What becomes of rows' states and snapshots between steps: `state_plan.py` says which are made."""
 
-from sgl_jax.core.step_plan import NO_SLOT, Int32Array, RowIndex
+from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.release import publish_prefix
+from sgl_jax.mem_cache.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.row_states import let_go_snapshots
 from sgl_jax.scheduler.ranks import Ranks
 
@@ -38,5 +39,6 @@ def learn_starts(ranks: Ranks, rows: RowIndex, halves: Int32Array, lens: Int32Ar
         lens: int32[n] tokens that the rows have. The one that followed began with the last.
     """
     tables = ranks.tables
-    unknown = tables.state_lens[1 - halves, rows] == NO_SLOT
+    has_followed = tables.kv_committed_len[rows] >= lens
+    unknown = has_followed & (tables.state_lens[1 - halves, rows] == NO_STATE)
     tables.state_lens[1 - halves[unknown], rows[unknown]] = lens[unknown]

@@ -10,6 +10,7 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import NO_SLOT, Int32Array, RowIndex, StatePlan
+from sgl_jax.mem_cache.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.row_states import has_snapshot, state_source, take_snapshot_slot
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
@@ -44,7 +45,7 @@ def plan_states(
     # After how many tokens the first of the states is that the step writes; where it is not known
     # yet, the result of the step before tells it.
     firsts = np.where(np.arange(len(rows)) < num_decode, kv_starts + 1, ends)
-    tables.state_lens[halves, rows] = np.where(unread_drafts > 0, NO_SLOT, firsts)
+    tables.state_lens[halves, rows] = np.where(unread_drafts > 0, NO_STATE, firsts)
     wanted = []
     if rank.keeps_snapshots:
         decode = slice(num_decode)

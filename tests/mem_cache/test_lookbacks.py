@@ -85,7 +85,7 @@ class LookbackMachine(RuleBasedStateMachine):
         first = owned_from // self.page_size
         offered = np.zeros((len(self.groups), count), np.int32)
         prefixes = model.prefixes(tokens)
-        for group, (window, pool, _) in enumerate(self.groups):
+        for group, (window, pool, *_) in enumerate(self.groups):
             offered[group, :first] = [model.pages[each][group] for each in prefixes[:first]]
             begin = first if window is None else max(first, min(zeros[group], count))
             offered[group, begin:] = self.allocators[pool].alloc(count - begin, ROW)
@@ -109,7 +109,7 @@ class LookbackMachine(RuleBasedStateMachine):
         expected = [[model.pages[each][g] for each in prefixes] for g in range(len(self.groups))]
         begin = 0 if node is None else first
         assert kept.pages.tolist() == [row[begin:] for row in expected]
-        for group, (_, pool, _) in enumerate(self.groups):
+        for group, (_, pool, *_) in enumerate(self.groups):
             own = offered[group, first:]
             duplicates = own[(own != kept.pages[group, first - begin :]) & (own != 0)]
             self.allocators[pool].free(duplicates, ROW)
@@ -171,7 +171,7 @@ class LookbackMachine(RuleBasedStateMachine):
     def check_pages_read(self, pages: np.ndarray, prefix: Tokens, behind: int) -> None:
         """A match answers what is read from there, which holds what it should."""
         prefixes = self.model.prefixes(prefix)
-        for group, (_, pool, _) in enumerate(self.groups):
+        for group, (_, pool, *_) in enumerate(self.groups):
             first = self.model.first_read(group, len(prefix))
             expected = [
                 self.model.pages[each][group] if number >= first else 0
