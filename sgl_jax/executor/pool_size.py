@@ -98,7 +98,9 @@ class KVPools(NamedTuple):
         if self.states is None:
             return in_pages
         num_rows = max(self.rows_within(pages), 1) + 1  # and the null row
-        return in_pages + (pages[-1] + 1 + num_rows * self.states.row_slots) * self.states.slot_bytes
+        return (
+            in_pages + (pages[-1] + 1 + num_rows * self.states.row_slots) * self.states.slot_bytes
+        )
 
     def num_that_fit(self, num_bytes: int) -> int:
         """The most pages of the first pool that leave room for the others; -1 or less for none."""

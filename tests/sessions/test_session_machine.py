@@ -115,7 +115,9 @@ class SessionMachine(SchedulerMachine):
             length
             for length in range(lease.cache_protected_len, len(tokens) + 1)
             if length == 0
-            or oracle.holds_state(rank.dp_rank, [*own, *listed[listed > 0].tolist()], tokens[:length])
+            or oracle.holds_state(
+                rank.dp_rank, [*own, *listed[listed > 0].tolist()], tokens[:length]
+            )
         ]
 
     # -- what clients do --------------------------------------------------------------------
