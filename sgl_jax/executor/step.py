@@ -115,7 +115,8 @@ def run_step(
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
     states = None
     if state_batch is not None and layer_states is not None:
-        assert state.states is not None and controls.states is not None
+        assert state.states is not None
+        assert controls.states is not None
         num_kept = controls.q_lens - queries.drafts + counts - 1  # of rows that decode
         written = RowStates(state.states.current, layer_states)
         states = keep_states(written, controls.states, step_rows, state_batch, num_kept)

@@ -111,13 +111,11 @@ class SessionMachine(SchedulerMachine):
         width = 2 * (1 + sizes.max_draft_tokens)
         own = [sizes.own_slot(lease.row, 0, index) for index in range(width)]
         listed = lease.pages(sizes.page_size)[sizes.state_group]
+        slots = [*own, *listed[listed > 0].tolist()]
         return [
             length
             for length in range(lease.cache_protected_len, len(tokens) + 1)
-            if length == 0
-            or oracle.holds_state(
-                rank.dp_rank, [*own, *listed[listed > 0].tolist()], tokens[:length]
-            )
+            if length == 0 or oracle.holds_state(rank.dp_rank, slots, tokens[:length])
         ]
 
     # -- what clients do --------------------------------------------------------------------
