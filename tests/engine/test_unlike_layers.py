@@ -10,7 +10,10 @@ from sgl_jax.engine.offline import Engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-FAMILIES = ("qwen3_moe_mixed", "mistral", "qwen2_windows", "gemma3", "gpt_oss", *HYBRIDS)
+FAMILIES = (
+    *("qwen3_moe_mixed", "mistral", "qwen2_windows", "gemma3", "gpt_oss", "qwen3_next"),
+    *(pytest.param(family, marks=pytest.mark.long) for family in HYBRIDS[1:]),
+)
 
 
 def golden(family):
