@@ -48,7 +48,7 @@ class EngineConfig(NamedTuple):
     model: ModelConfig
     groups: tuple[CacheGroup, ...]  # of the model's layers
     pool_layouts: tuple[KVPoolLayout, ...]  # of the pools of pages that these name
-    state_layout: StatePoolLayout | None  # of the states of recurrent layers, whose pool is the last
+    state_layout: StatePoolLayout | None  # of recurrent layers, whose pool is the last
     limits: StepLimits
     buckets: Buckets
 
@@ -231,7 +231,8 @@ class EngineConfig(NamedTuple):
         """
         if self.state_layout is None:
             return 0
-        return num_rows * (2 if self.limits.draft_tokens else 1) + self.args.chunked_prefill_size // self.snapshot_interval + 2
+        of_rows = num_rows * (2 if self.limits.draft_tokens else 1)
+        return of_rows + self.limits.chunk_tokens // self.snapshot_interval + 2
 
     def state_shapes(self, pool_pages: tuple[int, ...], mesh: Mesh) -> tuple[Any, Any]:
         """State and row parameters of the engine as `jax.ShapeDtypeStruct`, with shardings."""

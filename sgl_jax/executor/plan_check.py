@@ -91,7 +91,9 @@ def _state_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
         return None
     sources, halves, snapshots = rank.states
     if sources.shape != rank.rows.shape or halves.shape != rank.rows.shape:
-        return f"{len(sources)} sources and {len(halves)} halves of states for {len(rank.rows)} rows"
+        return (
+            f"{len(sources)} sources and {len(halves)} halves of states for {len(rank.rows)} rows"
+        )
     if sources.min() < NO_SLOT or sources.max() >= sizes.num_state_slots:
         return f"states are read from {sources}, there are {sizes.num_state_slots} slots"
     if ((halves < 0) | (halves > 1)).any():

@@ -32,8 +32,8 @@ _CACHED_PER_WINDOW_PAGE = 2
 _MOST_WINDOW_BYTES = 3
 
 
-# Snapshots of states, beside the pages of the first pool: their bytes to its bytes. docs/eviction.md
-# has what more or less would serve. The states of running rows take at most as many as its pages.
+# Bytes of snapshots of states to those of the first pool's pages. docs/eviction.md has what more or
+# less would serve. The states of running rows take at most as many bytes as these pages.
 _SNAPSHOT_BYTES = 0.5
 _MOST_OWN_BYTES = 1.0
 _ROW_SNAPSHOTS = 2  # that a row holds at once: its last, and one that may yet be taken back
@@ -98,7 +98,8 @@ class KVPools(NamedTuple):
         if self.states is None:
             return in_pages
         num_rows = max(self.rows_within(pages), 1) + 1  # and the null row
-        return in_pages + (pages[-1] + 1 + num_rows * self.states.row_slots) * self.states.slot_bytes
+        num_slots = pages[-1] + 1 + num_rows * self.states.row_slots
+        return in_pages + num_slots * self.states.slot_bytes
 
     def num_that_fit(self, num_bytes: int) -> int:
         """The most pages of the first pool that leave room for the others; -1 or less for none."""

@@ -16,7 +16,12 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.executor.layout import StateControls
 from sgl_jax.executor.row_tables import TABLE_SPEC
 from sgl_jax.kernels.gated_delta.batch import StateBatch
-from sgl_jax.mem_cache.device_pool import LayerStates, StatePoolLayout, state_pool_shapes
+from sgl_jax.mem_cache.device_pool import (
+    LayerStates,
+    StatePoolLayout,
+    make_state_pools,
+    state_pool_shapes,
+)
 
 
 class RowStates(NamedTuple):
@@ -37,14 +42,10 @@ def row_states_shapes(layout: StatePoolLayout, sizes: EngineSizes, mesh: Mesh) -
 
 def make_row_states(layout: StatePoolLayout, sizes: EngineSizes, mesh: Mesh) -> RowStates:
     """Zeros, made on the devices."""
-    wanted = row_states_shapes(layout, sizes, mesh)
-    shardings = jax.tree.map(lambda shape: shape.sharding, wanted)
-
-    def zeros() -> RowStates:
-        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), wanted)
-
-    states: RowStates = jax.jit(zeros, out_shardings=shardings)()
-    return states
+    current = jnp.zeros(
+        sizes.dp_size * sizes.num_rows, jnp.int32, device=NamedSharding(mesh, TABLE_SPEC)
+    )
+    return RowStates(current, make_state_pools(layout, sizes.num_state_slots, mesh))
 
 
 class StepRows(NamedTuple):

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.executor.last_queries import LastQueries, count_accepted
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.executor.last_queries import LastQueries, count_accepted
 from sgl_jax.executor.layout import RankControls
 from sgl_jax.executor.state_slots import RowStates, StepRows, build_state_batch, keep_states
 from sgl_jax.kernels.attention.api import AttentionBatch
@@ -82,9 +82,7 @@ def run_step(
     step_rows = StepRows(controls.rows, *rows)
     state_batch = layer_states = None
     if state.states is not None and controls.states is not None:
-        state_batch = build_state_batch(
-            state.states, controls.states, step_rows, num_tokens, sizes
-        )
+        state_batch = build_state_batch(state.states, controls.states, step_rows, num_tokens, sizes)
         layer_states = state.states.layers
     hidden, kv_pools, layer_states = model(
         token_table[token_rows, batch.positions],
@@ -116,11 +114,12 @@ def run_step(
     by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in wanted))
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
     states = None
-    if state_batch is not None and controls.states is not None and state.states is not None:
-        states = keep_states(
-            RowStates(state.states.current, layer_states),
-            *(controls.states, step_rows, state_batch, controls.q_lens - queries.drafts + counts - 1),
-        )
+    if state_batch is not None and layer_states is not None:
+        assert state.states is not None
+        assert controls.states is not None
+        num_kept = controls.q_lens - queries.drafts + counts - 1  # of rows that decode
+        written = RowStates(state.states.current, layer_states)
+        states = keep_states(written, controls.states, step_rows, state_batch, num_kept)
     return StepState(token_table, row_lens, kv_pools, states), output
 
 

@@ -163,14 +163,13 @@ def forget_states_past(memory: "RankMemory", lease: KVLease, length: int) -> Non
 
 
 def go_back(memory: "RankMemory", lease: KVLease, length: int) -> None:
-    """`lease` goes on from its first `length` tokens: of its own states only the half that holds
-    that after these tokens may still be read, up to it."""
+    """`lease` goes on from its first `length` tokens: of its own states those after more may not
+    be read any more."""
     rows, row = memory.rows, lease.row
     holding = [
         half for half, (first, last) in _states_held(memory, row).items() if first <= length <= last
     ]
-    for half in {0, 1}.difference(holding[:1]):
-        rows.state_lens[half, row] = NO_STATE
+    forget_states_past(memory, lease, length)
     rows.resumed_len[row] = length
     if holding:
         rows.state_half[row] = holding[0]

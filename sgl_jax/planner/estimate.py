@@ -87,10 +87,12 @@ def make_plan(request: PlanRequest) -> Plan:
 
     context = workload.input_len + workload.output_len // 2
     read = concurrency * _visible(context, request)
-    decode = plan_step(decode_bucket, StepWork(concurrency, read, read, is_prefill=False))
+    decode = plan_step(
+        decode_bucket, StepWork(concurrency, read, read, concurrency, is_prefill=False)
+    )
     before = _visible(max(1, workload.input_len // 2), request)
     rows = max(1, chunk // workload.input_len)
-    prefill = plan_step(prefill_bucket, StepWork(chunk, rows * before, chunk * before))
+    prefill = plan_step(prefill_bucket, StepWork(chunk, rows * before, chunk * before, rows))
     return _with_rates(request, memory, decode, prefill, concurrency, chunk)
 
 
@@ -148,18 +150,20 @@ def device_bytes(
             experts += size
         elif own.read == "all":
             layers_and_head += size
+    layout = engine.config.state_layout
     return DeviceBytes(
         layer_and_head_bytes=layers_and_head,
         expert_bytes=experts,
         weight_itemsize=engine.config.dtype.itemsize,
         kv_token_bytes=memory.kv_token_bytes,
         kv_itemsize=engine.config.pool_layouts[0].dtype.itemsize,
+        state_bytes=layout.slot_bytes // request.args.tp_size if layout else 0,
         tp_size=request.args.tp_size,
     )
 
 
 def _visible(context: int, request: PlanRequest) -> int:
-    """Tokens of a context that a query sees, on the average of all layers."""
-    groups = request.config.cache_groups()
+    """Tokens of a context that a query sees, on the average of all layers with attention."""
+    groups = [own for own in request.config.cache_groups() if not own.is_recurrent]
     seen = sum(len(own.layers) * min(context, own.sliding_window or context) for own in groups)
-    return seen // request.config.num_layers
+    return seen // request.config.num_attention_layers

@@ -1,4 +1,4 @@
-"""Where a device's memory goes, before anything is compiled: weights, tables, KV pages."""
+"""Where a device's memory goes, before anything is compiled: weights, tables, KV pages, states."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,9 @@ class MemoryPlan:
     reserved_bytes: int  # what --mem-fraction-static leaves alone, and a step's logits
     kv_bytes: int
     kv_token_bytes: int  # of one token in all layers, on this device
-    # Of each pool of a rank, the null pages left out; 0 or less for the first if nothing fits.
+    state_bytes: int  # of all slots of layers with a recurrence
+    # Of each pool of a rank, the null pages left out; 0 or less for the first if nothing fits. The
+    # last are slots of snapshots, where layers have a recurrence.
     pool_pages: tuple[int, ...]
     page_size: int
     kv_tokens: int  # of one request that has a rank to itself
@@ -34,7 +36,8 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Whether what is always there has room; temporaries of steps are not counted."""
-        return self.weight_bytes + self.table_bytes + self.kv_bytes <= self.usable_hbm_bytes
+        needed = self.weight_bytes + self.table_bytes + self.kv_bytes + self.state_bytes
+        return needed <= self.usable_hbm_bytes
 
 
 def plan_memory(request: PlanRequest) -> MemoryPlan:
@@ -47,7 +50,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     config = EngineConfig.resolve(args, request.config, "tpu")
     page_size, pools = config.args.page_size, config.pools
     placed = place_model(request.config, mesh, config.build_options)
-    state, row_params = config.state_shapes((1,) * len(pools.layouts), mesh)
+    state, row_params = config.state_shapes(tuple(num + 1 for num in pools.pages(0)), mesh)
     weights = bytes_per_device(placed.params)
     tables = bytes_per_device((state.token_table, state.row_lens, row_params))
     usable = int(chip.usable_hbm_bytes * args.mem_fraction_static)
@@ -59,20 +62,24 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     else:
         free = usable - weights - tables
         pages = pages_that_fit(free, pools, args.tp_size, config.logit_bytes)
-    pool_pages = pools.pages(pages) if pages > 0 else (pages,) * len(pools.layouts)
-    sizes = config.sizes(tuple(max(0, num) + 1 for num in pool_pages))
+    pool_pages = pools.pages(max(0, pages))
+    sizes = config.sizes(tuple(num + 1 for num in pool_pages))
+    slot_bytes = config.state_layout.slot_bytes if config.state_layout else 0
+    state_bytes = sizes.num_state_slots * slot_bytes
     num_requests = max(0, pages) // sizes.request_pages(request.workload.tokens)
-    if len(pool_pages) > 1:  # as many as windows have room for
+    if len(pool_pages) > 1:  # as many as windows or states have room for
         num_requests = min(num_requests, sizes.num_rows - 1)
-    token_bytes = sum(pools.layouts[group.pool].page_bytes for group in config.groups) // page_size
+    paged = [group for group in config.groups if not group.is_recurrent]
+    token_bytes = sum(pools.layouts[group.pool].page_bytes for group in paged) // page_size
     return MemoryPlan(
         usable_hbm_bytes=chip.usable_hbm_bytes,
         weight_bytes=weights,
         table_bytes=tables,
         reserved_bytes=chip.usable_hbm_bytes - usable + config.logit_bytes,
-        kv_bytes=pools.num_bytes(max(0, pages)) // args.tp_size,
+        kv_bytes=(pools.num_bytes(max(0, pages)) - state_bytes) // args.tp_size,
         kv_token_bytes=token_bytes // args.tp_size,
-        pool_pages=pool_pages,
+        state_bytes=state_bytes // args.tp_size,
+        pool_pages=(pages, *pool_pages[1:]),
         page_size=page_size,
         kv_tokens=sizes.tokens_within(max(0, pages)),
         num_requests=num_requests,

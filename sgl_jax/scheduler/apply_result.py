@@ -97,9 +97,7 @@ def _count_drafts(
     learn_from_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)
 
 
-def _learn_starts(
-    ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array
-) -> None:
+def _learn_starts(ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array) -> None:
     """Of the rows of a step, those with new tokens by `counts`."""
     states = [rank_plan.states for rank_plan in plan.ranks]
     halves = np.concatenate([each.halves for each in states if each is not None])

@@ -48,7 +48,7 @@ def test_a_conversation_goes_on_from_the_end_of_an_answer():
     run(driver, "first", prompt, num_new=8)
     history = prompt + driver.tokens["first"]
     # The last token was sampled, and never computed.
-    assert run(driver, "second", history + [1, 2, 3]) == 16
+    assert run(driver, "second", [*history, 1, 2, 3]) == 16
 
 
 def test_a_branch_is_kept_by_the_first_that_branches_off():

@@ -19,6 +19,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.sessions.streaming import StreamingSession
@@ -88,7 +89,11 @@ class SessionMachine(SchedulerMachine):
                 in_lease = min(lease.kv_committed_len, num_kept)
                 if rank.memory.state_group is not None:
                     held = self.states_of(rank, lease, request.tokens[:in_lease])
-                    in_lease = max(held, default=0)
+                    told = resumable_len(rank.memory, lease, in_lease)
+                    assert told == -1 or told in held
+                    # Slots of drafts may hold what steps long before have left there.
+                    has_drafts = rank.memory.sizes.max_draft_tokens > 0
+                    in_lease = max(told, 0) if has_drafts else max(held, default=0)
                 if not sees_its_windows(rank.memory, lease, in_lease):
                     in_lease = 0
             in_tree = cache.peek(matchable, request.namespace)
@@ -111,11 +116,11 @@ class SessionMachine(SchedulerMachine):
         width = 2 * (1 + sizes.max_draft_tokens)
         own = [sizes.own_slot(lease.row, 0, index) for index in range(width)]
         listed = lease.pages(sizes.page_size)[sizes.state_group]
+        slots = [*own, *listed[listed > 0].tolist()]
         return [
             length
             for length in range(lease.cache_protected_len, len(tokens) + 1)
-            if length == 0
-            or oracle.holds_state(rank.dp_rank, [*own, *listed[listed > 0].tolist()], tokens[:length])
+            if length == 0 or oracle.holds_state(rank.dp_rank, slots, tokens[:length])
         ]
 
     # -- what clients do --------------------------------------------------------------------

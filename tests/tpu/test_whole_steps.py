@@ -77,7 +77,7 @@ LAYOUTS = (
 QUICK = {
     ("llama-3.1-8b", "v5e-4", 4, "decode"),
     ("llama-3.1-8b", "v5p-2", 1, "decode"),
-    ("llama-3.3-70b", "v6e-8", 8, "mixed"),
+    ("llama-3.1-8b", "v6e-1", 1, "mixed"),
     ("qwen3-30b-a3b", "v6e-4", 4, "decode"),
     ("llama-3.1-8b", "tpu7x-2", 1, "decode"),
 }
