@@ -187,7 +187,11 @@ def go_back(memory: "RankMemory", lease: KVLease, length: int) -> None:
 def _states_held(memory: "RankMemory", row: int) -> dict[int, tuple[int, int]]:
     """The halves of `row` that hold states which can be read, the one written last in front: after
     how many tokens the first and the last of them are. Both may claim to hold one: then the earlier
-    half's is after drafts that were refused."""
+    half's is after drafts that were refused.
+
+    So it is because a row that generates computes no chunk again before it goes back (`go_back`): a
+    step after one with drafts begins where that ended, and its first state is after one token more.
+    """
     rows, num_drafts = memory.rows, memory.sizes.max_draft_tokens
     latest, resumed_len = int(rows.state_half[row]), int(rows.resumed_len[row])
     if rows.state_lens[latest, row] == NO_STATE:

@@ -69,6 +69,7 @@ class Request:
         self.tokens = tokens
         self.lease = lease
         self.slot: int | None = None  # of its state; None where it starts, or starts again
+        self.generates = False  # then it computes no more chunks
 
     def prefix(self, length: int) -> bytes:
         return self.tokens[:length].tobytes()
@@ -116,6 +117,7 @@ class Device:
         end = start + 1 + num_drafts
         if end > MAX_LEN or not self.memory.grow_row(row, end):
             return False
+        request.generates = True
         own = self._half_to_write(request)
         following = (start // sizes.tail_interval + 1) * sizes.tail_interval
         slot = take_snapshot_slot(self.memory, row, following) if following <= end else NULL_SLOT

@@ -16,7 +16,6 @@ from sgl_jax.mem_cache.release import (
     roll_back_lease,
 )
 from sgl_jax.mem_cache.row_states import (
-    drop_snapshot,
     let_go_snapshots,
     resumable_len,
     state_source,
@@ -84,11 +83,9 @@ class StateLeaseMachine(RuleBasedStateMachine):
         self.running.append(request)
 
     def compute(self, request: Request, end: int, keep: tuple[int, ...] | None) -> None:
-        """A chunk, which does not write what a step with drafts was to write and did not."""
-        committed = request.lease.kv_committed_len
-        for length in self.listed(request):
-            if length > max(committed, request.lease.cache_protected_len):
-                drop_snapshot(self.memory, request.lease, length)
+        """A chunk of a prompt."""
+        if request.generates:
+            return
         if self.device.prefill(request, end, keep):
             self.pass_windows(request)
 
