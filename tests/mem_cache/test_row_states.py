@@ -252,6 +252,17 @@ def test_a_turn_goes_on_from_a_draft_of_the_step_before_the_last() -> None:
     assert device.prefill(second, 20)
 
 
+def test_what_the_last_step_wrote_counts_more_than_refused_drafts_of_the_one_before() -> None:
+    device = Device(make_memory(max_draft_tokens=3, page_size=32))
+    request = device.open(numbers())
+    device.prefill(request, 13)
+    device.decode(request, 3, 0)  # a state after 14 tokens, and refused ones
+    device.decode(request, 3, 1)  # after 15 and 16
+    device.accept(request, 1)
+    slot = state_source(device.memory, request.lease)
+    assert device.written[slot] == request.prefix(16)
+
+
 def test_states_of_refused_drafts_are_not_gone_on_from_while_a_later_step_is_unread() -> None:
     """The step in flight began where the first one ended; what it wrote is not known yet."""
     device = Device(make_memory(max_draft_tokens=3, page_size=32))

@@ -118,10 +118,10 @@ def test_a_snapshot_leaves_and_its_path_stays_for_the_next_one() -> None:
 
 def test_what_a_conversation_went_past_leaves_before_what_prompts_branch_from() -> None:
     prompts = Prompts()
-    for prompt in ("abC", "abCdeF", "xyZuvW", "xyZrsT"):
+    for prompt in ("abcdeF", "abcdeFgH", "xyZuvW", "xyZrsT"):
         prompts.publish(prompt)
     assert prompts.cache.evict(1, STATES) == 1
-    assert [prompts.found(prompt) for prompt in ("xyzq", "abcq", "abcdef")] == [3, 0, 6]
+    assert [prompts.found(prompt) for prompt in ("xyzq", "abcdefq", "abcdefgh")] == [3, 0, 8]
 
 
 # -- four defects ---------------------------------------------------------------------------------
