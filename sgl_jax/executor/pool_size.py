@@ -81,6 +81,14 @@ class KVPools(NamedTuple):
         ]
         return min([self.num_rows, *each])
 
+    def require_a_row(self, pages: Sequence[int]) -> None:
+        """Raise ValueError if pools of so many pages have no room for the windows of one row."""
+        if self.rows_within(pages) < 1:
+            raise ValueError(
+                f"--swa-full-tokens-ratio {self.window_tokens_ratio} gives sliding windows too few "
+                f"pages for one request: {pages[1:]} beside {pages[0]} of the first pool; raise it"
+            )
+
 
 def choose_pool_pages(
     args: ServerArgs, pools: KVPools, mesh: Mesh, pages_per_row: int, workspace_bytes: int
@@ -124,11 +132,7 @@ def choose_pool_pages(
             "per rank (--tp-size), or a larger --mem-fraction-static"
         )
     pages = pools.pages(num_first)
-    if pools.rows_within(pages) < 1:
-        raise ValueError(
-            f"--swa-full-tokens-ratio {args.swa_full_tokens_ratio} gives sliding windows too few "
-            f"pages for one request: {pages[1:]} beside {num_first} of the first pool; raise it"
-        )
+    pools.require_a_row(pages)
     logger.info(
         "KV pool: %s pages of %d tokens on each of %d ranks, %.2f GiB per rank, from %s",
         " and ".join(map(str, pages)),
