@@ -42,6 +42,8 @@ class WindowOrder:
 
     def levels(self, first: int, count: int) -> Levels:
         """The level of each page of an edge that begins at page `first` of its path."""
+        if count <= self._num_pages:
+            return np.full(count, END, np.int8)
         to_grid = -np.arange(first, first + count) % (_GRID * self._num_pages)
         distances = np.arange(count, 0, -1)  # to the end of the edge
         _, exponents = np.frexp((distances - 1).astype(np.float64))
