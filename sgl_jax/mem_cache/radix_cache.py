@@ -109,6 +109,7 @@ class RadixCache:
                         page_size,
                         lookback_pages(group.sliding_window, page_size),
                         self._policy.num_classes,
+                        is_recurrent=group.is_recurrent,
                     )
                 )
         self._windows = tuple(windows)

@@ -238,6 +238,20 @@ def test_a_turn_goes_on_from_any_draft_that_was_accepted(num_accepted: int) -> N
         device.check(num_running=1)
 
 
+def test_a_turn_goes_on_from_a_draft_of_the_step_before_the_last() -> None:
+    device = Device(make_memory(max_draft_tokens=3, page_size=32))
+    request = device.open(numbers())
+    device.memory.sessions.bind("s", request.lease)
+    device.prefill(request, 13)
+    device.decode(request, 3, 2)  # states after 14, 15 and 16 tokens
+    device.accept(request, 2)
+    device.decode(request, 3, 0)  # after 17
+    device.end(request, 17)
+    second = resume(device, request, 16, then=1)
+    assert second.lease.kv_committed_len == 16
+    assert device.prefill(second, 20)
+
+
 def test_states_of_refused_drafts_are_not_gone_on_from_while_a_later_step_is_unread() -> None:
     """The step in flight began where the first one ended; what it wrote is not known yet."""
     device = Device(make_memory(max_draft_tokens=3, page_size=32))
@@ -378,6 +392,20 @@ def test_a_row_unlocks_the_trees_snapshot_when_it_has_a_certain_one() -> None:
     assert device.memory.locked[POOL].num_locked == 0
     device.check(num_running=1)
     assert device.memory.cache.evict(1, POOL) == 1
+    device.check(num_running=1)
+
+
+def test_a_row_that_begins_again_keeps_states_before_those_that_it_let_go_of() -> None:
+    device = Device(make_memory(use_radix_cache=False))
+    request = device.open(numbers())
+    device.memory.sessions.bind("s", request.lease)
+    device.prefill(request, 20, keep=(12, 20))
+    let_go_snapshots(device.memory, 1, 20)
+    device.end(request, 20)
+    second = resume(device, request, 7)
+    assert second.lease.kv_committed_len == 0
+    device.prefill(second, 14, keep=(4, 12))
+    assert listed(device.memory, 1) == [4, 12]
     device.check(num_running=1)
 
 

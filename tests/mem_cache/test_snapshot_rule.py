@@ -1,8 +1,8 @@
 """Snapshots of states on the tree, on prompts small enough to follow by hand.
 
 Four of these tests are defects that another engine had when it began to cache states (LightLLM,
-pull request 1348): the root among what may be evicted, locks of the root by matches that found nothing
-and by matches cut to nothing, and snapshots of a prompt that was paused or aborted.
+pull request 1348): the root among what may be evicted, locks of the root by matches that found
+nothing and by matches cut to nothing, and snapshots of a prompt that was paused or aborted.
 """
 
 import numpy as np
@@ -114,6 +114,14 @@ def test_a_snapshot_leaves_and_its_path_stays_for_the_next_one() -> None:
     assert prompts.held()[1] == 1
     prompts.cache.evict(1, STATES)
     assert prompts.held() == (0, 0)
+
+
+def test_what_a_conversation_went_past_leaves_before_what_prompts_branch_from() -> None:
+    prompts = Prompts()
+    for prompt in ("xyZ", "xyZuvW", "xyZrsT", "abC", "abCdeF"):
+        prompts.publish(prompt)
+    assert prompts.cache.evict(1, STATES) == 1
+    assert [prompts.found(prompt) for prompt in ("xyzq", "abcq", "abcdef")] == [3, 0, 6]
 
 
 # -- four defects ---------------------------------------------------------------------------------

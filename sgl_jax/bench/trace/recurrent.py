@@ -5,11 +5,13 @@ Beside it stands an oracle of the same KV that keeps the state after every page,
 Prompts are computed in chunks, each published as it is computed, and answers are not kept.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from sgl_jax.bench.trace.oracles import Trace
+from sgl_jax.bench.trace.reading import BLOCK_TOKENS, prompt_tokens
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array
@@ -40,6 +42,49 @@ class RecurrentMix(NamedTuple):
 QWEN3_NEXT = RecurrentMix("Qwen3-Next-80B-A3B", 3144, 4096)
 
 
+class RecurrentRates(NamedTuple):
+    """Shares of prompt tokens served: by the oracle, and by snapshots of so many bytes to the KV's
+    one."""
+
+    oracle: float
+    by_share: dict[float, float]
+
+
+def recurrent_hit_rates(
+    trace: Trace,
+    capacity: int,
+    shares: Sequence[float],
+    mix: RecurrentMix = QWEN3_NEXT,
+    *,
+    page_size: int,
+    policy: str,
+) -> RecurrentRates:
+    """What snapshots of a share of the KV's bytes serve, beside all states.
+
+    `capacity` counts blocks of 512 tokens of KV: longer prompts are left out.
+    """
+    if BLOCK_TOKENS % page_size:
+        raise ValueError(f"the page size must divide {BLOCK_TOKENS}, got {page_size}")
+    kv_tokens = capacity * BLOCK_TOKENS
+    prompts = [prompt_tokens(each) for each in trace if len(each.block_ids) <= capacity]
+    longest = max((len(prompt) for prompt in prompts), default=0) + page_size
+    total = sum(request.input_len for request in trace)
+
+    def rate(num_snapshots: int | None) -> float:
+        replay = StatesReplay(
+            kv_tokens // page_size,
+            num_snapshots,
+            page_size,
+            longest,
+            interval=mix.interval,
+            policy=policy,
+        )
+        return replay.serve_all(prompts) / total
+
+    by_share = {share: rate(mix.num_snapshots(kv_tokens, share)) for share in shares}
+    return RecurrentRates(rate(None), by_share)
+
+
 class StatesReplay:
     """The memory of one rank with `num_pages` pages, and one request at a time.
 
@@ -56,17 +101,20 @@ class StatesReplay:
         interval: int,
         policy: str = "adaptive",
     ) -> None:
-        has_states = num_snapshots is not None
+        pools: tuple[int, ...] = (1 + num_pages,)
+        groups: tuple[CacheGroup, ...] = (_FULL,)
+        if num_snapshots is not None:
+            pools, groups = (*pools, 1 + num_snapshots), (*groups, _STATES)
         self.sizes = EngineSizes(
             dp_size=1,
             page_size=page_size,
-            pool_pages=(1 + num_pages, 1 + num_snapshots) if has_states else (1 + num_pages,),
+            pool_pages=pools,
             num_rows=2,
             max_context_len=longest,
             max_step_tokens=_CHUNK_TOKENS,
             max_prompt_logprob_tokens=1,
             vocab_size=1,
-            groups=(_FULL, _STATES) if has_states else (_FULL,),
+            groups=groups,
             snapshot_interval=interval,
             tail_interval=interval,
             max_step_snapshots=_CHUNK_TOKENS // page_size,
