@@ -28,10 +28,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import StateBatch
+from sgl_jax.kernels.gated_delta.tpu.shared import start, unit, wait
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 SUBLANES = 8
-EPSILON = 1e-6  # of the lengths of keys and queries
 # Of large states three buffers keep the memory busy; of small ones more DMAs are in flight, since
 # each takes a while to begin.
 MIN_BUFFERS, MAX_BUFFERS = 3, 8
@@ -180,25 +180,25 @@ def _kernel(
 
     @pl.loop(jnp.maximum(num_tokens - kernel.num_buffers, 0), num_tokens)
     def _(token: jax.Array) -> None:
-        _for_each(_result_copies(kernel, token), _wait)
+        _for_each(_result_copies(kernel, token), wait)
 
 
 def _start_token(kernel: _Kernel, token: jax.Array) -> None:
     """Start what a token needs."""
-    _for_each(_token_copies(kernel, token), _start)
+    _for_each(_token_copies(kernel, token), start)
     pl.when(kernel.rows.is_first(token))(lambda: _state_copy(kernel, token).start())
 
 
 def _next_token(kernel: _Kernel, token: jax.Array) -> None:
     """Compute a token, whose DMAs are under way."""
     is_first = kernel.rows.is_first(token)
-    _for_each(_token_copies(kernel, token), _wait)
+    _for_each(_token_copies(kernel, token), wait)
     pl.when(token >= kernel.num_buffers)(
-        lambda: _for_each(_result_copies(kernel, token - kernel.num_buffers), _wait)
+        lambda: _for_each(_result_copies(kernel, token - kernel.num_buffers), wait)
     )
     pl.when(is_first)(lambda: _state_copy(kernel, token).wait())
     _change(kernel, token, _state_before(kernel, token, is_first))
-    _for_each(_result_copies(kernel, token), _start)
+    _for_each(_result_copies(kernel, token), start)
 
 
 def _state_before(kernel: _Kernel, token: jax.Array, is_first: jax.Array) -> Any:
@@ -212,7 +212,7 @@ def _change(kernel: _Kernel, token: jax.Array, state: Any) -> None:
     """Put into a token's buffers its output, and the state after it; `state` is that before."""
     at, buffers = kernel.buffer(token), kernel.buffers
     key_heads, value_heads = buffers.k.shape[1], buffers.v.shape[1]
-    q, k = _unit(buffers.q[at]) * LANES**-0.5, _unit(buffers.k[at])
+    q, k = unit(buffers.q[at]) * LANES**-0.5, unit(buffers.k[at])
     both = jnp.sum(q * k, axis=1, keepdims=True)
     columns = _columns(k, q)
     for head in range(value_heads):
@@ -228,12 +228,6 @@ def _change(kernel: _Kernel, token: jax.Array, state: Any) -> None:
         buffers.out[at, own] = out.astype(buffers.out.dtype)
         new = old * decay + key * change
         buffers.states[1, at, head] = new.astype(buffers.states.dtype)
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    """float32 of x [heads, 128], scaled to length 1."""
-    wide = x.astype(jnp.float32)
-    return wide * lax.rsqrt(jnp.sum(wide * wide, axis=1, keepdims=True) + EPSILON)
 
 
 def _columns(*rows: jax.Array) -> jax.Array:
@@ -282,11 +276,3 @@ def _slot_written(rows: _Rows, token: jax.Array) -> jax.Array:
 def _for_each(copies: list[Any], do: Callable[[Any], None]) -> None:
     for copy in copies:
         do(copy)
-
-
-def _start(copy: Any) -> None:
-    copy.start()
-
-
-def _wait(copy: Any) -> None:
-    copy.wait()

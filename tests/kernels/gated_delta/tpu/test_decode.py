@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from sgl_jax.kernels.gated_delta.tpu import decode as module
+from sgl_jax.kernels.gated_delta.tpu import shared
 from tests.kernels.gated_delta.problems import (
     LAYER,
     Case,
@@ -130,8 +131,8 @@ def go_on_from_the_row_of_the_next_token(monkeypatch):
     )
 
 
-def forget_epsilon(monkeypatch):
-    monkeypatch.setattr(module, "EPSILON", 1.0)
+def scale_to_another_length(monkeypatch):
+    monkeypatch.setattr(module, "unit", lambda x: shared.unit(x) * 1.01)
 
 
 FAULTS = (
@@ -139,7 +140,7 @@ FAULTS = (
     use_another_buffer,
     write_the_next_slot,
     go_on_from_the_row_of_the_next_token,
-    forget_epsilon,
+    scale_to_another_length,
 )
 
 
