@@ -44,6 +44,7 @@ from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, prefill_blocks  #
 from sgl_jax.kernels.attention.tpu.write import write_kv  # noqa: E402
 from sgl_jax.kernels.gated_delta.batch import StateBatch  # noqa: E402
 from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta  # noqa: E402
+from sgl_jax.kernels.gated_delta.tpu.prefill import prefill_gated_delta  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles, tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.qkv_heads import TOKENS_AT_ONCE, HeadNorm, rotated_heads  # noqa: E402
 from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402
@@ -298,6 +299,24 @@ def our_delta_decode(tp: int) -> Kernel:
     )
 
 
+def our_delta_prefill(tp: int) -> Kernel:
+    """The same heads; of a chunk's loops the one with the matrix unit's work."""
+
+    def prefill(*arguments):
+        arrays, rows = arguments[:7], arguments[7:]
+        return prefill_gated_delta(*arrays, StateBatch.build(*rows, CHUNK))
+
+    return Kernel(
+        f"gated delta prefill, {DELTA_VALUE_HEADS // tp} value heads",
+        prefill,
+        state_shapes(CHUNK, tp),
+        5,
+        "value heads of a chunk",
+        per(1),
+        "16 KiB and more",
+    )
+
+
 def jax_decode(page_size: int) -> Kernel:
     """jax's paged attention visits KV heads one by one, 512 keys at a time."""
     pages = CONTEXT // page_size
@@ -362,6 +381,8 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "write-2048-fp8": lambda: our_write(2048, EIGHT_BITS),
     "delta-decode-1": lambda: our_delta_decode(1),
     "delta-decode-8": lambda: our_delta_decode(8),
+    "delta-prefill-1": lambda: our_delta_prefill(1),
+    "delta-prefill-8": lambda: our_delta_prefill(8),
     "grouped-64-inwards": lambda: our_grouped_product(64, True),
     "grouped-64-outwards": lambda: our_grouped_product(64, False),
     "grouped-2048-inwards": lambda: our_grouped_product(CHUNK, True),

@@ -288,10 +288,11 @@ def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
             some = pl.ds(pl.multiple_of(i * TURNED_TOKENS, TURNED_TOKENS), TURNED_TOKENS)
             target[:, some] = jnp.swapaxes(source[at, some].astype(jnp.float32), 0, 1)
 
-    gates = buffers.gates[at]
-    log_decay, beta = gates[:, 0], gates[:, 1]
+    log_decay, beta = (buffers.gates[at, :, gate] for gate in range(2))
     row, column = _row_and_column(CHUNK_TOKENS)
     since = _product((column <= row).astype(jnp.float32), log_decay, (1, 0))
+    # A token's gates lie in a register of their own; products with ones bring them together.
+    beta = _product((column == row).astype(jnp.float32), beta, (1, 0))
     by_head.since_rows[...] = since.T
     for head in range(by_head.v.shape[0]):
         own = slice(head, head + 1)
@@ -352,7 +353,7 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
         similar = _product(rows[-1], key, (1, 1))
         heads.append([_head(kernel, key_head * group + n, similar) for n in range(group)])
     all_heads = [head for some in heads for head in some]
-    inverses = iter(_inverses([head.system for head in all_heads]))
+    inverses = iter(_inverses([head.system for head in all_heads], dtype))
     for key_head, some, own in zip(key_heads, heads, rows, strict=True):
         states = [before[head.head].astype(jnp.float32) for head in some]
         found = _product(own, jnp.concatenate(states, axis=1).astype(dtype), (1, 0))
@@ -388,20 +389,20 @@ def _is_seen(row: jax.Array, column: jax.Array) -> jax.Array:
     return column <= row
 
 
-def _inverses(systems: list[jax.Array]) -> list[jax.Array]:
+def _inverses(systems: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
     """The inverses of I + tril(system, -1) [C, C]."""
     result = []
     pairs = [
         jnp.concatenate(systems[i : i + SIDE_BY_SIDE], axis=1)
         for i in range(0, len(systems), SIDE_BY_SIDE)
     ]
-    for pair in _inverse(pairs):
+    for pair in _inverse(pairs, dtype):
         width = pair.shape[1]
         result += [pair[:, i : i + CHUNK_TOKENS] for i in range(0, width, CHUNK_TOKENS)]
     return result
 
 
-def _inverse(pairs: list[jax.Array]) -> list[jax.Array]:
+def _inverse(pairs: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
     """As `_inverses`, of one or two matrices side by side, [C, C] or [C, 2 * C].
 
     By halves: the inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with the inverses A', D'
@@ -415,15 +416,34 @@ def _inverse(pairs: list[jax.Array]) -> list[jax.Array]:
     size = 2
     while size < CHUNK_TOKENS:
         below = [
-            _side_by_side(jnp.where(mask.below(size), pair, 0), inverse)
+            _side_by_side(jnp.where(mask.below(size), pair, 0), inverse, dtype)
             for mask, pair, inverse in zip(masks, pairs, result, strict=True)
         ]
         result = [
-            inverse - _side_by_side(inverse, part)
+            inverse - _side_by_side(inverse, part, dtype)
             for inverse, part in zip(result, below, strict=True)
         ]
         size *= 2
-    return result
+    if dtype == jnp.float32:
+        return result
+    # Products of bfloat16 leave errors of some thousandths; a step of Newton's method squares them.
+    return [
+        inverse + _side_by_side(inverse, _residual(mask, pair, inverse), dtype)
+        for mask, pair, inverse in zip(masks, pairs, result, strict=True)
+    ]
+
+
+def _residual(mask: "_Halves", pair: jax.Array, inverse: jax.Array) -> jax.Array:
+    """I - (I + L) inverse of each system's part L below the diagonal."""
+    lower = jnp.where(mask.column < mask.row, pair, 0)
+    upper_bits, inverse_bits = (x.astype(jnp.bfloat16) for x in (lower, inverse))
+    product = _side_by_side(upper_bits, inverse_bits, jnp.bfloat16)
+    for left, right in (
+        (lower - upper_bits.astype(jnp.float32), inverse),
+        (lower, inverse - inverse_bits.astype(jnp.float32)),
+    ):
+        product += _side_by_side(left, right, jnp.bfloat16)
+    return mask.identity - inverse - product
 
 
 class _Halves(NamedTuple):
@@ -447,14 +467,14 @@ class _Halves(NamedTuple):
         return ((row & size) != 0) & (column == row - size)
 
 
-def _side_by_side(left: jax.Array, right: jax.Array) -> jax.Array:
+def _side_by_side(left: jax.Array, right: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The product of each matrix of `left` [C, C or 2 * C] with that of `right` at its side."""
     width = left.shape[1]
     if width > CHUNK_TOKENS:
         row, column = (lax.broadcasted_iota(jnp.int32, (width, width), axis) for axis in range(2))
         is_own = (row & CHUNK_TOKENS) == (column & CHUNK_TOKENS)
         right = jnp.where(is_own, jnp.concatenate([right] * SIDE_BY_SIDE, axis=0), 0)
-    return _product(left, right, (1, 0))
+    return _product(left.astype(dtype), right.astype(dtype), (1, 0))
 
 
 def _row_and_column(size: int) -> tuple[jax.Array, jax.Array]:
