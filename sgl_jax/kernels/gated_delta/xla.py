@@ -71,9 +71,7 @@ def _decode(
     """Token by token, some rows at once."""
     num_rows = min(DECODE_ROWS, batch.slots_in.shape[0])
 
-    def block(
-        number: jax.Array, carry: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def block(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows = number * num_rows + jnp.arange(num_rows)
         starts = batch.q_offsets.at[rows].get(mode="clip")
         lengths = batch.q_offsets.at[rows + 1].get(mode="clip") - starts

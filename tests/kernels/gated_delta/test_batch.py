@@ -91,7 +91,9 @@ def test_chunks(name):
 def test_there_is_room_for_the_most_chunks_that_a_step_can_have():
     """Rows of one token behind rows of whole chunks, and each snapshot cuts one more."""
     program = Program(rows=4, tokens=4 * CHUNK_TOKENS, max_snapshots=3)
-    case = Case(program, [], [(0, 65), (0, 65), (0, 65), (0, 61)], [(0, 0.5), (1, 0.5), (3, 0.5)], 0)
+    case = Case(
+        program, [], [(0, 65), (0, 65), (0, 65), (0, 61)], [(0, 0.5), (1, 0.5), (3, 0.5)], 0
+    )
     assert int(build(case).num_chunks) == 10
     check(case)
 

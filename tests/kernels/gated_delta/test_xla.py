@@ -107,9 +107,7 @@ def test_a_snapshot_is_the_state_of_a_run_that_stops_there(cut):
     out, going_on = run_row(problem, PROGRAMS[0], 0, 200, 0, (0, 8), [(cut, 9)])
     some, stopped = run_row(problem, PROGRAMS[0], 0, cut, 0, (0, 9))
     np.testing.assert_allclose(going_on[LAYER, 9], stopped[LAYER, 9], rtol=0, atol=1e-6)
-    rest, resumed = run_row(
-        problem._replace(states=going_on), PROGRAMS[0], cut, 200, cut, (9, 10)
-    )
+    rest, resumed = run_row(problem._replace(states=going_on), PROGRAMS[0], cut, 200, cut, (9, 10))
     np.testing.assert_allclose(resumed[LAYER, 10], going_on[LAYER, 8], rtol=0, atol=1e-5)
     both = np.concatenate([some[:cut], rest[: 200 - cut]])
     np.testing.assert_allclose(both, out[:200], rtol=0, atol=1e-5)

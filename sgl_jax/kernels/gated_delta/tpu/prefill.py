@@ -36,7 +36,7 @@ from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 RUN_TOKENS = 16  # a DMA's size is static: chunks that are not full move in such runs, and by token
 TURNED_TOKENS = 32  # ordered by head at once
-VALUE_HEADS = 8  # computed at once
+VALUE_HEADS = 16  # computed at once
 SIDE_BY_SIDE = LANES // CHUNK_TOKENS  # systems of equations in a row of lanes
 NEVER = -1e30  # a logarithm of a decay: exp of it is zero
 
@@ -314,9 +314,11 @@ def _for_heads(kernel: _Kernel, chunk: jax.Array) -> None:
     """Compute a chunk, some key heads and their value heads at once."""
     key_heads, at = kernel.by_head.k.shape[0], lax.rem(chunk, 2)
     before = _state_before(kernel, chunk)
-    at_once = max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and (
-        n == 1 or n * kernel.group <= VALUE_HEADS
-    ))
+    at_once = max(
+        n
+        for n in range(1, key_heads + 1)
+        if key_heads % n == 0 and (n == 1 or n * kernel.group <= VALUE_HEADS)
+    )
 
     @pl.loop(0, key_heads // at_once)
     def _(i: jax.Array) -> None:
@@ -327,9 +329,7 @@ def _state_before(kernel: _Kernel, chunk: jax.Array) -> Any:
     """The buffer that holds the state that a chunk goes on from."""
     at = lax.rem(chunk, 2)
     is_stored = kernel.chunks.sources[chunk] >= 0
-    return kernel.buffers.states.at[
-        jnp.where(is_stored, 0, 1), jnp.where(is_stored, at, 1 - at)
-    ]
+    return kernel.buffers.states.at[jnp.where(is_stored, 0, 1), jnp.where(is_stored, at, 1 - at)]
 
 
 class _Head(NamedTuple):

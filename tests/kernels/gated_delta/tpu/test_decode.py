@@ -34,9 +34,7 @@ def decode(program, interpret):
     @quick_jit
     def run(problem):
         batch = problem.make_batch(program)
-        return module.decode_gated_delta(
-            *problem[:6], jnp.int32(LAYER), batch, interpret=interpret
-        )
+        return module.decode_gated_delta(*problem[:6], jnp.int32(LAYER), batch, interpret=interpret)
 
     return run
 
