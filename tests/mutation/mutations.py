@@ -1994,8 +1994,8 @@ MUTATIONS = (
     Mutation(
         "states: go back and keep the states of the tokens behind",
         _STATES,
-        "        rows.state_lens[half, row] = NO_STATE\n",
-        "        pass\n",
+        "    forget_states_past(memory, lease, length)\n    rows.resumed_len[row] = length\n",
+        "    rows.resumed_len[row] = length\n",
     ),
     Mutation(
         "states: forget to what length a row went back",
