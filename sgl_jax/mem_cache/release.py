@@ -194,8 +194,6 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
         _read_anew(memory, lease, match)
     lease.node = match.node
     lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
-    # The tree's state is the one to go on from.
-    go_back(memory, lease, match.length)
     return True
 
 

@@ -170,6 +170,12 @@ def go_back(memory: "RankMemory", lease: KVLease, length: int) -> None:
         half for half, (first, last) in _states_held(memory, row).items() if first <= length <= last
     ]
     forget_states_past(memory, lease, length)
+    if memory.sizes.max_draft_tokens:
+        # A half that was cut before is not cut there any more, and holds states past it.
+        of_row = rows.state_lens[:, row]
+        is_cut = of_row <= rows.resumed_len[row]
+        is_cut[holding[:1]] = False
+        of_row[is_cut] = NO_STATE
     rows.resumed_len[row] = length
     if holding:
         rows.state_half[row] = holding[0]
@@ -180,23 +186,19 @@ def go_back(memory: "RankMemory", lease: KVLease, length: int) -> None:
 
 def _states_held(memory: "RankMemory", row: int) -> dict[int, tuple[int, int]]:
     """The halves of `row` that hold states which can be read, the one written last in front: after
-    how many tokens the first and the last of them are."""
+    how many tokens the first and the last of them are. Both may claim to hold one: then the earlier
+    half's is after drafts that were refused."""
     rows, num_drafts = memory.rows, memory.sizes.max_draft_tokens
-    latest = int(rows.state_half[row])
+    latest, resumed_len = int(rows.state_half[row]), int(rows.resumed_len[row])
+    if rows.state_lens[latest, row] == NO_STATE:
+        # Of the step before, no more is known than that its first token was kept.
+        num_drafts = 0
     held: dict[int, tuple[int, int]] = {}
-    # Past it the earlier half holds states of drafts that were refused, if any.
-    limit = None
     for half in (latest, 1 - latest):
         first = int(rows.state_lens[half, row])
         if first != NO_STATE:
-            last = first + num_drafts if limit is None else min(first + num_drafts, limit)
-            if first <= int(rows.resumed_len[row]):
-                last = min(last, int(rows.resumed_len[row]))
-            held[half] = first, last
-            limit = first - 1
-        else:
-            # Where the latest step began is not known, but that it was past the first token.
-            limit = int(rows.state_lens[1 - half, row])
+            last = first + num_drafts
+            held[half] = first, min(last, resumed_len) if first <= resumed_len else last
     return held
 
 

@@ -284,6 +284,8 @@ def test_states_past_where_a_turn_went_back_to_are_not_gone_on_from_later() -> N
     assert lease is not None
     lengths = [resumable_len(device.memory, lease, length) for length in (14, 15, 19, 20)]
     assert lengths == [14, 14, 14, 20]
+    device.end(resume(device, second, 20), 20)
+    assert resumable_len(device.memory, lease, 15) != 15
 
 
 def test_a_draft_that_may_reach_a_length_and_the_step_that_does_take_one_slot() -> None:
@@ -316,6 +318,17 @@ def test_growing_takes_no_slots() -> None:
     assert device.memory.request_pages(20) == 5
     assert device.memory.num_held(other.lease) == 5
     device.check(num_running=2)
+
+
+def test_pages_that_a_row_takes_cost_no_snapshot() -> None:
+    device = Device(make_memory(num_snapshots=1))
+    first = device.open(numbers(then=1, at=0))
+    device.prefill(first, 12, keep=(12,))
+    device.end(first)
+    request = device.open(numbers())
+    assert device.memory.grow_row(request.lease.row, 8)
+    assert device.memory.grow_rows(np.array([request.lease.row]), np.array([20]))
+    assert snapshots(device.memory) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("length", [0, 10, 12, 24])

@@ -45,6 +45,7 @@ _STREAMING = "sgl_jax/sessions/streaming.py"
 _REGULAR = "sgl_jax/sessions/tree.py"
 _BOOK = "sgl_jax/sessions/store.py"
 _DESK = "sgl_jax/sessions/service.py"
+_LEDGER = "sgl_jax/mem_cache/ledger.py"
 _WALK = "sgl_jax/mem_cache/ledger_walk.py"
 _ARGS = "sgl_jax/core/server_args.py"
 _ADMISSION = "sgl_jax/scheduler/admission.py"
@@ -1992,12 +1993,6 @@ MUTATIONS = (
         "",
     ),
     Mutation(
-        "states: go back and keep the states of the tokens behind",
-        _STATES,
-        "    forget_states_past(memory, lease, length)\n    rows.resumed_len[row] = length\n",
-        "    rows.resumed_len[row] = length\n",
-    ),
-    Mutation(
         "states: forget to what length a row went back",
         _STATES,
         "    rows.resumed_len[row] = length\n",
@@ -2008,18 +2003,6 @@ MUTATIONS = (
         _STATES,
         "        rows.state_half[row] = holding[0]\n",
         "        pass\n",
-    ),
-    Mutation(
-        "states: read past where the next step began",
-        _STATES,
-        "            limit = first - 1\n",
-        "            limit = None\n",
-    ),
-    Mutation(
-        "states: read drafts of a step whose end is not known",
-        _STATES,
-        "            limit = int(rows.state_lens[1 - half, row])\n",
-        "            limit = None\n",
     ),
     Mutation(
         "states: see no snapshot where a row could go back to",
@@ -2038,12 +2021,6 @@ MUTATIONS = (
         _RELEASE,
         "            memory.cache.let_go(lease.node, number, seen, end)\n            seen = end\n",
         "            pass\n",
-    ),
-    Mutation(
-        "states: adopt a prefix and keep the states of the lease",
-        _RELEASE,
-        "    go_back(memory, lease, match.length)\n",
-        "",
     ),
     Mutation(
         "states: let go of snapshots as of windows",
@@ -2080,5 +2057,53 @@ MUTATIONS = (
         _MEMORY,
         "            sum(not sizes.groups[number].is_recurrent for number in numbers)\n",
         "            len(numbers)\n",
+    ),
+    Mutation(
+        "states: read drafts of a step whose end is not known",
+        _STATES,
+        "        num_drafts = 0\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "states: read refused drafts rather than what the next step wrote",
+        _STATES,
+        "    for half in (latest, 1 - latest):\n",
+        "    for half in (1 - latest, latest):\n",
+    ),
+    Mutation(
+        "states: go back and keep the states of the tokens behind",
+        _STATES,
+        "    forget_states_past(memory, lease, length)\n    if memory",
+        "    if memory",
+    ),
+    Mutation(
+        "states: go back once more and trust a half that was cut before",
+        _STATES,
+        "        of_row[is_cut] = NO_STATE\n",
+        "",
+    ),
+    Mutation(
+        "states: count the tree's snapshots as those of rows",
+        _LEDGER,
+        "range(protected_len[row] // page_size, pages.shape[1])",
+        "range(pages.shape[1])",
+    ),
+    Mutation(
+        "states: keep what a conversation went past as long as a branch",
+        _ORDER,
+        "            if num_children != 1:\n",
+        "            if count:\n",
+    ),
+    Mutation(
+        "states: say that snapshots are pages",
+        _MEMORY,
+        'kind="states" if pool == self.state_pool else "pages"',
+        'kind="pages"',
+    ),
+    Mutation(
+        "states: find states of free rows nowhere",
+        _WALK,
+        "        if (rows.state_lens[:, row] != NO_STATE).any():\n",
+        "        if False:\n",
     ),
 )
