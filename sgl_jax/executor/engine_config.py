@@ -21,7 +21,11 @@ from sgl_jax.executor.state_slots import row_states_shapes
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import attention_implementation, check_pages
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype
-from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
+from sgl_jax.kernels.gated_delta.api import (
+    CHUNK_TOKENS,
+    check_heads,
+    gated_delta_implementation,
+)
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.qkv_heads import qkv_heads_implementation
@@ -80,6 +84,9 @@ class EngineConfig(NamedTuple):
         config = cls(args, platform, model, groups, pool_layouts, states, limits, buckets)
         if args.attention_backend == "pallas":
             check_pages(args.page_size, config.pages_per_row, pool_layouts[0].dtype)
+            if model.recurrence is not None:
+                own = model.recurrence
+                check_heads(own.num_value_heads // args.tp_size, own.key_dim, own.value_dim)
         return config
 
     @property
@@ -103,6 +110,7 @@ class EngineConfig(NamedTuple):
         """How the model is built."""
         simulates = self.platform == "cpu" and self.args.attention_backend == "pallas"
         on_tpu = self.platform == "tpu"
+        recurrence = gated_delta_implementation(self.args.attention_backend, simulate=simulates)
         return BuildOptions(
             dtype=self.dtype,
             shards_weights=self.args.weight_sharding == "data",
@@ -111,6 +119,8 @@ class EngineConfig(NamedTuple):
                 self.args.attention_backend, self.model.head_dim, simulate=simulates
             ),
             multiply_groups=grouped_matmul_implementation(self.platform, simulate=simulates),
+            gated_delta=recurrence.gated_delta,
+            causal_conv=recurrence.causal_conv,
             has_kv_scales=self.args.kv_cache_scales is not None,
             # Elsewhere, a program reads a layer's weights out of the stack in place.
             separates_layers=self.platform == "cpu"

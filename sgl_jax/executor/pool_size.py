@@ -114,8 +114,16 @@ class KVPools(NamedTuple):
         ]
         if self.states is not None and not self.states.is_given:
             own_bytes = int(_MOST_OWN_BYTES * pages[0] * self.layouts[0].page_bytes)
-            each.append(own_bytes // (self.states.row_slots * self.states.slot_bytes))
+            each.append(max(1, own_bytes // (self.states.row_slots * self.states.slot_bytes)))
         return min([self.num_rows, *each])
+
+    def require_a_row(self, pages: Sequence[int]) -> None:
+        """Raise ValueError if pools of so many pages have no room for the windows of one row."""
+        if self.rows_within(pages) < 1:
+            raise ValueError(
+                f"--swa-full-tokens-ratio {self.window_tokens_ratio} gives sliding windows too few "
+                f"pages for one request: {pages[1:]} beside {pages[0]} of the first pool; raise it"
+            )
 
 
 def choose_pool_pages(
@@ -160,11 +168,7 @@ def choose_pool_pages(
             "per rank (--tp-size), or a larger --mem-fraction-static"
         )
     pages = pools.pages(num_first)
-    if pools.rows_within(pages) < 1:
-        raise ValueError(
-            f"--swa-full-tokens-ratio {args.swa_full_tokens_ratio} gives sliding windows too few "
-            f"pages for one request: {pages[1:]} beside {num_first} of the first pool; raise it"
-        )
+    pools.require_a_row(pages)
     logger.info(
         "KV pool: %s pages of %d tokens on each of %d ranks, %.2f GiB per rank, from %s",
         " and ".join(map(str, pages)),

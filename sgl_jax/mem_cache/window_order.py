@@ -55,6 +55,8 @@ class WindowOrder:
             if num_children != 1:
                 levels[-1] = END
             return levels
+        if count <= self._num_pages:
+            return np.full(count, END, np.int8)
         to_grid = -np.arange(first, first + count) % (_GRID * self._num_pages)
         distances = np.arange(count, 0, -1)  # to the end of the edge
         _, exponents = np.frexp((distances - 1).astype(np.float64))

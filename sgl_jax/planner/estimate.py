@@ -8,7 +8,12 @@ from sgl_jax.executor.buckets import Bucket
 from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.planner.arguments import PlanRequest
 from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
-from sgl_jax.planner.memory import MemoryPlan, in_gib, plan_memory
+from sgl_jax.planner.memory import (
+    MemoryPlan,
+    in_gib,
+    plan_memory,
+    requests_without_windows,
+)
 from sgl_jax.planner.program_cost import ProgramCost, program_cost
 from sgl_jax.planner.step_time import DeviceBytes, StepTime, StepWork, estimate_step
 from sgl_jax.planner.topology import topology_mesh
@@ -47,6 +52,8 @@ class Plan:
     output_tokens_per_s: float
     output_tokens_per_s_per_chip: float
     advice: list[str] = field(default_factory=list)
+    # As `memory.num_requests`, if every layer kept every token; None where every layer does.
+    requests_without_windows: int | None = None
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -122,6 +129,7 @@ def _with_rates(
         requests_per_s=requests_per_s,
         output_tokens_per_s=tokens_per_s,
         output_tokens_per_s_per_chip=tokens_per_s / chips,
+        requests_without_windows=requests_without_windows(request),
     )
 
 

@@ -1,6 +1,6 @@
 """Where a device's memory goes, before anything is compiled: weights, tables, KV pages, states."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.pool_size import pages_that_fit
@@ -43,7 +43,8 @@ class MemoryPlan:
 def plan_memory(request: PlanRequest) -> MemoryPlan:
     """Divide a device's memory as the engine does at its start.
 
-    Raises ValueError if the model cannot be split that way.
+    Raises ValueError if the model cannot be split that way, or `--swa-full-tokens-ratio` leaves
+    windows too few pages.
     """
     args, chip = request.args, request.topology.chip
     mesh = topology_mesh(request.topology, args.dp_size, args.tp_size)
@@ -63,6 +64,8 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         free = usable - weights - tables
         pages = pages_that_fit(free, pools, args.tp_size, config.logit_bytes)
     pool_pages = pools.pages(max(0, pages))
+    if pages > 0:
+        pools.require_a_row(pool_pages)
     sizes = config.sizes(tuple(num + 1 for num in pool_pages))
     slot_bytes = config.state_layout.slot_bytes if config.state_layout else 0
     state_bytes = sizes.num_state_slots * slot_bytes
@@ -84,6 +87,19 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         kv_tokens=sizes.tokens_within(max(0, pages)),
         num_requests=num_requests,
     )
+
+
+def requests_without_windows(request: PlanRequest) -> int | None:
+    """Requests of the load that a rank would hold at once if every layer kept every token; None
+    where every layer does."""
+    layers = request.config.layers
+    if all(spec.sliding_window is None for spec in layers):
+        return None
+    full = tuple(replace(spec, sliding_window=None) for spec in layers)
+    # The ratio of pools is of windows.
+    args = replace(request.args, swa_full_tokens_ratio=None)
+    config = replace(request.config, layers=full)
+    return plan_memory(replace(request, args=args, config=config)).num_requests
 
 
 def smallest_fit(

@@ -54,6 +54,7 @@ def as_text(plan: Plan) -> str:
         f"  longest context      {plan.max_context:,} tokens",
         f"  at once, a rank      {plan.concurrency:,} requests of {workload.input_len:,} in, "
         f"{workload.output_len:,} out",
+        *_window_lines(plan),
         "",
         *_step_lines("Decode step", plan.decode),
         "",
@@ -88,6 +89,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "decode": _step_dict(plan.decode),
         "prefill": _step_dict(plan.prefill),
         "concurrency": plan.concurrency,
+        "requests_without_windows": plan.requests_without_windows,
         "max_context": plan.max_context,
         "requests_per_s": plan.requests_per_s,
         "output_tokens_per_s": plan.output_tokens_per_s,
@@ -117,6 +119,18 @@ def _step_dict(step: StepPlan) -> dict[str, Any]:
         "time": dataclasses.asdict(step.time),
         "program": cost,
     }
+
+
+def _window_lines(plan: Plan) -> list[str]:
+    """What windows save; nothing of a model without."""
+    full = plan.requests_without_windows
+    if full is None:
+        return []
+    held = plan.memory.num_requests
+    ratio = f", {held / full:.2f} times as many" if full else ""
+    return [
+        f"  in memory, a rank    {held:,} of these; if every layer kept every token {full:,}{ratio}"
+    ]
 
 
 def _step_lines(title: str, step: StepPlan) -> list[str]:

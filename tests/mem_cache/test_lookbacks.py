@@ -32,12 +32,15 @@ ROW = 1
 
 def values_on_tree(cache: RadixCache) -> dict[Tokens, list[int]]:
     """What `LookbackModel.pages` should be."""
-    found = {}
-    for node in cache.tree.nodes():
-        tokens, pages = tokens_to(node), cache.pages_to(node).T.tolist()
-        page_size = cache.tree.page_size
-        for end in range(node.end, node.end - len(node.key), -page_size):
-            found[tokens[:end]] = pages[end // page_size - 1]
+    found: dict[Tokens, list[int]] = {}
+    for leaf in cache.tree.nodes():
+        if leaf.children:
+            continue
+        tokens, pages = tokens_to(leaf), cache.pages_to(leaf).T.tolist()
+        for end in range(leaf.end, 0, -cache.tree.page_size):
+            if tokens[:end] in found:
+                break  # the rest is that of another leaf
+            found[tokens[:end]] = pages[end // cache.tree.page_size - 1]
     return found
 
 
@@ -300,6 +303,10 @@ class LookbackMachine(RuleBasedStateMachine):
         if num_pages == 0:
             assert num_gone == 0
         model.remove_evicted(values_on_tree(self.cache))
+        # Whatever else changes the model has it drop what is dead; here the tree must have.
+        before = {prefix: list(values) for prefix, values in model.pages.items()}
+        model.drop_dead()
+        assert model.pages == before, "something dead is on the tree"
 
     @rule()
     def reset(self) -> None:
@@ -347,9 +354,6 @@ class LookbackMachine(RuleBasedStateMachine):
             for node, lock in zip(self.nodes, model.locks, strict=True)
         )
         assert values_on_tree(self.cache) == model.pages
-        before = {prefix: list(values) for prefix, values in model.pages.items()}
-        model.drop_dead()
-        assert model.pages == before, "something dead is on the tree"
         counts = [model.counts(pool) for pool in range(len(self.allocators))]
         assert self.cache.num_evictable == [evictable for evictable, _ in counts]
         assert self.cache.num_protected == [protected for _, protected in counts]

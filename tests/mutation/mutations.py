@@ -1342,8 +1342,14 @@ MUTATIONS = (
     Mutation(
         "wait for a prompt that is scored a little at a time",
         _IN_FLIGHT,
+        "running.known_tokens(row)[: running.score_start[row]], cursor.matched",
+        "running.known_tokens(row), cursor.matched",
+    ),
+    Mutation(
+        "states: wait for tokens that a leader has published",
+        _IN_FLIGHT,
+        "running.known_tokens(row)[: running.score_start[row]], cursor.matched",
         "running.known_tokens(row)[: running.score_start[row]], cursor.length",
-        "running.known_tokens(row), cursor.length",
     ),
     Mutation(
         "wait for what a session's turn publishes only at its end",

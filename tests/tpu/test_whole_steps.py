@@ -61,6 +61,7 @@ LAYOUTS = (
     ("gpt-oss-120b", "v5p-8", 1, 4, None),
     ("gpt-oss-120b", "v6e-8", 1, 8, 24),
     ("gpt-oss-120b", "tpu7x-8", 1, 8, None),
+    ("gpt-oss-120b", "v6e-16", 1, 16, None),
     ("qwen3-8b", "v6e-1", 1, 1, None),
     ("qwen3-32b", "v6e-8", 1, 8, None),
     ("qwen3-30b-a3b", "v5e-1", 1, 1, 4),

@@ -1,16 +1,31 @@
-"""The calls that layers with a recurrence make.
+"""The calls that layers with a recurrence make, and the one place that chooses who computes them.
 
 Every implementation has the signature of `GatedDelta` or `CausalConv` and is judged by
 `reference`, which computes token by token in float64.
 """
 
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import jax
 
+from sgl_jax.kernels.gated_delta import xla
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, NO_SLOT, StateBatch
+from sgl_jax.kernels.tpu_chip import LANES
 
-__all__ = ["CHUNK_TOKENS", "NO_SLOT", "CausalConv", "GatedDelta", "StateBatch"]
+__all__ = [
+    "CHUNK_TOKENS",
+    "GATED_DELTA_BACKENDS",
+    "NO_SLOT",
+    "CausalConv",
+    "GatedDelta",
+    "GatedDeltaCalls",
+    "StateBatch",
+    "check_heads",
+    "gated_delta_implementation",
+]
+
+GATED_DELTA_BACKENDS = ("pallas", "xla")
 
 
 class GatedDelta(Protocol):
@@ -85,3 +100,49 @@ class CausalConv(Protocol):
             states: with what the batch says is written.
         """
         ...
+
+
+class GatedDeltaCalls(NamedTuple):
+    """What a layer calls."""
+
+    gated_delta: GatedDelta
+    causal_conv: CausalConv
+
+
+def gated_delta_implementation(backend: str, *, simulate: bool = False) -> GatedDeltaCalls:
+    """The implementation called "xla" or "pallas", the TPU's kernels.
+
+    The convolution is XLA's in both. With `simulate`, a CPU interprets the kernels with their DMAs
+    and semaphores, slowly.
+
+    Raises:
+        ValueError: the backend is unknown.
+    """
+    if backend not in GATED_DELTA_BACKENDS:
+        known = ", ".join(GATED_DELTA_BACKENDS)
+        raise ValueError(f"the backend of gated delta nets must be one of {known}, got {backend!r}")
+    if backend == "xla":
+        return GatedDeltaCalls(xla.gated_delta, xla.causal_conv)
+    # Here and not above: without the Pallas kernels, a process does not wait for their import.
+    from jax.experimental.pallas import tpu as pltpu
+
+    from sgl_jax.kernels.gated_delta.tpu import gated_delta
+
+    if simulate:
+        interpreted = partial(gated_delta, interpret=pltpu.InterpretParams())
+        return GatedDeltaCalls(interpreted, xla.causal_conv)
+    return GatedDeltaCalls(gated_delta, xla.causal_conv)
+
+
+def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:
+    """Refuse heads of a chip that the Pallas kernels do not compute; XLA computes any.
+
+    Raises:
+        ValueError: a head is not one row of a TPU's memory wide, or there are too many.
+    """
+    if (key_dim, value_dim) != (LANES, LANES) or value_heads > LANES:
+        raise ValueError(
+            f"the Pallas kernels of gated delta nets compute up to {LANES} value heads a chip, of "
+            f"{LANES} key and {LANES} value dimensions; got {value_heads} of {key_dim} and "
+            f"{value_dim}: --attention-backend xla takes any"
+        )
