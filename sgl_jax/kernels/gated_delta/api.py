@@ -22,6 +22,7 @@ __all__ = [
     "GatedDeltaCalls",
     "StateBatch",
     "check_heads",
+    "conv_state_shape",
     "gated_delta_implementation",
 ]
 
@@ -90,8 +91,8 @@ class CausalConv(Protocol):
         Args:
             u: [T, channels].
             weight: [K, channels], the last for the token itself.
-            states: [layers, slots, K - 1, channels] in u's dtype. Read and written in the slots,
-                and at the lengths, that `GatedDelta` reads and writes.
+            states: [layers, slots, *conv_state_shape(K, channels)] in u's dtype. Read and written
+                in the slots, and at the lengths, that `GatedDelta` reads and writes.
             layer: int32 [].
             batch: rows, slots and chunks.
 
@@ -100,6 +101,16 @@ class CausalConv(Protocol):
             states: with what the batch says is written.
         """
         ...
+
+
+def conv_state_shape(width: int, channels: int) -> tuple[int, int]:
+    """Of the last `width` - 1 tokens' inputs, one token after the other.
+
+    In rows of 128 if a token fills them: then a TPU moves a state as it is. Of [width - 1,
+    channels] its compiler makes another layout, to which all states would be copied in each step.
+    """
+    rows_each = channels // LANES if channels % LANES == 0 else 1
+    return (width - 1) * rows_each, channels // rows_each
 
 
 class GatedDeltaCalls(NamedTuple):
@@ -112,8 +123,7 @@ class GatedDeltaCalls(NamedTuple):
 def gated_delta_implementation(backend: str, *, simulate: bool = False) -> GatedDeltaCalls:
     """The implementation called "xla" or "pallas", the TPU's kernels.
 
-    The convolution is XLA's in both. With `simulate`, a CPU interprets the kernels with their DMAs
-    and semaphores, slowly.
+    With `simulate`, a CPU interprets the kernels with their DMAs and semaphores, slowly.
 
     Raises:
         ValueError: the backend is unknown.
@@ -126,12 +136,13 @@ def gated_delta_implementation(backend: str, *, simulate: bool = False) -> Gated
     # Here and not above: without the Pallas kernels, a process does not wait for their import.
     from jax.experimental.pallas import tpu as pltpu
 
-    from sgl_jax.kernels.gated_delta.tpu import gated_delta
+    from sgl_jax.kernels.gated_delta.tpu import causal_conv, gated_delta
 
+    calls = GatedDeltaCalls(gated_delta, causal_conv)
     if simulate:
-        interpreted = partial(gated_delta, interpret=pltpu.InterpretParams())
-        return GatedDeltaCalls(interpreted, xla.causal_conv)
-    return GatedDeltaCalls(gated_delta, xla.causal_conv)
+        interpret = pltpu.InterpretParams()
+        return GatedDeltaCalls(*(partial(call, interpret=interpret) for call in calls))
+    return calls
 
 
 def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:

@@ -84,7 +84,7 @@ def gated_delta(
 def causal_conv(
     u: NDArray, weight: NDArray, states: NDArray, layer: int, step: Step
 ) -> tuple[Float64Array, Float64Array]:
-    """As `api.CausalConv`; padding tokens get an output of zero."""
+    """As `api.CausalConv`, of states [layers, slots, K - 1, channels]; padding gets zeros."""
     u, weight = np.asarray(u, np.float64), np.asarray(weight, np.float64)
     states = np.array(states, np.float64)
     out = np.zeros(u.shape)

@@ -111,8 +111,9 @@ def _next_token(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
-    """States with `new` [..., *state] in `slots` int32 [...], but where a slot is negative."""
+    """States with `new` [..., a state's numbers] in `slots` int32 [...], if not negative."""
     slots = jnp.where(slots < 0, states.shape[1], slots)
+    new = new.reshape(*slots.shape, *states.shape[2:])
     return states.at[layer, slots].set(new.astype(states.dtype), mode="drop")
 
 
@@ -195,7 +196,7 @@ def causal_conv(
     """See `api.CausalConv`; padding tokens' outputs are zeros."""
     num_tokens, width = u.shape[0], weight.shape[0]
     in_row = jnp.arange(num_tokens) - batch.q_offsets[batch.token_rows]
-    old = states[layer, batch.slots_in]
+    old = states[layer, batch.slots_in].reshape(-1, width - 1, u.shape[1])
 
     def before(distance: int) -> jax.Array:
         """u of the token that lies so many before each."""

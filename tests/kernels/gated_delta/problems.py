@@ -1,4 +1,4 @@
-"""Ragged steps for the gated delta rule and its convolution: drawn, built, and judged by float64."""
+"""Ragged steps for gated delta nets: drawn, built, and judged by float64."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sgl_jax.kernels.gated_delta import reference
-from sgl_jax.kernels.gated_delta.api import CHUNK_TOKENS, StateBatch
+from sgl_jax.kernels.gated_delta.api import CHUNK_TOKENS, StateBatch, conv_state_shape
 from sgl_jax.kernels.gated_delta.reference import Step
 
 LAYERS, LAYER = 2, 1
@@ -61,8 +61,8 @@ def cases(draw, programs, max_decodes: int = 4, max_prefills: int = 2):
     left = program.tokens - sum(n for _, n in decodes)
     prefills = []
     for _ in range(draw(st.integers(0, max_prefills))):
-        near = st.sampled_from([1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1])
-        length = draw(st.one_of(st.integers(0, left), near.filter(lambda n: n <= left)))
+        near = [n for n in (0, 1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1) if n <= left]
+        length = draw(st.one_of(st.integers(0, left), st.sampled_from(near)))
         prefills.append((draw(starts), length))
         left -= length
     snapshot = st.tuples(st.integers(0, program.rows - 1), st.floats(0, 1))
@@ -82,8 +82,14 @@ class Problem(NamedTuple):
     states: np.ndarray  # NaN in slots that no row reads
     u: np.ndarray
     weight: np.ndarray
-    conv_states: np.ndarray  # likewise
+    conv_states: np.ndarray  # likewise; [layers, slots, width - 1, channels]
     step: Step
+
+    @property
+    def conv(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The convolution's arguments, with states as they are kept."""
+        shape = conv_state_shape(*self.weight.shape)
+        return self.u, self.weight, self.conv_states.reshape(*self.conv_states.shape[:2], *shape)
 
     def make_batch(self, program: Program) -> StateBatch:
         """Traceable."""
@@ -148,8 +154,9 @@ def expected_delta(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected_conv(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """(out, states) of the convolution by the reference."""
-    return reference.causal_conv(*problem[6:9], LAYER, problem.step)
+    """(out, states as they are kept) of the convolution by the reference."""
+    out, states = reference.causal_conv(*problem[6:9], LAYER, problem.step)
+    return out, states.reshape(problem.conv[2].shape)
 
 
 def num_tokens(problem: Problem) -> int:

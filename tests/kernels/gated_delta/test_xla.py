@@ -40,7 +40,7 @@ def compiled(program):
         batch = problem.make_batch(program)
         layer = jnp.int32(LAYER)
         delta = xla.gated_delta(*problem[:6], layer, batch)
-        return delta, xla.causal_conv(*problem[6:9], layer, batch)
+        return delta, xla.causal_conv(*problem.conv, layer, batch)
 
     return run
 
@@ -121,7 +121,7 @@ LARGE = Program(key_heads=4, key_dim=128, value_dim=128, rows=8, tokens=128, max
 def test_donated_states_are_changed_in_place(call, tokens):
     """A copy of them would be in the program's temporary memory."""
     problem = build(Case(LARGE._replace(tokens=tokens), [(3, 1)], [], [], seed=0))
-    arrays = problem[:6] if call == "delta" else problem[6:9]
+    arrays = problem[:6] if call == "delta" else problem.conv
 
     def run(arrays, states, step):
         batch = StateBatch.build(*step, tokens)

@@ -1,4 +1,4 @@
-"""The gated delta rule for TPU: two Pallas kernels, one after the other.
+"""Gated delta nets for TPU: the convolution, and the rule as two kernels, one after the other.
 
 `decode` and `prefill` each find their rows' values in an array and put the outputs where the values
 were, so what one leaves alone is still the other's input. Both change the states in place. `shared`
@@ -11,8 +11,11 @@ import jax
 
 from sgl_jax.kernels.gated_delta.api import check_heads
 from sgl_jax.kernels.gated_delta.batch import StateBatch
+from sgl_jax.kernels.gated_delta.tpu.conv import causal_conv
 from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta
 from sgl_jax.kernels.gated_delta.tpu.prefill import prefill_gated_delta
+
+__all__ = ["causal_conv", "gated_delta"]
 
 
 def gated_delta(

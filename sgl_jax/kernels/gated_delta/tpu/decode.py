@@ -132,7 +132,7 @@ def decode_gated_delta(
 
     state, sems = pltpu.VMEM((2, n, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((n,))
     buffers = _Buffers(*map(several, (q, k, gates, v, v)), state)
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     rows = _Rows(
         layer.reshape(1),
         batch.num_decode.reshape(1),

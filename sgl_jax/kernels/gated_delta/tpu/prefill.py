@@ -10,9 +10,9 @@ Grid: none. One program takes the chunks in turn.
 Buffers, with C = 64, and a state [Hv, 128, 128]:
 
     q, k, v, gates, out   [2, C, heads, 128]   of chunk c in c % 2, by token; gates [2, C, 2, 128]
-    states                [2, 2, *state]       read for chunk c in [0, c % 2], after it in [1, c % 2]
+    states                [2, 2, *state]       before chunk c in [0, c % 2], after it in [1, c % 2]
     by_head               [heads, C, 128]      float32: the same as q, k, v and out by head
-    since                 [Hv, C, 128]         float32: the log of the decay since the chunk's start,
+    since                 [Hv, C, 128]         float32: the log of the decay since the chunk began,
                                                in all lanes; beta likewise
     since_rows            [128, C]             float32: the same as `since`, heads by tokens
 
@@ -148,7 +148,7 @@ def prefill_gated_delta(
 
     state, sems = pltpu.VMEM((2, 2, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((2,))
     values = heads(value_heads)
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     chunks = _Chunks(
         layer.reshape(1),
         batch.num_chunks.reshape(1),
@@ -354,7 +354,7 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
         heads.append([_head(kernel, key_head * group + n, similar) for n in range(group)])
     all_heads = [head for some in heads for head in some]
     inverses = iter(_inverses([head.system for head in all_heads], dtype))
-    for key_head, some, own in zip(key_heads, heads, rows, strict=True):
+    for some, own in zip(heads, rows, strict=True):
         states = [before[head.head].astype(jnp.float32) for head in some]
         found = _product(own, jnp.concatenate(states, axis=1).astype(dtype), (1, 0))
         kept, added = [], []
@@ -375,7 +375,7 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
 
 
 def _head(kernel: _Kernel, head: Any, similar: jax.Array) -> _Head:
-    """A value head's equations; `similar` [2 * C, C] are products of keys, and queries, with keys."""
+    """A value head's equations; `similar` [2 * C, C]: keys, then queries, times keys."""
     since, beta = kernel.by_head.since[head], kernel.by_head.beta[head]
     between = since[:, :CHUNK_TOKENS] - kernel.by_head.since_rows[pl.ds(head, 1)]
     row, column = _row_and_column(CHUNK_TOKENS)
