@@ -42,6 +42,9 @@ from sgl_jax.kernels.attention.tpu.decode import decode_attention  # noqa: E402
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention  # noqa: E402
 from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, prefill_blocks  # noqa: E402
 from sgl_jax.kernels.attention.tpu.write import write_kv  # noqa: E402
+from sgl_jax.kernels.gated_delta.batch import StateBatch  # noqa: E402
+from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta  # noqa: E402
+from sgl_jax.kernels.gated_delta.tpu.prefill import prefill_gated_delta  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles, tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.qkv_heads import TOKENS_AT_ONCE, HeadNorm, rotated_heads  # noqa: E402
 from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402
@@ -54,6 +57,7 @@ from sgl_jax.planner.topology import (  # noqa: E402
 Q_HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, jnp.bfloat16
 ROWS, CONTEXT, CHUNK = 64, 4096, 2048
 OPTIONS = ScoreOptions(HEAD_DIM**-0.5)
+DELTA_KEY_HEADS, DELTA_VALUE_HEADS = 16, 32
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 192
 
 
@@ -98,6 +102,12 @@ def per(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
         return loop.bundles / amount, loop
 
     return cost
+
+
+def longest_loop(schedule: Schedule) -> tuple[float, Loop]:
+    """Bundles of the longest loop, for each of its turns."""
+    loop = max(schedule.loops, key=lambda loop: loop.bundles)
+    return loop.bundles, loop
 
 
 def per_innermost(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
@@ -251,6 +261,62 @@ def our_grouped_product(tokens: int, inwards: bool) -> Kernel:
     )
 
 
+def state_shapes(tokens: int, tp: int) -> list[Shape]:
+    """Of the arguments of the gated delta rule on a chip of tp: q, k, v, gates, states, layer, and
+    the rows."""
+    keys, values = DELTA_KEY_HEADS // tp, DELTA_VALUE_HEADS // tp
+    gates = ((tokens, values), jnp.float32)
+    rows = ((ROWS,), jnp.int32)
+    return [
+        *[((tokens, keys, HEAD_DIM), DTYPE)] * 2,
+        ((tokens, values, HEAD_DIM), DTYPE),
+        *[gates] * 2,
+        ((2, 4 * ROWS, values, HEAD_DIM, HEAD_DIM), jnp.float32),
+        ((), jnp.int32),
+        *[rows] * 2,
+        ((ROWS, 3), jnp.int32),
+        *[rows] * 2,
+        ((), jnp.int32),
+    ]
+
+
+def our_delta_decode(tp: int) -> Kernel:
+    """Qwen3-Next-80B-A3B's heads on a chip of tp."""
+
+    def decode(*arguments):
+        arrays, rows = arguments[:7], arguments[7:]
+        return decode_gated_delta(*arrays, StateBatch.build(*rows, ROWS))
+
+    state_kib = DELTA_VALUE_HEADS // tp * HEAD_DIM * HEAD_DIM * 4 // 1024
+    return Kernel(
+        f"gated delta decode, {DELTA_VALUE_HEADS // tp} value heads",
+        decode,
+        state_shapes(ROWS, tp),
+        5,
+        "token",
+        longest_loop,
+        f"{state_kib} KiB",
+    )
+
+
+def our_delta_prefill(tp: int) -> Kernel:
+    """The same heads; of a chunk's loops the one with the matrix unit's work."""
+
+    def prefill(*arguments):
+        arrays, rows = arguments[:7], arguments[7:]
+        return prefill_gated_delta(*arrays, StateBatch.build(*rows, CHUNK))
+
+    return Kernel(
+        f"gated delta prefill, {DELTA_VALUE_HEADS // tp} value heads",
+        prefill,
+        state_shapes(CHUNK, tp),
+        5,
+        "value heads of a chunk",
+        per(1),
+        "16 KiB and more",
+    )
+
+
 def jax_decode(page_size: int) -> Kernel:
     """jax's paged attention visits KV heads one by one, 512 keys at a time."""
     pages = CONTEXT // page_size
@@ -313,6 +379,10 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "write-64": lambda: our_write(64),
     "write-2048": lambda: our_write(2048),
     "write-2048-fp8": lambda: our_write(2048, EIGHT_BITS),
+    "delta-decode-1": lambda: our_delta_decode(1),
+    "delta-decode-8": lambda: our_delta_decode(8),
+    "delta-prefill-1": lambda: our_delta_prefill(1),
+    "delta-prefill-8": lambda: our_delta_prefill(8),
     "grouped-64-inwards": lambda: our_grouped_product(64, True),
     "grouped-64-outwards": lambda: our_grouped_product(64, False),
     "grouped-2048-inwards": lambda: our_grouped_product(CHUNK, True),

@@ -31,6 +31,35 @@ class EngineSizes(NamedTuple):
     # Tokens drafted per row and step at most; 0 without speculative decoding.
     max_draft_tokens: int = 0
     groups: tuple[CacheGroup, ...] = FULL_ATTENTION  # of the model's layers
+    # Where the states of recurrent layers are kept, in tokens, multiples of the page size: in
+    # prompts and outputs at each multiple of the first; and of what a row generates, the last at a
+    # multiple of the second.
+    snapshot_interval: int = 0
+    tail_interval: int = 0
+    max_step_snapshots: int = 0  # kept by one rank in one step
+
+    @property
+    def state_group(self) -> int | None:
+        """The number of the recurrent group, if there is one."""
+        last = len(self.groups) - 1
+        return last if self.groups[last].is_recurrent else None
+
+    @property
+    def num_snapshots(self) -> int:
+        """Slots of the pool of states, the null slot included; 0 without recurrent layers."""
+        group = self.state_group
+        return 0 if group is None else self.pool_pages[self.groups[group].pool]
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of states of one rank: the pool's, then the rows' own."""
+        if self.state_group is None:
+            return 0
+        return self.own_slot(self.num_rows, 0)
+
+    def own_slot(self, row: int, half: int, index: int = 0) -> int:
+        """The slot of `row` in its half 0 or 1, for the state after `index` drafts."""
+        return self.num_snapshots + (2 * row + half) * (1 + self.max_draft_tokens) + index
 
     @property
     def pages_per_row(self) -> int:

@@ -56,6 +56,31 @@ class RowAdmission(NamedTuple):
     logprob_ids: tuple[int, ...] = ()
 
 
+class StatePlan(NamedTuple):
+    """The states that one rank's rows go on from, and leave, in a step; n rows as in `RankPlan`.
+
+    Slots are those of `EngineSizes.own_slot` and of the pool of snapshots. Each row has slots of
+    its own in two halves: a step reads what the one before it wrote, and writes the other half, so
+    the state before a step outlives it.
+    """
+
+    # [n] slot of the state before the row's first query; NO_SLOT: what its last step left.
+    sources: Int32Array
+    halves: Int32Array  # [n] 0 or 1: the half of the row's own slots that the step writes
+    # [m, 3] states to keep: index of the row in the plan, length in tokens, slot of a snapshot.
+    # Written if the step computes, and keeps, the token before that length.
+    snapshots: Int32Array
+
+    @classmethod
+    def from_nothing(cls, num_rows: int) -> "StatePlan":
+        """Of rows that start without tokens before them, and keep nothing."""
+        zeros = np.zeros(num_rows, np.int32)
+        return cls(zeros, zeros, np.zeros((0, 3), np.int32))
+
+
+NO_SLOT = -1
+
+
 class RankPlan(NamedTuple):
     """The rows of one rank in one step. Row order: `num_decode` decode rows, then prefill chunks.
 
@@ -85,6 +110,7 @@ class RankPlan(NamedTuple):
     return_logprob: bool = False
     top_logprobs_num: int = 0
     num_logprob_ids: int = 0
+    states: StatePlan | None = None  # of models with recurrent layers
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,1 @@
+"""Gated delta nets and their convolution, over states that the engine keeps in slots."""

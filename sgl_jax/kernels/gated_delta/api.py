@@ -1,0 +1,160 @@
+"""The calls that layers with a recurrence make, and the one place that chooses who computes them.
+
+Every implementation has the signature of `GatedDelta` or `CausalConv` and is judged by
+`reference`, which computes token by token in float64.
+"""
+
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import jax
+
+from sgl_jax.kernels.gated_delta import xla
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, NO_SLOT, StateBatch
+from sgl_jax.kernels.tpu_chip import LANES
+
+__all__ = [
+    "CHUNK_TOKENS",
+    "GATED_DELTA_BACKENDS",
+    "NO_SLOT",
+    "CausalConv",
+    "GatedDelta",
+    "GatedDeltaCalls",
+    "StateBatch",
+    "check_heads",
+    "conv_state_shape",
+    "gated_delta_implementation",
+]
+
+GATED_DELTA_BACKENDS = ("pallas", "xla")
+
+
+class GatedDelta(Protocol):
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464) over states in slots."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        log_decay: jax.Array,
+        beta: jax.Array,
+        states: jax.Array,
+        layer: jax.Array,
+        batch: StateBatch,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run one layer's recurrence with the shapes of one chip of one data-parallel rank.
+
+        With q and k scaled to length 1 (x * rsqrt(sum(x^2) + 1e-6)), q divided by sqrt(key_dim),
+        and both repeated over the value heads of a key head, a token changes the state S
+        [key_dim, value_dim] of each value head, and reads it:
+
+            S = exp(log_decay) * S
+            S = S + k (beta * (v - S^T k))^T
+            out = S^T q
+
+        Args:
+            q, k: [T, key_heads, key_dim], not scaled yet.
+            v: [T, value_heads, value_dim]; value_heads is a multiple of key_heads, and value heads
+                of one key head are neighbours.
+            log_decay: float32 [T, value_heads], at most 0.
+            beta: float32 [T, value_heads], in (0, 1).
+            states: [layers, slots, value_heads, key_dim, value_dim], float32 or bfloat16; computed
+                with in float32. Updated in place when the caller donates it or carries it through
+                a loop.
+            layer: int32 [] which layer of the states.
+            batch: rows, slots and chunks.
+
+        Returns:
+            out: [T, value_heads, value_dim] in v's dtype; finite but unspecified for padding.
+            states: with what the batch says is written.
+        """
+        ...
+
+
+class CausalConv(Protocol):
+    """A causal depthwise convolution over the last K tokens, then silu."""
+
+    def __call__(
+        self,
+        u: jax.Array,
+        weight: jax.Array,
+        states: jax.Array,
+        layer: jax.Array,
+        batch: StateBatch,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolve one layer's tokens: out[t] = silu(sum_j weight[j] * u[t - K + 1 + j]).
+
+        Tokens before a row's first of the step are in its state, the last K - 1 rows of u, the
+        last token's at the end; zeros before the first token of a request.
+
+        Args:
+            u: [T, channels].
+            weight: [K, channels], the last for the token itself.
+            states: [layers, slots, *conv_state_shape(K, channels)] in u's dtype. Read and written
+                in the slots, and at the lengths, that `GatedDelta` reads and writes.
+            layer: int32 [].
+            batch: rows, slots and chunks.
+
+        Returns:
+            out: [T, channels] in u's dtype; finite but unspecified for padding.
+            states: with what the batch says is written.
+        """
+        ...
+
+
+def conv_state_shape(width: int, channels: int) -> tuple[int, int]:
+    """Of the last `width` - 1 tokens' inputs, one token after the other.
+
+    In rows of 128 if a token fills them: then a TPU moves a state as it is. Of [width - 1,
+    channels] its compiler makes another layout, to which all states would be copied in each step.
+    """
+    rows_each = channels // LANES if channels % LANES == 0 else 1
+    return (width - 1) * rows_each, channels // rows_each
+
+
+class GatedDeltaCalls(NamedTuple):
+    """What a layer calls."""
+
+    gated_delta: GatedDelta
+    causal_conv: CausalConv
+
+
+def gated_delta_implementation(backend: str, *, simulate: bool = False) -> GatedDeltaCalls:
+    """The implementation called "xla" or "pallas", the TPU's kernels.
+
+    With `simulate`, a CPU interprets the kernels with their DMAs and semaphores, slowly.
+
+    Raises:
+        ValueError: the backend is unknown.
+    """
+    if backend not in GATED_DELTA_BACKENDS:
+        known = ", ".join(GATED_DELTA_BACKENDS)
+        raise ValueError(f"the backend of gated delta nets must be one of {known}, got {backend!r}")
+    if backend == "xla":
+        return GatedDeltaCalls(xla.gated_delta, xla.causal_conv)
+    # Here and not above: without the Pallas kernels, a process does not wait for their import.
+    from jax.experimental.pallas import tpu as pltpu
+
+    from sgl_jax.kernels.gated_delta.tpu import causal_conv, gated_delta
+
+    if not simulate:
+        return GatedDeltaCalls(gated_delta, causal_conv)
+    interpret = pltpu.InterpretParams()
+    return GatedDeltaCalls(
+        partial(gated_delta, interpret=interpret), partial(causal_conv, interpret=interpret)
+    )
+
+
+def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:
+    """Refuse heads of a chip that the Pallas kernels do not compute; XLA computes any.
+
+    Raises:
+        ValueError: a head is not one row of a TPU's memory wide, or there are too many.
+    """
+    if (key_dim, value_dim) != (LANES, LANES) or value_heads > LANES:
+        raise ValueError(
+            f"the Pallas kernels of gated delta nets compute up to {LANES} value heads a chip, of "
+            f"{LANES} key and {LANES} value dimensions; got {value_heads} of {key_dim} and "
+            f"{value_dim}: --attention-backend xla takes any"
+        )

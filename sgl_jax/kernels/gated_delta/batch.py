@@ -1,0 +1,134 @@
+"""Which states a step reads and writes, and how its prompts are cut into chunks.
+
+A layer with a recurrence keeps, of each sequence, a state of fixed size in place of KV. States lie
+in slots, of one data-parallel rank. Slot 0 is the null slot: zeros, the state before the first
+token; nothing writes to it. A padding row names a slot of the null row, which nothing reads.
+
+A state is that after so many tokens and cannot be cut, so a step never writes over the state that
+it went on from: of each row it reads one slot and writes others.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+# Tokens of a chunk: the recurrence within it is solved as matrix products.
+CHUNK_TOKENS = 64
+NO_SLOT = -1
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        *("slots_in", "slots_out", "q_offsets", "num_decode", "num_rows", "token_rows", "valid"),
+        *("chunk_starts", "chunk_rows", "chunk_sources", "chunk_targets", "chunk_snapshots"),
+        "num_chunks",
+    ),
+    meta_fields=("max_decode_tokens", "max_draft_tokens"),
+)
+@dataclass(frozen=True)
+class StateBatch:
+    """The rows of one rank in one step, as layers with states see them; a pytree of arrays.
+
+    Tokens and rows lie as in `AttentionBatch`: decode rows first, each with one token and up to
+    `max_draft_tokens` drafts, then prefill rows, then padding. A decode row with q tokens writes
+    the states after each of them to the slots `slots_out[i] .. slots_out[i] + q - 1`: which of them
+    it goes on from is known when the drafts are verified. A prefill row writes one state, that
+    after its last token, to `slots_out[i]`, and those at the lengths that are to be kept to the
+    slots named for them.
+
+    Tokens of prefill rows are cut into chunks of at most `CHUNK_TOKENS`, in the order of the
+    tokens. Chunk c holds the tokens [chunk_starts[c], chunk_starts[c + 1]) of one row, and goes on
+    from the state in slot `chunk_sources[c]`, or, where that is NO_SLOT, from that after the chunk
+    before it. Where `chunk_targets[c]` or `chunk_snapshots[c]` name a slot, the state after the
+    chunk is written there.
+    """
+
+    slots_in: jax.Array  # int32 [B] of the state that each row goes on from
+    slots_out: jax.Array  # int32 [B] first of the row's own slots that it writes
+    q_offsets: jax.Array  # int32 [B + 1] row i's tokens are [q_offsets[i], q_offsets[i + 1])
+    num_decode: jax.Array  # int32 []
+    num_rows: jax.Array  # int32 [] rows up to the last one that has tokens
+    token_rows: jax.Array  # int32 [T] row of each token; some row in range for padding
+    valid: jax.Array  # bool [T] False for padding
+    chunk_starts: jax.Array  # int32 [N + 1]; the end of the last chunk from num_chunks on
+    chunk_rows: jax.Array  # int32 [N]
+    chunk_sources: jax.Array  # int32 [N] slot or NO_SLOT
+    chunk_targets: jax.Array  # int32 [N] slot or NO_SLOT
+    chunk_snapshots: jax.Array  # int32 [N] slot or NO_SLOT
+    num_chunks: jax.Array  # int32 []
+    max_decode_tokens: int = field(metadata={"static": True})  # the decode rows' tokens at most
+    max_draft_tokens: int = field(metadata={"static": True})  # of one decode row at most
+
+    @classmethod
+    def build(
+        cls,
+        slots_in: jax.Array,
+        slots_out: jax.Array,
+        snapshots: jax.Array,
+        kv_starts: jax.Array,
+        q_lens: jax.Array,
+        num_decode: jax.Array,
+        num_tokens: int,
+        max_draft_tokens: int = 0,
+    ) -> "StateBatch":
+        """Derive the per-token indices and the chunks.
+
+        Args:
+            slots_in, slots_out: int32 [B].
+            snapshots: int32 [S, 3] states that prefill rows are to keep: row, length in tokens,
+                slot. Only lengths in (kv_start, kv_start + q_len] of the row matter; slot 0 for
+                none. Of a decode row nothing is kept here.
+            kv_starts, q_lens: int32 [B], as in `AttentionBatch`.
+            num_decode: int32 [].
+            num_tokens: T, static.
+            max_draft_tokens: static.
+        """
+        bucket_rows = q_lens.shape[0]
+        num_chunks_at_most = num_tokens // CHUNK_TOKENS + bucket_rows + snapshots.shape[0]
+        ends = jnp.cumsum(q_lens, dtype=jnp.int32)
+        q_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+        rows = jnp.searchsorted(ends, tokens, side="right", method="compare_all")
+        token_rows = jnp.minimum(rows.astype(jnp.int32), bucket_rows - 1)
+        valid = tokens < ends[-1]
+        is_prefill = valid & (token_rows >= num_decode)
+        in_row = tokens - q_offsets[token_rows]
+        lengths = kv_starts[token_rows] + in_row  # before each token
+        kept_rows, kept_lens, kept_slots = snapshots.T
+        is_kept = (kept_slots > 0) & (kept_rows >= num_decode)
+        # [T, S]: whether a state is to be kept before the token.
+        kept_before = is_kept & (kept_rows == token_rows[:, None]) & (kept_lens == lengths[:, None])
+        is_start = is_prefill & ((in_row % CHUNK_TOKENS == 0) | kept_before.any(axis=1))
+        num_chunks = jnp.sum(is_start, dtype=jnp.int32)
+        (starts,) = jnp.nonzero(is_start, size=num_chunks_at_most + 1, fill_value=0)
+        index = jnp.arange(num_chunks_at_most + 1, dtype=jnp.int32)
+        chunk_starts = jnp.where(index < num_chunks, starts.astype(jnp.int32), ends[-1])
+        first, end = chunk_starts[:-1], chunk_starts[1:]
+        chunk_rows = token_rows[jnp.minimum(first, num_tokens - 1)]
+        is_chunk = index[:-1] < num_chunks
+        begins = is_chunk & (first == q_offsets[chunk_rows])
+        is_last = is_chunk & (end == q_offsets[chunk_rows + 1])
+        end_lens = kv_starts[chunk_rows] + end - q_offsets[chunk_rows]
+        kept_after = is_kept & (kept_rows == chunk_rows[:, None]) & (kept_lens == end_lens[:, None])
+        snapshot = jnp.max(jnp.where(kept_after, kept_slots, NO_SLOT), axis=1, initial=NO_SLOT)
+        row_ids = jnp.arange(1, bucket_rows + 1, dtype=jnp.int32)
+        return cls(
+            slots_in=slots_in,
+            slots_out=slots_out,
+            q_offsets=q_offsets,
+            num_decode=num_decode,
+            num_rows=jnp.max(jnp.where(q_lens > 0, row_ids, 0)),
+            token_rows=token_rows,
+            valid=valid,
+            chunk_starts=chunk_starts,
+            chunk_rows=chunk_rows,
+            chunk_sources=jnp.where(begins, slots_in[chunk_rows], NO_SLOT),
+            chunk_targets=jnp.where(is_last, slots_out[chunk_rows], NO_SLOT),
+            chunk_snapshots=jnp.where(is_chunk, snapshot, NO_SLOT),
+            num_chunks=num_chunks,
+            max_decode_tokens=min(num_tokens, bucket_rows * (1 + max_draft_tokens)),
+            max_draft_tokens=max_draft_tokens,
+        )

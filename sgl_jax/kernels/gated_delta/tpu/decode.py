@@ -1,0 +1,281 @@
+"""The gated delta rule of decode rows on TPU: a token, or one and its drafts, of each row.
+
+Decode is bound by memory: each token's state is written once, and the state before a row's first
+token is read once. In between it lies in vector memory, and each of its registers is loaded twice:
+for the products with the key and the query, and to be changed. There is too little to multiply for
+the matrix unit, whose weights the states would have to be.
+
+Grid: none. One program takes the tokens of the rows 0 .. num_decode in turn.
+
+Buffers, with n of each (`num_buffers`), and a state [Hv, 128, 128]:
+
+    q, k, v, gates   [n, heads, 128]   of token t in t % n; gates are decay and beta, in all lanes
+    out              [n, Hv, 128]      of token t in t % n
+    states           [2, n, *state]    before the first token of row r in [0, r % n],
+                                       after token t in [1, t % n]
+
+DMAs of token t: start those of token t + n - 1, with the state of its row if it is the row's first;
+wait for its own; wait until the results of token t - n are in memory; start those of token t.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.gated_delta.batch import StateBatch
+from sgl_jax.kernels.gated_delta.tpu.shared import start, unit, wait
+from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
+
+SUBLANES = 8
+# Of large states three buffers keep the memory busy; of small ones more DMAs are in flight, since
+# each takes a while to begin.
+MIN_BUFFERS, MAX_BUFFERS = 3, 8
+BUFFER_BYTES = 4 << 20
+
+
+class _Rows(NamedTuple):
+    """In scalar memory."""
+
+    layer: Any  # int32 [1]
+    num_decode: Any  # int32 [1]
+    q_offsets: Any  # int32 [B + 1]
+    token_rows: Any  # int32 [T]
+    slots_in: Any  # int32 [B]
+    slots_out: Any  # int32 [B]
+
+    def is_first(self, token: Any) -> jax.Array:
+        """Whether a token is its row's first."""
+        return token == self.q_offsets[self.token_rows[token]]
+
+
+class _HBM(NamedTuple):
+    """Arrays in HBM, and one of their tokens or states in each of n buffers."""
+
+    q: Any  # [T, Hk, 128]
+    k: Any  # [T, Hk, 128]
+    gates: Any  # float32 [T, 2, Hv, 128]
+    v: Any  # [T, Hv, 128] values, then outputs
+    states: Any  # [layers, slots, Hv, 128, 128]
+
+
+class _Buffers(NamedTuple):
+    """In vector memory."""
+
+    q: Any
+    k: Any
+    gates: Any
+    v: Any
+    out: Any
+    states: Any
+
+
+class _Semaphores(NamedTuple):
+    """One for each buffer."""
+
+    tokens: Any
+    read: Any
+    results: Any
+
+
+class _Kernel(NamedTuple):
+    """What every function of the kernel needs."""
+
+    rows: _Rows
+    hbm: _HBM
+    buffers: _Buffers
+    sems: _Semaphores
+
+    @property
+    def num_buffers(self) -> int:
+        return self.buffers.out.shape[0]
+
+    def buffer(self, index: Any) -> jax.Array:
+        return lax.rem(index, jnp.int32(self.num_buffers))
+
+
+def num_buffers(state_bytes: int) -> int:
+    """Buffers of each kind for states of so many bytes."""
+    return min(max(BUFFER_BYTES // state_bytes, MIN_BUFFERS), MAX_BUFFERS)
+
+
+def decode_gated_delta(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    *,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The decode rows' tokens; arguments as in `api.GatedDelta`, of 128 key and value dimensions.
+
+    Returns:
+        v with the outputs in the decode tokens' place, and the states; in the memory of `v` and
+        `states` if the caller has no further use for them.
+    """
+    decoded = batch.max_decode_tokens
+    by_head = jnp.stack([jnp.exp(log_decay[:decoded]), beta[:decoded]], axis=1)
+    gates = jnp.broadcast_to(by_head[..., None], (*by_head.shape, LANES))
+    hbm = _HBM(q, k, gates, v, states)
+    n = num_buffers(states[0, 0].size * states.dtype.itemsize)
+
+    def several(array: jax.Array) -> Any:
+        return pltpu.VMEM((n, *array.shape[1:]), array.dtype)
+
+    state, sems = pltpu.VMEM((2, n, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((n,))
+    buffers = _Buffers(several(q), several(k), several(gates), several(v), several(v), state)
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    rows = _Rows(
+        layer.reshape(1),
+        batch.num_decode.reshape(1),
+        batch.q_offsets,
+        batch.token_rows,
+        batch.slots_in,
+        batch.slots_out,
+    )
+    run = pl.pallas_call(
+        _kernel,
+        name="gated_delta_decode",
+        out_shape=[
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            in_specs=[_HBM(*[in_hbm] * len(hbm))],
+            out_specs=[in_hbm, in_hbm],
+            scratch_shapes=[buffers, _Semaphores(*[sems] * 3)],
+        ),
+        input_output_aliases={len(rows) + 3: 0, len(rows) + 4: 1},
+        # Slots are the memory manager's: a check of each DMA's bounds would cost more than it.
+        compiler_params=pltpu.CompilerParams(
+            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES
+        ),
+        interpret=interpret,
+    )
+    out, states = run(rows, hbm)
+    return out, states
+
+
+def _kernel(
+    rows: _Rows, hbm: _HBM, tokens: Any, states: Any, buffers: _Buffers, sems: _Semaphores
+) -> None:
+    # Inputs and results share memory; what is read and written is one array.
+    kernel = _Kernel(rows, hbm._replace(v=tokens, states=states), buffers, sems)
+    num_tokens, ahead = rows.q_offsets[rows.num_decode[0]], kernel.num_buffers - 1
+
+    @pl.loop(0, jnp.minimum(num_tokens, ahead))
+    def _(token: jax.Array) -> None:
+        _start_token(kernel, token)
+
+    @pl.loop(0, num_tokens)
+    def _(token: jax.Array) -> None:
+        pl.when(token + ahead < num_tokens)(lambda: _start_token(kernel, token + ahead))
+        _next_token(kernel, token)
+
+    @pl.loop(jnp.maximum(num_tokens - kernel.num_buffers, 0), num_tokens)
+    def _(token: jax.Array) -> None:
+        _for_each(_result_copies(kernel, token), wait)
+
+
+def _start_token(kernel: _Kernel, token: jax.Array) -> None:
+    """Start what a token needs."""
+    _for_each(_token_copies(kernel, token), start)
+    pl.when(kernel.rows.is_first(token))(lambda: _state_copy(kernel, token).start())
+
+
+def _next_token(kernel: _Kernel, token: jax.Array) -> None:
+    """Compute a token, whose DMAs are under way."""
+    is_first = kernel.rows.is_first(token)
+    _for_each(_token_copies(kernel, token), wait)
+    pl.when(token >= kernel.num_buffers)(
+        lambda: _for_each(_result_copies(kernel, token - kernel.num_buffers), wait)
+    )
+    pl.when(is_first)(lambda: _state_copy(kernel, token).wait())
+    _change(kernel, token, _state_before(kernel, token, is_first))
+    _for_each(_result_copies(kernel, token), start)
+
+
+def _state_before(kernel: _Kernel, token: jax.Array, is_first: jax.Array) -> Any:
+    """The buffer that holds the state before a token."""
+    row = kernel.rows.token_rows[token]
+    before = jnp.where(is_first, kernel.buffer(row), kernel.buffer(jnp.maximum(token - 1, 0)))
+    return kernel.buffers.states.at[jnp.where(is_first, 0, 1), before]
+
+
+def _change(kernel: _Kernel, token: jax.Array, state: Any) -> None:
+    """Put into a token's buffers its output, and the state after it; `state` is that before."""
+    at, buffers = kernel.buffer(token), kernel.buffers
+    key_heads, value_heads = buffers.k.shape[1], buffers.v.shape[1]
+    q, k = unit(buffers.q[at]) * LANES**-0.5, unit(buffers.k[at])
+    both = jnp.sum(q * k, axis=1, keepdims=True)
+    columns = _columns(k, q)
+    for head in range(value_heads):
+        key_head = head // (value_heads // key_heads)
+        key, query = (columns[:, i : i + 1] for i in (key_head, key_heads + key_head))
+        own = slice(head, head + 1)
+        decay, beta = (buffers.gates[at, gate, own] for gate in range(2))
+        old = state[head].astype(jnp.float32)
+        seen = decay * jnp.sum(old * key, axis=0, keepdims=True)
+        change = beta * (buffers.v[at, own].astype(jnp.float32) - seen)
+        out = decay * jnp.sum(old * query, axis=0, keepdims=True)
+        out += both[key_head : key_head + 1] * change
+        buffers.out[at, own] = out.astype(buffers.out.dtype)
+        new = old * decay + key * change
+        buffers.states[1, at, head] = new.astype(buffers.states.dtype)
+
+
+def _columns(*rows: jax.Array) -> jax.Array:
+    """[128, n or a few more] of float32 rows [*, 128], n in all."""
+    if missing := -sum(map(len, rows)) % SUBLANES:
+        rows = (*rows, jnp.zeros((missing, LANES), jnp.float32))
+    return jnp.concatenate(rows, axis=0).T
+
+
+def _token_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
+    """The DMAs of a token's queries, keys, values and gates."""
+    at = kernel.buffer(token)
+    return [
+        pltpu.make_async_copy(source.at[token], target.at[at], kernel.sems.tokens.at[at])
+        for source, target in zip(kernel.hbm[:4], kernel.buffers[:4], strict=True)
+    ]
+
+
+def _state_copy(kernel: _Kernel, token: jax.Array) -> Any:
+    """The DMA of the state before a row's first token."""
+    row = kernel.rows.token_rows[token]
+    at = kernel.buffer(row)
+    source = kernel.hbm.states.at[kernel.rows.layer[0], kernel.rows.slots_in[row]]
+    return pltpu.make_async_copy(source, kernel.buffers.states.at[0, at], kernel.sems.read.at[at])
+
+
+def _result_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
+    """The DMAs of a token's output, and of the state after it."""
+    at, rows, buffers, sem = kernel.buffer(token), kernel.rows, kernel.buffers, kernel.sems.results
+    return [
+        pltpu.make_async_copy(buffers.out.at[at], kernel.hbm.v.at[token], sem.at[at]),
+        pltpu.make_async_copy(
+            buffers.states.at[1, at],
+            kernel.hbm.states.at[rows.layer[0], _slot_written(rows, token)],
+            sem.at[at],
+        ),
+    ]
+
+
+def _slot_written(rows: _Rows, token: jax.Array) -> jax.Array:
+    """Where the state after a token belongs."""
+    row = rows.token_rows[token]
+    return rows.slots_out[row] + token - rows.q_offsets[row]
+
+
+def _for_each(copies: list[Any], do: Callable[[Any], None]) -> None:
+    for copy in copies:
+        do(copy)

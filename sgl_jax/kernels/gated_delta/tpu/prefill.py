@@ -1,0 +1,498 @@
+"""The gated delta rule of prefill rows on TPU: chunk by chunk, as products of matrices.
+
+Within a chunk, what a token adds to the state depends on what those before it added: a triangular
+system of 64 equations for each value head. Its inverse is made by halves, all blocks of a size at
+once (`_inverse`), by products of whole matrices, and two heads side by side fill a row of lanes.
+Each product waits for the one before, so several heads take turns.
+
+Grid: none. One program takes the chunks in turn.
+
+Buffers, with C = 64, and a state [Hv, 128, 128]:
+
+    q, k, v, gates, out   [2, C, heads, 128]   of chunk c in c % 2, by token; gates [2, C, 2, 128]
+    states                [2, 2, *state]       before chunk c in [0, c % 2], after it in [1, c % 2]
+    by_head               [heads, C, 128]      float32: the same as q, k, v and out by head
+    since                 [Hv, C, 128]         float32: the log of the decay since the chunk began,
+                                               in all lanes; beta likewise
+    since_rows            [128, C]             float32: the same as `since`, heads by tokens
+
+DMAs of chunk c: start those of chunk c + 1, with the state that it goes on from if that is in a
+slot; wait for its own; wait until the results of chunk c - 2 are in memory; start those of chunk c.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, StateBatch
+from sgl_jax.kernels.gated_delta.tpu.shared import start, unit, wait
+from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
+
+RUN_TOKENS = 16  # a DMA's size is static: chunks that are not full move in such runs, and by token
+TURNED_TOKENS = 32  # ordered by head at once
+VALUE_HEADS = 16  # computed at once
+SIDE_BY_SIDE = LANES // CHUNK_TOKENS  # systems of equations in a row of lanes
+NEVER = -1e30  # a logarithm of a decay: exp of it is zero
+
+
+class _Chunks(NamedTuple):
+    """In scalar memory."""
+
+    layer: Any  # int32 [1]
+    num_chunks: Any  # int32 [1]
+    starts: Any  # int32 [N + 1]
+    sources: Any  # int32 [N] slot or negative
+    targets: Any  # int32 [N] slot or negative
+    snapshots: Any  # int32 [N] slot or negative
+
+    def length(self, chunk: Any) -> jax.Array:
+        """Tokens of a chunk."""
+        return self.starts[chunk + 1] - self.starts[chunk]
+
+
+class _HBM(NamedTuple):
+    """Arrays in HBM."""
+
+    q: Any  # [T, Hk, 128]
+    k: Any  # [T, Hk, 128]
+    gates: Any  # float32 [T, 2, 128] logs of decays, and betas, by value head
+    v: Any  # [T, Hv, 128] values, then outputs
+    states: Any  # [layers, slots, Hv, 128, 128]
+
+
+class _Buffers(NamedTuple):
+    """In vector memory, two chunks of each."""
+
+    q: Any
+    k: Any
+    gates: Any
+    v: Any
+    out: Any
+    states: Any
+
+
+class _ByHead(NamedTuple):
+    """A chunk in vector memory, float32."""
+
+    q: Any  # [Hk, C, 128]
+    k: Any  # [Hk, C, 128]
+    v: Any  # [Hv, C, 128] values, then outputs
+    since: Any  # [Hv, C, 128]
+    beta: Any  # [Hv, C, 128]
+    since_rows: Any  # [128, C]
+
+
+class _Semaphores(NamedTuple):
+    """One for each buffer."""
+
+    tokens: Any
+    states: Any
+    results: Any
+
+
+class _Kernel(NamedTuple):
+    """What every function of the kernel needs."""
+
+    chunks: _Chunks
+    hbm: _HBM
+    buffers: _Buffers
+    by_head: _ByHead
+    sems: _Semaphores
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.by_head.v.shape[0] // self.by_head.k.shape[0]
+
+    @property
+    def product_dtype(self) -> jnp.dtype:
+        """Of what the matrix unit multiplies; it adds in float32."""
+        return self.buffers.k.dtype
+
+
+def prefill_gated_delta(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    *,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The prefill rows' tokens; arguments as in `api.GatedDelta`, of 128 key and value dimensions,
+    and at most 128 value heads.
+
+    Returns:
+        v with the outputs in the prefill tokens' place, and the states; in the memory of `v` and
+        `states` if the caller has no further use for them.
+    """
+    key_heads, value_heads = k.shape[1], v.shape[1]
+    gates = jnp.stack([log_decay, beta], axis=1)
+    gates = jnp.pad(gates, ((0, 0), (0, 0), (0, LANES - value_heads)))
+    hbm = _HBM(q, k, gates, v, states)
+
+    def two(array: jax.Array) -> Any:
+        return pltpu.VMEM((2, CHUNK_TOKENS, *array.shape[1:]), array.dtype)
+
+    def heads(n: int) -> Any:
+        return pltpu.VMEM((n, CHUNK_TOKENS, LANES), jnp.float32)
+
+    state, sems = pltpu.VMEM((2, 2, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((2,))
+    values = heads(value_heads)
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    chunks = _Chunks(
+        layer.reshape(1),
+        batch.num_chunks.reshape(1),
+        batch.chunk_starts,
+        batch.chunk_sources,
+        batch.chunk_targets,
+        batch.chunk_snapshots,
+    )
+    run = pl.pallas_call(
+        _kernel,
+        name="gated_delta_prefill",
+        out_shape=[
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            in_specs=[_HBM(*[in_hbm] * len(hbm))],
+            out_specs=[in_hbm, in_hbm],
+            scratch_shapes=[
+                _Buffers(two(q), two(k), two(gates), two(v), two(v), state),
+                _ByHead(
+                    heads(key_heads),
+                    heads(key_heads),
+                    values,
+                    values,
+                    values,
+                    pltpu.VMEM((LANES, CHUNK_TOKENS), jnp.float32),
+                ),
+                _Semaphores(*[sems] * 3),
+            ],
+        ),
+        input_output_aliases={len(chunks) + 3: 0, len(chunks) + 4: 1},
+        # Slots are the memory manager's: a check of each DMA's bounds would cost more than it.
+        compiler_params=pltpu.CompilerParams(
+            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES
+        ),
+        interpret=interpret,
+    )
+    out, states = run(chunks, hbm)
+    return out, states
+
+
+def _kernel(
+    chunks: _Chunks,
+    hbm: _HBM,
+    tokens: Any,
+    states: Any,
+    buffers: _Buffers,
+    by_head: _ByHead,
+    sems: _Semaphores,
+) -> None:
+    # Inputs and results share memory; what is read and written is one array.
+    kernel = _Kernel(chunks, hbm._replace(v=tokens, states=states), buffers, by_head, sems)
+    num_chunks = chunks.num_chunks[0]
+    pl.when(num_chunks > 0)(lambda: _for_inputs(kernel, jnp.int32(0), start))
+
+    @pl.loop(0, num_chunks)
+    def _(chunk: jax.Array) -> None:
+        pl.when(chunk + 1 < num_chunks)(lambda: _for_inputs(kernel, chunk + 1, start))
+        _for_inputs(kernel, chunk, wait)
+        pl.when(chunk >= 2)(lambda: _for_results(kernel, chunk - 2, wait))
+        _begin_chunk(kernel, chunk)
+        _for_heads(kernel, chunk)
+        _end_chunk(kernel, chunk)
+        _for_results(kernel, chunk, start)
+
+    @pl.loop(jnp.maximum(num_chunks - 2, 0), num_chunks)
+    def _(chunk: jax.Array) -> None:
+        _for_results(kernel, chunk, wait)
+
+
+def _for_inputs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
+    """do(copy) for the DMAs of what a chunk needs."""
+    at = lax.rem(chunk, 2)
+
+    def copy(source: Any, target: Any, tokens: Any, here: Any) -> None:
+        sem = kernel.sems.tokens.at[at]
+        do(pltpu.make_async_copy(source.at[tokens], target.at[at, here], sem))
+
+    for source, target in zip(kernel.hbm[:4], kernel.buffers[:4], strict=True):
+        _for_runs(kernel, chunk, partial(copy, source, target))
+    slot = kernel.chunks.sources[chunk]
+
+    @pl.when(slot >= 0)
+    def _() -> None:
+        state = kernel.hbm.states.at[kernel.chunks.layer[0], slot]
+        target = kernel.buffers.states.at[0, at]
+        do(pltpu.make_async_copy(state, target, kernel.sems.states.at[at]))
+
+
+def _for_results(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
+    """do(copy) for the DMAs of a chunk's outputs, and of the state after it."""
+    at, chunks = lax.rem(chunk, 2), kernel.chunks
+    sem = kernel.sems.results.at[at]
+
+    def copy(tokens: Any, here: Any) -> None:
+        out = kernel.buffers.out.at[at, here]
+        do(pltpu.make_async_copy(out, kernel.hbm.v.at[tokens], sem))
+
+    _for_runs(kernel, chunk, copy)
+    for slots in (chunks.targets, chunks.snapshots):
+        slot = slots[chunk]
+
+        @pl.when(slot >= 0)
+        def _(slot: jax.Array = slot) -> None:
+            target = kernel.hbm.states.at[chunks.layer[0], slot]
+            do(pltpu.make_async_copy(kernel.buffers.states.at[1, at], target, sem))
+
+
+def _for_runs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any, Any], None]) -> None:
+    """do(tokens of the step, tokens of the chunk) for runs of few static sizes that are the chunk's
+    and no more."""
+    length, first, done = kernel.chunks.length(chunk), kernel.chunks.starts[chunk], jnp.int32(0)
+    for size in (CHUNK_TOKENS, RUN_TOKENS, 1):
+        if size > kernel.hbm.v.shape[0]:
+            continue
+        count = lax.div(length - done, jnp.int32(size))
+
+        @pl.loop(0, count)
+        def _(i: jax.Array, done: jax.Array = done, size: int = size) -> None:
+            at = done + i * size
+            do(pl.ds(first + at, size), pl.ds(at, size))
+
+        done += count * size
+
+
+def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
+    """Order a chunk by head, and sum up its decays."""
+    at, buffers, by_head = lax.rem(chunk, 2), kernel.buffers, kernel.by_head
+
+    # Tokens that a chunk does not have change nothing if they are zeros.
+    @pl.loop(kernel.chunks.length(chunk), CHUNK_TOKENS)
+    def _(token: jax.Array) -> None:
+        for buffer in buffers[:4]:
+            buffer[at, token] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+
+    for source, target in ((buffers.q, by_head.q), (buffers.k, by_head.k), (buffers.v, by_head.v)):
+
+        @pl.loop(0, CHUNK_TOKENS // TURNED_TOKENS)
+        def _(i: jax.Array, source: Any = source, target: Any = target) -> None:
+            some = pl.ds(pl.multiple_of(i * TURNED_TOKENS, TURNED_TOKENS), TURNED_TOKENS)
+            target[:, some] = jnp.swapaxes(source[at, some].astype(jnp.float32), 0, 1)
+
+    log_decay, beta = (buffers.gates[at, :, gate] for gate in range(2))
+    row, column = _row_and_column(CHUNK_TOKENS)
+    since = _product((column <= row).astype(jnp.float32), log_decay, (1, 0))
+    # A token's gates lie in a register of their own; products with ones bring them together.
+    beta = _product((column == row).astype(jnp.float32), beta, (1, 0))
+    by_head.since_rows[...] = since.T
+    for head in range(by_head.v.shape[0]):
+        own = slice(head, head + 1)
+        by_head.since[head] = jnp.broadcast_to(since[:, own], (CHUNK_TOKENS, LANES))
+        by_head.beta[head] = jnp.broadcast_to(beta[:, own], (CHUNK_TOKENS, LANES))
+
+
+def _end_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
+    """Put the outputs, ordered by token, into the buffer that they leave from."""
+    out = kernel.buffers.out.at[lax.rem(chunk, 2)]
+
+    @pl.loop(0, CHUNK_TOKENS // TURNED_TOKENS)
+    def _(i: jax.Array) -> None:
+        some = pl.ds(pl.multiple_of(i * TURNED_TOKENS, TURNED_TOKENS), TURNED_TOKENS)
+        out[some] = jnp.swapaxes(kernel.by_head.v[:, some], 0, 1).astype(out.dtype)
+
+
+def _for_heads(kernel: _Kernel, chunk: jax.Array) -> None:
+    """Compute a chunk, some key heads and their value heads at once."""
+    key_heads, at = kernel.by_head.k.shape[0], lax.rem(chunk, 2)
+    before = _state_before(kernel, chunk)
+    at_once = max(
+        n
+        for n in range(1, key_heads + 1)
+        if key_heads % n == 0 and (n == 1 or n * kernel.group <= VALUE_HEADS)
+    )
+
+    @pl.loop(0, key_heads // at_once)
+    def _(i: jax.Array) -> None:
+        _change(kernel, [i * at_once + n for n in range(at_once)], before, at)
+
+
+def _state_before(kernel: _Kernel, chunk: jax.Array) -> Any:
+    """The buffer that holds the state that a chunk goes on from."""
+    at = lax.rem(chunk, 2)
+    is_stored = kernel.chunks.sources[chunk] >= 0
+    return kernel.buffers.states.at[jnp.where(is_stored, 0, 1), jnp.where(is_stored, at, 1 - at)]
+
+
+class _Head(NamedTuple):
+    """What a value head's equations need, float32."""
+
+    head: Any  # its number
+    system: jax.Array  # [C, C], of which the part below the diagonal counts
+    seen: jax.Array  # [C, C] what each query takes of each token
+    since: jax.Array  # [C, 128] logs of decays
+    beta: jax.Array  # [C, 128]
+
+
+def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None:
+    """Outputs of some key heads' value heads, and their states after the chunk."""
+    by_head, group, dtype = kernel.by_head, kernel.group, kernel.product_dtype
+    rows, heads = [], []
+    for key_head in key_heads:
+        key = unit(by_head.k[key_head]).astype(dtype)
+        query = (unit(by_head.q[key_head]) * LANES**-0.5).astype(dtype)
+        rows.append(jnp.concatenate([key, query], axis=0))
+        similar = _product(rows[-1], key, (1, 1))
+        heads.append([_head(kernel, key_head * group + n, similar) for n in range(group)])
+    all_heads = [head for some in heads for head in some]
+    inverses = iter(_inverses([head.system for head in all_heads], dtype))
+    for some, own in zip(heads, rows, strict=True):
+        states = [before[head.head].astype(jnp.float32) for head in some]
+        found = _product(own, jnp.concatenate(states, axis=1).astype(dtype), (1, 0))
+        kept, added = [], []
+        for n, head in enumerate(some):
+            lanes, decay = slice(n * LANES, (n + 1) * LANES), jnp.exp(head.since)
+            old, read = (found[first : first + CHUNK_TOKENS, lanes] for first in (0, CHUNK_TOKENS))
+            wanted = head.beta * (by_head.v[head.head] - decay * old)
+            change = _product(next(inverses).astype(dtype), wanted.astype(dtype), (1, 0))
+            out = _product(head.seen.astype(dtype), change.astype(dtype), (1, 0))
+            by_head.v[head.head] = decay * read + out
+            last = head.since[CHUNK_TOKENS - 1 :]
+            added.append((change * jnp.exp(last - head.since)).astype(dtype))
+            kept.append(states[n] * jnp.exp(last))
+        new = _product(own[:CHUNK_TOKENS], jnp.concatenate(added, axis=1), (0, 0))
+        for n, head in enumerate(some):
+            state = kept[n] + new[:, n * LANES : (n + 1) * LANES]
+            kernel.buffers.states[1, at, head.head] = state.astype(kernel.buffers.states.dtype)
+
+
+def _head(kernel: _Kernel, head: Any, similar: jax.Array) -> _Head:
+    """A value head's equations; `similar` [2 * C, C]: keys, then queries, times keys."""
+    since, beta = kernel.by_head.since[head], kernel.by_head.beta[head]
+    between = since[:, :CHUNK_TOKENS] - kernel.by_head.since_rows[pl.ds(head, 1)]
+    row, column = _row_and_column(CHUNK_TOKENS)
+    # The exponent is masked, not its power: that of a later token may be infinite.
+    decay = jnp.exp(jnp.where(_is_seen(row, column), between, NEVER))
+    system = similar[:CHUNK_TOKENS] * decay * beta[:, :CHUNK_TOKENS]
+    return _Head(head, system, similar[CHUNK_TOKENS:] * decay, since, beta)
+
+
+def _is_seen(row: jax.Array, column: jax.Array) -> jax.Array:
+    return column <= row
+
+
+def _inverses(systems: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
+    """The inverses of I + tril(system, -1) [C, C]."""
+    result = []
+    pairs = [
+        jnp.concatenate(systems[i : i + SIDE_BY_SIDE], axis=1)
+        for i in range(0, len(systems), SIDE_BY_SIDE)
+    ]
+    for pair in _inverse(pairs, dtype):
+        width = pair.shape[1]
+        result += [pair[:, i : i + CHUNK_TOKENS] for i in range(0, width, CHUNK_TOKENS)]
+    return result
+
+
+def _inverse(pairs: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
+    """As `_inverses`, of one or two matrices side by side, [C, C] or [C, 2 * C].
+
+    By halves: the inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with the inverses A', D'
+    of A and D. A series of powers of the system would cancel where keys are alike.
+    """
+    masks = [_Halves.of(pair.shape) for pair in pairs]
+    result = [
+        mask.identity - jnp.where(mask.below(1), pair, 0)
+        for mask, pair in zip(masks, pairs, strict=True)
+    ]
+    size = 2
+    while size < CHUNK_TOKENS:
+        below = [
+            _side_by_side(jnp.where(mask.below(size), pair, 0), inverse, dtype)
+            for mask, pair, inverse in zip(masks, pairs, result, strict=True)
+        ]
+        result = [
+            inverse - _side_by_side(inverse, part, dtype)
+            for inverse, part in zip(result, below, strict=True)
+        ]
+        size *= 2
+    if dtype == jnp.float32:
+        return result
+    # Products of bfloat16 leave errors of some thousandths; a step of Newton's method squares them.
+    return [
+        inverse + _side_by_side(inverse, _residual(mask, pair, inverse), dtype)
+        for mask, pair, inverse in zip(masks, pairs, result, strict=True)
+    ]
+
+
+def _residual(mask: "_Halves", pair: jax.Array, inverse: jax.Array) -> jax.Array:
+    """I - (I + L) inverse of each system's part L below the diagonal."""
+    lower = jnp.where(mask.column < mask.row, pair, 0)
+    upper_bits, inverse_bits = (x.astype(jnp.bfloat16) for x in (lower, inverse))
+    product = _side_by_side(upper_bits, inverse_bits, jnp.bfloat16)
+    for left, right in (
+        (lower - upper_bits.astype(jnp.float32), inverse),
+        (lower, inverse - inverse_bits.astype(jnp.float32)),
+    ):
+        product += _side_by_side(left, right, jnp.bfloat16)
+    return mask.identity - inverse - product
+
+
+class _Halves(NamedTuple):
+    """Where elements of matrices that lie side by side are."""
+
+    row: jax.Array
+    column: jax.Array  # of its own matrix
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...]) -> "_Halves":
+        row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
+        return cls(row, column & (CHUNK_TOKENS - 1))
+
+    @property
+    def identity(self) -> jax.Array:
+        return (self.row == self.column).astype(jnp.float32)
+
+    def below(self, size: int) -> jax.Array:
+        """The lower left blocks of blocks of twice this size on the diagonal."""
+        row, column = self.row & -size, self.column & -size
+        return ((row & size) != 0) & (column == row - size)
+
+
+def _side_by_side(left: jax.Array, right: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The product of each matrix of `left` [C, C or 2 * C] with that of `right` at its side."""
+    width = left.shape[1]
+    if width > CHUNK_TOKENS:
+        row, column = (lax.broadcasted_iota(jnp.int32, (width, width), axis) for axis in range(2))
+        is_own = (row & CHUNK_TOKENS) == (column & CHUNK_TOKENS)
+        right = jnp.where(is_own, jnp.concatenate([right] * SIDE_BY_SIDE, axis=0), 0)
+    return _product(left.astype(dtype), right.astype(dtype), (1, 0))
+
+
+def _row_and_column(size: int) -> tuple[jax.Array, jax.Array]:
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in range(2))
+    return row, column
+
+
+def _product(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """float32 of x times y, with these axes summed over; of float32 without loss."""
+    return lax.dot_general(
+        x,
+        y,
+        (((axes[0],), (axes[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

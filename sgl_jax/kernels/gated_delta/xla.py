@@ -1,0 +1,222 @@
+"""The gated delta rule and its convolution in plain XLA: for CPUs, and any platform without a
+kernel.
+
+Cost follows the tokens in use: loops over blocks of decode rows, and over chunks, have dynamic
+trip counts. States are carried through these loops, in place.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, StateBatch
+
+DECODE_ROWS = 8  # computed at once
+
+
+class _Tokens(NamedTuple):
+    """Inputs of some tokens in float32, [..., n, heads, dim] or [..., n, heads]."""
+
+    q: jax.Array  # scaled
+    k: jax.Array  # scaled
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+
+    def at(self, tokens: jax.Array, exists: jax.Array) -> "_Tokens":
+        """The tokens of these numbers, int32 [...], scaled; zeros, which leave a state as it is,
+        where `exists`, bool [...], is False."""
+
+        def take(x: jax.Array) -> jax.Array:
+            some = x.at[tokens].get(mode="clip").astype(jnp.float32)
+            return jnp.where(exists.reshape(exists.shape + (1,) * (x.ndim - 1)), some, 0)
+
+        q, k, *others = map(take, self)
+        return _Tokens(_unit(q) * q.shape[-1] ** -0.5, _unit(k), *others)
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.v.shape[-2] // self.k.shape[-2]
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def gated_delta(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.GatedDelta`; padding tokens' outputs are zeros."""
+    tokens = _Tokens(q, k, v, log_decay, beta)
+    # A chunk that is not full writes zeros behind its last token; later chunks' tokens lie there.
+    room = jnp.zeros((v.shape[0] + CHUNK_TOKENS, *v.shape[1:]), v.dtype)
+    out, states = _decode(tokens, room, states, layer, batch)
+    out, states = _prefill(tokens, out, states, layer, batch)
+    return out[: v.shape[0]], states
+
+
+def _decode(
+    tokens: _Tokens, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Token by token, some rows at once."""
+    num_rows = min(DECODE_ROWS, batch.slots_in.shape[0])
+
+    def block(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rows = number * num_rows + jnp.arange(num_rows)
+        starts = batch.q_offsets.at[rows].get(mode="clip")
+        lengths = batch.q_offsets.at[rows + 1].get(mode="clip") - starts
+        lengths = jnp.where(rows < batch.num_decode, lengths, 0)
+        slots_in = batch.slots_in.at[rows].get(mode="clip")
+        slots_out = batch.slots_out.at[rows].get(mode="clip")
+        state = carry[1][layer, slots_in].astype(jnp.float32)
+
+        def position(
+            i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            out, states, state = carry
+            exists = i < lengths
+            some, state = _next_token(tokens.at(starts + i, exists), state)
+            written = jnp.where(exists, starts + i, out.shape[0])
+            out = out.at[written].set(some.astype(out.dtype), mode="drop")
+            states = _write(states, layer, jnp.where(exists, slots_out + i, -1), state)
+            return out, states, state
+
+        if batch.max_draft_tokens == 0:
+            return position(jnp.int32(0), (*carry, state))[:2]
+        return lax.fori_loop(0, jnp.max(lengths), position, (*carry, state))[:2]
+
+    return lax.fori_loop(0, -(-batch.num_decode // num_rows), block, (out, states))
+
+
+def _next_token(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Outputs [n, value_heads, dim] and states [n, value_heads, ...] after one token each."""
+    k, q = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.k, tokens.q))
+    decay = jnp.exp(tokens.log_decay)[..., None]
+    # The old state is read for both products at once: S^T q is that of the old one, and a part
+    # that what is added brings.
+    change = tokens.beta[..., None] * (tokens.v - decay * jnp.sum(state * k[..., None], axis=-2))
+    old = decay * jnp.sum(state * q[..., None], axis=-2)
+    out = old + change * jnp.sum(k * q, axis=-1, keepdims=True)
+    return out, decay[..., None] * state + k[..., None] * change[..., None, :]
+
+
+def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    """States with `new` [..., a state's numbers] in `slots` int32 [...], if not negative."""
+    slots = jnp.where(slots < 0, states.shape[1], slots)
+    new = new.reshape(*slots.shape, *states.shape[2:])
+    return states.at[layer, slots].set(new.astype(states.dtype), mode="drop")
+
+
+def _prefill(
+    tokens: _Tokens, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Chunk by chunk."""
+
+    def chunk(
+        c: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        out, states, state = carry
+        first, end = batch.chunk_starts[c], batch.chunk_starts[c + 1]
+        numbers = first + jnp.arange(CHUNK_TOKENS)
+        source = batch.chunk_sources[c]
+        stored = states[layer, jnp.maximum(source, 0)].astype(jnp.float32)
+        state = jnp.where(source < 0, state, stored)
+        some, state = _next_chunk(tokens.at(numbers, numbers < end), state)
+        out = lax.dynamic_update_slice_in_dim(out, some.astype(out.dtype), first, axis=0)
+        for slot in (batch.chunk_targets[c], batch.chunk_snapshots[c]):
+            states = _write(states, layer, slot, state)
+        return out, states, state
+
+    state = jnp.zeros(states.shape[2:], jnp.float32)
+    return lax.fori_loop(0, batch.num_chunks, chunk, (out, states, state))[:2]
+
+
+def _next_chunk(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Outputs [n, value_heads, dim] of a chunk's tokens, and the state after them.
+
+    What a token adds depends on what those before it added: a triangular system of equations.
+    """
+    q, k, v, log_decay, beta = (jnp.moveaxis(x, 1, 0) for x in tokens)  # heads first
+    between = jnp.cumsum(log_decay, axis=-1)
+    n = between.shape[-1]
+    # The exponent is masked, not its power: that of a later token may be infinite.
+    causal = jnp.tril(jnp.ones((n, n), bool))
+    decay = jnp.exp(jnp.where(causal, between[:, :, None] - between[:, None, :], -jnp.inf))
+
+    def of_value_heads(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, tokens.group, axis=0)
+
+    system = of_value_heads(_times("hik,hjk->hij", k, k)) * decay * beta[..., None]
+    since = jnp.exp(between)[..., None]
+    k, q, seen = of_value_heads(k), of_value_heads(q), of_value_heads(_times("hik,hjk->hij", q, k))
+    change = beta[..., None] * (v - since * _times("hik,hkv->hiv", k, state))
+    change = _times("hij,hjv->hiv", _inverse(system), change)
+    out = since * _times("hik,hkv->hiv", q, state) + _times("hij,hjv->hiv", seen * decay, change)
+    until = jnp.exp(between[:, -1:] - between)[..., None]
+    state = jnp.exp(between[:, -1])[:, None, None] * state
+    return jnp.moveaxis(out, 0, 1), state + _times("hik,hiv->hkv", k * until, change)
+
+
+def _times(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
+
+
+def _inverse(lower: jax.Array) -> jax.Array:
+    """The inverse of I + tril(lower, -1), float32 [..., n, n], n a power of two.
+
+    By halves: that of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with the inverses A', D'. All
+    blocks of a size are inverted at once. XLA's own solver takes a hundred times as long on a CPU,
+    and a series of powers of `lower` would cancel where keys are alike.
+    """
+    n = lower.shape[-1]
+    row, column = jnp.arange(n)[:, None], jnp.arange(n)
+    inverse = jnp.broadcast_to(jnp.eye(n), lower.shape)
+    size = 1
+    while size < n:
+        is_below = (row // size == column // size + 1) & (row // size % 2 == 1)
+        below = _times("hij,hjk->hik", jnp.where(is_below, lower, 0), inverse)
+        inverse = inverse - _times("hij,hjk->hik", inverse, below)
+        size *= 2
+    return inverse
+
+
+def causal_conv(
+    u: jax.Array, weight: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.CausalConv`; padding tokens' outputs are zeros."""
+    num_tokens, width = u.shape[0], weight.shape[0]
+    in_row = jnp.arange(num_tokens) - batch.q_offsets[batch.token_rows]
+    old = states[layer, batch.slots_in].reshape(-1, width - 1, u.shape[1])
+
+    def before(distance: int) -> jax.Array:
+        """u of the token that lies so many before each."""
+        earlier = jnp.pad(u, ((distance, 0), (0, 0)))[:num_tokens]
+        stored = old[batch.token_rows, jnp.clip(width - 1 - distance + in_row, 0, width - 2)]
+        return jnp.where((in_row >= distance)[:, None], earlier, stored)
+
+    window = jnp.stack([before(j) for j in range(width - 1, 0, -1)] + [u], axis=1)
+    total = jnp.sum(window.astype(jnp.float32) * weight.astype(jnp.float32), axis=1)
+    out = jnp.where(batch.valid[:, None], jax.nn.silu(total), 0).astype(u.dtype)
+    after = window[:, 1:]
+    decoded = batch.max_decode_tokens
+    is_decode = batch.valid & (batch.token_rows < batch.num_decode)
+    slots = jnp.where(is_decode, batch.slots_out[batch.token_rows] + in_row, -1)
+    states = _write(states, layer, slots[:decoded], after[:decoded])
+
+    def chunk(c: jax.Array, states: jax.Array) -> jax.Array:
+        last = after[batch.chunk_starts[c + 1] - 1]
+        for slot in (batch.chunk_targets[c], batch.chunk_snapshots[c]):
+            states = _write(states, layer, slot, last)
+        return states
+
+    return out, lax.fori_loop(0, batch.num_chunks, chunk, states)

@@ -1,0 +1,140 @@
+"""The gated delta rule and its convolution in XLA, against float64 token by token."""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from sgl_jax.kernels.gated_delta import xla
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, StateBatch
+from tests.kernels.gated_delta.problems import (
+    LAYER,
+    Case,
+    Program,
+    build,
+    cases,
+    expected_conv,
+    expected_delta,
+    num_tokens,
+)
+from tests.quick_compilation import quick_jit
+
+PROGRAMS = (
+    Program(),
+    Program(max_drafts=3, rows=11, tokens=140, key_heads=1),
+    Program(group=1, key_dim=8, width=2, rows=5, tokens=200),
+)
+BFLOAT16 = Program(dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, max_drafts=2)
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
+
+
+@lru_cache
+def compiled(program):
+    """Both calls of one layer: (out, states) of each."""
+
+    @quick_jit
+    def run(problem):
+        batch = problem.make_batch(program)
+        layer = jnp.int32(LAYER)
+        delta = xla.gated_delta(*problem[:6], layer, batch)
+        return delta, xla.causal_conv(*problem.conv, layer, batch)
+
+    return run
+
+
+def check(case):
+    problem, program = build(case), case.program
+    used = num_tokens(problem)
+    tolerance = TOLERANCE[program.dtype]
+    results = compiled(program)(problem)
+    for got, want in zip(results, (expected_delta(problem), expected_conv(problem)), strict=True):
+        (out, states), (want_out, want_states) = got, want
+        assert out.dtype == program.dtype
+        out, states = (np.asarray(x, np.float64) for x in (out, states))
+        np.testing.assert_allclose(out[:used], want_out[:used], rtol=0, atol=tolerance)
+        assert np.isfinite(out).all()
+        # Slots that are not written are as they were, be it NaN.
+        np.testing.assert_allclose(states, want_states, rtol=0, atol=tolerance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases((*PROGRAMS, BFLOAT16)))
+def test_any_step_agrees_with_token_by_token(case):
+    check(case)
+
+
+@pytest.mark.long
+@settings(max_examples=1500, deadline=None)
+@given(case=cases((*PROGRAMS, BFLOAT16)))
+def test_any_step_agrees_with_token_by_token_however_often_it_is_tried(case):
+    check(case)
+
+
+STEPS = {
+    "nothing": ([], [], []),
+    "more decode rows than are computed at once": ([(i, 1 + i % 4) for i in range(10)], [], []),
+    "a prompt, two snapshots": ([(5, 2)], [(0, 130)], [(1, 0.4), (1, 1.0)]),
+    "the same key again and again": ([(5, 4)], [(0, 64), (7, 64)], [(1, 0.7)]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step(name):
+    case = Case(PROGRAMS[1], *STEPS[name], seed=1, same_keys="same" in name)
+    check(case)
+
+
+def run_row(problem, program, first, end, kv_start, slots, snapshots=()):
+    """Tokens [first, end) of the problem as a row's; read and write such slots."""
+    arrays = [np.zeros_like(x) for x in problem[:5]]
+    for array, source in zip(arrays, problem[:5], strict=True):
+        array[: end - first] = source[first:end]
+    kept = np.zeros((4, 3), np.int32)
+    for i, (length, slot) in enumerate(snapshots):
+        kept[i] = 0, length, slot
+    row = (np.array([x], np.int32) for x in (*slots,))
+    lengths = (np.array([x], np.int32) for x in (kv_start, end - first))
+    batch = StateBatch.build(*row, jnp.asarray(kept), *lengths, jnp.int32(0), program.tokens)
+    return jax.jit(xla.gated_delta)(*arrays, problem.states, jnp.int32(LAYER), batch)
+
+
+@pytest.mark.parametrize("cut", [1, 63, 64, 100, 192])
+def test_a_snapshot_is_the_state_of_a_run_that_stops_there(cut):
+    problem = build(Case(PROGRAMS[0], [], [(0, 200)], [], seed=2))
+    out, going_on = run_row(problem, PROGRAMS[0], 0, 200, 0, (0, 8), [(cut, 9)])
+    some, stopped = run_row(problem, PROGRAMS[0], 0, cut, 0, (0, 9))
+    np.testing.assert_allclose(going_on[LAYER, 9], stopped[LAYER, 9], rtol=0, atol=1e-6)
+    rest, resumed = run_row(problem._replace(states=going_on), PROGRAMS[0], cut, 200, cut, (9, 10))
+    np.testing.assert_allclose(resumed[LAYER, 10], going_on[LAYER, 8], rtol=0, atol=1e-5)
+    both = np.concatenate([some[:cut], rest[: 200 - cut]])
+    np.testing.assert_allclose(both, out[:200], rtol=0, atol=1e-5)
+
+
+LARGE = Program(key_heads=4, key_dim=128, value_dim=128, rows=8, tokens=128, max_snapshots=8)
+
+
+@pytest.mark.parametrize("call", ["delta", "conv"])
+@pytest.mark.parametrize("tokens", [8, 128])
+def test_donated_states_are_changed_in_place(call, tokens):
+    """A copy of them would be in the program's temporary memory."""
+    problem = build(Case(LARGE._replace(tokens=tokens), [(3, 1)], [], [], seed=0))
+    arrays = problem[:6] if call == "delta" else problem.conv
+
+    def run(arrays, states, step):
+        batch = StateBatch.build(*step, tokens)
+        layer = jnp.int32(LAYER)
+        if call == "delta":
+            return xla.gated_delta(*arrays, states, layer, batch)
+        return xla.causal_conv(*arrays, states, layer, batch)
+
+    *inputs, states = arrays
+    slots = 64 * CHUNK_TOKENS if call == "conv" else 256
+    states = jax.ShapeDtypeStruct((LAYER + 1, slots, *states.shape[2:]), states.dtype)
+    program = jax.jit(run, donate_argnums=1).lower(inputs, states, problem.step).compile()
+    memory = program.memory_analysis()
+    num_bytes = states.size * states.dtype.itemsize
+    assert memory.alias_size_in_bytes >= num_bytes
+    assert memory.temp_size_in_bytes < num_bytes / 4

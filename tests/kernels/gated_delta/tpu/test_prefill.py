@@ -1,0 +1,169 @@
+"""The TPU's gated delta rule of prefill rows, simulated on the CPU, against float64."""
+
+from functools import lru_cache
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from sgl_jax.kernels.gated_delta.tpu import prefill as module
+from tests.kernels.gated_delta.problems import (
+    LAYER,
+    Case,
+    Program,
+    build,
+    cases,
+    expected_delta,
+)
+from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
+from tests.quick_compilation import quick_jit
+
+SHAPE = {"key_dim": 128, "value_dim": 128, "tokens": 200, "rows": 5, "max_snapshots": 3}
+PROGRAMS = (
+    Program(**SHAPE, key_heads=2, group=2),
+    Program(**SHAPE, key_heads=1, group=3, max_drafts=2),
+    Program(**SHAPE, key_heads=2, group=1, dtype=jnp.bfloat16, max_drafts=1),
+)
+BFLOAT16_STATES = PROGRAMS[2]._replace(state_dtype=jnp.bfloat16)
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
+
+
+def prefill(program, interpret):
+    @quick_jit
+    def run(problem):
+        batch = problem.make_batch(program)
+        return module.prefill_gated_delta(
+            *problem[:6], jnp.int32(LAYER), batch, interpret=interpret
+        )
+
+    return run
+
+
+compiled = lru_cache(prefill)
+
+
+def check(case, run):
+    """Outputs of prefill rows, and every slot; other tokens are left as they were."""
+    problem, program = build(case), case.program
+    out, states = simulate(run, problem)
+    step = problem.step
+    decoded, used = int(step.q_lens[: step.num_decode].sum()), int(step.q_lens.sum())
+    want, want_states = expected_delta(problem)
+    for row in range(step.num_decode):  # which another kernel computes
+        slots = step.slots_out[row] + np.arange(step.q_lens[row])
+        want_states[LAYER, slots] = problem.states[LAYER, slots]
+    tolerance = TOLERANCE[program.dtype]
+    out, states = np.asarray(out, np.float64), np.asarray(states, np.float64)
+    np.testing.assert_allclose(out[decoded:used], want[decoded:used], rtol=0, atol=tolerance)
+    others = np.r_[:decoded, used : len(out)]
+    np.testing.assert_array_equal(out[others], np.asarray(problem.v, np.float64)[others])
+    np.testing.assert_allclose(states, want_states, rtol=0, atol=tolerance)
+
+
+def check_in_both_modes(case):
+    """Trace anew, as a fault that was just seeded needs."""
+    for mode in MODES.values():
+        check(case, prefill(case.program, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=6, deadline=None)
+@given(case=cases(PROGRAMS))
+def test_prefill_rows_agree_with_the_reference(mode, case):
+    check(case, compiled(case.program, MODES[mode]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=200, deadline=None)
+@given(case=cases((*PROGRAMS, BFLOAT16_STATES)))
+def test_prefill_rows_agree_with_the_reference_however_often_it_is_tried(mode, case):
+    check(case, compiled(case.program, MODES[mode]))
+
+
+MIXED = Case(PROGRAMS[0], [(4, 1)], [(30, 130), (0, 40), (7, 1)], [(1, 0.3), (2, 1.0)], seed=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "case",
+    [MIXED, MIXED._replace(same_keys=True), MIXED._replace(prefills=[])],
+    ids=["some", "the same keys", "none"],
+)
+def test_prompts_beside_decode_rows(case, mode):
+    check(case, compiled(case.program, MODES[mode]))
+
+
+@pytest.mark.parametrize("program", [PROGRAMS[2], BFLOAT16_STATES])
+def test_bfloat16(program):
+    check(MIXED._replace(program=program, same_keys=True), compiled(program, EAGER))
+
+
+def test_a_step_of_less_than_a_chunk():
+    program = PROGRAMS[0]._replace(tokens=8)
+    check(Case(program, [(4, 1)], [(0, 7)], [], seed=1), compiled(program, EAGER))
+
+
+def forget_a_wait(name):
+    def seed(monkeypatch):
+        for_each = getattr(module, name)
+
+        def without(kernel, chunk, do):
+            for_each(kernel, chunk, lambda copy: do(NoWait(copy)))
+
+        monkeypatch.setattr(module, name, without)
+
+    seed.__name__ = f"forget_to_wait_in{name}"
+    return seed
+
+
+def go_on_from_another_buffer(monkeypatch):
+    before = module._state_before
+    monkeypatch.setattr(
+        module, "_state_before", lambda kernel, chunk: before(kernel, jnp.maximum(chunk - 1, 0))
+    )
+
+
+def see_one_token_less(monkeypatch):
+    monkeypatch.setattr(module, "_is_seen", lambda row, column: column < row)
+
+
+def see_one_token_more(monkeypatch):
+    monkeypatch.setattr(module, "_is_seen", lambda row, column: column <= row + 1)
+
+
+def write_another_slot(monkeypatch):
+    kernel_of = module._Kernel
+
+    def wrong(chunks, *others):
+        return kernel_of(chunks._replace(targets=chunks.snapshots), *others)
+
+    monkeypatch.setattr(module, "_Kernel", wrong)
+
+
+def take_a_chunk_for_full(monkeypatch):
+    monkeypatch.setattr(module._Chunks, "length", lambda chunks, chunk: jnp.int32(64))
+
+
+def solve_one_size_less(monkeypatch):
+    below = module._Halves.below
+    monkeypatch.setattr(module._Halves, "below", lambda mask, size: below(mask, min(size, 16)))
+
+
+FAULTS = (
+    *map(forget_a_wait, ("_for_inputs", "_for_results")),
+    go_on_from_another_buffer,
+    see_one_token_less,
+    see_one_token_more,
+    write_another_slot,
+    take_a_chunk_for_full,
+    solve_one_size_less,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_noticed(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_in_both_modes(MIXED)

@@ -1,0 +1,88 @@
+"""The TPU's own compiler accepts gated delta nets, and changes their states in place."""
+
+import jax.numpy as jnp
+import pytest
+
+from sgl_jax.kernels.gated_delta.api import (
+    StateBatch,
+    conv_state_shape,
+    gated_delta_implementation,
+)
+from sgl_jax.planner.topology import CHIPS
+from tests.tpu.compiling import (
+    MAX_COMPILE_S,
+    compile_on,
+    generations,
+    num_bytes,
+    num_kernels,
+    struct,
+)
+
+KEY_HEADS, VALUE_HEADS, DIM, WIDTH = 16, 32, 128, 4  # of Qwen3-Next-80B-A3B
+LAYERS, SLOTS, ROWS, SNAPSHOTS = 2, 2048, 64, 16
+CALLS = gated_delta_implementation("pallas")
+
+
+def compile_calls(mesh, tp, tokens, max_drafts=0, state_dtype=jnp.float32):
+    """Convolution and recurrence of a layer on one chip of tp; also the states' bytes."""
+    keys, values = KEY_HEADS // tp, VALUE_HEADS // tp
+    channels = (2 * keys + values) * DIM
+    states = struct(state_dtype, LAYERS, SLOTS, values, DIM, DIM)
+    conv_states = struct(jnp.bfloat16, LAYERS, SLOTS, *conv_state_shape(WIDTH, channels))
+
+    def run(u, weight, log_decay, beta, states, conv_states, layer, *rows):
+        batch = StateBatch.build(*rows, tokens, max_drafts)
+        u, conv_states = CALLS.causal_conv(u, weight, conv_states, layer, batch)
+        q, k, v = jnp.split(u.reshape(tokens, -1, DIM), (keys, 2 * keys), axis=1)
+        out, states = CALLS.gated_delta(q, k, v, log_decay, beta, states, layer, batch)
+        return out, states, conv_states
+
+    gates, row = struct(jnp.float32, tokens, values), struct(jnp.int32, ROWS)
+    compiled, seconds = compile_on(
+        mesh,
+        run,
+        struct(jnp.bfloat16, tokens, channels),
+        struct(jnp.bfloat16, WIDTH, channels),
+        *[gates] * 2,
+        states,
+        conv_states,
+        struct(jnp.int32),
+        *[row] * 2,
+        struct(jnp.int32, SNAPSHOTS, 3),
+        *[row] * 2,
+        struct(jnp.int32),
+        donated=(4, 5),
+    )
+    return compiled, seconds, num_bytes(states), num_bytes(conv_states)
+
+
+def check(mesh, *shape, **others):
+    compiled, seconds, state_bytes, conv_bytes = compile_calls(mesh, *shape, **others)
+    memory = compiled.memory_analysis()
+    assert num_kernels(compiled) == 3
+    assert memory.alias_size_in_bytes >= state_bytes + conv_bytes
+    # Activations alone, and no copy of either kind of state.
+    assert memory.temp_size_in_bytes < conv_bytes / 2
+    assert seconds < 3 * MAX_COMPILE_S
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+@pytest.mark.parametrize("tp", [1, 8])
+def test_every_generation_compiles_a_mixed_step(tp, generation, tpu_mesh):
+    check(tpu_mesh(generation), tp, 512)
+
+
+OTHERS = {
+    "decode rows alone": {"tp": 1, "tokens": 64},
+    "drafts": {"tp": 4, "tokens": 256, "max_drafts": 3},
+    "bfloat16 states": {"tp": 2, "tokens": 512, "state_dtype": jnp.bfloat16},
+    "a chip of four": {"tp": 4, "tokens": 2048},
+    "a chip of two": {"tp": 2, "tokens": 2048},
+}
+
+
+@pytest.mark.parametrize("generation", generations("v5e"))
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_shapes_compile(name, generation, tpu_mesh):
+    shape = dict(OTHERS[name])
+    check(tpu_mesh(generation), shape.pop("tp"), shape.pop("tokens"), **shape)
