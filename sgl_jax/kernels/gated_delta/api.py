@@ -138,11 +138,12 @@ def gated_delta_implementation(backend: str, *, simulate: bool = False) -> Gated
 
     from sgl_jax.kernels.gated_delta.tpu import causal_conv, gated_delta
 
-    calls = GatedDeltaCalls(gated_delta, causal_conv)
-    if simulate:
-        interpret = pltpu.InterpretParams()
-        return GatedDeltaCalls(*(partial(call, interpret=interpret) for call in calls))
-    return calls
+    if not simulate:
+        return GatedDeltaCalls(gated_delta, causal_conv)
+    interpret = pltpu.InterpretParams()
+    return GatedDeltaCalls(
+        partial(gated_delta, interpret=interpret), partial(causal_conv, interpret=interpret)
+    )
 
 
 def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:

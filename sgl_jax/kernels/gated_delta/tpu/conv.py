@@ -108,12 +108,13 @@ def causal_conv(
             f"{channels} channels and states of {states.shape[2:]}"
         )
     lines, before, block = channels // LANES, weight.shape[0] - 1, min(BLOCK_TOKENS, num_tokens)
-    # Not any memory: the compiler moved all states into vector memory and back if they fitted.
-    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = pltpu.VMEM((NUM_BUFFERS, *states.shape[2:]), states.dtype)
     sems = pltpu.SemaphoreType.DMA((NUM_BUFFERS,))
     rows = _Rows(
-        *(x.reshape(1) for x in (layer, batch.num_decode, batch.num_rows)),
+        layer.reshape(1),
+        batch.num_decode.reshape(1),
+        batch.num_rows.reshape(1),
         batch.q_offsets,
         batch.token_rows,
         batch.slots_in,
@@ -274,7 +275,7 @@ def _keep_states(kernel: _Kernel, token: jax.Array, i: jax.Array) -> None:
     def _() -> None:
         for slots in (rows.chunk_targets, rows.chunk_snapshots):
             slot = slots[chunk]
-            pl.when(slot >= 0)(lambda slot=slot: _keep(kernel, i, slot))
+            pl.when(slot >= 0)(partial(_keep, kernel, i, slot))
         done[CHUNKS] = chunk + 1
 
 

@@ -131,8 +131,8 @@ def decode_gated_delta(
         return pltpu.VMEM((n, *array.shape[1:]), array.dtype)
 
     state, sems = pltpu.VMEM((2, n, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((n,))
-    buffers = _Buffers(*map(several, (q, k, gates, v, v)), state)
-    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    buffers = _Buffers(several(q), several(k), several(gates), several(v), several(v), state)
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     rows = _Rows(
         layer.reshape(1),
         batch.num_decode.reshape(1),
@@ -144,7 +144,10 @@ def decode_gated_delta(
     run = pl.pallas_call(
         _kernel,
         name="gated_delta_decode",
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, states)],
+        out_shape=[
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+        ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             in_specs=[_HBM(*[in_hbm] * len(hbm))],

@@ -148,7 +148,7 @@ def prefill_gated_delta(
 
     state, sems = pltpu.VMEM((2, 2, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((2,))
     values = heads(value_heads)
-    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     chunks = _Chunks(
         layer.reshape(1),
         batch.num_chunks.reshape(1),
@@ -160,17 +160,22 @@ def prefill_gated_delta(
     run = pl.pallas_call(
         _kernel,
         name="gated_delta_prefill",
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, states)],
+        out_shape=[
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+        ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             in_specs=[_HBM(*[in_hbm] * len(hbm))],
             out_specs=[in_hbm, in_hbm],
             scratch_shapes=[
-                _Buffers(*map(two, (q, k, gates, v, v)), state),
+                _Buffers(two(q), two(k), two(gates), two(v), two(v), state),
                 _ByHead(
                     heads(key_heads),
                     heads(key_heads),
-                    *[values] * 3,
+                    values,
+                    values,
+                    values,
                     pltpu.VMEM((LANES, CHUNK_TOKENS), jnp.float32),
                 ),
                 _Semaphores(*[sems] * 3),

@@ -1,4 +1,4 @@
-"""What the gated delta rule's kernels have in common."""
+"""What the kernels of gated delta nets have in common."""
 
 from typing import Any
 
