@@ -5,11 +5,12 @@
 
 Every kernel is compiled by the TPU's own compiler (libtpu): attention for Llama-3.1-8B, 32 query
 and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or of 8 bits; the grouped product for
-Qwen3-30B-A3B's 128 experts, their inner width split over four chips. What is read off is the
+Qwen3-30B-A3B's 128 experts, their inner width split over four chips; gated delta nets for
+Qwen3-Next-80B-A3B, whole or split over eight chips. What is read off is the
 schedule (`kernel_schedule.py` says what that means): bundles of the hot loop for each token
 of KV in decode, for 10**9 floating point operations in prefill, for each head of a token that is
 normalised and rotated, for each run of tokens in the write, for each visit of a group to a tile in
-the grouped product.
+the grouped product, for each token of the gated delta rule's decode and of its convolution.
 """
 
 import argparse
