@@ -35,8 +35,14 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 
 PROMPT_TOKENS = 45
 GREEDY_TOKENS = 16
@@ -72,6 +78,22 @@ GPT_OSS = SMALL | {
         "truncate": False,
         "original_max_position_embeddings": 32,
     },
+}
+# Value heads outnumber key heads, which are wider; a quarter of a head of 24 is turned.
+HYBRID = SMALL | {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
+SHARED_EXPERT = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
 }
 
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
@@ -155,18 +177,42 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     ),
     "gpt_oss": (GptOssForCausalLM, GptOssConfig(**GPT_OSS | {"intermediate_size": 32})),
     "gpt_oss_mxfp4": (GptOssForCausalLM, GptOssConfig(**GPT_OSS | {"intermediate_size": 64})),
+    # Recurrences, from here on: a period of four, twice.
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig(**HYBRID | SHARED_EXPERT | {"num_hidden_layers": 8}),
+    ),
+    # A convolution of another size, and a stretch that is no whole period.
+    "qwen3_5": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig(
+            **HYBRID | {"num_hidden_layers": 5, "linear_conv_kernel_dim": 3},
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**HYBRID | SHARED_EXPERT)),
 }
 
 
+# Their norms multiply by 1 + weight.
+FROM_ZERO = (Gemma3ForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM)
+
+
 def randomise(model: PreTrainedModel) -> None:
-    """Give norms and biases values too, or a test could not tell that they are used."""
+    """Give norms and biases values too, or a test could not tell that they are used.
+
+    Recurrences forget slowly enough that a prompt's first tokens matter at its end.
+    """
     for name, weight in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
-            is_factor = "norm" in name and not isinstance(model, Gemma3ForCausalLM)
+            from_zero = isinstance(model, FROM_ZERO) and "linear_attn.norm" not in name
+            is_factor = "norm" in name and not from_zero
             centre = 1.0 if is_factor else 0.0
             weight.data = centre + 0.3 * torch.randn_like(weight)
         if name.endswith("sinks"):
             weight.data = torch.randn_like(weight)
+        if name.endswith("A_log"):
+            weight.data = torch.empty_like(weight).uniform_(0.005, 0.2).log()
 
 
 def packed_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:

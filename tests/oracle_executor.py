@@ -48,6 +48,7 @@ class OracleExecutor(FakeExecutor):
         ids = (sizes.num_rows, MAX_LOGPROB_IDS)
         self._logprob_ids = [np.zeros(ids, np.int32) for _ in range(sizes.dp_size)]
         self._page_tables = PageTables(sizes)
+        self._states = [StateOracle(sizes, rank) for rank in range(sizes.dp_size)]
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run the step. Raises `ContentError` if a row would read foreign or missing KV."""
@@ -64,6 +65,12 @@ class OracleExecutor(FakeExecutor):
             output.append(self._sample(state))
             state = _extend(state, output[-1])
         return output
+
+    def holds_state(self, rank: int, slots: list[int], tokens: Int32Array) -> bool:
+        """Whether one of the rank's slots has the state after `tokens`."""
+        hashes = np.zeros(len(tokens), np.uint64)
+        _hash_span(tokens, hashes, 0, len(tokens))
+        return bool((self._states[rank].held(slots) == hashes[-1]).any())
 
     def _run_rank(self, rank: int, plan: RankPlan) -> RankResult:
         tokens, hashes = self._tokens[rank], self._hashes[rank]
@@ -84,16 +91,25 @@ class OracleExecutor(FakeExecutor):
             end = start + int(plan.q_lens[i]) - num_drafts[i]
             state = int(hashes[row, end - 1])
             drafts = self._draft(state, num_drafts[i])
-            for number in range(len(self.sizes.groups)):
-                self._read_and_write(rank, row, number, page_table[i, number], start, end, drafts)
+            for number, group in enumerate(self.sizes.groups):
+                if not group.is_recurrent:
+                    pages = page_table[i, number]
+                    self._read_and_write(rank, row, number, pages, start, end, drafts)
+            if plan.states is not None:
+                self._states[rank].run(plan, i, start, hashes[row, :end], drafts)
+            num_kept = end - start
             if plan.samples[i]:
                 gained = self._verify(state, drafts)
+                num_kept += len(gained) - 1
                 result.tokens[i, : len(gained)] = gained
                 self._report(result, i, state, gained, self._ids(rank, plan, i))
                 stored = tokens[row, end : end + len(gained)]
                 stored[:] = gained[: len(stored)]  # the last one may lie past the table's end
                 _hash_span(tokens[row], hashes[row], end, end + len(stored))
                 self._lens[rank][row] = end + len(gained)
+            if plan.states is not None:
+                self._states[rank].keep(plan, i, start, num_kept, hashes[row])
+        self._states[rank].end_step()
         if plan.num_scored is None:
             return result
         scored = np.flatnonzero(plan.num_scored).tolist()
@@ -231,6 +247,76 @@ class OracleExecutor(FakeExecutor):
 
     def _sample(self, state: int) -> int:
         return (state >> 33) % self.sizes.vocab_size
+
+
+class StateOracle:
+    """What the slots of states of one rank hold: the hash of the prefix that each is after."""
+
+    def __init__(self, sizes: EngineSizes, rank: int) -> None:
+        self._sizes = sizes
+        self._rank = rank
+        self._slots = np.zeros(sizes.num_state_slots, np.uint64)
+        self._current = np.zeros(sizes.num_rows, np.int32)
+        self._read: set[int] = set()
+        self._written: set[int] = set()
+
+    def held(self, slots: list[int]) -> NDArray[np.uint64]:
+        """What is in these slots."""
+        return self._slots[slots]
+
+    def run(
+        self, plan: RankPlan, i: int, start: int, hashes: NDArray[np.uint64], drafts: list[int]
+    ) -> None:
+        """Row i of the plan goes on from `start` to the end of `hashes`, and over its drafts."""
+        assert plan.states is not None
+        row, source = int(plan.rows[i]), int(plan.states.sources[i])
+        slot = source if source >= 0 else int(self._current[row])
+        expected = int(hashes[start - 1]) if start else 0
+        if int(self._slots[slot]) != expected:
+            raise ContentError(
+                f"rank {self._rank}, row {row}: slot {slot} has not the state after {start} tokens"
+            )
+        self._read.add(slot)
+        out = self._out(plan, i)
+        if i >= plan.num_decode:
+            self._write(out, int(hashes[-1]))
+            return
+        state = int(hashes[-1])
+        self._write(out, state)
+        for j, draft in enumerate(drafts):
+            state = _extend(state, draft)
+            self._write(out + 1 + j, state)
+
+    def keep(
+        self, plan: RankPlan, i: int, start: int, num_kept: int, hashes: NDArray[np.uint64]
+    ) -> None:
+        """Of row i's tokens from `start` on so many count."""
+        assert plan.states is not None
+        last = num_kept - 1 if i < plan.num_decode else 0
+        self._current[plan.rows[i]] = self._out(plan, i) + last
+        for index, length, slot in plan.states.snapshots.tolist():
+            if index == i and start < length <= start + num_kept:
+                if not 0 < slot < self._sizes.num_snapshots:
+                    raise ContentError(f"rank {self._rank}: slot {slot} is no snapshot's")
+                self._write(slot, int(hashes[length - 1]))
+
+    def end_step(self) -> None:
+        """Nothing that was read may have been written: rows run in no order."""
+        both = self._read & self._written
+        if both:
+            raise ContentError(f"rank {self._rank}: slots {both} are read and written in one step")
+        self._read.clear()
+        self._written.clear()
+
+    def _out(self, plan: RankPlan, i: int) -> int:
+        assert plan.states is not None
+        return self._sizes.own_slot(int(plan.rows[i]), int(plan.states.halves[i]))
+
+    def _write(self, slot: int, state: int) -> None:
+        if slot <= 0 or slot in self._written:
+            raise ContentError(f"rank {self._rank}: slot {slot} is written twice, or is null")
+        self._written.add(slot)
+        self._slots[slot] = state
 
 
 def made_up_logprobs(hashes: NDArray[np.uint64]) -> Float32Array:

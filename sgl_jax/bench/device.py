@@ -24,7 +24,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.step_plan import RankPlan, StepPlan
+from sgl_jax.core.step_plan import RankPlan, StatePlan, StepPlan
 from sgl_jax.engine.core import EngineCore
 
 _PROMPT_LEN = 64
@@ -84,8 +84,10 @@ def decode_plan(sizes: EngineSizes, batch_size: int, context_len: int) -> StepPl
         num_pages=pages_per_row,
         num_decode=batch_size,
         relayed=np.zeros(batch_size, np.bool_),
+        states=StatePlan.from_nothing(batch_size) if sizes.state_group is not None else None,
     )
-    listed = {(0, row): pages[:, row - 1].tolist() for row in rows.tolist()}
+    paged = [number for number, group in enumerate(sizes.groups) if not group.is_recurrent]
+    listed = {(0, row): pages[paged, row - 1].tolist() for row in rows.tolist()}
     return StepPlan(0, (plan,), PageChanges.listing(sizes, listed))
 
 

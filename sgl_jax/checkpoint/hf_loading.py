@@ -12,7 +12,7 @@ from sgl_jax.checkpoint.errors import CheckpointError, check_shapes
 from sgl_jax.checkpoint.finite import non_finite_parameters, non_finite_tensor
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.layers.parameter import Path as ParamPath
-from sgl_jax.layers.sources import Shape, Source
+from sgl_jax.layers.sources import Shape, Source, as_stored
 
 # What is wanted of each parameter: shape, type and sharding, and the tensors that make it.
 Wanted = Mapping[ParamPath, tuple[jax.ShapeDtypeStruct, Source]]
@@ -31,10 +31,12 @@ def load_safetensors(
         CheckpointError: naming tensors that are missing, unexpected or of a wrong shape, or
             one that holds other values than finite numbers.
     """
-    expected: dict[str, Shape] = {}
-    for _, source in wanted.values():
-        expected |= source.tensors()
     with TensorFiles(folder) as files:
+        names = files.shapes
+        wanted = {path: (array, as_stored(own, names)) for path, (array, own) in wanted.items()}
+        expected: dict[str, Shape] = {}
+        for _, source in wanted.values():
+            expected |= source.tensors()
         found = files.shapes.items()
         needed = {name: shape for name, shape in found if name in expected or not is_spare(name)}
         check_shapes(folder, expected, needed)

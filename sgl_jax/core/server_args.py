@@ -182,6 +182,20 @@ class ServerArgs(SchedulerArgs):
         "a pool; default: windows of all running requests, and a share for cached ones",
         bounds=(0.001, 1.0),
     )
+    recurrent_state_dtype: str = setting(
+        "float32", "number format of recurrent layers' states", ("float32", "bfloat16")
+    )
+    recurrent_snapshot_interval: int | None = setting(
+        None,
+        "tokens between the states that the prefix cache keeps of a prompt, beside its end and its "
+        "branches; default: so that those of a path take no more memory than its KV",
+        bounds=(1, 1 << 20),
+    )
+    max_recurrent_snapshots: int | None = setting(
+        None,
+        "states that the prefix cache of a rank may keep; default: half as many bytes as KV",
+        bounds=(1, 1 << 20),
+    )
 
     # Scheduling
     max_running_requests: int = setting(

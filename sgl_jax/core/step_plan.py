@@ -71,6 +71,12 @@ class StatePlan(NamedTuple):
     # Written if the step computes, and keeps, the token before that length.
     snapshots: Int32Array
 
+    @classmethod
+    def from_nothing(cls, num_rows: int) -> "StatePlan":
+        """Of rows that start without tokens before them, and keep nothing."""
+        zeros = np.zeros(num_rows, np.int32)
+        return cls(zeros, zeros, np.zeros((0, 3), np.int32))
+
 
 NO_SLOT = -1
 

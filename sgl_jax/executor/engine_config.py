@@ -15,16 +15,22 @@ from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
-from sgl_jax.executor.pool_size import KVPools
+from sgl_jax.executor.pool_size import KVPools, StateSizes
 from sgl_jax.executor.row_tables import row_table_shapes
+from sgl_jax.executor.state_slots import row_states_shapes
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import attention_implementation, check_pages
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype
+from sgl_jax.kernels.gated_delta.api import (
+    CHUNK_TOKENS,
+    check_heads,
+    gated_delta_implementation,
+)
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.qkv_heads import qkv_heads_implementation
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
-from sgl_jax.mem_cache.device_pool import KVPoolLayout, kv_pool_shape
+from sgl_jax.mem_cache.device_pool import KVPoolLayout, StatePoolLayout, kv_pool_shape
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 
@@ -45,7 +51,8 @@ class EngineConfig(NamedTuple):
     platform: str  # "cpu", "gpu" or "tpu"
     model: ModelConfig
     groups: tuple[CacheGroup, ...]  # of the model's layers
-    pool_layouts: tuple[KVPoolLayout, ...]  # of the pools that these name
+    pool_layouts: tuple[KVPoolLayout, ...]  # of the pools of pages that these name
+    state_layout: StatePoolLayout | None  # of recurrent layers, whose pool is the last
     limits: StepLimits
     buckets: Buckets
 
@@ -59,7 +66,8 @@ class EngineConfig(NamedTuple):
         """
         args = _resolve_for_model(resolve_for_device(args, platform), model)
         groups = model.cache_groups()
-        num_layers = {group.pool: len(group.layers) for group in groups}
+        paged = [group for group in groups if not group.is_recurrent]
+        num_layers = {group.pool: len(group.layers) for group in paged}
         pool_layouts = tuple(
             KVPoolLayout(
                 num_layers=num_layers[pool],
@@ -72,9 +80,13 @@ class EngineConfig(NamedTuple):
         )
         limits = step_limits(args)
         buckets = choose_buckets(limits, platform)
-        config = cls(args, platform, model, groups, pool_layouts, limits, buckets)
+        states = _state_layout(args, model, groups)
+        config = cls(args, platform, model, groups, pool_layouts, states, limits, buckets)
         if args.attention_backend == "pallas":
             check_pages(args.page_size, config.pages_per_row, pool_layouts[0].dtype)
+            if model.recurrence is not None:
+                own = model.recurrence
+                check_heads(own.num_value_heads // args.tp_size, own.key_dim, own.value_dim)
         return config
 
     @property
@@ -98,6 +110,7 @@ class EngineConfig(NamedTuple):
         """How the model is built."""
         simulates = self.platform == "cpu" and self.args.attention_backend == "pallas"
         on_tpu = self.platform == "tpu"
+        recurrence = gated_delta_implementation(self.args.attention_backend, simulate=simulates)
         return BuildOptions(
             dtype=self.dtype,
             shards_weights=self.args.weight_sharding == "data",
@@ -106,6 +119,8 @@ class EngineConfig(NamedTuple):
                 self.args.attention_backend, self.model.head_dim, simulate=simulates
             ),
             multiply_groups=grouped_matmul_implementation(self.platform, simulate=simulates),
+            gated_delta=recurrence.gated_delta,
+            causal_conv=recurrence.causal_conv,
             has_kv_scales=self.args.kv_cache_scales is not None,
             # Elsewhere, a program reads a layer's weights out of the stack in place.
             separates_layers=self.platform == "cpu"
@@ -153,7 +168,43 @@ class EngineConfig(NamedTuple):
             step_pages=(0, *(chunk_pages * len(groups) for groups in in_pools[1:])),
             num_rows=self.limits.rows,
             window_tokens_ratio=self.args.swa_full_tokens_ratio,
+            states=self._state_sizes,
         )
+
+    @property
+    def _state_sizes(self) -> StateSizes | None:
+        if self.state_layout is None:
+            return None
+        return StateSizes(
+            self.state_layout.slot_bytes,
+            row_slots=2 * (1 + self.limits.draft_tokens),
+            max_snapshots=self.args.max_recurrent_snapshots,
+            is_given=self.args.max_total_tokens is not None,
+        )
+
+    @property
+    def snapshot_interval(self) -> int:
+        """Tokens between the states that are kept of a path: `--recurrent-snapshot-interval`, or
+        so many that these take no more memory than the path's KV."""
+        if self.state_layout is None:
+            return 0
+        wanted = self.args.recurrent_snapshot_interval
+        if wanted is None:
+            page_bytes = sum(
+                self.pool_layouts[group.pool].page_bytes
+                for group in self.groups
+                if not group.is_recurrent
+            )
+            tokens = self.args.page_size * self.state_layout.slot_bytes // page_bytes
+            wanted = 1 << max(tokens - 1, 0).bit_length()
+        return -(-wanted // self.tail_interval) * self.tail_interval
+
+    @property
+    def tail_interval(self) -> int:
+        """Tokens between the states of which a generating row keeps the last."""
+        if self.state_layout is None:
+            return 0
+        return max(self.args.page_size, CHUNK_TOKENS)  # both powers of two
 
     def sizes(self, pool_pages: tuple[int, ...]) -> EngineSizes:
         """Everything the scheduler must stay within, with pools of so many pages on each rank."""
@@ -178,16 +229,32 @@ class EngineConfig(NamedTuple):
             step_token_shapes=tuple(bucket.tokens for bucket in self.buckets.all),
             max_draft_tokens=limits.draft_tokens,
             groups=self.groups,
+            snapshot_interval=self.snapshot_interval,
+            tail_interval=self.tail_interval,
+            max_step_snapshots=self._max_step_snapshots(num_rows),
         )
+
+    def _max_step_snapshots(self, num_rows: int) -> int:
+        """Each row may come past one, and a chunk of prompts past some, and ends and branches.
+
+        Drafts make that two: their range is shorter than the interval.
+        """
+        if self.state_layout is None:
+            return 0
+        of_rows = num_rows * (2 if self.limits.draft_tokens else 1)
+        return of_rows + self.limits.chunk_tokens // self.snapshot_interval + 2
 
     def state_shapes(self, pool_pages: tuple[int, ...], mesh: Mesh) -> tuple[Any, Any]:
         """State and row parameters of the engine as `jax.ShapeDtypeStruct`, with shardings."""
         tables = row_table_shapes(self.sizes(pool_pages), mesh)
         pools: Any = tuple(
             kv_pool_shape(layout, num_pages, mesh)
-            for layout, num_pages in zip(self.pool_layouts, pool_pages, strict=True)
+            for layout, num_pages in zip(self.pool_layouts, pool_pages, strict=False)
         )
-        return StepState(tables.tokens, tables.lens, pools), tables.params
+        states = None
+        if self.state_layout is not None:
+            states = row_states_shapes(self.state_layout, self.sizes(pool_pages), mesh)
+        return StepState(tables.tokens, tables.lens, pools, states), tables.params
 
 
 def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
@@ -225,3 +292,17 @@ def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
             f"{model.max_position_embeddings} positions"
         )
     return dataclasses.replace(args, context_length=context_len)
+
+
+def _state_layout(
+    args: ServerArgs, model: ModelConfig, groups: tuple[CacheGroup, ...]
+) -> StatePoolLayout | None:
+    recurrent = [group for group in groups if group.is_recurrent]
+    if not recurrent or model.recurrence is None:
+        return None
+    return StatePoolLayout(
+        len(recurrent[0].layers),
+        model.recurrence,
+        jnp.dtype(args.dtype),
+        jnp.dtype(args.recurrent_state_dtype),
+    )

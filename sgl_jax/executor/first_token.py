@@ -11,7 +11,7 @@ import numpy as np
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.step_plan import RankPlan, RankResult, RowAdmission, StepPlan
+from sgl_jax.core.step_plan import RankPlan, RankResult, RowAdmission, StatePlan, StepPlan
 
 _MAX_PROMPT_TOKENS = 4
 
@@ -40,9 +40,11 @@ def first_token_plan(sizes: EngineSizes) -> StepPlan:
         relayed=np.array([False]),
         admissions=(admission,),
         return_logprob=True,
+        states=StatePlan.from_nothing(1) if sizes.state_group is not None else None,
     )
     # Groups that share a pool need a page each.
-    listed = [[1 + number] for number in range(len(sizes.groups))]
+    paged = [not group.is_recurrent for group in sizes.groups]
+    listed = [[1 + number] if is_paged else [] for number, is_paged in enumerate(paged)]
     pages = PageChanges.listing(sizes, {(k, 1): listed for k in range(sizes.dp_size)})
     return StepPlan(step_id=0, ranks=(rank,) * sizes.dp_size, page_changes=pages)
 

@@ -22,13 +22,15 @@ from sgl_jax.core.step_plan import Int32Array, RankPlan
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 _NUM_ROW_WORDS = 6  # row, kv_start, q_len, samples, relayed, num_scored
+_NUM_STATE_WORDS = 2  # of a row in models with recurrent layers: source, half
+_NUM_SNAPSHOT_WORDS = 3  # of each snapshot: row, length, slot
 _NUM_RANK_WORDS = 3  # num_decode, wants_logprobs, any_scored
 
 
 class StepInput(NamedTuple):
     """All that one step uploads."""
 
-    controls: Int32Array  # [dp, 6 * B + 3]
+    controls: Int32Array  # [dp, control_words]
     page_tables: Int32Array  # [dp * B, groups * pages], of one group after another
 
 
@@ -44,6 +46,15 @@ class RankControls(NamedTuple):
     num_decode: jax.Array  # int32[]
     wants_logprobs: jax.Array  # bool[]
     any_scored: jax.Array  # bool[] whether any row of any rank is scored
+    states: "StateControls | None"  # of models with recurrent layers
+
+
+class StateControls(NamedTuple):
+    """What a `StatePlan` says, on the device."""
+
+    sources: jax.Array  # int32[B]
+    halves: jax.Array  # int32[B]
+    snapshots: jax.Array  # int32[S, 3], slot 0 for none
 
 
 class DPLayout(NamedTuple):
@@ -53,11 +64,17 @@ class DPLayout(NamedTuple):
     rows_per_rank: int
     pages_per_row: int
     num_groups: int  # of layers, each with a page table
+    max_snapshots: int | None = None  # of a rank in a step; None: the model has no states
+
+    @property
+    def _row_words(self) -> int:
+        return _NUM_ROW_WORDS + (0 if self.max_snapshots is None else _NUM_STATE_WORDS)
 
     @property
     def control_words(self) -> int:
         """Control words of one rank."""
-        return _NUM_ROW_WORDS * self.rows_per_rank + _NUM_RANK_WORDS
+        snapshot_words = _NUM_SNAPSHOT_WORDS * (self.max_snapshots or 0)
+        return self._row_words * self.rows_per_rank + snapshot_words + _NUM_RANK_WORDS
 
     @property
     def page_tables_shape(self) -> tuple[int, int]:
@@ -70,9 +87,9 @@ class DPLayout(NamedTuple):
         `tables` must know of the plan's page changes.
         """
         controls = np.zeros((self.dp_size, self.control_words), np.int32)
-        by_row = controls[:, :-_NUM_RANK_WORDS].reshape(
-            self.dp_size, _NUM_ROW_WORDS, self.rows_per_rank
-        )
+        end_of_rows = self._row_words * self.rows_per_rank
+        by_row = controls[:, :end_of_rows].reshape(self.dp_size, self._row_words, -1)
+        of_snapshots = controls[:, end_of_rows:-_NUM_RANK_WORDS]
         # Zeroed by the operating system as pages are touched: the unused width costs nothing.
         page_tables = np.zeros(self.page_tables_shape, np.int32)
         by_group = page_tables.reshape(-1, self.num_groups, self.pages_per_row)
@@ -85,6 +102,11 @@ class DPLayout(NamedTuple):
             by_row[rank, 3, :n] = plan.samples
             by_row[rank, 4, :n] = plan.relayed
             by_row[rank, 5, :n] = 0 if plan.num_scored is None else plan.num_scored
+            if plan.states is not None:
+                by_row[rank, 6, :n] = plan.states.sources
+                by_row[rank, 7, :n] = plan.states.halves
+                kept = plan.states.snapshots.reshape(-1)
+                of_snapshots[rank, : len(kept)] = kept
             controls[rank, -3] = plan.num_decode
             controls[rank, -2] = plan.return_logprob or plan.top_logprobs_num > 0
             first = rank * self.rows_per_rank
@@ -94,8 +116,13 @@ class DPLayout(NamedTuple):
         return StepInput(controls, page_tables)
 
     def unpack_controls(self, words: jax.Array) -> RankControls:
-        """One rank's words int32[6 * B + 3], by name; traced inside the step."""
-        by_row = words[:-_NUM_RANK_WORDS].reshape(_NUM_ROW_WORDS, self.rows_per_rank)
+        """One rank's words int32[control_words], by name; traced inside the step."""
+        end_of_rows = self._row_words * self.rows_per_rank
+        by_row = words[:end_of_rows].reshape(self._row_words, self.rows_per_rank)
+        states = None
+        if self.max_snapshots is not None:
+            snapshots = words[end_of_rows:-_NUM_RANK_WORDS].reshape(-1, _NUM_SNAPSHOT_WORDS)
+            states = StateControls(by_row[6], by_row[7], snapshots)
         return RankControls(
             rows=by_row[0],
             kv_starts=by_row[1],
@@ -106,6 +133,7 @@ class DPLayout(NamedTuple):
             num_decode=words[-3],
             wants_logprobs=words[-2] != 0,
             any_scored=words[-1] != 0,
+            states=states,
         )
 
     def split_groups(self, page_tables: jax.Array) -> tuple[jax.Array, ...]:

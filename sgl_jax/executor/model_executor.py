@@ -36,6 +36,7 @@ from sgl_jax.executor.profiler import Profiler
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
 from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
+from sgl_jax.executor.state_slots import make_row_states
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_kv_pool
@@ -80,7 +81,7 @@ class ModelExecutor(Executor):
                 "scripts/calibrate_kv_scales finds scales for --kv-cache-scales"
             )
         self._weights = tuple(jax.tree.leaves(params))
-        self._pool_layouts = config.pool_layouts
+        self._pool_layouts, self._state_layout = config.pool_layouts, config.state_layout
         self._buckets = config.buckets
         pool_pages = choose_pool_pages(
             args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes
@@ -199,8 +200,8 @@ class ModelExecutor(Executor):
             np.asarray(kv_absmax(pool, layout, self._mesh))
             for pool, layout in zip(self._state.kv_pools, self._pool_layouts, strict=True)
         ]
-        groups = self.sizes.groups
-        num_layers = sum(len(group.layers) for group in groups)
+        groups = [group for group in self.sizes.groups if not group.is_recurrent]
+        num_layers = 1 + max(layer for group in self.sizes.groups for layer in group.layers)
         greatest = np.zeros((2, num_layers, of_pools[0].shape[2]), np.float32)
         for group in groups:
             greatest[:, group.layers] = of_pools[group.pool]
@@ -232,9 +233,12 @@ class ModelExecutor(Executor):
         tables = make_row_tables(self.sizes, self._mesh)
         pools = tuple(
             make_kv_pool(layout, num_pages, self._mesh)
-            for layout, num_pages in zip(self._pool_layouts, self.sizes.pool_pages, strict=True)
+            for layout, num_pages in zip(self._pool_layouts, self.sizes.pool_pages, strict=False)
         )
-        return StepState(tables.tokens, tables.lens, pools), tables.params
+        states = None
+        if self._state_layout is not None:
+            states = make_row_states(self._state_layout, self.sizes, self._mesh)
+        return StepState(tables.tokens, tables.lens, pools, states), tables.params
 
 
 def _idle_rank() -> RankPlan:

@@ -7,7 +7,7 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageChanges
-from sgl_jax.core.step_plan import RankPlan, StepPlan
+from sgl_jax.core.step_plan import NO_SLOT, RankPlan, StepPlan
 
 
 def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
@@ -54,7 +54,9 @@ def _problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
         return f"num_decode {rank.num_decode} does not match {n} rows or relayed {rank.relayed}"
     if (rank.q_lens[: rank.num_decode] > 1 + sizes.max_draft_tokens).any():
         return f"{rank.num_drafts.max()} drafts of a row, at most {sizes.max_draft_tokens} fit"
-    return _score_problem(rank, sizes) or _length_problem(rank, sizes)
+    return (
+        _score_problem(rank, sizes) or _length_problem(rank, sizes) or _state_problem(rank, sizes)
+    )
 
 
 def _score_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
@@ -80,6 +82,28 @@ def _length_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
         wanted = f"{needed} to {sizes.pages_per_row} pages are wanted"
         return f"num_pages {rank.num_pages}: rows of {wanted}"
     return None
+
+
+def _state_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
+    if (rank.states is None) != (sizes.state_group is None):
+        return "a plan tells of states if, and only if, the model has recurrent layers"
+    if rank.states is None:
+        return None
+    sources, halves, snapshots = rank.states
+    if sources.shape != rank.rows.shape or halves.shape != rank.rows.shape:
+        return (
+            f"{len(sources)} sources and {len(halves)} halves of states for {len(rank.rows)} rows"
+        )
+    if sources.min() < NO_SLOT or sources.max() >= sizes.num_state_slots:
+        return f"states are read from {sources}, there are {sizes.num_state_slots} slots"
+    if ((halves < 0) | (halves > 1)).any():
+        return f"states are written to halves {halves}, which are 0 or 1"
+    if len(snapshots) > sizes.max_step_snapshots:
+        return f"{len(snapshots)} snapshots, at most {sizes.max_step_snapshots} are in a step"
+    rows, lengths, slots = snapshots.T
+    if ((rows < 0) | (rows >= len(sources)) | (slots < 1) | (slots >= sizes.num_snapshots)).any():
+        return f"snapshots of rows {rows} in slots {slots}, of {sizes.num_snapshots}"
+    return f"snapshots after {lengths} tokens" if (lengths < 1).any() else None
 
 
 def _page_problem(changes: PageChanges, sizes: EngineSizes) -> str | None:

@@ -1,4 +1,5 @@
-"""How many KV pages each pool gets: from the arguments, the device's memory, or the machine's.
+"""How many pages or states each pool gets: from the arguments, the device's memory, or the
+machine's.
 
 Only decides and explains; makes no array.
 """
@@ -31,6 +32,23 @@ _CACHED_PER_WINDOW_PAGE = 2
 _MOST_WINDOW_BYTES = 3
 
 
+# Bytes of snapshots of states to those of the first pool's pages. docs/eviction.md has what more or
+# less would serve. The states of running rows take at most as many bytes as these pages.
+_SNAPSHOT_BYTES = 0.5
+_MOST_OWN_BYTES = 1.0
+_ROW_SNAPSHOTS = 2  # that a row holds at once: its last, and one that may yet be taken back
+
+
+class StateSizes(NamedTuple):
+    """What the states of recurrent layers take."""
+
+    slot_bytes: int  # of one state: all recurrent layers, over all chips of a rank
+    row_slots: int  # that a row has for its own
+    max_snapshots: int | None = None  # wanted, instead of a share
+    # Whether pages are as many as wanted, and so are rows: then memory is not divided here.
+    is_given: bool = False
+
+
 class KVPools(NamedTuple):
     """The pools of one rank, and how memory is divided among them; the null pages beside it.
 
@@ -45,11 +63,21 @@ class KVPools(NamedTuple):
     step_pages: tuple[int, ...]  # those that the prompts of one step take together
     num_rows: int  # wanted
     window_tokens_ratio: float | None = None  # tokens of the other pools to those of the first
+    states: StateSizes | None = None  # of recurrent layers: a pool more, the last
 
     def pages(self, num_first: int) -> tuple[int, ...]:
         """Pages of each pool if the first has `num_first`."""
         others = range(1, len(self.layouts))
-        return num_first, *(self._num_window_pages(pool, num_first) for pool in others)
+        pages = num_first, *(self._num_window_pages(pool, num_first) for pool in others)
+        return pages if self.states is None else (*pages, self._num_snapshots(num_first))
+
+    def _num_snapshots(self, num_first: int) -> int:
+        assert self.states is not None
+        if self.states.max_snapshots is not None:
+            return self.states.max_snapshots
+        first_bytes = num_first * self.layouts[0].page_bytes
+        least = _ROW_SNAPSHOTS * self.num_rows if self.states.is_given else 1
+        return max(least, int(_SNAPSHOT_BYTES * first_bytes) // self.states.slot_bytes)
 
     def _num_window_pages(self, pool: int, num_first: int) -> int:
         if self.window_tokens_ratio is not None:
@@ -64,9 +92,14 @@ class KVPools(NamedTuple):
     def num_bytes(self, num_first: int) -> int:
         """Bytes of all pools, whole, the null pages included."""
         pages = self.pages(num_first)
-        return sum(
-            (num + 1) * layout.page_bytes for num, layout in zip(pages, self.layouts, strict=True)
+        in_pages = sum(
+            (num + 1) * layout.page_bytes for num, layout in zip(pages, self.layouts, strict=False)
         )
+        if self.states is None:
+            return in_pages
+        num_rows = max(self.rows_within(pages), 1) + 1  # and the null row
+        num_slots = pages[-1] + 1 + num_rows * self.states.row_slots
+        return in_pages + num_slots * self.states.slot_bytes
 
     def num_that_fit(self, num_bytes: int) -> int:
         """The most pages of the first pool that leave room for the others; -1 or less for none."""
@@ -74,12 +107,23 @@ class KVPools(NamedTuple):
         return bisect_right(range(most + 1), num_bytes, key=self.num_bytes) - 1
 
     def rows_within(self, pages: Sequence[int]) -> int:
-        """Rows whose windows all find room at once in pools of so many pages."""
+        """Rows whose windows and states all find room at once, with pools of so many pages."""
         each = [
             (pages[pool] - self.step_pages[pool]) // self.resting_pages[pool]
-            for pool in range(1, len(pages))
+            for pool in range(1, len(self.layouts))
         ]
+        if self.states is not None and not self.states.is_given:
+            own_bytes = int(_MOST_OWN_BYTES * pages[0] * self.layouts[0].page_bytes)
+            each.append(max(1, own_bytes // (self.states.row_slots * self.states.slot_bytes)))
         return min([self.num_rows, *each])
+
+    def require_a_row(self, pages: Sequence[int]) -> None:
+        """Raise ValueError if pools of so many pages have no room for the windows of one row."""
+        if self.rows_within(pages) < 1:
+            raise ValueError(
+                f"--swa-full-tokens-ratio {self.window_tokens_ratio} gives sliding windows too few "
+                f"pages for one request: {pages[1:]} beside {pages[0]} of the first pool; raise it"
+            )
 
 
 def choose_pool_pages(
@@ -124,11 +168,7 @@ def choose_pool_pages(
             "per rank (--tp-size), or a larger --mem-fraction-static"
         )
     pages = pools.pages(num_first)
-    if pools.rows_within(pages) < 1:
-        raise ValueError(
-            f"--swa-full-tokens-ratio {args.swa_full_tokens_ratio} gives sliding windows too few "
-            f"pages for one request: {pages[1:]} beside {num_first} of the first pool; raise it"
-        )
+    pools.require_a_row(pages)
     logger.info(
         "KV pool: %s pages of %d tokens on each of %d ranks, %.2f GiB per rank, from %s",
         " and ".join(map(str, pages)),

@@ -22,7 +22,6 @@ from sgl_jax.executor.devices import platform_of
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.row_tables import PIECE_WORDS, TABLE_SPEC, RowTables, write_piece
 from sgl_jax.executor.step import StepOutput, StepState, run_step
-from sgl_jax.mem_cache.device_pool import KV_POOL_SPEC
 
 # weights, state (donated), row parameters, controls, page table -> state, output
 StepProgram = Callable[
@@ -70,7 +69,14 @@ class Programs:
     def layout(self, bucket: Bucket) -> DPLayout:
         """Where each rank's rows lie in the arrays of a step of shape `bucket`."""
         sizes = self._sizes
-        return DPLayout(sizes.dp_size, bucket.rows, sizes.pages_per_row, len(sizes.groups))
+        has_states = sizes.state_group is not None
+        return DPLayout(
+            sizes.dp_size,
+            bucket.rows,
+            sizes.pages_per_row,
+            len(sizes.groups),
+            sizes.max_step_snapshots if has_states else None,
+        )
 
     def step(self, bucket: Bucket) -> StepProgram:
         """The program of one bucket, compiled now if it was not."""
@@ -120,13 +126,11 @@ class Programs:
                 rank_controls,
                 layout.split_groups(page_tables),
                 bucket.tokens,
-                self._sizes.max_draft_tokens,
-                self._sizes.max_prompt_logprob_tokens,
+                self._sizes,
             )
 
         step.__name__ = f"step_{bucket.rows}_rows_{bucket.tokens}_tokens"
-        pool_specs = (KV_POOL_SPEC,) * len(self._state.kv_pools)
-        state_specs: Any = StepState(TABLE_SPEC, TABLE_SPEC, pool_specs)  # type: ignore[arg-type]
+        state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._state)
         weight_specs = tuple(leaf.sharding.spec for leaf in self._weights)
         sharded = jax.shard_map(
             step,

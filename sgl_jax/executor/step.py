@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.executor.last_queries import LastQueries, count_accepted
 from sgl_jax.executor.layout import RankControls
+from sgl_jax.executor.state_slots import RowStates, StepRows, build_state_batch, keep_states
 from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
 from sgl_jax.layers.sampling import (
@@ -37,6 +39,7 @@ class StepState(NamedTuple):
     token_table: jax.Array  # int32[num_rows, max_context_len]
     row_lens: jax.Array  # int32[num_rows] tokens of each row, valid once it has been admitted
     kv_pools: tuple[jax.Array, ...]  # [layers, pages, *page_shape] each, see `device_pool`
+    states: RowStates | None = None  # of models with recurrent layers
 
 
 class StepOutput(NamedTuple):
@@ -56,8 +59,7 @@ def run_step(
     controls: RankControls,
     page_tables: Sequence[jax.Array],
     num_tokens: int,
-    max_drafts: int,
-    max_scored: int,
+    sizes: EngineSizes,
 ) -> tuple[StepState, StepOutput]:
     """One rank's step.
 
@@ -68,16 +70,24 @@ def run_step(
         controls: this step's rows.
         page_tables: int32[B, pages], one for each cache group.
         num_tokens: T, the static number of query tokens, padding included.
-        max_drafts: static; tokens drafted per row at most.
-        max_scored: static; queries whose successors are scored at most.
+        sizes: of the engine: how many tokens are drafted and scored, and where states are.
     """
+    max_drafts = sizes.max_draft_tokens
     token_table, queries = _place_queries(state, controls, max_drafts)
     rows = (queries.kv_starts, controls.q_lens, controls.num_decode)
     batch = AttentionBatch.build(page_tables[0], *rows, num_tokens, max_drafts)
     batches = tuple(replace(batch, page_table=table) for table in page_tables)
     # Padding tokens read the null row.
     token_rows = jnp.where(batch.valid, controls.rows[batch.token_rows], 0)
-    hidden, kv_pools = model(token_table[token_rows, batch.positions], batches, state.kv_pools)
+    step_rows = StepRows(controls.rows, *rows)
+    state_batch = layer_states = None
+    if state.states is not None and controls.states is not None:
+        state_batch = build_state_batch(state.states, controls.states, step_rows, num_tokens, sizes)
+        layer_states = state.states.layers
+    hidden, kv_pools, layer_states = model(
+        token_table[token_rows, batch.positions],
+        *(batches, state.kv_pools, state_batch, layer_states),
+    )
 
     num_drawn = jnp.where(controls.samples, 1 + queries.drafts, 0)
     sampled = LastQueries.build(batch, num_drawn, controls.rows.shape[0] * (1 + max_drafts))
@@ -94,7 +104,7 @@ def run_step(
     row_lens = state.row_lens.at[jnp.where(controls.samples, controls.rows, 0)].set(
         queries.new_starts + counts
     )
-    scored = LastQueries.build(batch, controls.num_scored, max_scored)
+    scored = LastQueries.build(batch, controls.num_scored, sizes.max_prompt_logprob_tokens)
     # From the written table: reading the old one here would keep a copy of it alive.
     successors = token_table.at[token_rows[scored.tokens], batch.positions[scored.tokens] + 1].get(
         mode="clip"
@@ -103,7 +113,14 @@ def run_step(
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
     by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in wanted))
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
-    return StepState(token_table, row_lens, kv_pools), output
+    states = None
+    if state_batch is not None and layer_states is not None:
+        assert state.states is not None
+        assert controls.states is not None
+        num_kept = controls.q_lens - queries.drafts + counts - 1  # of rows that decode
+        written = RowStates(state.states.current, layer_states)
+        states = keep_states(written, controls.states, step_rows, state_batch, num_kept)
+    return StepState(token_table, row_lens, kv_pools, states), output
 
 
 class _Queries(NamedTuple):

@@ -85,6 +85,7 @@ class Attention(nnx.Module):
         qkv: Linear,
         output: Linear,
         *,
+        gate: Linear | None = None,
         attend: RaggedPagedAttention,
         qkv_heads: QKVHeads = xla_qkv_heads,
         q_norm: RMSNorm | None = None,
@@ -93,12 +94,14 @@ class Attention(nnx.Module):
         sinks: Source | None = None,
         has_kv_scales: bool = False,
     ) -> None:
-        """`qkv` is split by its outputs, `output` by its inputs; `attend` is the kernel, and
+        """`qkv` is split by its outputs, `output` by its inputs; `gate`, split by its outputs as
+        heads are, is what the result of each query is multiplied by; `attend` is the kernel, and
         `qkv_heads` what comes before it; the norms are those of each query and key; `sinks`,
         [num_heads], are left out of `scores`; `has_kv_scales` adds the scales of an 8-bit cache."""
         self.heads = heads
         self.qkv = qkv
         self.output = output
+        self.gate = gate
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.kv_scales = KVScales(heads.num_kv) if has_kv_scales else None
@@ -125,4 +128,7 @@ class Attention(nnx.Module):
         out, kv_cache = self.attend(q, k, v, kv_cache, layer, batch, scores)
         if self.kv_scales is not None:
             out = self.kv_scales.after(out)
-        return self.output(out.reshape(x.shape[0], -1)), kv_cache
+        out = out.reshape(x.shape[0], -1)
+        if self.gate is not None:
+            out = out * jax.nn.sigmoid(self.gate(x))
+        return self.output(out), kv_cache

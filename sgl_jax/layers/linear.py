@@ -35,10 +35,14 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, in] -> [T, out]; of what is split, this chip's columns."""
-        out = use_weight(self.weight, lambda matrix: jnp.matmul(x, matrix))
+        out = self.product(x)
         if self.split == "inputs":
             out = sum_over_tensor(out)
         return out if self.bias is None else out + self.bias[...]
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """With this chip's part of the matrix alone, and without the bias."""
+        return use_weight(self.weight, lambda matrix: jnp.matmul(x, matrix))
 
 
 class ExpertLinear(nnx.Module):

@@ -27,4 +27,11 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x and the result: [T, hidden]."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self._inner(x))
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        """This chip's part of the result: the sum of all chips' parts is it."""
+        return self.down.product(self._inner(x))
+
+    def _inner(self, x: jax.Array) -> jax.Array:
+        return self.activation(self.gate(x)) * self.up(x)

@@ -16,6 +16,7 @@ from jax import lax
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mesh_axes import sum_over_tensor
+from sgl_jax.layers.mlp import GatedMLP
 
 # The inner values of a gate's and an up's results.
 Gated = Callable[[jax.Array, jax.Array], jax.Array]
@@ -36,8 +37,22 @@ def _clamped_swiglu(gate: jax.Array, up: jax.Array, *, limit: float, alpha: floa
     return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(up, -limit, limit) + 1)
 
 
+class SharedExpert(nnx.Module):
+    """An expert that serves every token, by a weight of its own for each."""
+
+    def __init__(self, expert: GatedMLP, gate: Linear) -> None:
+        """`gate` is [hidden, 1]."""
+        self.expert = expert
+        self.gate = gate
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        """This chip's part of what it adds, [T, hidden] as x."""
+        return jax.nn.sigmoid(self.gate(x)) * self.expert.own_part(x)
+
+
 class MixtureOfExperts(nnx.Module):
-    """The weighted sum of each token's `top_k` most probable experts."""
+    """The weighted sum of each token's `top_k` most probable experts, and of a shared one if there
+    is one."""
 
     def __init__(
         self,
@@ -50,6 +65,7 @@ class MixtureOfExperts(nnx.Module):
         top_k: int,
         norm_topk_prob: bool,
         gated: Gated = silu_gated,
+        shared: SharedExpert | None = None,
     ) -> None:
         """`router` is [hidden, experts]; `gate` and `up` are transposed, `down` is not. Either all
         three have biases or none. Their rows may be longer than hidden, by zeros."""
@@ -61,6 +77,7 @@ class MixtureOfExperts(nnx.Module):
         self.top_k = top_k
         self.norm_topk_prob = norm_topk_prob
         self.gated = gated
+        self.shared = shared
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x and the result: [T, hidden]."""
@@ -75,7 +92,10 @@ class MixtureOfExperts(nnx.Module):
         out = self.down(inner, group_sizes)
         out = out[jnp.argsort(order)].reshape(num_tokens, self.top_k, -1)
         partial_sum = jnp.einsum("tkh,tk->th", out, weights.astype(x.dtype))
-        total = sum_over_tensor(partial_sum[:, :hidden_size])
+        own_part = partial_sum[:, :hidden_size]
+        if self.shared is not None:
+            own_part = own_part + self.shared.own_part(x)
+        total = sum_over_tensor(own_part)
         if self.down.bias is None:
             return total
         is_chosen = experts[:, :, None] == jnp.arange(self.num_experts)

@@ -21,7 +21,7 @@ class Rotation(NamedTuple):
 
 
 def inverse_frequencies(
-    head_dim: int,
+    num_dims: int,
     theta: float,
     kind: str = "default",
     factor: float = 1.0,
@@ -32,7 +32,7 @@ def inverse_frequencies(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> NDArray[np.float32]:
-    """Angle per position of each pair of dimensions, [head_dim / 2].
+    """Angle per position of each pair of the `num_dims` dimensions that are turned.
 
     "linear" divides all of them by `factor`. "llama3" divides those whose wavelength exceeds
     original / low_freq_factor by `factor`, leaves those below original / high_freq_factor, and
@@ -41,7 +41,7 @@ def inverse_frequencies(
     those that turn less than `beta_slow` times, and blends in between, linearly by dimension, whose
     bounds are whole ones if `truncate`.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+    exponents = np.arange(0, num_dims, 2, dtype=np.float32) / num_dims
     frequencies = (1.0 / theta**exponents).astype(np.float64)
     if kind == "linear":
         frequencies = frequencies / factor
@@ -53,33 +53,44 @@ def inverse_frequencies(
     if kind == "yarn":
         # Dimension (of the first half) whose pair turns so many times in the original context.
         first, last = (
-            head_dim
+            num_dims
             * math.log(original_max_position_embeddings / (turns * 2 * math.pi))
             / (2 * math.log(theta))
             for turns in (beta_fast, beta_slow)
         )
         if truncate:
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, head_dim - 1)
+        first, last = max(first, 0), min(last, num_dims - 1)
         width = last - first or 0.001
-        stretched = np.clip((np.arange(head_dim // 2) - first) / width, 0.0, 1.0)
+        stretched = np.clip((np.arange(num_dims // 2) - first) / width, 0.0, 1.0)
         frequencies = frequencies * (1.0 - stretched + stretched / factor)
     return frequencies.astype(np.float32)
 
 
 def rotation(
-    positions: jax.Array, frequencies: NDArray[np.float32], factor: float = 1.0
+    positions: jax.Array,
+    frequencies: NDArray[np.float32],
+    factor: float = 1.0,
+    num_pairs: int | None = None,
 ) -> Rotation:
-    """The rotation of tokens at `positions`, int32 [T], which also multiplies them by `factor`."""
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
-    turned = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    """The rotation of tokens at `positions`, int32 [T], which also multiplies them by `factor`.
+
+    Of `num_pairs` pairs of dimensions the first have frequencies; the others stay as they are.
+    """
+    num_still = 0 if num_pairs is None else num_pairs - len(frequencies)
+    angles = positions.astype(jnp.float32)[:, None, None] * np.pad(frequencies, (0, num_still))
+    factors = np.append(np.full(len(frequencies), factor), np.ones(num_still)).astype(np.float32)
+    turned = jnp.cos(angles) * factors, jnp.sin(angles) * factors
     # Behind the barrier they cannot reach the loop over layers: there the TPU's compiler would
     # compute them anew in each turn.
     return Rotation(*lax.optimization_barrier(turned))
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
-    """Rotate x [T, heads, head_dim]: dimension i is paired with i + head_dim / 2."""
+    """Rotate x [T, heads, head_dim]: dimension i is paired with i + head_dim / 2.
+
+    Where only some of a checkpoint's dimensions are turned, they lie so (`sources.paired_order`).
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * by.cos - second * by.sin, second * by.cos + first * by.sin)
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

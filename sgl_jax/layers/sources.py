@@ -6,7 +6,8 @@ by tensor, straight into one buffer of the right type. Tensor names are relative
 layer's or the expert's name before them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -114,6 +115,75 @@ class EverySecond:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """`size` of a part's slices along axis `axis`, from `first` on."""
+
+    part: Source
+    axis: int
+    first: int
+    size: int
+
+    @property
+    def shape(self) -> Shape:
+        shape = self.part.shape
+        return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
+
+    @property
+    def plain_shape(self) -> Shape:
+        return self.shape
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        return self.part.tensors(prefix)
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        own = index[self.axis]
+        within = slice(self.first + own.start, self.first + own.stop)
+        self.part.fill(out, (*index[: self.axis], within, *index[self.axis + 1 :]), tensors, prefix)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        return plain
+
+
+@dataclass(frozen=True)
+class EitherWay:
+    """A parameter that checkpoints store in one of two ways; `as_stored` finds out which."""
+
+    usual: Source
+    other: Source  # of the same shape
+
+    @property
+    def shape(self) -> Shape:
+        return self.usual.shape
+
+    @property
+    def plain_shape(self) -> Shape:
+        return self.usual.plain_shape
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        return self.usual.tensors(prefix)
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        self.usual.fill(out, index, tensors, prefix)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        return self.usual.fit(plain)
+
+
+def as_stored(source: Source, names: Container[str], prefix: str = "") -> Source:
+    """`source` as a checkpoint with tensors of these names has it: the usual way, unless it has
+    all tensors of the other."""
+    if isinstance(source, EitherWay):
+        is_other = all(name in names for name in source.other.tensors(prefix))
+        return as_stored(source.other if is_other else source.usual, names, prefix)
+    if isinstance(source, Stacked):
+        own = prefix + source.prefixes[0]
+        return replace(source, part=as_stored(source.part, names, own))
+    if isinstance(source, (EverySecond, Padded, Slice)):
+        return replace(source, part=as_stored(source.part, names, prefix))
+    return source
+
+
+@dataclass(frozen=True)
 class Stacked:
     """Equal parts along a new first axis, one for each prefix: layers, or experts."""
 
@@ -190,6 +260,45 @@ class Padded:
         return jnp.pad(plain, widths)
 
 
+def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
+    """An order of a head's dimensions in which i and i + head_dim / 2 are a pair.
+
+    A checkpoint's first `num_turned` dimensions are turned, of which i is paired with
+    i + num_turned / 2. They come first in each half, so that a head that is turned in part is
+    turned as others are, some of its pairs by nothing.
+    """
+    pairs, still = num_turned // 2, tuple(range(num_turned, head_dim))
+    in_first = head_dim // 2 - pairs
+    return (*range(pairs), *still[:in_first], *range(pairs, num_turned), *still[in_first:])
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """A vector with a part's elements in another order."""
+
+    part: Source
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return self.part.shape
+
+    @property
+    def plain_shape(self) -> Shape:
+        return self.shape
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        return self.part.tensors(prefix)
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        whole = np.empty(self.shape, out.dtype)
+        self.part.fill(whole, (slice(0, self.shape[0]),), tensors, prefix)
+        out[...] = whole[list(self.order)][index]
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        return plain
+
+
 @dataclass(frozen=True)
 class Heads:
     """Attention heads of one layer on a whole mesh."""
@@ -198,6 +307,12 @@ class Heads:
     num_stored_kv: int  # of the checkpoint
     num_kv: int  # copies included, where there are more chips than KV heads
     head_dim: int
+    num_turned: int | None = None  # dimensions that a rotation turns; None: all
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Of the dimensions of queries and keys, in those of a checkpoint."""
+        return paired_order(self.head_dim, self.num_turned or self.head_dim)
 
     @property
     def group(self) -> int:
@@ -217,11 +332,14 @@ class FusedHeads:
     Stored apart, q as [num_q * head_dim, *inputs], k and v as [num_stored_kv * head_dim, *inputs],
     where `inputs` is (hidden,) for a weight and () for a bias. With more KV heads than are stored,
     each stored one serves as many neighbouring copies. Parts of it hold whole KV heads.
+
+    Where `has_gates`, the tensor of q has, after each head's rows, as many of its gate.
     """
 
     names: tuple[str, ...]  # of q, k and v
     inputs: Shape
     heads: Heads
+    has_gates: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -234,7 +352,8 @@ class FusedHeads:
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
         kv_shape = (self.heads.num_stored_kv * self.heads.head_dim, *self.inputs)
-        q_shape = (self.heads.num_q * self.heads.head_dim, *self.inputs)
+        q_rows = self.heads.num_q * self.heads.head_dim * (2 if self.has_gates else 1)
+        q_shape = (q_rows, *self.inputs)
         shapes = (q_shape, kv_shape, kv_shape)
         return {prefix + name: own for name, own in zip(self.names, shapes, strict=True)}
 
@@ -246,19 +365,22 @@ class FusedHeads:
         sizes = [part.stop - part.start for part in inputs]
         fused = np.empty((stop - first, heads.group + 2, heads.head_dim, *sizes), out.dtype)
 
-        def read(name: str, first: int, stop: int) -> NDArray[Any]:
+        def read(name: str, first: int, stop: int, *, has_gates: bool = False) -> NDArray[Any]:
             """Heads [first, stop) of a tensor, [heads, head_dim, *inputs]."""
-            rows = slice(first * heads.head_dim, stop * heads.head_dim)
-            tensor = tensors.read(prefix + name, (rows, *inputs))
-            return tensor.reshape(stop - first, heads.head_dim, *sizes)
+            stride = heads.head_dim * (2 if has_gates else 1)
+            tensor = tensors.read(prefix + name, (slice(first * stride, stop * stride), *inputs))
+            return tensor.reshape(stop - first, stride, *sizes)[:, : heads.head_dim]
 
-        q = read(self.names[0], first * heads.group, stop * heads.group)
+        group = heads.group
+        q = read(self.names[0], first * group, stop * group, has_gates=self.has_gates)
         fused[:, : heads.group] = q.reshape(-1, heads.group, *q.shape[1:])
         copies = heads.num_kv // heads.num_stored_kv
         first_stored = first // copies
         for place, name in enumerate(self.names[1:], heads.group):
             stored = read(name, first_stored, (stop - 1) // copies + 1)
             fused[:, place] = stored[np.arange(first, stop) // copies - first_stored]
+        if self.heads.num_turned is not None:
+            fused[:, :-1] = fused[:, :-1, list(heads.order)]
         out[...] = np.moveaxis(fused.reshape(-1, *sizes), 0, -1)
 
     def fit(self, plain: jax.Array) -> jax.Array:

@@ -1,15 +1,20 @@
-"""The KV pool of all ranks as one device array; the only file of this room that imports jax.
+"""The pools of all ranks as device arrays: KV pages, and states of layers with a recurrence.
 
-Owns the array's shape, sharding and size in bytes. Never decides the owner of a page.
+Owns the arrays' shapes, shardings and sizes in bytes. Never decides the owner of a page or slot.
+The only file of this room that imports jax.
 """
 
+import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from sgl_jax.core.recurrence import GatedDeltaConfig
 
 # A rank's pages lie together, so that under shard_map page ids are the rank's own.
 KV_POOL_SPEC = P(None, "data", "tensor", None, None)
@@ -60,10 +65,83 @@ def kv_pool_shape(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Shape
 
 def make_kv_pool(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Array:
     """Zeros in the shape of `kv_pool_shape`, made on the devices, so the host never holds it."""
-    wanted = kv_pool_shape(layout, num_pages, mesh)
+    return _zeros(kv_pool_shape(layout, num_pages, mesh))
+
+
+def _zeros(wanted: jax.ShapeDtypeStruct) -> jax.Array:
     zeros = jax.jit(lambda: jnp.zeros(wanted.shape, wanted.dtype), out_shardings=wanted.sharding)
     pool: jax.Array = zeros()
     return pool
+
+
+class LayerStates(NamedTuple):
+    """The states of all layers with a recurrence, of all sequences, by slot; or what belongs to
+    each of the two arrays: specs, shapes.
+
+    A rank's slots lie together, so that under shard_map slots are the rank's own.
+    """
+
+    conv: Any  # [layers, slots, K - 1, channels], the last inputs of the convolution
+    recurrent: Any  # [layers, slots, value_heads, key_dim, value_dim]
+
+    def copied(self, source: jax.Array, target: jax.Array) -> "LayerStates":
+        """With what slot `source` holds, int32[], in slot `target` as well: of all layers."""
+
+        def copy(states: jax.Array) -> jax.Array:
+            own = lax.dynamic_slice_in_dim(states, source, 1, axis=1)
+            return lax.dynamic_update_slice_in_dim(states, own, target, axis=1)
+
+        return LayerStates(*map(copy, self))
+
+
+STATE_POOL_SPECS = LayerStates(
+    P(None, "data", None, "tensor"), P(None, "data", "tensor", None, None)
+)
+
+
+class StatePoolLayout(NamedTuple):
+    """What one slot holds, whole (over all the chips of a rank)."""
+
+    num_layers: int
+    recurrence: GatedDeltaConfig  # of each of them
+    conv_dtype: jnp.dtype  # of the convolution's states: that of activations
+    dtype: jnp.dtype  # of the recurrence's
+
+    @property
+    def slot_shapes(self) -> LayerStates:
+        """One layer of a slot."""
+        own = self.recurrence
+        return LayerStates(
+            (own.conv_size - 1, own.channels), (own.num_value_heads, own.key_dim, own.value_dim)
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot, all layers."""
+        shapes, dtypes = self.slot_shapes, (self.conv_dtype, self.dtype)
+        layer = sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+        return self.num_layers * int(layer)
+
+
+def state_pool_shapes(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> LayerStates:
+    """The states before they are there, [layers, dp * num_slots, ...] each; `num_slots` counts one
+    rank's, the null slot included."""
+    slots = layout.num_layers, mesh.shape["data"] * num_slots
+    return LayerStates(
+        *(
+            jax.ShapeDtypeStruct((*slots, *shape), dtype, sharding=NamedSharding(mesh, spec))
+            for shape, dtype, spec in zip(
+                layout.slot_shapes, (layout.conv_dtype, layout.dtype), STATE_POOL_SPECS, strict=True
+            )
+        )
+    )
+
+
+def make_state_pools(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> LayerStates:
+    """Zeros in the shapes of `state_pool_shapes`, made on the devices."""
+    return LayerStates(*map(_zeros, state_pool_shapes(layout, num_slots, mesh)))
 
 
 def kv_absmax(pool: jax.Array, layout: KVPoolLayout, mesh: Mesh) -> jax.Array:

@@ -95,6 +95,9 @@ def _rows(memory: RankMemory) -> list[dict[str, Any]]:
             "kv_committed_len": int(rows.kv_committed_len[row]),
             "kv_allocated_len": int(rows.kv_allocated_len[row]),
             "first_pages": rows.first_pages[:, row].tolist(),
+            "state_lens": rows.state_lens[:, row].tolist(),
+            "state_half": int(rows.state_half[row]),
+            "resumed_len": int(rows.resumed_len[row]),
             # By cache group.
             "pages": [[page for page in table if page] for table in rows.pages[row].tolist()],
         }

@@ -61,7 +61,12 @@ def _imbalance(memory: RankMemory) -> str | None:
         protected_pages = rows.cache_protected_len // page_size
         not_own = np.maximum(rows.first_pages, protected_pages).sum(axis=1).tolist()
     for pool, allocator in enumerate(memory.allocators):
-        leased = sum(held_pages - not_own[group] for group in memory.groups_of[pool])
+        if pool == memory.state_pool:
+            leased = _num_own_snapshots(
+                rows.pages[:, memory.state_group], rows.cache_protected_len, page_size
+            )
+        else:
+            leased = sum(held_pages - not_own[group] for group in memory.groups_of[pool])
         if leased != allocator.num_leased:
             return f"rows hold {leased} pages, {allocator.num_leased} are leased"
         cached = cache.num_evictable[pool] + cache.num_protected[pool]
@@ -101,6 +106,17 @@ def _row_totals(
         num_locking += protected_len[row] > 0
         num_pages += (allocated_len[row] + page_size - 1) // page_size
     return protected, num_locking, num_pages
+
+
+@compiled("(int32[:, :], int32[::1], int32)")
+def _num_own_snapshots(pages: Int32Array, protected_len: Int32Array, page_size: int) -> int:
+    """Of all rows: the snapshots that they list past their protected tokens."""
+    assert len(pages) == len(protected_len)
+    count = 0
+    for row in range(len(pages)):
+        for column in range(protected_len[row] // page_size, pages.shape[1]):
+            count += pages[row, column] != 0
+    return count
 
 
 def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:

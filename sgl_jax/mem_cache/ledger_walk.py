@@ -21,6 +21,7 @@ from sgl_jax.mem_cache.page_allocator import (
     describe_owner,
 )
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.req_to_token_pool import NO_STATE
 
 _NO_PAGES = np.zeros(0, np.int32)
 
@@ -64,6 +65,10 @@ def _check_rows(memory: RankMemory) -> Iterator[Finding]:
     for row in np.setdiff1d(np.arange(rows.num_rows), held).tolist():
         if rows.lengths[:, row].any() or rows.pages[row].any():
             yield Finding(f"row {row} is free, but not clean", rows.pages[row][rows.pages[row] > 0])
+        if (rows.state_lens[:, row] != NO_STATE).any():
+            lens = rows.state_lens[:, row].tolist()
+            yield Finding(f"row {row} is free, but has states after {lens} tokens")
+    yield from _check_states(memory)
     out_of_order = (rows.lengths[1:] < rows.lengths[:-1]).any(axis=0)
     for row in np.flatnonzero(out_of_order).tolist():
         _, protected, committed, allocated = rows.lengths[:, row].tolist()
@@ -83,6 +88,16 @@ def _check_rows(memory: RankMemory) -> Iterator[Finding]:
             yield Finding(what, table[row][is_passed[row]], group.pool)
     for row in np.flatnonzero(rows.cache_protected_len % page_size).tolist():
         yield Finding(f"row {row} protects {rows.cache_protected_len[row]} tokens: no whole pages")
+
+
+def _check_states(memory: RankMemory) -> Iterator[Finding]:
+    """A row's states are after tokens that steps were launched for."""
+    rows = memory.rows
+    is_ahead = (rows.state_lens > rows.kv_committed_len).any(axis=0)
+    for row in np.flatnonzero(is_ahead).tolist():
+        lens = rows.state_lens[:, row].tolist()
+        committed = rows.kv_committed_len[row]
+        yield Finding(f"row {row} has states after {lens} tokens, {committed} are committed")
 
 
 def _check_sessions(memory: RankMemory) -> Iterator[Finding]:

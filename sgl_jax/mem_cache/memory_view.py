@@ -1,6 +1,6 @@
 """Where every page and row of a rank is: what `RankMemory.view` answers, also for JSON."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class PoolView(NamedTuple):
@@ -8,10 +8,13 @@ class PoolView(NamedTuple):
 
     `protected_pages` are those of the cached that live leases have locked, those of idle sessions
     included. `sliding_windows` are those of the cache groups whose pages it holds, None for one
-    that keeps every token.
+    that keeps every token. A pool of "states" holds snapshots, not pages, and is of no window;
+    beside it, rows have `own_slots` for the states that they go on from.
     """
 
+    kind: Literal["pages", "states"]
     sliding_windows: tuple[int | None, ...]
+    own_slots: int
     total_pages: int
     free_pages: int
     leased_pages: int
@@ -22,8 +25,8 @@ class PoolView(NamedTuple):
 
 
 class MemoryView(NamedTuple):
-    """Where every page and row of a rank is. Pages are of all `pools` together, counted as in
-    `PoolView`. A row is free, a running request's, or an idle session's."""
+    """Where every page and row of a rank is. Pages are of all `pools` of pages together, counted as
+    in `PoolView`. A row is free, a running request's, or an idle session's."""
 
     dp_rank: int
     page_size: int

@@ -15,6 +15,7 @@ resumed in one of these changes.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array
@@ -133,6 +134,13 @@ class CursorIndex:
         """Whether a child of `node` under `key` would move a cursor."""
         stop = self._stops.get(node.node_id)
         return stop is not None and key in stop.filed
+
+    def filed(self, node: TreeNode, key: bytes | None, most: int) -> list[PrefixCursor]:
+        """Some of the cursors, `most` of them at most, that a child of `node` under `key` would
+        move."""
+        stop = self._stops.get(node.node_id)
+        cursors = {} if stop is None else stop.filed.get(key, {})
+        return list(islice(cursors.values(), most))
 
     # -- what the tree reports ----------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES, LruPolicy
 from sgl_jax.mem_cache.full_component import BareTokens, FullComponent
 from sgl_jax.mem_cache.page_allocator import PageAllocator
+from sgl_jax.mem_cache.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_component import FirstPages, LeaseOffer, LockedEnd
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -97,19 +98,18 @@ class RadixCache:
         else:
             self._full = BareTokens(0, allocators[0], page_size, self._policy, pool=_IN_NO_POOL)
         windows: list[WindowComponent] = []
-        for number, (window, pool, _) in enumerate(groups):
-            if window is not None:
-                lookback = lookback_pages(window, page_size)
-                allocator, index = allocators[pool], len(windows) + 1
+        for number, group in enumerate(groups):
+            if group.sliding_window is not None:
                 windows.append(
                     WindowComponent(
-                        index,
+                        len(windows) + 1,
                         number,
-                        pool,
-                        allocator,
+                        group.pool,
+                        allocators[group.pool],
                         page_size,
-                        lookback,
+                        lookback_pages(group.sliding_window, page_size),
                         self._policy.num_classes,
+                        is_recurrent=group.is_recurrent,
                     )
                 )
         self._windows = tuple(windows)
@@ -153,6 +153,21 @@ class RadixCache:
         """
         parent = node or self.tree.root
         return next_key in parent.children or self.cursors.has_filed(parent, next_key)
+
+    def awaited_lens(
+        self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
+    ) -> list[int]:
+        """How many of `tokens`, which come behind `node`, others want that `is_awaited` tells of.
+
+        In whole pages, of `most` others at most.
+        """
+        parent = node or self.tree.root
+        return [
+            common_prefix_len(cursor.tokens[parent.end :], tokens)
+            // self.tree.page_size
+            * self.tree.page_size
+            for cursor in self.cursors.filed(parent, next_key, most)
+        ]
 
     def match_prefix(
         self,
@@ -312,6 +327,12 @@ class ChunkCache(RadixCache):
     def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
         """Never: nothing is accepted."""
         return False
+
+    def awaited_lens(
+        self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
+    ) -> list[int]:
+        """None: nothing is accepted."""
+        return []
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """None: nothing is kept."""

@@ -23,6 +23,7 @@ from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_cache import ChunkCache, RadixCache
 from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows, pages_beyond
+from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.session_leases import SessionLeases
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -52,6 +53,11 @@ class RankMemory:
         self.groups = sizes.groups
         # Every row lists every page up to its allocated length.
         self.lists_all = len(sizes.groups) == 1 and sizes.groups[0].sliding_window is None
+        # The number of the recurrent group, and that of the pool of its states; None without.
+        self.state_group = sizes.state_group
+        self.state_pool = None if self.state_group is None else sizes.groups[self.state_group].pool
+        if self.state_pool == 0:
+            raise ValueError("states must have a pool of their own, behind that of the first pages")
         num_groups, num_pools = len(sizes.groups), len(sizes.pool_pages)
         self.rows = ReqToTokenPool(
             tables or RowTables.empty(sizes.num_rows, num_groups, sizes.pages_per_row)
@@ -61,7 +67,14 @@ class RankMemory:
             [number for number, group in enumerate(sizes.groups) if group.pool == pool]
             for pool in range(num_pools)
         ]
-        self._num_tables = [len(numbers) for numbers in self.groups_of]
+        self._paged_groups = [
+            number for number, group in enumerate(sizes.groups) if not group.is_recurrent
+        ]
+        # Of each pool, pages that a row takes for a page of tokens.
+        self._num_tables = [
+            sum(not sizes.groups[number].is_recurrent for number in numbers)
+            for numbers in self.groups_of
+        ]
         self.allocators = tuple(
             PageAllocator(num_pages, self._pool_name(pool))
             for pool, num_pages in enumerate(sizes.pool_pages)
@@ -88,6 +101,8 @@ class RankMemory:
     def _pool_name(self, pool: int) -> str:
         if len(self.groups) == 1:
             return f"rank {self.dp_rank}"
+        if pool == self.state_pool:
+            return f"rank {self.dp_rank}, states"
         windows = [self.groups[number].sliding_window for number in self.groups_of[pool]]
         kinds = ["full" if window is None else f"window {window}" for window in windows]
         return f"rank {self.dp_rank}, {' and '.join(kinds)}"
@@ -147,13 +162,20 @@ class RankMemory:
         return int((num_pages - firsts).sum())
 
     def can_go_back(self, lease: KVLease, length: int) -> bool:
-        """Whether the token after the first `length` of `lease` could be computed: no window that
-        it sees has passed."""
+        """Whether `lease` could go on from its first `length` tokens or, with recurrent layers,
+        from as many of them as there is a state after."""
+        if self.state_group is not None:
+            return resumable_len(self, lease, length) >= 0
+        return self.sees_windows(lease, length)
+
+    def sees_windows(self, lease: KVLease, length: int) -> bool:
+        """Whether no window has passed what the token after the first `length` of `lease` sees."""
         return self.lists_all or all(
-            window is None
-            or self.rows.first_pages[group, lease.row]
-            <= first_page_of(window, self.page_size, length)
-            for group, (window, _, _) in enumerate(self.groups)
+            group.sliding_window is None
+            or group.is_recurrent
+            or self.rows.first_pages[number, lease.row]
+            <= first_page_of(group.sliding_window, self.page_size, length)
+            for number, group in enumerate(self.groups)
         )
 
     def by_pool(self, pages: Int32Array) -> list[Int32Array]:
@@ -192,10 +214,10 @@ class RankMemory:
 
     def set_first_pages(self, lease: KVLease, length: int) -> None:
         """`lease` lists of each window what the token after `length` sees, all of it locked."""
-        for group, (window, _, _) in enumerate(self.groups):
-            if window is not None:
-                first = first_page_of(window, self.page_size, length)
-                self.rows.first_pages[group, lease.row] = first
+        for number, group in enumerate(self.groups):
+            if group.sliding_window is not None:
+                first = first_page_of(group.sliding_window, self.page_size, length)
+                self.rows.first_pages[number, lease.row] = first
 
     def num_pages_in_use(self, cursor: PrefixCursor) -> int:
         """Pages of the cursor's prefix that running requests have locked, too.
@@ -300,10 +322,9 @@ class RankMemory:
         if wanted > held:
             if not self.make_room(wanted - held):
                 return False
-            taken = [self.allocators[pool].alloc(wanted - held, row) for _, pool, _ in self.groups]
-            # One group's pages are not copied into a new array.
-            pages = taken[0][None] if len(taken) == 1 else np.stack(taken)
-            self.rows.list_pages(row, held, pages)
+            for group in self._paged_groups:
+                taken = self.allocators[self.groups[group].pool].alloc(wanted - held, row)
+                self.rows.list_pages_of(row, group, held, taken)
         self.rows.kv_allocated_len[row] = max(held_len, allocated_len)
         return True
 
@@ -314,9 +335,18 @@ class RankMemory:
 
     def view(self) -> MemoryView:
         """The memory view of this rank."""
+        sizes = self.sizes
         pools = tuple(
             PoolView(
-                sliding_windows=tuple(self.groups[number].sliding_window for number in numbers),
+                kind="states" if pool == self.state_pool else "pages",
+                sliding_windows=tuple(
+                    self.groups[number].sliding_window
+                    for number in numbers
+                    if number != self.state_group
+                ),
+                own_slots=(
+                    sizes.num_state_slots - sizes.num_snapshots if pool == self.state_pool else 0
+                ),
                 total_pages=allocator.num_pages,
                 free_pages=allocator.num_free,
                 leased_pages=allocator.num_leased - session_held,
@@ -325,24 +355,27 @@ class RankMemory:
                 session_held_pages=session_held,
                 reserved_pages=allocator.num_reserved,
             )
-            for numbers, allocator, num_protected, session_held in zip(
-                self.groups_of,
-                self.allocators,
-                self.cache.num_protected,
-                self.session_held,
-                strict=True,
+            for pool, (numbers, allocator, num_protected, session_held) in enumerate(
+                zip(
+                    self.groups_of,
+                    self.allocators,
+                    self.cache.num_protected,
+                    self.session_held,
+                    strict=True,
+                )
             )
         )
+        paged = [pool for pool in pools if pool.kind == "pages"]
         return MemoryView(
             dp_rank=self.dp_rank,
             page_size=self.page_size,
-            total_pages=sum(pool.total_pages for pool in pools),
-            free_pages=sum(pool.free_pages for pool in pools),
-            leased_pages=sum(pool.leased_pages for pool in pools),
-            cached_pages=sum(pool.cached_pages for pool in pools),
-            protected_pages=sum(pool.protected_pages for pool in pools),
-            session_held_pages=sum(pool.session_held_pages for pool in pools),
-            reserved_pages=sum(pool.reserved_pages for pool in pools),
+            total_pages=sum(pool.total_pages for pool in paged),
+            free_pages=sum(pool.free_pages for pool in paged),
+            leased_pages=sum(pool.leased_pages for pool in paged),
+            cached_pages=sum(pool.cached_pages for pool in paged),
+            protected_pages=sum(pool.protected_pages for pool in paged),
+            session_held_pages=sum(pool.session_held_pages for pool in paged),
+            reserved_pages=sum(pool.reserved_pages for pool in paged),
             total_rows=self.rows.num_rows - 1,
             free_rows=self.rows.num_free,
             session_rows=self.sessions.num_idle,

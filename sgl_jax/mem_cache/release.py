@@ -23,6 +23,12 @@ from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.radix_cache import PrefixMatch
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
+from sgl_jax.mem_cache.row_states import (
+    drop_snapshots_past,
+    forget_states_past,
+    go_back,
+    resumable_len,
+)
 from sgl_jax.mem_cache.tree_component import LeaseOffer
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -73,13 +79,21 @@ def _leave_windows(memory: RankMemory, lease: KVLease, pages: Int32Array, first:
     """`lease` has published `pages` int32[groups, n], those from number `first` on: it reads on
     what the windows before its end see, and has locked no more. Those of `pages`."""
     rows, row = memory.rows, lease.row
-    for number, (window, pool, _) in enumerate(memory.groups):
-        if window is None:
+    end = lease.cache_protected_len // memory.page_size
+    for number, group in enumerate(memory.groups):
+        if group.sliding_window is None:
             continue
         before = int(rows.first_pages[number, row])
-        seen = max(before, first_page_of(window, memory.page_size, lease.cache_protected_len))
+        seen = max(
+            before, first_page_of(group.sliding_window, memory.page_size, lease.cache_protected_len)
+        )
+        if group.is_recurrent and seen < end and not rows.pages[row, number, seen]:
+            # There is no snapshot. One that another row brings is not this one's to lock.
+            assert lease.node is not None
+            memory.cache.let_go(lease.node, number, seen, end)
+            seen = end
         passed = rows.pages[row, number, before : min(seen, first)]
-        memory.locked[pool].unlock(passed[passed > 0])
+        memory.locked[group.pool].unlock(passed[passed > 0])
         rows.pass_pages(row, number, seen)
         pages[number, : max(seen - first, 0)] = 0
     return pages
@@ -111,6 +125,8 @@ def release_kv_cache(
         added = _hand_to_tree(memory, lease, tokens)
         if memory.sessions.take_over(lease, len(tokens)):
             memory.lock(added)
+            drop_snapshots_past(memory, lease, lease.kv_committed_len)
+            forget_states_past(memory, lease, lease.kv_committed_len)
             memory.park(lease)
             return
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)
@@ -133,11 +149,22 @@ def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLeas
         num_tokens: prefix of the turn's tokens whose KV may be reused; those that follow are
             computed. Never less than the lease protects: turns only append.
 
-    Returns the lease, its committed and allocated length the prefix that is there.
+    Returns the lease, its committed and allocated length the prefix that is there: with recurrent
+    layers, as much of it as there is a state after. Raises `LeaseError`, changing nothing, where
+    `resumable_len` answers that there is nothing to go on from: the lease is to be released then,
+    and the turn to match the tree.
     """
+    idle = memory.sessions.idle_lease(session_id)
+    length = num_tokens if idle is None else resumable_len(memory, idle, num_tokens)
+    if length < 0:
+        raise LeaseError(
+            f"{idle!r} cannot go on from its first {num_tokens} tokens: the tree owns more of it, "
+            "or a window has passed them"
+        )
     lease = memory.sessions.lend(session_id)
     memory.unpark(lease)
-    free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))
+    go_back(memory, lease, length)
+    _cut(memory, lease, length)
     return lease
 
 
@@ -197,17 +224,19 @@ def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
 def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> None:
     """A session goes back to its first `num_tokens` tokens, and with it the lease that it keeps.
 
-    Pages behind them are freed. If the tree owns more of the lease than that, or a window has
-    passed what would be seen from there, the lease ends: the next turn matches the tree.
+    Pages behind them are freed; with recurrent layers, those behind the last of these tokens that
+    there is a state after. If the tree owns more of the lease than that, or a window has passed
+    what would be seen from there, the lease ends: the next turn matches the tree.
     """
     lease = memory.sessions.idle_lease(session_id)
     if lease is None:
         return
-    length = min(lease.kv_committed_len, num_tokens)
-    if num_tokens < max(lease.cache_protected_len, 1) or not memory.can_go_back(lease, length):
+    length = resumable_len(memory, lease, num_tokens)
+    if num_tokens < 1 or length < 0:
         release_idle_lease(memory, session_id)
     else:
-        for pool, num_freed in enumerate(free_tail(memory, lease, length)):
+        go_back(memory, lease, length)
+        for pool, num_freed in enumerate(_cut(memory, lease, length)):
             memory.session_held[pool] -= num_freed
 
 
@@ -224,8 +253,8 @@ def let_go_windows(
             is published, and found again, ends there.
     """
     page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
-    for group, (window, _, _) in enumerate(memories[0].groups):
-        if window is None:
+    for group, (window, _, _, is_recurrent) in enumerate(memories[0].groups):
+        if window is None or is_recurrent:
             continue
         ends = lens // page_size * page_size
         firsts = np.maximum(ends + (1 - window), 0) // page_size
@@ -262,12 +291,25 @@ def free_tail(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
         return [0] * len(memory.allocators)
     if length < lease.cache_protected_len:
         raise LeaseError(f"{lease!r} cannot be cut to {length} tokens: the tree owns more of it")
-    if not memory.can_go_back(lease, length):
-        raise LeaseError(f"{lease!r} cannot be cut to {length} tokens: a window has passed them")
+    if length < lease.kv_committed_len and resumable_len(memory, lease, length) < length:
+        raise LeaseError(
+            f"{lease!r} cannot be cut to {length} tokens: a window has passed them, or there is no "
+            "state after them"
+        )
+    if length < lease.kv_committed_len:
+        go_back(memory, lease, length)
+    return _cut(memory, lease, length)
+
+
+def _cut(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
+    """`free_tail`, where it is known that `lease` can go on from there."""
     page_size, row = memory.page_size, lease.row
+    num_snapshots = drop_snapshots_past(memory, lease, length)
     first = -(-length // page_size)
     pages = lease.pages(page_size, first * page_size)
     num_freed = _free(memory, pages, row)
+    if memory.state_pool is not None:
+        num_freed[memory.state_pool] += num_snapshots
     memory.rows.unlist_pages(row, first)
     lease.set_lengths(
         protected=lease.cache_protected_len,

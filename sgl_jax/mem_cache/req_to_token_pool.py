@@ -12,6 +12,9 @@ from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import LeaseError
 
 NULL_ROW = 0
+NO_STATE = -1
+# Of a row that has written none: both halves, the half written last, the length it went back to.
+_NO_STATES = np.array([NO_STATE, NO_STATE, 0, 0], np.int32)
 
 
 class PageChangeLog:
@@ -58,6 +61,12 @@ class RowTables:
     int32[num_rows], which grows whenever a row is given back: a step's result belongs to the row's
     holder only if the epoch is still that of the launch.
 
+    With recurrent layers, of the two halves of a row's own states: `state_lens` int32[2, num_rows]
+    (how many tokens the first state of a half is after; `NO_STATE` if there is none, or if that is
+    not known yet), `state_half` int32[num_rows] (the half that was written last), and `resumed_len`
+    int32[num_rows] (tokens that the row had when it last went back: what a half written before that
+    holds for more tokens is of no use). `row_states.py` says what can be read from these.
+
     `pages` is written through methods alone, which keep a log of it for the executor. The rows are
     those from `first_row` on of the table that the log is of.
     """
@@ -68,6 +77,7 @@ class RowTables:
         first_pages: Int32Array,
         lengths: Int32Array,
         epoch: Int32Array,
+        states: Int32Array,
         page_log: PageChangeLog,
         first_row: int = 0,
     ) -> None:
@@ -79,6 +89,8 @@ class RowTables:
         self.lengths = lengths
         _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = lengths
         self.epoch = epoch
+        self.states = states
+        self.state_lens, self.state_half, self.resumed_len = states[:2], states[2], states[3]
         self.page_log = page_log
         self.first_row = first_row
 
@@ -91,6 +103,7 @@ class RowTables:
             first_pages=np.zeros((num_groups, num_rows), np.int32),
             lengths=np.zeros((4, num_rows), np.int32),
             epoch=np.zeros(num_rows, np.int32),
+            states=np.tile(_NO_STATES[:, None], num_rows),
             page_log=PageChangeLog(pages),
         )
 
@@ -101,6 +114,7 @@ class RowTables:
             self.first_pages[:, rows],
             self.lengths[:, rows],
             self.epoch[rows],
+            self.states[:, rows],
             self.page_log,
             self.first_row + rows.start,
         )
@@ -108,11 +122,15 @@ class RowTables:
     def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
         """`row` lists `pages` int32[groups, n], which must not change afterwards, from column
         `first` on."""
-        end = first + pages.shape[1]
-        self.pages[row, :, first:end] = pages
         for group, listed in enumerate(pages):
-            start = ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
-            self.page_log.note(np.arange(start + first, start + end), listed)
+            self.list_pages_of(row, group, first, listed)
+
+    def list_pages_of(self, row: int, group: int, first: int, pages: Int32Array) -> None:
+        """As `list_pages`, of one group: `pages` int32[n]."""
+        end = first + len(pages)
+        self.pages[row, group, first:end] = pages
+        start = ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
+        self.page_log.note(np.arange(start + first, start + end), pages)
 
     def list_page_each(
         self, group: int, rows: IntpArray, columns: Int32Array, pages: Int32Array
@@ -126,14 +144,15 @@ class RowTables:
     def unlist_pages(self, row: int, first: int = 0) -> None:
         """`row` lists nothing from column `first` on."""
         for group in range(self.num_groups):
-            self._unlist(row, group, first, self.pages_per_row)
+            self.unlist(row, group, first, self.pages_per_row)
 
     def pass_pages(self, row: int, group: int, first: int) -> None:
         """`row` lists nothing of `group` before column `first`, where its window is now."""
-        self._unlist(row, group, int(self.first_pages[group, row]), first)
+        self.unlist(row, group, int(self.first_pages[group, row]), first)
         self.first_pages[group, row] = first
 
-    def _unlist(self, row: int, group: int, first: int, end: int) -> None:
+    def unlist(self, row: int, group: int, first: int, end: int) -> None:
+        """`row` lists nothing of `group` in the columns [first, end)."""
         table = self.pages[row, group]
         listed = table[first:end].nonzero()[0]
         listed += first
@@ -156,6 +175,7 @@ class ReqToTokenPool(RowTables):
             tables.first_pages,
             tables.lengths,
             tables.epoch,
+            tables.states,
             tables.page_log,
             tables.first_row,
         )
@@ -169,6 +189,7 @@ class ReqToTokenPool(RowTables):
             self.unlist_pages(row)
         self.lengths.fill(0)
         self.first_pages.fill(0)
+        self.states[:] = _NO_STATES[:, None]
         self.epoch += 1
         self._free = list(range(self.num_rows - 1, NULL_ROW, -1))
         self._held.fill(False)
@@ -200,12 +221,13 @@ class ReqToTokenPool(RowTables):
         return row
 
     def free(self, row: int) -> None:
-        """Give a row back; its lengths and page list are cleared."""
+        """Give a row back; its lengths, page list and states are cleared."""
         if not self._held[row]:
             raise LeaseError(f"row {row} is given back, but is not held")
         self._held[row] = False
         self.unlist_pages(row)
         self.lengths[:, row] = 0
         self.first_pages[:, row] = 0
+        self.states[:, row] = _NO_STATES
         self.epoch[row] += 1
         self._free.append(row)

@@ -59,6 +59,8 @@ def grow_rows(
         growing, owners, columns = growing[has_room], owners[has_room], columns[has_room]
         page_bounds = np.concatenate(([0], np.cumsum(counts * fits)))
     for number, group in enumerate(memories[0].groups):
+        if group.is_recurrent:
+            continue  # its snapshots are taken one by one: `row_states.py`
         allocators = [memory.allocators[group.pool] for memory in memories]
         taken = alloc_each(allocators, owners, page_bounds.tolist())
         tables.list_page_each(number, growing, columns, taken)

@@ -45,6 +45,7 @@ class WindowComponent:
         pool: of its pages, whose `allocator` is given.
         num_pages: the lookback, at least 1.
         num_classes: `num_uses` of all nodes is below it.
+        is_recurrent: whether the values are snapshots of states.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class WindowComponent:
         page_size: int,
         num_pages: int,
         num_classes: int,
+        *,
+        is_recurrent: bool = False,
     ) -> None:
         self.index = index
         self.group = group
@@ -65,7 +68,7 @@ class WindowComponent:
         self._page_size = page_size
         self.num_evictable = 0
         self.num_protected = 0
-        self.order = WindowOrder(num_pages, num_classes)
+        self.order = WindowOrder(num_pages, num_classes, is_recurrent=is_recurrent)
         self._dropped: list[Int32Array] = []
         self._absorbed: list[tuple[Int32Array, int]] = []  # not the tree's yet, and their owners
 
@@ -232,7 +235,8 @@ class WindowComponent:
 
     def _levels(self, node: TreeNode) -> Levels:
         count = len(node.key) // self._page_size
-        return self.order.levels(node.end // self._page_size - count, count)
+        first = node.end // self._page_size - count
+        return self.order.levels(first, count, len(node.children))
 
     # -- proof ------------------------------------------------------------------------------
 

@@ -9,6 +9,9 @@ Pages of an edge are of three levels, by what a prompt that comes later could wa
 - `END`: the window before the end of the edge, where a prompt ended or a branch is. Those of leaves
   that may leave the tree go with them; only nodes that stay are listed.
 
+Snapshots of states are few, and each was kept for a reason: all are checkpoints, but the one at the
+end of an edge from which prompts branch, or where no other prompt has gone on.
+
 A node is listed at each level at which something may be taken from it, by how often it was used and
 when its windows were last read. The policy says at which rate it will be used; a level is a weight
 of that rate. docs/eviction.md has what other orders and weights serve.
@@ -32,16 +35,28 @@ Levels = NDArray[np.int8]
 
 
 class WindowOrder:
-    """The nodes that pages of one window may be taken from. `num_uses` is below `num_classes`."""
+    """The nodes that pages of one window may be taken from, or snapshots if it `is_recurrent`.
 
-    def __init__(self, num_pages: int, num_classes: int) -> None:
+    `num_uses` is below `num_classes`.
+    """
+
+    def __init__(self, num_pages: int, num_classes: int, *, is_recurrent: bool = False) -> None:
         self._num_pages = num_pages
+        self._is_recurrent = is_recurrent
         self._queues: list[list[EvictionQueue[ReadTime]]] = [
             [EvictionQueue() for _ in range(num_classes)] for _ in WEIGHTS
         ]
 
-    def levels(self, first: int, count: int) -> Levels:
-        """The level of each page of an edge that begins at page `first` of its path."""
+    def levels(self, first: int, count: int, num_children: int) -> Levels:
+        """The level of each page of an edge that begins at page `first` of its path, and from whose
+        end so many others go on."""
+        if self._is_recurrent:
+            levels = np.full(count, CHECKPOINT, np.int8)
+            if num_children != 1:
+                levels[-1] = END
+            return levels
+        if count <= self._num_pages:
+            return np.full(count, END, np.int8)
         to_grid = -np.arange(first, first + count) % (_GRID * self._num_pages)
         distances = np.arange(count, 0, -1)  # to the end of the edge
         _, exponents = np.frexp((distances - 1).astype(np.float64))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sgl_jax.core.cache_groups import CacheGroup
-from sgl_jax.models.config_defaults import architecture_name, completed
+from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
+from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.models.config_defaults import architecture_name, completed, is_hybrid
 from sgl_jax.models.config_fields import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -61,6 +62,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     activation: Activation  # of the gate of feed-forward layers
     attention_bias: bool  # all four projections of attention have biases
+    attention_gate: bool  # what attention found is multiplied by the sigmoid of a projection
     score_scale: float  # multiplies query times key
     score_soft_cap: float | None  # scores become cap * tanh(score / cap)
     logit_soft_cap: float | None  # and so do logits
@@ -72,24 +74,41 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def num_attention_layers(self) -> int:
+        """Layers that keep KV."""
+        return sum(spec.recurrence is None for spec in self.layers)
+
+    @property
     def moe(self) -> MoeConfig | None:
         """Of the layers that have experts; None if none has."""
         return next((spec.moe for spec in self.layers if spec.moe), None)
 
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Layers by what they need of a sequence's KV: all of it first, then the widest window.
+    @property
+    def recurrence(self) -> GatedDeltaConfig | None:
+        """Of the layers that have one; None if none has."""
+        return next((spec.recurrence for spec in self.layers if spec.recurrence), None)
 
-        Groups of equally many layers share a pool; the first is that of the first group.
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Layers by what they need of a sequence: all KV of it first, then the widest window's,
+        and at last those that need a state.
+
+        Groups of equally many layers share a pool; the first is that of the first group. States
+        have one of their own.
         """
         by_window: dict[int | None, list[int]] = {}
+        recurrent = tuple(i for i, spec in enumerate(self.layers) if spec.recurrence)
         for layer, spec in enumerate(self.layers):
-            by_window.setdefault(spec.sliding_window, []).append(layer)
+            if spec.recurrence is None:
+                by_window.setdefault(spec.sliding_window, []).append(layer)
         windows = sorted(by_window, key=lambda w: -math.inf if w is None else -w)
         pools = list(dict.fromkeys(len(by_window[window]) for window in windows))
-        return tuple(
+        groups = [
             CacheGroup(window, pools.index(len(by_window[window])), tuple(by_window[window]))
             for window in windows
-        )
+        ]
+        if recurrent:
+            groups.append(CacheGroup(LAST_VALUE, len(pools), recurrent, is_recurrent=True))
+        return tuple(groups)
 
     @classmethod
     def from_path(cls, model_path: str | Path) -> "ModelConfig":
@@ -151,11 +170,12 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(raw, generation or {}),
             activation=_activation(raw),
             attention_bias=switch(raw, "attention_bias"),
+            attention_gate=switch(raw, "attn_output_gate"),
             score_scale=positive_float(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5,
             score_soft_cap=optional_float(raw, "attn_logit_softcapping"),
             logit_soft_cap=optional_float(raw, "final_logit_softcapping"),
             expert_format=_expert_format(raw),
-            layers=read_layers(raw, max_positions),
+            layers=_layers(raw, head_dim, max_positions),
         )
 
 
@@ -184,13 +204,25 @@ def _check_token_ids(source: Mapping[str, Any], file: str, vocab_size: int) -> N
                 )
 
 
+def _layers(raw: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[LayerSpec, ...]:
+    layers = read_layers(raw, max_positions)
+    for rope in {spec.rope for spec in layers if spec.rope}:
+        if rope.num_dims(head_dim) % 2 or not rope.num_dims(head_dim):
+            raise ModelConfigError(
+                f"partial_rotary_factor ({rope.share}) of head_dim ({head_dim}) must be an even "
+                f"number of dimensions, got {rope.num_dims(head_dim)}"
+            )
+    if all(spec.recurrence for spec in layers):
+        raise ModelConfigError("layer_types must name a full_attention layer")
+    return layers
+
+
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if is_hybrid(raw) and _activation(raw) != "silu":
+        raise ModelConfigError(f"hidden_act must be silu, got {raw['hidden_act']!r}")
     for name in ("mlp_bias", "use_bidirectional_attention"):
         if raw.get(name):
             raise ModelConfigError(f"{name} = {raw[name]!r} is not supported")
-    partial = raw.get("partial_rotary_factor")
-    if partial not in (None, 1.0):
-        raise ModelConfigError(f"partial_rotary_factor must be 1.0, got {partial!r}")
 
 
 def _activation(raw: Mapping[str, Any]) -> Activation:

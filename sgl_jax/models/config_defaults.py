@@ -46,9 +46,34 @@ _GPT_OSS = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
+_HYBRID = {
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "norm_topk_prob": True,  # Qwen3.5 has no such field: its router always does
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+}
+_QWEN3_NEXT = _HYBRID | {
+    "moe_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "shared_expert_intermediate_size": 512,
+}
+_QWEN3_5_MOE = _QWEN3_NEXT | {"num_experts": 256, "num_experts_per_tok": 8}
 # The other name of a field, where an architecture has one.
 _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"GptOssForCausalLM": {"moe_intermediate_size": "intermediate_size"}}
+    {
+        "GptOssForCausalLM": {"moe_intermediate_size": "intermediate_size"},
+        # All of their layers have experts.
+        "Qwen3_5MoeForCausalLM": {"intermediate_size": "moe_intermediate_size"},
+        "Qwen3_5MoeForConditionalGeneration": {"intermediate_size": "moe_intermediate_size"},
+    }
 )
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -59,11 +84,22 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen2ForCausalLM": _QWEN,
         "Qwen3ForCausalLM": _QWEN,
         "Qwen3MoeForCausalLM": _QWEN,
+        "Qwen3NextForCausalLM": _QWEN3_NEXT,
+        "Qwen3_5ForCausalLM": _HYBRID,
+        "Qwen3_5ForConditionalGeneration": _HYBRID,
+        "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+        "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
     }
 )
 # Of models of images and text, the part that is about text.
 _TEXT_PART = "text_config"
-_WITH_TEXT_PART = ("Gemma3ForConditionalGeneration",)
+_WITH_TEXT_PART = (
+    "Gemma3ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+# Fields of the whole model that hold for its text: end tokens are those of its chats.
+_OF_THE_WHOLE = ("eos_token_id", "tie_word_embeddings")
 
 
 def architecture_name(raw: Mapping[str, Any]) -> str:
@@ -86,8 +122,13 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(text, dict):
             raise ModelConfigError(f"{_TEXT_PART} must be an object, got {text!r}")
         given |= text | {"architectures": [architecture]}
-        # The whole model's end tokens are those of its chats.
-        given |= {"eos_token_id": raw["eos_token_id"]} if "eos_token_id" in raw else {}
+        given |= {name: raw[name] for name in _OF_THE_WHOLE if name in raw}
+    given = {**_DEFAULTS.get(architecture, {}), **given}
     for name, alias in _ALIASES.get(architecture, {}).items():
         given[name] = given.get(alias)
-    return {**_DEFAULTS.get(architecture, {}), **given}
+    return given
+
+
+def is_hybrid(raw: Mapping[str, Any]) -> bool:
+    """Whether the architecture has layers with a recurrence."""
+    return "linear_num_key_heads" in _DEFAULTS.get(architecture_name(raw), {})

@@ -9,7 +9,7 @@ cache is carried through and updated in place.
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from sgl_jax.kernels.attention.api import AttentionBatch, RaggedPagedAttention
 from sgl_jax.kernels.attention.xla import (
     ragged_paged_attention as xla_ragged_paged_attention,
 )
+from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta, StateBatch
+from sgl_jax.kernels.gated_delta.xla import causal_conv as xla_causal_conv
+from sgl_jax.kernels.gated_delta.xla import gated_delta as xla_gated_delta
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
 from sgl_jax.kernels.grouped_matmul.xla import blocked_grouped_matmul
 from sgl_jax.layers.attention import Attention
@@ -29,6 +32,7 @@ from sgl_jax.layers.embedding import (
     LMHead,
     padded_vocab_size,
 )
+from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
@@ -38,10 +42,10 @@ from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation, inverse_frequencies, rotation
 from sgl_jax.layers.sampling import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
+from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
 from sgl_jax.models.stretches import Stretch, find_stretches
 
-LAYER_PREFIX = "model.layers.{}."  # of the names of a layer's tensors
 # Tensors some checkpoints carry that no parameter needs.
 _SPARE_SUFFIX = ".rotary_emb.inv_freq"
 
@@ -54,6 +58,8 @@ class BuildOptions(NamedTuple):
     attend: RaggedPagedAttention = xla_ragged_paged_attention
     qkv_heads: QKVHeads = xla_qkv_heads
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
+    gated_delta: GatedDelta = xla_gated_delta
+    causal_conv: CausalConv = xla_causal_conv
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
     # How layers are run, by what the compiler makes of it (docs/planning.md): how many in one turn
@@ -65,7 +71,8 @@ class BuildOptions(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then a feed-forward layer, each normalised before and added to its input.
+    """Attention or a recurrence, then a feed-forward layer, each normalised before and added to
+    its input.
 
     Some models normalise what they add, too.
     """
@@ -73,7 +80,7 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self,
         input_norm: RMSNorm,
-        attention: Attention,
+        attention: Attention | GatedDeltaNet,
         post_attention_norm: RMSNorm,
         mlp: GatedMLP | MixtureOfExperts,
         *,
@@ -92,27 +99,33 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         hidden: jax.Array,
-        by: Rotation,
-        batch: AttentionBatch,
-        kv_cache: jax.Array,
+        reads: tuple[Any, ...],
+        memory: Any,
         layer: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, kv_cache)."""
-        attended, kv_cache = self.attention(self.input_norm(hidden), by, batch, kv_cache, layer)
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, memory).
+
+        Attention reads its tokens' rotations and an `AttentionBatch`, and its memory is a KV pool;
+        a recurrence reads a `StateBatch`, and its memory is `LayerStates`. `layer` is the number
+        of this one among the layers of the memory.
+        """
+        mix: Callable[..., tuple[jax.Array, Any]] = self.attention
+        attended, memory = mix(self.input_norm(hidden), *reads, memory, layer)
         hidden = hidden + _normalised(attended, self.attended_norm)
         added = self.mlp(self.post_attention_norm(hidden))
-        return hidden, _normalised(added, self.mlp_output_norm), kv_cache
+        return hidden, _normalised(added, self.mlp_output_norm), memory
 
 
 def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
     return x if norm is None else norm(x)
 
 
-# One or two terms whose sum is the hidden state, [T, hidden_size] each; and the KV pools.
-Carry = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+# One or two terms whose sum is the hidden state, [T, hidden_size] each; and the memory of each
+# pool: KV pools, then the states if there are any.
+Carry = tuple[tuple[jax.Array, ...], tuple[Any, ...]]
 
 
-# How an architecture declares one layer; tensors are named without `LAYER_PREFIX`.
+# How an architecture declares one layer; tensors are named from within it.
 LayerBuilder = Callable[[ModelConfig, LayerSpec, BuildOptions], DecoderLayer]
 
 
@@ -122,7 +135,8 @@ class Architecture(NamedTuple):
     build_layer: LayerBuilder
     norms_from_one: bool = False  # of the last norm, see `RMSNorm`; layers have their own
     scales_embedding: bool = False  # by the root of the hidden size
-    prefix: str = ""  # of the names of all tensors
+    body: str = "model."  # before the names of all tensors but the head's
+    head: str = "lm_head"
     spare_prefixes: tuple[str, ...] = ()  # of tensors that no parameter is made of
 
 
@@ -152,13 +166,13 @@ class CausalLM(nnx.Module):
         )
         hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
         rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings
-        name = f"{architecture.prefix}{{}}.weight".format
-        vectors: Source = Tensor(name("model.embed_tokens"), (vocab, hidden))
+        body = architecture.body
+        vectors: Source = Tensor(f"{body}embed_tokens.weight", (vocab, hidden))
         vectors = Padded(vectors, row_size(hidden), axis=1, on_every_mesh=True)
         table = Padded(vectors, rows, axis=0)
-        head = Tensor(name("lm_head"), (hidden, vocab), transposed=True)
+        head = Tensor(f"{architecture.head}.weight", (hidden, vocab), transposed=True)
         self.embedding = Embedding(table, vocab, hidden, dtype, is_head=tied)
-        norm = Tensor(name("model.norm"), (hidden,))
+        norm = Tensor(f"{body}norm.weight", (hidden,))
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
 
@@ -166,7 +180,7 @@ class CausalLM(nnx.Module):
         own = self.architecture
         layer = own.build_layer(self.config, self.config.layers[layers[0]], options)
         shards = options.dp_size if options.shards_weights else 1
-        stack_layers(layer, layers, shards, own.prefix + LAYER_PREFIX)
+        stack_layers(layer, layers, shards, own.body + "layers.{}.")
         return layer
 
     def __call__(
@@ -174,22 +188,28 @@ class CausalLM(nnx.Module):
         token_ids: jax.Array,
         batches: Sequence[AttentionBatch],
         kv_pools: tuple[jax.Array, ...],
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        state_batch: StateBatch | None = None,
+        states: LayerStates | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], LayerStates | None]:
         """Run one step's tokens.
 
         Args:
             token_ids: int32 [T], as the batches lay them out.
-            batches: rows and pages of this rank, for each of the config's `cache_groups`.
+            batches: rows and pages of this rank, for each of the config's `cache_groups`; that of
+                the recurrent group is not read, and may be left out.
             kv_pools: each as in `RaggedPagedAttention`, this chip's part; a layer's number there
                 is its place in its group.
+            state_batch: rows and slots of this rank, for the recurrent group if there is one.
+            states: this chip's part, of the layers of that group.
 
         Returns:
-            hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_pools.
+            hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_pools and
+            states.
         """
-        turned = {
-            rope: self._rotation(rope, batches[0].positions)
-            for rope in dict.fromkeys(spec.rope for spec in self.config.layers)
-        }
+        is_recurrent = self.cache_groups[-1].is_recurrent
+        assert is_recurrent == (state_batch is not None) == (states is not None)
+        memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
+        reads = self._reads(batches, state_batch)
         hidden = self.embedding(token_ids)
         if self.architecture.scales_embedding:  # by a number of the model's type
             hidden = hidden * jnp.asarray(self.config.hidden_size**0.5, hidden.dtype)
@@ -197,54 +217,67 @@ class CausalLM(nnx.Module):
         if self.defers_sum:
             terms = (hidden, jnp.zeros_like(hidden))
         for stretch in self.stretches:
-            terms, kv_pools = self._run(stretch, (terms, kv_pools), turned, batches)
-        return self.norm(reduce(jnp.add, terms)), kv_pools
+            terms, memories = self._run(stretch, (terms, memories), reads)
+        hidden, kv_pools = self.norm(reduce(jnp.add, terms)), memories[: len(kv_pools)]
+        return hidden, kv_pools, memories[-1] if is_recurrent else None
+
+    def _reads(
+        self, batches: Sequence[AttentionBatch], state_batch: StateBatch | None
+    ) -> list[tuple[Any, ...]]:
+        """What each layer reads beside the hidden state and its memory, see `DecoderLayer`."""
+        ropes = dict.fromkeys(spec.rope for spec in self.config.layers if spec.rope)
+        turned = {rope: self._rotation(rope, batches[0].positions) for rope in ropes}
+        group_of = {
+            layer: number for number, own in enumerate(self.cache_groups) for layer in own.layers
+        }
+        return [
+            (turned[spec.rope], batches[group_of[layer]]) if spec.rope else (state_batch,)
+            for layer, spec in enumerate(self.config.layers)
+        ]
 
     def _rotation(self, rope: RopeConfig, positions: jax.Array) -> Rotation:
         settings = asdict(rope)
         factor = settings.pop("attention_factor")
-        frequencies = inverse_frequencies(self.config.head_dim, **settings)
-        return rotation(positions, frequencies, factor)
+        del settings["share"]
+        head_dim = self.config.head_dim
+        frequencies = inverse_frequencies(rope.num_dims(head_dim), **settings)
+        return rotation(positions, frequencies, factor, head_dim // 2)
 
     def _run(
         self,
         stretch: Stretch,
         carry: Carry,
-        turned: dict[RopeConfig, Rotation],
-        batches: Sequence[AttentionBatch],
+        reads: Sequence[tuple[Any, ...]],
     ) -> Carry:
-        """All layers of a stretch."""
+        """All layers of a stretch; `reads` of all layers."""
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
-        cached = {place: self._cached_at(stretch, place) for place in places}
+        remembered = {place: self._remembered_at(stretch, place) for place in places}
 
         def run_period(carry: Carry, turn: jax.Array) -> tuple[Carry, None]:
-            terms, kv_pools = carry[0], list(carry[1])
+            terms, memories = carry[0], list(carry[1])
             for place, (graphdef, weights) in split.items():
                 layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
                 gather_over_data(layer)
-                by = turned[self.config.layers[place].rope]
-                group, first, step = cached[place]
-                pool = self.cache_groups[group].pool
-                hidden, delta, kv_pools[pool] = layer(
-                    *(reduce(jnp.add, terms), by, batches[group]),
-                    *(kv_pools[pool], first + turn * step),
+                pool, first, step = remembered[place]
+                hidden, delta, memories[pool] = layer(
+                    reduce(jnp.add, terms), reads[place], memories[pool], first + turn * step
                 )
                 terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
-            return (terms, tuple(kv_pools)), None
+            return (terms, tuple(memories)), None
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
         unroll = min(max(1, self.unrolled_layers // stretch.period), stretch.repeats)
         return lax.scan(run_period, carry, turns, unroll=unroll)[0]
 
-    def _cached_at(self, stretch: Stretch, place: int) -> tuple[int, int, int]:
-        """Where the layers at `place` of a period keep their KV: their group's number, the first
-        one's place in it, and how far it is to that of the next period."""
+    def _remembered_at(self, stretch: Stretch, place: int) -> tuple[int, int, int]:
+        """Where the layers at `place` of a period keep KV or states: their group's pool, the first
+        one's place in the group, and how far it is to that of the next period."""
         places = range(stretch.first, stretch.first + stretch.period)
-        for number, group in enumerate(self.cache_groups):
+        for group in self.cache_groups:
             if place in group.layers:
                 step = sum(layer in group.layers for layer in places)
-                return number, group.layers.index(place), step
+                return group.pool, group.layers.index(place), step
         raise AssertionError(f"layer {place} is in no cache group")
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
@@ -258,5 +291,5 @@ class CausalLM(nnx.Module):
     def is_spare(self, tensor: str) -> bool:
         """Whether a checkpoint may hold this tensor although no parameter is made of it."""
         own = self.architecture
-        tied_head = self.lm_head is None and tensor == f"{own.prefix}lm_head.weight"
+        tied_head = self.lm_head is None and tensor == f"{own.head}.weight"
         return tied_head or tensor.endswith(_SPARE_SUFFIX) or tensor.startswith(own.spare_prefixes)

@@ -27,5 +27,7 @@ def gemma3_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) ->
 GEMMA3_TEXT = Architecture(gemma3_layer, norms_from_one=True, scales_embedding=True)
 # With images, of which nothing is read.
 GEMMA3 = GEMMA3_TEXT._replace(
-    prefix="language_model.", spare_prefixes=("vision_tower.", "multi_modal_projector.")
+    body="language_model.model.",
+    head="language_model.lm_head",
+    spare_prefixes=("vision_tower.", "multi_modal_projector."),
 )

@@ -9,7 +9,9 @@ from sgl_jax.layers.mxfp4 import BLOCK, Mxfp4
 from sgl_jax.layers.sources import EverySecond, Padded, Source, Tensor, row_size
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
-from sgl_jax.models.llama import attention, norm, require_divisible
+from sgl_jax.models.llama import attention, norm
+
+_SUBLANES = 8
 
 
 def gpt_oss_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
@@ -29,20 +31,28 @@ def _experts(
     config: ModelConfig, moe: MoeConfig, limit: float, options: BuildOptions
 ) -> MixtureOfExperts:
     hidden, width, experts = config.hidden_size, moe.intermediate_size, moe.num_experts
-    require_divisible("intermediate_size", width, options.tp_size)
+    # A chip's part of the inner width, 180 of 16 chips, is whole registers of a TPU; otherwise its
+    # compiler copies all experts in each step, as with rows. Zeros make zeros: gates and values are
+    # 0 there, and so is what `down` makes of them.
+    padded = -(-width // (_SUBLANES * options.tp_size)) * _SUBLANES * options.tp_size
     router = Tensor("mlp.router.weight", (hidden, experts), transposed=True)
     # Rows of gate and up lie in turn.
     both = _matrices(config, "gate_up_proj", (experts, 2 * width, hidden), swapped=True)
     down = _matrices(config, "down_proj", (experts, width, hidden), swapped=False)
     both_biases = Tensor("mlp.experts.gate_up_proj_bias", (experts, 2 * width))
 
+    def wider(part: Source) -> Source:
+        return Padded(part, padded, axis=1)
+
     def longer(part: Source) -> Source:
-        return Padded(part, row_size(hidden), axis=2, on_every_mesh=True)
+        return wider(Padded(part, row_size(hidden), axis=2, on_every_mesh=True))
 
     def inwards(first: int) -> ExpertLinear:
         weight, bias = (EverySecond(part, 1, first) for part in (both, both_biases))
         multiply = options.multiply_groups
-        return ExpertLinear(longer(weight), options.dtype, multiply, transposed=True, bias=bias)
+        return ExpertLinear(
+            longer(weight), options.dtype, multiply, transposed=True, bias=wider(bias)
+        )
 
     return MixtureOfExperts(
         Linear(router, options.dtype, bias=Tensor("mlp.router.bias", (experts,))),

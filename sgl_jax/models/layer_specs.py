@@ -5,9 +5,11 @@ These fields have changed their names over the years; each spelling is read.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.models.config_defaults import is_hybrid
 from sgl_jax.models.config_fields import (
     ModelConfigError,
     is_int,
@@ -18,9 +20,10 @@ from sgl_jax.models.config_fields import (
 )
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
-LayerKind = Literal["full_attention", "sliding_attention"]
+LayerKind = Literal["full_attention", "sliding_attention", "linear_attention"]
 _FULL: LayerKind = "full_attention"
 _SLIDING: LayerKind = "sliding_attention"
+_LINEAR: LayerKind = "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies queries and keys
+    share: float = 1.0  # of a head's dimensions, the first ones; the others are not turned
+
+    def num_dims(self, head_dim: int) -> int:
+        """Dimensions of a head that are turned."""
+        return int(head_dim * self.share)
 
 
 @dataclass(frozen=True)
@@ -49,15 +57,18 @@ class MoeConfig:
     norm_topk_prob: bool  # the chosen experts' weights are scaled to sum to 1
     swiglu_limit: float | None = None  # gates and values are clamped to it, see `clamped_swiglu`
     swiglu_alpha: float = 1.0  # of the clamped gates' sigmoid
+    # Of an expert that serves every token, times the sigmoid of a product with the token.
+    shared_intermediate_size: int | None = None
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """What one layer is, as far as layers of a model may differ."""
 
-    rope: RopeConfig
-    sliding_window: int | None  # None: attention to all tokens
+    rope: RopeConfig | None  # None: with a recurrence, no token is turned
+    sliding_window: int | None  # None: attention to all tokens, or a recurrence
     moe: MoeConfig | None  # None: a dense feed-forward layer
+    recurrence: GatedDeltaConfig | None = None  # None: attention
 
 
 def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, ...]:
@@ -67,22 +78,30 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
     """
     num_layers = positive_int(raw, "num_hidden_layers")
     kinds = _layer_kinds(raw, num_layers)
-    ropes = {kind: _rope(raw, kind, max_positions) for kind in sorted(set(kinds))}
+    ropes = {kind: _rope(raw, kind, max_positions) for kind in sorted(set(kinds) - {_LINEAR})}
     has_windows = _SLIDING in kinds and switch(raw, "use_sliding_window", default=True)
     window = positive_int(raw, "sliding_window") if has_windows else None
-    moe = _moe(raw)
+    moe, recurrence = _moe(raw), _recurrence(raw) if _LINEAR in kinds else None
     is_sparse = [False] * num_layers if moe is None else _sparse_layers(raw, num_layers)
     return tuple(
-        LayerSpec(ropes[kind], window if kind == _SLIDING else None, moe if sparse else None)
+        LayerSpec(
+            rope=ropes.get(kind),
+            sliding_window=window if kind == _SLIDING else None,
+            moe=moe if sparse else None,
+            recurrence=recurrence if kind == _LINEAR else None,
+        )
         for kind, sparse in zip(kinds, is_sparse, strict=True)
     )
 
 
 def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
-    """By a list; or each n-th layer full; or the first n full; or all with a window, if any."""
+    """By a list; or each n-th layer full; or the first n full; or all with a window, if any.
+
+    Hybrid models have recurrences where others have windows.
+    """
     kinds = raw.get("layer_types")
     if kinds is not None:
-        known = (_FULL, _SLIDING)
+        known = (_FULL, _LINEAR if is_hybrid(raw) else _SLIDING)
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise ModelConfigError(
                 f"layer_types must be a list of {num_layers} names (num_hidden_layers), got "
@@ -94,6 +113,9 @@ def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
                     f"layer_types may name {' and '.join(known)}; {kind!r} is not supported"
                 )
         return kinds
+    if is_hybrid(raw):
+        period = positive_int(raw, "full_attention_interval")
+        return [_LINEAR if (i + 1) % period else _FULL for i in range(num_layers)]
     for name in ("_sliding_window_pattern", "sliding_window_pattern"):
         if raw.get(name) is not None:
             period = positive_int(raw, name)
@@ -116,9 +138,16 @@ def _rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> RopeCo
     given = _object(raw, "rope_parameters") or _object(raw, "rope_scaling")
     has_own_base = kind == _SLIDING and raw.get("rope_local_base_freq") is not None
     base = {"rope_theta": raw.get("rope_local_base_freq" if has_own_base else "rope_theta")}
+    base |= {"partial_rotary_factor": raw.get("partial_rotary_factor")}
     if any(name in given for name in (_FULL, _SLIDING)):
-        return _scaled_rope(base | _object(given, kind), max_positions)
-    return _scaled_rope(base if has_own_base else base | given, max_positions)
+        own = base | _object(given, kind)
+    else:
+        own = base if has_own_base else base | given
+    share = positive_float(own, "partial_rotary_factor", default=1.0)
+    if share > 1 or (share < 1 and not is_hybrid(raw)):
+        most = "at most 1" if is_hybrid(raw) else "1.0"
+        raise ModelConfigError(f"partial_rotary_factor must be {most}, got {share!r}")
+    return replace(_scaled_rope(own, max_positions), share=share)
 
 
 def _object(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -131,9 +160,6 @@ def _object(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _scaled_rope(own: Mapping[str, Any], max_positions: int) -> RopeConfig:
     theta = positive_float(own, "rope_theta", default=10000.0)
-    partial = own.get("partial_rotary_factor")
-    if partial not in (None, 1.0):
-        raise ModelConfigError(f"partial_rotary_factor must be 1.0, got {partial!r}")
     kind = own.get("rope_type", own.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta)
@@ -198,6 +224,29 @@ def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
         norm_topk_prob=switch(raw, "norm_topk_prob"),
         swiglu_limit=optional_float(raw, "swiglu_limit"),
         swiglu_alpha=positive_float(raw, "swiglu_alpha", default=1.0),
+        shared_intermediate_size=(
+            positive_int(raw, "shared_expert_intermediate_size") if is_hybrid(raw) else None
+        ),
+    )
+
+
+def _recurrence(raw: Mapping[str, Any]) -> GatedDeltaConfig:
+    key_heads = positive_int(raw, "linear_num_key_heads")
+    value_heads = positive_int(raw, "linear_num_value_heads")
+    if value_heads % key_heads:
+        raise ModelConfigError(
+            f"linear_num_value_heads ({value_heads}) must be a multiple of linear_num_key_heads "
+            f"({key_heads})"
+        )
+    conv_size = positive_int(raw, "linear_conv_kernel_dim")
+    if conv_size < 2:
+        raise ModelConfigError("linear_conv_kernel_dim must be 2 or more, got 1")
+    return GatedDeltaConfig(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_dim=positive_int(raw, "linear_key_head_dim"),
+        value_dim=positive_int(raw, "linear_value_head_dim"),
+        conv_size=conv_size,
     )
 
 

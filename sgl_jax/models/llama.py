@@ -2,11 +2,12 @@
 
 from sgl_jax.kernels.attention.api import ScoreOptions
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
+from sgl_jax.layers.head_sources import ByHead, HeadRows
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.sources import FusedHeads, Heads, Source, Tensor
+from sgl_jax.layers.sources import FusedHeads, Heads, Reordered, Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
 
@@ -70,24 +71,31 @@ def attention(
         config.num_kv_heads,
         replicated_kv_heads(config.num_heads, config.num_kv_heads, options.tp_size),
         config.head_dim,
+        spec.rope.num_dims(config.head_dim) if spec.rope and spec.rope.share < 1 else None,
     )
     hidden, width = config.hidden_size, config.num_heads * config.head_dim
+    gated, has_bias = config.attention_gate, qkv_bias or config.attention_bias
     qkv, bias = (
-        FusedHeads(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), inputs, heads)
+        FusedHeads(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), inputs, heads, gated)
         for kind, inputs in (("weight", (hidden,)), ("bias", ()))
     )
     output = Tensor("self_attn.o_proj.weight", (width, hidden), transposed=True)
     output_bias = Tensor("self_attn.o_proj.bias", (hidden,)) if config.attention_bias else None
     q_norm, k_norm = (
-        norm(f"self_attn.{x}_norm", config.head_dim, config, options, from_one=norms_from_one)
+        RMSNorm(
+            Reordered(Tensor(f"self_attn.{x}_norm.weight", (config.head_dim,)), heads.order),
+            *(config.rms_norm_eps, options.dtype),
+            from_one=norms_from_one,
+        )
         if qk_norm
         else None
         for x in "qk"
     )
     return Attention(
         heads,
-        Linear(qkv, options.dtype, "outputs", bias if qkv_bias or config.attention_bias else None),
+        Linear(qkv, options.dtype, "outputs", bias if has_bias else None),
         Linear(output, options.dtype, "inputs", output_bias),
+        gate=_attention_gate(config, options, has_bias=has_bias) if gated else None,
         attend=options.attend,
         qkv_heads=options.qkv_heads,
         q_norm=q_norm,
@@ -98,13 +106,33 @@ def attention(
     )
 
 
-def gated_mlp(config: ModelConfig, options: BuildOptions) -> GatedMLP:
-    """Declare the feed-forward layer. Raises ValueError if its width cannot be dealt out."""
-    hidden, width = config.hidden_size, config.intermediate_size
-    require_divisible("intermediate_size", width, options.tp_size)
+def _attention_gate(config: ModelConfig, options: BuildOptions, *, has_bias: bool) -> Linear:
+    """Of each query head's rows the second half."""
+    num_heads, size = config.num_heads, config.head_dim
+    weight, bias = (
+        ByHead(
+            (HeadRows(f"self_attn.q_proj.{kind}", 2 * num_heads * size, size, 2 * size, size),),
+            num_heads,
+            inputs,
+        )
+        for kind, inputs in (("weight", (config.hidden_size,)), ("bias", ()))
+    )
+    return Linear(weight, options.dtype, "outputs", bias if has_bias else None)
+
+
+def gated_mlp(
+    config: ModelConfig, options: BuildOptions, prefix: str = "mlp.", width: int | None = None
+) -> GatedMLP:
+    """Declare the feed-forward layer, of the config's width or another.
+
+    Raises ValueError if its width cannot be dealt out.
+    """
+    hidden = config.hidden_size
+    width = config.intermediate_size if width is None else width
+    require_divisible(f"the width of {prefix.rstrip('.')}", width, options.tp_size)
 
     def matrix(name: str, *shape: int) -> Tensor:
-        return Tensor(f"mlp.{name}_proj.weight", shape, transposed=True)
+        return Tensor(f"{prefix}{name}_proj.weight", shape, transposed=True)
 
     return GatedMLP(
         Linear(matrix("gate", hidden, width), options.dtype, "outputs"),

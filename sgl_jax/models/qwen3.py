@@ -3,11 +3,11 @@
 from functools import partial
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
-from sgl_jax.layers.moe import MixtureOfExperts
-from sgl_jax.layers.sources import Stacked, Tensor
+from sgl_jax.layers.moe import MixtureOfExperts, SharedExpert
+from sgl_jax.layers.sources import EitherWay, Slice, Source, Stacked, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
-from sgl_jax.models.llama import llama_layer, require_divisible
+from sgl_jax.models.llama import gated_mlp, llama_layer, require_divisible
 
 qwen3_layer = partial(llama_layer, qk_norm=True)
 
@@ -16,20 +16,35 @@ def qwen3_moe_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions)
     """Declare one layer, with experts if its spec says so."""
     if config.moe is None:
         raise ModelConfigError("Qwen3MoeForCausalLM needs num_experts, and layers that have them")
-    experts = _experts(config, spec.moe, options) if spec.moe else None
+    experts = mixture_of_experts(config, spec.moe, options) if spec.moe else None
     return qwen3_layer(config, spec, options, experts=experts)
 
 
-def _experts(config: ModelConfig, moe: MoeConfig, options: BuildOptions) -> MixtureOfExperts:
+def mixture_of_experts(
+    config: ModelConfig, moe: MoeConfig, options: BuildOptions
+) -> MixtureOfExperts:
+    """Declare a layer's experts, a shared one among them if the config has one.
+
+    Matrices of each expert are tensors of their own, or those of all experts are one.
+    """
     hidden, width, dtype = config.hidden_size, moe.intermediate_size, options.dtype
     require_divisible("moe_intermediate_size", width, options.tp_size)
     router = Tensor("mlp.gate.weight", (hidden, moe.num_experts), transposed=True)
 
+    # [experts, width, hidden] all three, as the grouped product wants them.
+    shape = (moe.num_experts, width, hidden)
+    both = Tensor("mlp.experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
+    together: dict[str, Source] = {
+        "gate": Slice(both, 1, 0, width),
+        "up": Slice(both, 1, width, width),
+        "down": Tensor("mlp.experts.down_proj", shape, transposed=True),
+    }
+
     def matrices(name: str, *, inwards: bool) -> ExpertLinear:
-        # [experts, width, hidden] all three, as the grouped product wants them.
         one = Tensor(f"{name}_proj.weight", (width, hidden), transposed=not inwards)
         names = tuple(f"mlp.experts.{expert}." for expert in range(moe.num_experts))
-        return ExpertLinear(Stacked(names, one), dtype, options.multiply_groups, transposed=inwards)
+        source = EitherWay(Stacked(names, one), together[name])
+        return ExpertLinear(source, dtype, options.multiply_groups, transposed=inwards)
 
     return MixtureOfExperts(
         Linear(router, dtype),
@@ -39,4 +54,15 @@ def _experts(config: ModelConfig, moe: MoeConfig, options: BuildOptions) -> Mixt
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         norm_topk_prob=moe.norm_topk_prob,
+        shared=_shared_expert(config, moe.shared_intermediate_size, options),
     )
+
+
+def _shared_expert(
+    config: ModelConfig, width: int | None, options: BuildOptions
+) -> SharedExpert | None:
+    if width is None:
+        return None
+    gate = Tensor("mlp.shared_expert_gate.weight", (config.hidden_size, 1), transposed=True)
+    expert = gated_mlp(config, options, "mlp.shared_expert.", width)
+    return SharedExpert(expert, Linear(gate, options.dtype))

@@ -11,6 +11,8 @@ from sgl_jax.models.llama import llama_layer
 from sgl_jax.models.mistral import mistral_layer
 from sgl_jax.models.qwen2 import qwen2_layer
 from sgl_jax.models.qwen3 import qwen3_layer, qwen3_moe_layer
+from sgl_jax.models.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
+from sgl_jax.models.qwen3_next import QWEN3_NEXT
 
 _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -22,6 +24,11 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen2ForCausalLM": Architecture(qwen2_layer),
         "Qwen3ForCausalLM": Architecture(qwen3_layer),
         "Qwen3MoeForCausalLM": Architecture(qwen3_moe_layer),
+        "Qwen3NextForCausalLM": QWEN3_NEXT,
+        "Qwen3_5ForCausalLM": QWEN3_5_TEXT,
+        "Qwen3_5ForConditionalGeneration": QWEN3_5,
+        "Qwen3_5MoeForCausalLM": QWEN3_5_TEXT,
+        "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
     }
 )
 

@@ -8,7 +8,12 @@ from sgl_jax.executor.buckets import Bucket
 from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.planner.arguments import PlanRequest
 from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
-from sgl_jax.planner.memory import MemoryPlan, in_gib, plan_memory
+from sgl_jax.planner.memory import (
+    MemoryPlan,
+    in_gib,
+    plan_memory,
+    requests_without_windows,
+)
 from sgl_jax.planner.program_cost import ProgramCost, program_cost
 from sgl_jax.planner.step_time import DeviceBytes, StepTime, StepWork, estimate_step
 from sgl_jax.planner.topology import topology_mesh
@@ -47,6 +52,8 @@ class Plan:
     output_tokens_per_s: float
     output_tokens_per_s_per_chip: float
     advice: list[str] = field(default_factory=list)
+    # As `memory.num_requests`, if every layer kept every token; None where every layer does.
+    requests_without_windows: int | None = None
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -87,10 +94,12 @@ def make_plan(request: PlanRequest) -> Plan:
 
     context = workload.input_len + workload.output_len // 2
     read = concurrency * _visible(context, request)
-    decode = plan_step(decode_bucket, StepWork(concurrency, read, read, is_prefill=False))
+    decode = plan_step(
+        decode_bucket, StepWork(concurrency, read, read, concurrency, is_prefill=False)
+    )
     before = _visible(max(1, workload.input_len // 2), request)
     rows = max(1, chunk // workload.input_len)
-    prefill = plan_step(prefill_bucket, StepWork(chunk, rows * before, chunk * before))
+    prefill = plan_step(prefill_bucket, StepWork(chunk, rows * before, chunk * before, rows))
     return _with_rates(request, memory, decode, prefill, concurrency, chunk)
 
 
@@ -120,6 +129,7 @@ def _with_rates(
         requests_per_s=requests_per_s,
         output_tokens_per_s=tokens_per_s,
         output_tokens_per_s_per_chip=tokens_per_s / chips,
+        requests_without_windows=requests_without_windows(request),
     )
 
 
@@ -148,18 +158,20 @@ def device_bytes(
             experts += size
         elif own.read == "all":
             layers_and_head += size
+    layout = engine.config.state_layout
     return DeviceBytes(
         layer_and_head_bytes=layers_and_head,
         expert_bytes=experts,
         weight_itemsize=engine.config.dtype.itemsize,
         kv_token_bytes=memory.kv_token_bytes,
         kv_itemsize=engine.config.pool_layouts[0].dtype.itemsize,
+        state_bytes=layout.slot_bytes // request.args.tp_size if layout else 0,
         tp_size=request.args.tp_size,
     )
 
 
 def _visible(context: int, request: PlanRequest) -> int:
-    """Tokens of a context that a query sees, on the average of all layers."""
-    groups = request.config.cache_groups()
+    """Tokens of a context that a query sees, on the average of all layers with attention."""
+    groups = [own for own in request.config.cache_groups() if not own.is_recurrent]
     seen = sum(len(own.layers) * min(context, own.sliding_window or context) for own in groups)
-    return seen // request.config.num_layers
+    return seen // request.config.num_attention_layers

@@ -1,6 +1,6 @@
-"""Where a device's memory goes, before anything is compiled: weights, tables, KV pages."""
+"""Where a device's memory goes, before anything is compiled: weights, tables, KV pages, states."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.pool_size import pages_that_fit
@@ -20,7 +20,9 @@ class MemoryPlan:
     reserved_bytes: int  # what --mem-fraction-static leaves alone, and a step's logits
     kv_bytes: int
     kv_token_bytes: int  # of one token in all layers, on this device
-    # Of each pool of a rank, the null pages left out; 0 or less for the first if nothing fits.
+    state_bytes: int  # of all slots of layers with a recurrence
+    # Of each pool of a rank, the null pages left out; 0 or less for the first if nothing fits. The
+    # last are slots of snapshots, where layers have a recurrence.
     pool_pages: tuple[int, ...]
     page_size: int
     kv_tokens: int  # of one request that has a rank to itself
@@ -34,20 +36,22 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Whether what is always there has room; temporaries of steps are not counted."""
-        return self.weight_bytes + self.table_bytes + self.kv_bytes <= self.usable_hbm_bytes
+        needed = self.weight_bytes + self.table_bytes + self.kv_bytes + self.state_bytes
+        return needed <= self.usable_hbm_bytes
 
 
 def plan_memory(request: PlanRequest) -> MemoryPlan:
     """Divide a device's memory as the engine does at its start.
 
-    Raises ValueError if the model cannot be split that way.
+    Raises ValueError if the model cannot be split that way, or `--swa-full-tokens-ratio` leaves
+    windows too few pages.
     """
     args, chip = request.args, request.topology.chip
     mesh = topology_mesh(request.topology, args.dp_size, args.tp_size)
     config = EngineConfig.resolve(args, request.config, "tpu")
     page_size, pools = config.args.page_size, config.pools
     placed = place_model(request.config, mesh, config.build_options)
-    state, row_params = config.state_shapes((1,) * len(pools.layouts), mesh)
+    state, row_params = config.state_shapes(tuple(num + 1 for num in pools.pages(0)), mesh)
     weights = bytes_per_device(placed.params)
     tables = bytes_per_device((state.token_table, state.row_lens, row_params))
     usable = int(chip.usable_hbm_bytes * args.mem_fraction_static)
@@ -59,24 +63,43 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     else:
         free = usable - weights - tables
         pages = pages_that_fit(free, pools, args.tp_size, config.logit_bytes)
-    pool_pages = pools.pages(pages) if pages > 0 else (pages,) * len(pools.layouts)
-    sizes = config.sizes(tuple(max(0, num) + 1 for num in pool_pages))
+    pool_pages = pools.pages(max(0, pages))
+    if pages > 0:
+        pools.require_a_row(pool_pages)
+    sizes = config.sizes(tuple(num + 1 for num in pool_pages))
+    slot_bytes = config.state_layout.slot_bytes if config.state_layout else 0
+    state_bytes = sizes.num_state_slots * slot_bytes
     num_requests = max(0, pages) // sizes.request_pages(request.workload.tokens)
-    if len(pool_pages) > 1:  # as many as windows have room for
+    if len(pool_pages) > 1:  # as many as windows or states have room for
         num_requests = min(num_requests, sizes.num_rows - 1)
-    token_bytes = sum(pools.layouts[group.pool].page_bytes for group in config.groups) // page_size
+    paged = [group for group in config.groups if not group.is_recurrent]
+    token_bytes = sum(pools.layouts[group.pool].page_bytes for group in paged) // page_size
     return MemoryPlan(
         usable_hbm_bytes=chip.usable_hbm_bytes,
         weight_bytes=weights,
         table_bytes=tables,
         reserved_bytes=chip.usable_hbm_bytes - usable + config.logit_bytes,
-        kv_bytes=pools.num_bytes(max(0, pages)) // args.tp_size,
+        kv_bytes=(pools.num_bytes(max(0, pages)) - state_bytes) // args.tp_size,
         kv_token_bytes=token_bytes // args.tp_size,
-        pool_pages=pool_pages,
+        state_bytes=state_bytes // args.tp_size,
+        pool_pages=(pages, *pool_pages[1:]),
         page_size=page_size,
         kv_tokens=sizes.tokens_within(max(0, pages)),
         num_requests=num_requests,
     )
+
+
+def requests_without_windows(request: PlanRequest) -> int | None:
+    """Requests of the load that a rank would hold at once if every layer kept every token; None
+    where every layer does."""
+    layers = request.config.layers
+    if all(spec.sliding_window is None for spec in layers):
+        return None
+    full = tuple(replace(spec, sliding_window=None) for spec in layers)
+    # The ratio of pools is of windows.
+    args = replace(request.args, swa_full_tokens_ratio=None)
+    config = replace(request.config, layers=full)
+    return plan_memory(replace(request, args=args, config=config)).num_requests
 
 
 def smallest_fit(

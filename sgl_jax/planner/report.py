@@ -14,12 +14,14 @@ from sgl_jax.planner.step_time import ICI_HOP_S
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + heads + attention + "
-    "experts + collectives",
+    "recurrences + experts + collectives",
     "heads, whose kernel normalises and rotates them = its bytes / HBM bandwidth, or its "
     "instructions, if those are more, and what any operation takes in each layer",
     "attention = KV bytes / HBM bandwidth, or the kernels' instructions, if those are more",
     "experts = bytes of experts in use and of lines / HBM bandwidth, or the kernel's instructions, "
     "if those are more",
+    "recurrences = bytes of states, read and written, / HBM bandwidth, or the chunks' products / "
+    "the matrix units' rate, if that is more",
     f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, and "
     "nothing overlaps them",
     "requests are greedy, report no log-probabilities, share no prefix, and are all alike; "
@@ -44,6 +46,7 @@ def as_text(plan: Plan) -> str:
         f"  weights              {in_gib(memory.weight_bytes):>10}",
         f"  KV pages             {in_gib(memory.kv_bytes):>10}  {_pages(memory)} pages of "
         f"{memory.page_size} tokens: {memory.kv_tokens:,} tokens a rank",
+        *_state_lines(memory),
         f"  tables               {in_gib(memory.table_bytes):>10}",
         f"  temporaries          {in_gib(max(cost.temp_bytes for cost in steps)):>10}"
         "  of the larger of these steps",
@@ -51,6 +54,7 @@ def as_text(plan: Plan) -> str:
         f"  longest context      {plan.max_context:,} tokens",
         f"  at once, a rank      {plan.concurrency:,} requests of {workload.input_len:,} in, "
         f"{workload.output_len:,} out",
+        *_window_lines(plan),
         "",
         *_step_lines("Decode step", plan.decode),
         "",
@@ -85,6 +89,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "decode": _step_dict(plan.decode),
         "prefill": _step_dict(plan.prefill),
         "concurrency": plan.concurrency,
+        "requests_without_windows": plan.requests_without_windows,
         "max_context": plan.max_context,
         "requests_per_s": plan.requests_per_s,
         "output_tokens_per_s": plan.output_tokens_per_s,
@@ -116,14 +121,28 @@ def _step_dict(step: StepPlan) -> dict[str, Any]:
     }
 
 
+def _window_lines(plan: Plan) -> list[str]:
+    """What windows save; nothing of a model without."""
+    full = plan.requests_without_windows
+    if full is None:
+        return []
+    held = plan.memory.num_requests
+    ratio = f", {held / full:.2f} times as many" if full else ""
+    return [
+        f"  in memory, a rank    {held:,} of these; if every layer kept every token {full:,}{ratio}"
+    ]
+
+
 def _step_lines(title: str, step: StepPlan) -> list[str]:
     time = step.time
     heads = f"heads {_ms(time.heads_s)}, " if time.heads_s else ""
     experts = f"experts {_ms(time.experts_s)}, " if time.experts_s else ""
+    states = f"recurrences {_ms(time.recurrences_s)}, " if time.recurrences_s else ""
     return [
         f"{title} of {step.tokens:,} tokens: {_ms(time.total_s)}, bound by {time.bound}",
         f"  program {_ms(time.program_s)} (weights alone {_ms(time.weights_s)}), {heads}"
-        f"attention {_ms(time.attention_s)}, {experts}collectives {_ms(time.collectives_s)}",
+        f"attention {_ms(time.attention_s)}, {states}{experts}"
+        f"collectives {_ms(time.collectives_s)}",
         *[f"  {_collective(collective)}" for collective in step.cost.collectives],
     ]
 
@@ -147,6 +166,14 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
+def _state_lines(memory: MemoryPlan) -> list[str]:
+    if not memory.state_bytes:
+        return []
+    states = f"{memory.num_requests:,} requests, {memory.pool_pages[-1]:,} snapshots"
+    return [f"  states               {in_gib(memory.state_bytes):>10}  {states}"]
+
+
 def _pages(memory: MemoryPlan) -> str:
     """Of each pool."""
-    return " and ".join(f"{num:,}" for num in memory.pool_pages)
+    pools = memory.pool_pages[:-1] if memory.state_bytes else memory.pool_pages
+    return " and ".join(f"{num:,}" for num in pools)

@@ -1,11 +1,13 @@
 """How long one step may take, from what its compiled program says and what the chip can do.
 
 A step is estimated as the longer of (the compiler's cycles of all but kernels and collectives) and
-(the bytes of weights over the bandwidth), plus heads, plus attention, plus experts, plus
-collectives. The compiler counts no cycles of Pallas kernels: attention is the longer of its KV
-bytes over the bandwidth and the instructions of its kernels' schedules, experts are likewise, and
-heads (`kernels.qkv_heads`) are what their kernel moves and computes. Nothing of this was measured
-on a chip: it is what the step would take if nothing waited for anything else.
+(the bytes of weights over the bandwidth), plus heads, plus attention, plus recurrences, plus
+experts, plus collectives. The compiler counts no cycles of Pallas kernels: attention is the longer
+of its KV bytes over the bandwidth and the instructions of its kernels' schedules, experts are
+likewise, recurrences are the longer of their states' bytes over the bandwidth and their products at
+the matrix units' rate, and heads (`kernels.qkv_heads`) are what their kernel moves and computes.
+Nothing of this was measured on a chip: it is what the step would take if nothing waited for
+anything else.
 """
 
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
 from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME, block_tokens
 from sgl_jax.kernels.tpu_chip import LANES
@@ -28,6 +31,7 @@ class StepWork:
     tokens: int  # queries of all rows
     kv_tokens_read: int  # by all rows together
     query_key_pairs: int  # of attention
+    rows: int = 0  # whose states are read and written
     is_prefill: bool = True  # decode's products hide behind its reads
 
 
@@ -41,6 +45,7 @@ class DeviceBytes:
     kv_token_bytes: int  # of all layers
     kv_itemsize: int
     tp_size: int
+    state_bytes: int = 0  # of one sequence, in all layers with a recurrence
 
 
 class KernelBundles(NamedTuple):
@@ -99,7 +104,7 @@ def attention_time(
         # Smaller heads share a row of the cache, K beside V, and are multiplied with all of it.
         lanes = max(config.head_dim, LANES)
         heads = config.num_heads / memory.tp_size
-        flops = 4 * work.query_key_pairs * heads * lanes * config.num_layers
+        flops = 4 * work.query_key_pairs * heads * lanes * config.num_attention_layers
         cycles = flops / 1e9 * bundles.prefill
     else:
         cycles = kv_bytes / memory.kv_itemsize / _COUNTED_ELEMENTS * bundles.decode
@@ -107,6 +112,40 @@ def attention_time(
         hbm_s=kv_bytes / chip.hbm_bytes_per_s,
         instructions_s=cycles / chip.clock_hz,
         is_prefill=work.is_prefill,
+    )
+
+
+class RecurrencesTime(NamedTuple):
+    """Seconds of all layers with a recurrence on one device."""
+
+    hbm_s: float  # reading states, and writing others
+    products_s: float  # of chunks
+
+    @property
+    def total_s(self) -> float:
+        """The longer of the two, which overlap."""
+        return max(self)
+
+
+def recurrences_time(
+    work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
+) -> RecurrencesTime:
+    """Of all rows of a step; arguments as of `estimate_step`.
+
+    A decode row's products are few; of a chunk's of C tokens each token takes part in products with
+    C others (keys and queries with keys, the inverse with keys and values, scores with values), and
+    in three with the state.
+    """
+    own = config.recurrence
+    if own is None:
+        return RecurrencesTime(0.0, 0.0)
+    token = CHUNK_TOKENS * (3 * own.key_dim + 2 * own.value_dim) + 3 * own.key_dim * own.value_dim
+    heads = own.num_value_heads / memory.tp_size
+    layers = config.num_layers - config.num_attention_layers
+    flops = 2 * work.tokens * token * heads * layers if work.is_prefill else 0
+    return RecurrencesTime(
+        hbm_s=2 * work.rows * memory.state_bytes / chip.hbm_bytes_per_s,
+        products_s=flops / chip.bf16_flops_per_s,
     )
 
 
@@ -250,7 +289,7 @@ def heads_time(
     token_bytes = 2 * width * itemsize + angle_bytes
     cycles = HEADS_CYCLES[chip.device_kind]
     instructions = num_tokens * width / LANES * (cycles.normalised if normalised else cycles.plain)
-    layers = config.num_layers
+    layers = config.num_attention_layers
     return HeadsTime(
         calls_s=layers * cycles.call / chip.clock_hz,
         hbm_s=layers * num_tokens * token_bytes / chip.hbm_bytes_per_s,
@@ -274,6 +313,7 @@ class StepTime:
     weights_s: float  # reading weights, those of experts left out
     heads_s: float  # normalising and rotating queries and keys, where a kernel does it
     attention_s: float
+    recurrences_s: float
     experts_s: float
     collectives_s: float
     bound: str  # "HBM", "MXU", "ICI" or "instructions"
@@ -315,15 +355,20 @@ def estimate_step(
     parts = {"HBM": 0.0, "MXU": 0.0, "ICI": collectives, "instructions": heads_s}
     parts[_bound_of(fused, hbm=weights, mxu=products)] += fused
     parts[attention.bound] += attention.total_s
+    recurrences = recurrences_time(work, config, memory, chip)
+    is_moved = recurrences.total_s == recurrences.hbm_s
+    parts["HBM" if is_moved else "MXU"] += recurrences.total_s
     parts["HBM" if experts.total_s == experts.hbm_s else "MXU"] += experts.total_s
     bound = max(parts, key=lambda name: parts[name])
-    total = fused + heads_s + attention.total_s + experts.total_s + collectives
+    total = fused + heads_s + attention.total_s + recurrences.total_s + experts.total_s
+    total += collectives
     return StepTime(
         total_s=total,
         program_s=program,
         weights_s=weights,
         heads_s=heads_s,
         attention_s=attention.total_s,
+        recurrences_s=recurrences.total_s,
         experts_s=experts.total_s,
         collectives_s=collectives,
         bound=bound,

@@ -22,6 +22,7 @@ from sgl_jax.core.step_plan import (
 from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.draft_policy import learn_from_drafts
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.kept_states import learn_starts
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
@@ -50,6 +51,8 @@ def apply_result(
     ranks.num_generated_tokens += int(gains.num_tokens)
     if tokens.shape[1] > 1:
         _count_drafts(ranks, plan, launched.rows, gains.counts, tokens)
+        if ranks.has_states:
+            _learn_starts(ranks, plan, launched.rows, gains.counts)
     outputs.add_plain(ranks, gains.plain_rows, gains.plain_bounds.tolist(), gains.plain_tokens)
 
     done = []
@@ -92,6 +95,15 @@ def _count_drafts(
     ranks.num_drafted += int(drafted.sum())
     ranks.num_accepted += int(accepted.sum())
     learn_from_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)
+
+
+def _learn_starts(ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array) -> None:
+    """Of the rows of a step, those with new tokens by `counts`."""
+    states = [rank_plan.states for rank_plan in plan.ranks]
+    halves = np.concatenate([each.halves for each in states if each is not None])
+    index = counts.nonzero()[0]
+    gained = rows[index]
+    learn_starts(ranks, gained, halves[index], ranks.running.known_len[gained])
 
 
 def _output(

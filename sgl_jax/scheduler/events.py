@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import (
     AbortRequest,
@@ -29,6 +30,7 @@ from sgl_jax.core.step_plan import (
     RankPlan,
     RankResult,
     RowAdmission,
+    StatePlan,
     StepPlan,
 )
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -146,7 +148,7 @@ Event: TypeAlias = (
 
 # These are recorded by position: a file is only read by code with the same fields.
 _TUPLES = (
-    *(EngineSizes, RowAdmission, RankPlan, PageChanges),
+    *(EngineSizes, CacheGroup, RowAdmission, RankPlan, StatePlan, PageChanges),
     *(PromptLogprobs, RankResult),
 )
 _STRUCTS = (RequestOutput, TokenLogprobs)

@@ -62,7 +62,7 @@ class InFlight:
             return None
         # What is scored is computed a little at a time: that is not worth waiting for.
         running, tokens = self._rank.running, request.matchable()
-        theirs, start = running.known_tokens(row)[: running.score_start[row]], cursor.length
+        theirs, start = running.known_tokens(row)[: running.score_start[row]], cursor.matched
         shared = common_prefix_len(theirs[start:], tokens[start:])
         shared = shared // self._rank.memory.page_size * self._rank.memory.page_size
         return Leader(row, start + shared) if shared >= self._min_tokens else None

@@ -13,7 +13,7 @@ import numpy as np
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.core.step_plan import Int32Array, RowAdmission
+from sgl_jax.core.step_plan import Int32Array, RowAdmission, RowIndex
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -26,10 +26,14 @@ from sgl_jax.mem_cache.release import (
     roll_back_lease,
 )
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
+from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
+
+# Of the requests that wait for what a row computes, so many are asked how much they want of it.
+_MAX_BRANCHES = 16
 
 
 class RankScheduler:
@@ -60,6 +64,8 @@ class RankScheduler:
         self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
         self.num_cached_tokens = 0
         self._max_draft_tokens = sizes.max_draft_tokens
+        self._has_states = sizes.state_group is not None
+        self.keeps_snapshots = self._has_states and not args.disable_radix_cache
         self._has_windows = any(group.sliding_window is not None for group in sizes.groups)
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
@@ -68,6 +74,10 @@ class RankScheduler:
         self._unsent_admissions: dict[int, RowAdmission] = {}
         # Rows whose prompts were computed in part, and what their leases' nodes lack of them.
         self._unpublished: dict[int, bytes | None] = {}
+        # With recurrent layers: rows whose first step was not launched yet, and how much the tree
+        # held of rows' prompts.
+        self._starting: set[int] = set()
+        self._branch_len: dict[int, int] = {}
 
     # -- room for a request -------------------------------------------------------------------
 
@@ -98,7 +108,7 @@ class RankScheduler:
         lease = request.session_lease(self.memory)
         if lease is None:
             return cursor.length
-        return max(cursor.length, min(lease.kv_committed_len, request.resumable_len))
+        return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))
 
     def expected_steps_to_ends(self) -> Int32Array:
         """In how many steps each of the running requests may end, if they generate half of what
@@ -132,6 +142,7 @@ class RankScheduler:
         pages are the reserve, for a caller that knows it.
         """
         memory = self.memory
+        num_on_tree = cursor.matched  # now: the tree will change
         lease, start = self._take_lease(request, request.session_lease(memory))
         needed = memory.request_pages(len(request.tokens) + 1) - memory.num_held(lease)
         if num_reserved is None:
@@ -145,6 +156,9 @@ class RankScheduler:
         request.state = RequestState.RUNNING
         stop_ids = self._stop_ids(request)
         self.running.add(lease.row, request, stop_ids)
+        if self._has_states:
+            self._starting.add(lease.row)
+            self._branch_len[lease.row] = num_on_tree
         start_drafting(self.running, lease.row, self._max_draft_tokens)
         self._unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
@@ -166,7 +180,8 @@ class RankScheduler:
         where it was still has the tokens before it.
         """
         memory, session_id = self.memory, request.kept_by
-        if kept is not None and session_id is not None:
+        goes_on = kept is not None and resumable_len(memory, kept, request.resumable_len) >= 0
+        if goes_on and session_id is not None:
             lease = resume_lease(memory, session_id, request.resumable_len)
             start = lease.kv_committed_len
             adopt_prefix(memory, lease, request.matchable())
@@ -226,6 +241,28 @@ class RankScheduler:
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
             elif row not in self._unpublished:
                 self._unpublished[row] = self._next_key(row)
+
+    def branch_lens(self, row: int) -> list[int]:
+        """Where other prompts branch off from that of `row`: what the tree held of it when it was
+        admitted, and what waiting requests have in common with it."""
+        lens = [self._branch_len.get(row, 0)]
+        if not self.running.request(row).kept_len:  # else nothing is published yet
+            lease = self.memory.leases[row]
+            tokens = self.running.known_tokens(row)[lease.cache_protected_len :]
+            ahead = self.memory.cache.awaited_lens(
+                lease.node, self._next_key(row), tokens, _MAX_BRANCHES
+            )
+            lens += [lease.cache_protected_len + each for each in ahead]
+        return lens
+
+    def take_starting(self, rows: RowIndex) -> list[tuple[int, int]]:
+        """Those of a step's `rows` that run for the first time since they were admitted: index and
+        row. Each is answered once."""
+        if not self._starting:
+            return []
+        found = [(i, row) for i, row in enumerate(rows.tolist()) if row in self._starting]
+        self._starting.difference_update(row for _, row in found)
+        return found
 
     def publish_awaited(self) -> None:
         """Publish what was computed of prompts that waiting requests could go on with."""
@@ -298,11 +335,15 @@ class RankScheduler:
         self.memory.rebuild()
         self._unsent_admissions.clear()
         self._unpublished.clear()
+        self._starting.clear()
+        self._branch_len.clear()
 
     def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
         self._unpublished.pop(row, None)
+        self._starting.discard(row)
+        self._branch_len.pop(row, None)
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         unsent = self._unsent_admissions.pop(row, None)

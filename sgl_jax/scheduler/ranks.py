@@ -33,6 +33,7 @@ class Ranks:
             self.ranks.append(RankScheduler(dp_rank, sizes, args, tables, columns))
         self.page_size = sizes.page_size
         self.has_windows = any(group.sliding_window is not None for group in sizes.groups)
+        self.has_states = sizes.state_group is not None
         self.num_rows = sizes.num_rows
         self.max_draft_tokens = sizes.max_draft_tokens
         self.num_generated_tokens = 0  # by requests of all ranks

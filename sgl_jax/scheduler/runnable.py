@@ -13,6 +13,7 @@ from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.release import let_go_windows
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.row_growth import grow_rows
+from sgl_jax.scheduler.kept_states import keep_up_with_rows
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.running_rows import NOT_SCORED, RowColumns
 
@@ -33,6 +34,8 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
     if ranks.has_windows:
         lens = np.minimum(tables.kv_committed_len[rows], running.known_len[rows])
         let_go_windows(tables, ranks.memories, rows, lens)
+        if ranks.has_states:
+            keep_up_with_rows(ranks, rows, lens)
     wanting = _Wanting(
         *_rows_that_want(
             rows,

@@ -16,11 +16,13 @@ from sgl_jax.core.step_plan import (
     IntpArray,
     RankPlan,
     RowIndex,
+    StatePlan,
     StepPlan,
 )
 from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.running_rows import NOT_SCORED
+from sgl_jax.scheduler.state_plan import plan_states
 from sgl_jax.scheduler.step_builder import StepBuilder
 
 _NO_DRAFTS = np.zeros(0, np.int32)
@@ -236,6 +238,13 @@ def _plans(ranks: Ranks, builders: Sequence[StepBuilder], step: _Columns) -> tup
                 num_logprob_ids=(
                     int(ranks.running.num_logprob_ids[step.rows[part]].max()) if reports else 0
                 ),
+                states=_states(ranks, builder, step, part) if ranks.has_states else None,
             )
         )
     return tuple(plans)
+
+
+def _states(ranks: Ranks, builder: StepBuilder, step: _Columns, part: slice) -> StatePlan:
+    rows = step.own_rows[part].astype(np.intp)
+    unread = ranks.running.unread_drafts[step.rows[part]]
+    return plan_states(builder, rows, step.kv_starts[part], step.q_lens[part], unread)

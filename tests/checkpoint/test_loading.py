@@ -305,6 +305,66 @@ def test_of_a_checkpoint_of_images_and_text_the_text_is_read(tmp_path):
     assert_same(load(tmp_path), load(GOLDEN / "gemma3"))
 
 
+@pytest.fixture
+def with_images(tmp_path):
+    """Qwen3.5 with experts as it is published: images beside the text, experts in one tensor."""
+    text = json.loads((GOLDEN / "qwen3_5_moe" / "config.json").read_text())
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = load_file(GOLDEN / "qwen3_5_moe" / "model.safetensors")
+    for layer in range(4):
+        experts = [f"model.layers.{layer}.mlp.experts.{expert}" for expert in range(5)]
+        gates, ups, downs = (
+            np.stack([own.pop(f"{name}.{kind}_proj.weight") for name in experts])
+            for kind in ("gate", "up", "down")
+        )
+        name = f"model.layers.{layer}.mlp.experts"
+        own[f"{name}.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+        own[f"{name}.down_proj"] = downs
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in own.items()
+    }
+    tensors["model.visual.merger.norm.bias"] = np.zeros(3, np.float32)
+    tensors["mtp.layers.0.mlp.gate.weight"] = np.zeros(3, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2)])
+def test_experts_may_be_one_tensor_beside_what_is_not_of_the_text(with_images, dp, tp):
+    shards = {"shards_weights": dp > 1}
+    expected = load(GOLDEN / "qwen3_5_moe", dp, tp, **shards)
+    assert_same(load(with_images, dp, tp, **shards), expected)
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    shutil.copytree(GOLDEN / "qwen3_5_moe", tmp_path / "own")
+    folder = tmp_path / "own"
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.2.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"2\.mlp\.experts\.3\.up_proj\.weight is missing"):
+        load(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_an_orbax_checkpoint_of_a_model_with_recurrences_is_for_any_mesh(tmp_path, family):
+    output = tmp_path / "converted"
+    convert(GOLDEN / family, output, "float32")
+    for dp, tp, shards_weights in ((1, 1, False), (2, 2, True)):
+        expected = load(GOLDEN / family, dp, tp, shards_weights=shards_weights)
+        assert_same(load(output, dp, tp, shards_weights=shards_weights), expected)
+
+
+def test_what_belongs_to_a_key_head_lies_together():
+    tensors = load_file(GOLDEN / "qwen3_5" / "model.safetensors")
+    qkv = np.asarray(load(GOLDEN / "qwen3_5")["layers", "0", "attention", "qkv", "weight"])
+    stored = tensors["model.layers.1.linear_attn.in_proj_qkv.weight"]
+    assert qkv.shape == (3, 32, 2 * 34)  # 8 of q, 8 of k, 3 heads of 6 of v
+    second = np.concatenate([stored[8:16], stored[24:32], stored[50:68]])
+    np.testing.assert_array_equal(qkv[1, :, 34:], second.T)
+
+
 def test_unlike_layers_are_stacked_with_their_like_and_named_by_the_first():
     params = load(GOLDEN / "qwen3_moe_mixed")
     tensors = load_file(GOLDEN / "qwen3_moe_mixed" / "model.safetensors")

@@ -10,6 +10,10 @@ from sgl_jax.engine.offline import Engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = ("qwen3_moe_mixed", "mistral", "qwen2_windows", "gemma3", "gpt_oss")
+WITH_STATES = (
+    *(pytest.param(family, marks=pytest.mark.long) for family in ("qwen3_next", "qwen3_5")),
+    "qwen3_5_moe",
+)
 
 
 def golden(family):
@@ -34,7 +38,7 @@ def greedy(num_tokens):
     return SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_STATES])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -64,7 +68,36 @@ def test_what_goes_on_from_the_cache_is_what_was_computed_without(family):
     assert second.output_ids == expected[5:]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_a_prompt_goes_on_from_the_last_state_that_is_kept_of_another(family):
+    prompt, expected = golden(family)
+    with make_engine(family, page_size=4) as engine:
+        (first,) = engine.generate(input_ids=[prompt], sampling_params=greedy(len(expected)))
+        longer = prompt + expected[:5]
+        (second,) = engine.generate(input_ids=[longer], sampling_params=greedy(len(expected) - 5))
+        (branch,) = engine.generate(input_ids=[prompt[:30]], sampling_params=greedy(2))
+    assert first.output_ids == expected
+    assert second.cached_tokens == 44  # the prompt's last whole page
+    assert second.output_ids == expected[5:]
+    assert branch.cached_tokens == 0
+
+
+@pytest.mark.parametrize("family", WITH_STATES[1:])
+def test_drafts_that_are_refused_leave_the_state_of_what_is_kept(family):
+    prompt, expected = golden(family)
+    with make_engine(family, speculative_algorithm="NGRAM") as engine:
+        # What it repeats makes it likely that a draft is tried, and refused.
+        prompts = [prompt, prompt + expected[:8] + prompt[:9] + expected[:4]]
+        answers = engine.generate(input_ids=prompts, sampling_params=greedy(len(expected)))
+        counters = engine.server_info()["counters"]
+    assert counters["drafted_tokens"] > counters["accepted_draft_tokens"]
+    with make_engine(family) as engine:
+        (plain,) = engine.generate(input_ids=prompts[1:], sampling_params=greedy(len(expected)))
+    assert answers[0].output_ids == expected
+    assert answers[1].output_ids == plain.output_ids
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_STATES])
 def test_retracted_requests_end_as_if_they_had_not_been(family):
     prompt, expected = golden(family)
     with make_engine(family, test_retract=True, page_size=4) as engine:

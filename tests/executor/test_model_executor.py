@@ -39,7 +39,7 @@ def reference_logits(model_folder):
         pages = jnp.arange(1, 17, dtype=jnp.int32)[None]
         zero = jnp.zeros(1, jnp.int32)
         batch = AttentionBatch.build(pages, zero, length[None], jnp.int32(0), CONTEXT)
-        hidden, _ = model(tokens, [batch], (jnp.zeros((2, 17, 4, 4, 16)),))
+        hidden, *_ = model(tokens, [batch], (jnp.zeros((2, 17, 4, 4, 16)),))
         return model.logits(hidden).whole_rows()
 
     run = jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))

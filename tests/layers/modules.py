@@ -29,7 +29,9 @@ def gated_mlp(hidden, width, activation="silu"):
     )
 
 
-def mixture_of_experts(multiply, *, norm_topk_prob, has_biases=False, gated=silu_gated):
+def mixture_of_experts(
+    multiply, *, norm_topk_prob, has_biases=False, gated=silu_gated, shared=None
+):
     """Of 5 experts, 2 of them for each token, hidden 8, width 12."""
 
     def experts(name, *, transposed):
@@ -46,4 +48,5 @@ def mixture_of_experts(multiply, *, norm_topk_prob, has_biases=False, gated=silu
         top_k=2,
         norm_topk_prob=norm_topk_prob,
         gated=gated,
+        shared=shared,
     )

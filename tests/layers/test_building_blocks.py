@@ -25,12 +25,12 @@ from sgl_jax.layers.layer_weights import (
 )
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import join_shares
-from sgl_jax.layers.moe import clamped_swiglu
+from sgl_jax.layers.moe import SharedExpert, clamped_swiglu
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import inverse_frequencies, rotate, rotation
 from sgl_jax.layers.sampling import SplitLogits
-from sgl_jax.layers.sources import Tensor
+from sgl_jax.layers.sources import Tensor, paired_order
 from tests.layers.modules import (
     declared_shapes,
     declared_specs,
@@ -44,14 +44,16 @@ TOLERANCE = 1e-5
 WHOLE = P()
 
 
-def run(module, method, *inputs, tp=1, in_spec=WHOLE, out_spec=WHOLE):
-    """Fill a module with random numbers and call it on `tp` chips; returns (result, params).
+def run(module, method, *inputs, tp=1, in_spec=WHOLE, out_spec=WHOLE, params=None):
+    """Fill a module with `params` or random numbers and call it on `tp` chips.
 
-    Logits come back as whole rows.
+    Returns (result, params). Logits come back as whole rows.
     """
     rng = np.random.default_rng(0)
     shapes = declared_shapes(module)
-    params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
+    if params is None:
+        params = jax.tree.map(lambda s: rng.normal(size=s.shape), shapes)
+    params = jax.tree.map(np.float32, params)
     mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
     graphdef = nnx.graphdef(module)
 
@@ -122,6 +124,22 @@ def test_mixture_of_experts(simulate, tp, norm_topk_prob):
             gate, up, down = (params[name]["weight"][expert] for name in ("gate", "up", "down"))
             out = silu(gate @ vector) * (up @ vector) @ down
             expected[token] += out * weights[expert] / total
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_shared_expert_serves_every_token_by_its_own_weight(tp):
+    x = np.random.default_rng(1).normal(size=(7, 8)).astype(np.float32) / 4
+    multiply = grouped_matmul_implementation("cpu")
+    alone = mixture_of_experts(multiply, norm_topk_prob=True)
+    shared = SharedExpert(gated_mlp(8, 6), Linear(Tensor("gate", (8, 1)), jnp.float32))
+    module = mixture_of_experts(multiply, norm_topk_prob=True, shared=shared)
+    actual, params = run(module, "__call__", x, tp=tp)
+    own = params.pop("shared")
+    gate, up, down = (own["expert"][name]["weight"] for name in ("gate", "up", "down"))
+    routed, _ = run(alone, "__call__", x, params=params)
+    weight = 1 / (1 + np.exp(-(x @ own["gate"]["weight"])))
+    expected = routed + weight * (silu(x @ gate) * (x @ up) @ down)
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
 
 
@@ -222,6 +240,19 @@ def test_rotation_turns_pairs_by_their_angle():
     turned = np.asarray(rotate(x, rotation(jnp.array([3]), frequencies)))[0, 0]
     expected = [math.cos(3), -2 * math.sin(0.3), math.sin(3), 2 * math.cos(0.3)]
     np.testing.assert_allclose(turned, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("num_turned", [4, 6, 10])
+def test_only_a_heads_first_dimensions_may_be_turned(num_turned):
+    x = np.random.default_rng(0).normal(size=(3, 2, 10)).astype(np.float32)
+    frequencies, positions = inverse_frequencies(num_turned, 100.0), jnp.array([0, 3, 7])
+    expected = x.copy()
+    own = rotation(positions, frequencies, 1.25)
+    expected[..., :num_turned] = rotate(jnp.asarray(x[..., :num_turned]), own)
+    order = list(paired_order(10, num_turned))
+    turned = rotate(jnp.asarray(x[..., order]), rotation(positions, frequencies, 1.25, 5))
+    np.testing.assert_allclose(turned, expected[..., order], atol=1e-6)
+    assert sorted(order) == list(range(10))
 
 
 def test_linear_scaling_stretches_all_and_llama3_only_the_long_waves():

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from sgl_jax.layers.mxfp4 import Mxfp4, unpacked
-from sgl_jax.layers.sources import EverySecond, Padded, Tensor, row_size
+from sgl_jax.layers.sources import (
+    EitherWay,
+    EverySecond,
+    Padded,
+    Slice,
+    Stacked,
+    Tensor,
+    as_stored,
+    row_size,
+)
 
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 EXPERTS, ROWS, COLUMNS = 3, 10, 96
@@ -106,6 +115,30 @@ def test_a_part_may_be_padded_along_both_axes():
         found = part(source, Arrays({"layer.w": stored}), index)
         np.testing.assert_array_equal(found, whole[rows])
     np.testing.assert_array_equal(source.fit(whole[:2]), whole)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_some_slices_alone_are_a_parameter(first):
+    stored = np.random.default_rng(0).normal(size=(2, 6, 8)).astype(np.float32)
+    source = Slice(Tensor("w", (2, 6, 8)), 1, first, 3)
+    assert source.shape == source.plain_shape == (2, 3, 8)
+    index = (slice(0, 2), slice(1, 3), slice(2, 8))
+    found = part(source, Arrays({"layer.w": stored}), index)
+    np.testing.assert_array_equal(found, stored[:, first + 1 : first + 3, 2:])
+
+
+def test_a_parameter_is_read_as_the_checkpoint_stores_it():
+    experts = Stacked(("0.", "1."), Tensor("w", (2, 3)))
+    source = Stacked(("a.", "b."), Padded(EitherWay(experts, Tensor("all", (2, 2, 3))), 4, axis=2))
+    apart = {f"{layer}.{expert}.w" for layer in "ab" for expert in "01"}
+    assert as_stored(source, {"a.all", "b.all"}).tensors() == {
+        "a.all": (2, 2, 3),
+        "b.all": (2, 2, 3),
+    }
+    # What is missing is asked for by its usual names.
+    for names in (apart, set(), {"b.all"}):
+        assert set(as_stored(source, names).tensors()) == apart
+    assert source.shape == as_stored(source, {"a.all"}).shape == (2, 2, 2, 4)
 
 
 def test_rows_are_made_longer_where_that_takes_little():

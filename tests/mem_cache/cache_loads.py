@@ -70,6 +70,19 @@ def branches() -> list[Prompt]:
     return prompts
 
 
+def long_documents() -> list[Prompt]:
+    """Twelve long documents, each read for a few questions in turn."""
+    rng, pages = Random(7), fresh_pages()
+    documents = [take(pages, 60) for _ in range(12)]
+    prompts = []
+    for _ in range(400):
+        i = min(int(rng.expovariate(0.5)), 11)
+        prompts.append(documents[i] + take(pages, rng.randint(1, 3)))
+        if rng.random() < 0.1:
+            documents = [take(pages, 60), *documents[:-1]]
+    return prompts
+
+
 def uniform_reuse() -> list[Prompt]:
     """A hundred documents, each as likely as any other."""
     rng, pages = Random(3), fresh_pages()

@@ -42,52 +42,54 @@ class LookbackModel:
 
     def lookback(self, group: int, prefix: Tokens) -> list[Tokens]:
         """The prefixes whose values are read to go on from `prefix`."""
-        return self.prefixes(prefix)[self.first_read(group, len(prefix)) :]
+        first_end = (self.first_read(group, len(prefix)) + 1) * self.page_size
+        return [prefix[:end] for end in range(first_end, len(prefix) + 1, self.page_size)]
 
     # 1. Position l of a path can be resumed if, for every component, all values in its lookback
     # are there. A hit is the deepest such l.
 
     def can_resume(self, prefix: Tokens) -> bool:
-        return prefix in self.pages and all(
-            self.pages[each][group]
-            for group in range(len(self.groups))
-            for each in self.lookback(group, prefix)
-        )
+        if prefix not in self.pages:
+            return False
+        for group in range(len(self.groups)):
+            for each in self.lookback(group, prefix):
+                if not self.pages[each][group]:
+                    return False
+        return True
 
     def longest_match(self, tokens: Tokens) -> Tokens:
-        return max(filter(self.can_resume, self.prefixes(tokens)), key=len, default=())
+        return next(filter(self.can_resume, reversed(self.prefixes(tokens))), ())
 
     # 2. A lease that ends at l locks exactly these intervals, less what it has let go of.
 
-    def locked(self, group: int, prefix: Tokens) -> int:
-        """How many leases hold the group's value of `prefix`."""
-        number = len(prefix) // self.page_size - 1
-        return sum(
-            lock.prefix[: len(prefix)] == prefix
-            and number >= max(lock.firsts[group], self.first_read(group, len(lock.prefix)))
-            for lock in self.locks
-        )
+    def locked(self) -> list[set[Tokens]]:
+        """Of each group, the prefixes whose values leases hold."""
+        held: list[set[Tokens]] = [set() for _ in self.groups]
+        for lock in self.locks:
+            prefixes = self.prefixes(lock.prefix)
+            for group, first in enumerate(lock.firsts):
+                first = max(first, self.first_read(group, len(lock.prefix)))
+                held[group].update(prefixes[first:])
+        return held
 
-    def is_on_locked_path(self, prefix: Tokens) -> bool:
-        return any(lock.prefix[: len(prefix)] == prefix for lock in self.locks)
+    def locked_paths(self) -> set[Tokens]:
+        return {each for lock in self.locks for each in self.prefixes(lock.prefix)}
 
     # 3. A value that no reachable position needs is dead.
 
     def drop_dead(self) -> None:
         """Everything dead leaves that no lease holds: values, and tokens that lead nowhere."""
         ends = list(filter(self.can_resume, self.pages))
-        needed = [
-            {each for end in ends for each in self.lookback(group, end)}
-            for group in range(len(self.groups))
-        ]
-        on_the_way = {each for end in ends for each in self.prefixes(end)}
-        for prefix in sorted(self.pages, key=len, reverse=True):
-            if prefix not in on_the_way and not self.is_on_locked_path(prefix):
+        windows = [group for group, each in enumerate(self.groups) if each.sliding_window]
+        needed = {g: {each for end in ends for each in self.lookback(g, end)} for g in windows}
+        leading = self.locked_paths().union(*map(self.prefixes, ends))
+        held = self.locked()
+        for prefix in list(self.pages):
+            if prefix not in leading:
                 del self.pages[prefix]
                 continue
-            for group, window in enumerate(each.sliding_window for each in self.groups):
-                is_held = self.locked(group, prefix) > 0
-                if window is not None and prefix not in needed[group] and not is_held:
+            for group in windows:
+                if prefix not in needed[group] and prefix not in held[group]:
                     self.pages[prefix][group] = 0
 
     # 4. Insert fills what is missing, so a tombstone heals.
@@ -106,26 +108,28 @@ class LookbackModel:
     def counts(self, pool: int) -> tuple[int, int]:
         """Pages of the pool that are (evictable, protected)."""
         held = [
-            self.locked(group, prefix) > 0
+            prefix in locked
+            for group, locked in enumerate(self.locked())
+            if self.groups[group].pool == pool
             for prefix, values in self.pages.items()
-            for group, page in enumerate(values)
-            if page and self.groups[group].pool == pool
+            if values[group]
         ]
         return held.count(False), held.count(True)
 
     def remove_evicted(self, remaining: dict[Tokens, list[int]]) -> None:
         """Accept an eviction: nothing locked is gone, FULL left from the leaves up, and no value
         has changed but to none."""
+        locked, locked_paths = self.locked(), self.locked_paths()
         for prefix, values in list(self.pages.items()):
             if prefix not in remaining:
-                assert not self.is_on_locked_path(prefix), "eviction took a locked path"
+                assert prefix not in locked_paths, "eviction took a locked path"
                 del self.pages[prefix]
                 continue
             for group, page in enumerate(values):
                 if remaining[prefix][group] != page:
                     assert remaining[prefix][group] == 0, "eviction changed what it kept"
                     assert self.groups[group].sliding_window, "eviction left tokens without FULL"
-                    assert not self.locked(group, prefix), "eviction took what is locked"
+                    assert prefix not in locked[group], "eviction took what is locked"
                     values[group] = 0
         assert remaining.keys() == self.pages.keys(), "eviction made something up"
         for prefix in self.pages:

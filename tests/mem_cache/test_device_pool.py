@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from sgl_jax.mem_cache.device_pool import KVPoolLayout, kv_absmax, make_kv_pool
+from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.mem_cache.device_pool import (
+    KVPoolLayout,
+    StatePoolLayout,
+    kv_absmax,
+    make_kv_pool,
+    make_state_pools,
+)
 
 LAYOUT = KVPoolLayout(
     num_layers=3, num_kv_heads=4, page_size=8, head_dim=16, dtype=jnp.dtype("bfloat16")
@@ -51,3 +58,39 @@ def test_the_greatest_k_and_v_of_each_head_are_found_wherever_chips_keep_them(he
         pool[layer, 1 + head, slot, 3, lane] = -expected[kind, layer, head]
         pool[layer, 6, slot, 2, lane] = 0.5
     np.testing.assert_array_equal(kv_absmax(jnp.asarray(pool), layout, mesh), expected)
+
+
+STATES = StatePoolLayout(
+    3, GatedDeltaConfig(4, 8, 16, 24, 4), jnp.dtype("bfloat16"), jnp.dtype("float32")
+)
+
+
+def test_a_slot_counts_the_states_of_all_layers_and_heads():
+    assert STATES.slot_bytes == 3 * (3 * (4 * 2 * 16 + 8 * 24) * 2 + 8 * 16 * 24 * 4)
+
+
+def test_a_slot_of_a_large_model_takes_what_thousands_of_tokens_do():
+    qwen3_next = STATES._replace(num_layers=36, recurrence=GatedDeltaConfig(16, 32, 128, 128, 4))
+    assert qwen3_next.slot_bytes / 24_576 == pytest.approx(3_144)
+
+
+def test_each_device_holds_its_ranks_slots_and_its_share_of_the_heads():
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "tensor"))
+    pools = make_state_pools(STATES, num_slots=5, mesh=mesh)
+    assert sum(pool.nbytes for pool in pools) == 10 * STATES.slot_bytes
+    assert (pools.conv.shape, pools.recurrent.shape) == ((3, 10, 3, 320), (3, 10, 8, 16, 24))
+    shapes = [{shard.data.shape for shard in pool.addressable_shards} for pool in pools]
+    assert shapes == [{(3, 5, 3, 160)}, {(3, 5, 4, 16, 24)}]
+    assert (pools.conv.dtype, pools.recurrent.dtype) == (jnp.bfloat16, jnp.float32)
+    assert not any(np.asarray(pool, np.float32).any() for pool in pools)
+
+
+def test_a_state_is_copied_in_all_layers_and_leaves_other_slots_alone():
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1), ("data", "tensor"))
+    pools = make_state_pools(STATES, num_slots=5, mesh=mesh)
+    pools = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), pools)
+    copied = jax.jit(type(pools).copied)(pools, jnp.int32(3), jnp.int32(1))
+    for before, after in zip(pools, copied, strict=True):
+        expected = np.array(before)
+        expected[:, 1] = expected[:, 3]
+        np.testing.assert_array_equal(after, expected)

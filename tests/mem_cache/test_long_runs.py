@@ -1,7 +1,6 @@
 """The state machines of this room with many more events; `SGL_JAX_EXAMPLES` sets how many."""
 
 import os
-import random
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -9,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
 from tests.mem_cache.test_eviction_queue import QueueMachine
-from tests.mem_cache.test_lookbacks import LookbackMachine
+from tests.mem_cache.test_lookbacks import LookbackMachine, run_at_random
 from tests.mem_cache.test_page_allocator import AllocatorMachine
 from tests.mem_cache.test_radix_cache import (
     AdaptiveRadixCacheMachine,
@@ -56,10 +55,5 @@ def test_many_random_events(machine: type[RuleBasedStateMachine]) -> None:
 def test_a_million_things_on_trees_with_windows(layout: int, page_size: int, policy: str) -> None:
     """`SGL_JAX_STEPS` of them over all cases; after each, everything is compared with the model."""
     num_steps = int(os.environ.get("SGL_JAX_STEPS", "1000000"))
-    rng = random.Random(f"{layout} {policy} {page_size}")
-    machine = LookbackMachine()
-    machine.begin(layout, page_size, policy)
-    for _ in range(num_steps // (len(LookbackMachine.layouts) * len(EVICTION_POLICIES) * 4)):
-        machine.one_thing(rng)
-        machine.agrees_with_the_model()
-    machine.teardown()
+    num_cases = len(LookbackMachine.layouts) * len(EVICTION_POLICIES) * 4
+    run_at_random(layout, page_size, policy, num_steps // num_cases)

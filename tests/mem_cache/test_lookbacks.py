@@ -4,11 +4,12 @@ import random
 from typing import ClassVar
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
 from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
@@ -32,12 +33,15 @@ ROW = 1
 
 def values_on_tree(cache: RadixCache) -> dict[Tokens, list[int]]:
     """What `LookbackModel.pages` should be."""
-    found = {}
-    for node in cache.tree.nodes():
-        tokens, pages = tokens_to(node), cache.pages_to(node).T.tolist()
-        page_size = cache.tree.page_size
-        for end in range(node.end, node.end - len(node.key), -page_size):
-            found[tokens[:end]] = pages[end // page_size - 1]
+    found: dict[Tokens, list[int]] = {}
+    for leaf in cache.tree.nodes():
+        if leaf.children:
+            continue
+        tokens, pages = tokens_to(leaf), cache.pages_to(leaf).T.tolist()
+        for end in range(leaf.end, 0, -cache.tree.page_size):
+            if tokens[:end] in found:
+                break  # the rest is that of another leaf
+            found[tokens[:end]] = pages[end // cache.tree.page_size - 1]
     return found
 
 
@@ -45,7 +49,7 @@ class LookbackMachine(RuleBasedStateMachine):
     """Leases match, publish with what they still have, let go of windows early, and end."""
 
     layouts: ClassVar = [
-        [(None, 0), (3, 0)],  # of each group: window in tokens, pool
+        [(None, 0), (3, 0)],  # of each group: window in tokens, pool, whether it is recurrent
         [(4, 0), (None, 0)],
         [(None, 0), (5, 1)],
         [(9, 1), (None, 0)],
@@ -53,6 +57,9 @@ class LookbackMachine(RuleBasedStateMachine):
         [(None, 0), (2, 0), (7, 0)],
         [(None, 0), (4, 1), (9, 1)],
         [(3, 0), (8, 1)],
+        [(None, 0), (LAST_VALUE, 1, True)],
+        [(None, 0), (5, 0), (LAST_VALUE, 1, True)],
+        [(None, 0), (7, 1), (LAST_VALUE, 2, True)],
     ]
 
     @initialize(
@@ -65,7 +72,9 @@ class LookbackMachine(RuleBasedStateMachine):
 
     def begin(self, layout: int, page_size: int, policy: str) -> None:
         self.page_size = page_size
-        self.groups = [CacheGroup(window, pool) for window, pool in self.layouts[layout]]
+        self.groups = [
+            CacheGroup(window, pool, (), *rest) for window, pool, *rest in self.layouts[layout]
+        ]
         num_pools = max(group.pool for group in self.groups) + 1
         self.allocators = [PageAllocator(1500, f"pool {pool}") for pool in range(num_pools)]
         self.cache = RadixCache(self.groups, self.allocators, page_size, eviction_policy=policy)
@@ -80,16 +89,20 @@ class LookbackMachine(RuleBasedStateMachine):
 
     def offer(self, tokens: Tokens, owned_from: int, zeros: list[int], lock: Lock | None) -> None:
         """Publish as a row does that owns what is behind `owned_from`, but for the windows' pages
-        before `zeros` of each group."""
+        before `zeros` of each group, and all states but those at multiples of as many pages."""
         model, count = self.model, len(tokens) // self.page_size
         first = owned_from // self.page_size
         offered = np.zeros((len(self.groups), count), np.int32)
         prefixes = model.prefixes(tokens)
-        for group, (window, pool, _) in enumerate(self.groups):
+        for group, (window, pool, *_) in enumerate(self.groups):
             offered[group, :first] = [model.pages[each][group] for each in prefixes[:first]]
             begin = first if window is None else max(first, min(zeros[group], count))
-            offered[group, begin:] = self.allocators[pool].alloc(count - begin, ROW)
-            for number in range(begin, count):
+            owned = list(range(begin, count))
+            if self.groups[group].is_recurrent:
+                interval = 1 + zeros[group] % 5
+                owned = [each for each in range(first, count) if (each + 1) % interval == 0]
+            offered[group, owned] = self.allocators[pool].alloc(len(owned), ROW)
+            for number in owned:
                 self.content[pool, int(offered[group, number])] = group, prefixes[number]
         namespace, node, firsts = namespace_of(tokens), None, [0] * len(self.groups)
         if lock is not None:
@@ -109,7 +122,7 @@ class LookbackMachine(RuleBasedStateMachine):
         expected = [[model.pages[each][g] for each in prefixes] for g in range(len(self.groups))]
         begin = 0 if node is None else first
         assert kept.pages.tolist() == [row[begin:] for row in expected]
-        for group, (_, pool, _) in enumerate(self.groups):
+        for group, (_, pool, *_) in enumerate(self.groups):
             own = offered[group, first:]
             duplicates = own[(own != kept.pages[group, first - begin :]) & (own != 0)]
             self.allocators[pool].free(duplicates, ROW)
@@ -140,8 +153,10 @@ class LookbackMachine(RuleBasedStateMachine):
             zeros = [self.model.first_read(group, length) for group in range(len(self.groups))]
             self.offer(tokens[:end], length, zeros, lock)
             lock, length = self.model.locks[-1], end
-            for group in range(len(self.groups)):
-                self.let_go(len(self.nodes) - 1, group, zeros[group])
+            for group, first in enumerate(zeros):
+                # What a row without a snapshot at its end has not locked it does not read.
+                is_read = not self.groups[group].is_recurrent or self.model.can_resume(tokens[:end])
+                self.let_go(len(self.nodes) - 1, group, first if is_read else end // self.page_size)
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
@@ -171,7 +186,7 @@ class LookbackMachine(RuleBasedStateMachine):
     def check_pages_read(self, pages: np.ndarray, prefix: Tokens, behind: int) -> None:
         """A match answers what is read from there, which holds what it should."""
         prefixes = self.model.prefixes(prefix)
-        for group, (_, pool, _) in enumerate(self.groups):
+        for group, (_, pool, *_) in enumerate(self.groups):
             first = self.model.first_read(group, len(prefix))
             expected = [
                 self.model.pages[each][group] if number >= first else 0
@@ -289,6 +304,10 @@ class LookbackMachine(RuleBasedStateMachine):
         if num_pages == 0:
             assert num_gone == 0
         model.remove_evicted(values_on_tree(self.cache))
+        # Whatever else changes the model has it drop what is dead; here the tree must have.
+        before = {prefix: list(values) for prefix, values in model.pages.items()}
+        model.drop_dead()
+        assert model.pages == before, "something dead is on the tree"
 
     @rule()
     def reset(self) -> None:
@@ -336,9 +355,6 @@ class LookbackMachine(RuleBasedStateMachine):
             for node, lock in zip(self.nodes, model.locks, strict=True)
         )
         assert values_on_tree(self.cache) == model.pages
-        before = {prefix: list(values) for prefix, values in model.pages.items()}
-        model.drop_dead()
-        assert model.pages == before, "something dead is on the tree"
         counts = [model.counts(pool) for pool in range(len(self.allocators))]
         assert self.cache.num_evictable == [evictable for evictable, _ in counts]
         assert self.cache.num_protected == [protected for _, protected in counts]
@@ -365,3 +381,20 @@ class LookbackMachine(RuleBasedStateMachine):
 
 TestLookbacks = LookbackMachine.TestCase
 TestLookbacks.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
+
+
+def run_at_random(layout: int, page_size: int, policy: str, num_steps: int) -> None:
+    """So many things, the same in each run; after each, everything is compared with the model."""
+    rng = random.Random(f"{layout} {policy} {page_size}")
+    machine = LookbackMachine()
+    machine.begin(layout, page_size, policy)
+    for _ in range(num_steps):
+        machine.one_thing(rng)
+        machine.agrees_with_the_model()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("layout", range(len(LookbackMachine.layouts)))
+def test_two_hundred_things_the_same_in_each_run(layout: int) -> None:
+    """What hypothesis draws differs from run to run: it finds rare slips now and then."""
+    run_at_random(layout, 1 + layout % 3, "adaptive", 200)

@@ -41,6 +41,16 @@ GPT_OSS = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 128,
 }
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 
 
 def read(**changes):

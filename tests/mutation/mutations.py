@@ -28,6 +28,7 @@ _GHOSTS = "sgl_jax/mem_cache/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/radix_cache.py"
 _WINDOW = "sgl_jax/mem_cache/window_component.py"
 _ORDER = "sgl_jax/mem_cache/window_order.py"
+_STATES = "sgl_jax/mem_cache/row_states.py"
 _RESUMABLE = "sgl_jax/mem_cache/resumable.py"
 _LOCKED = "sgl_jax/mem_cache/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
@@ -44,6 +45,7 @@ _STREAMING = "sgl_jax/sessions/streaming.py"
 _REGULAR = "sgl_jax/sessions/tree.py"
 _BOOK = "sgl_jax/sessions/store.py"
 _DESK = "sgl_jax/sessions/service.py"
+_LEDGER = "sgl_jax/mem_cache/ledger.py"
 _WALK = "sgl_jax/mem_cache/ledger_walk.py"
 _ARGS = "sgl_jax/core/server_args.py"
 _ADMISSION = "sgl_jax/scheduler/admission.py"
@@ -497,8 +499,8 @@ MUTATIONS = (
     Mutation(
         "tell the executor of a rank's pages as if they were the first rank's",
         _ROWS,
-        "            start = ((self.first_row + row) * self.num_groups + group)",
-        "            start = (row * self.num_groups + group)",
+        "        start = ((self.first_row + row) * self.num_groups + group)",
+        "        start = (row * self.num_groups + group)",
     ),
     Mutation(
         "give a row back with its old lengths",
@@ -703,9 +705,8 @@ MUTATIONS = (
     Mutation(
         "resume a session with its tail",
         _RELEASE,
-        "    memory.unpark(lease)\n"
-        "    free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n",
-        "    memory.unpark(lease)\n",
+        "    go_back(memory, lease, length)\n    _cut(memory, lease, length)\n    return lease",
+        "    go_back(memory, lease, length)\n    return lease",
     ),
     Mutation(
         "free a tail from the page that its prefix ends in",
@@ -728,20 +729,20 @@ MUTATIONS = (
     Mutation(
         "take what was committed for the prefix of a turn",
         _RELEASE,
-        "    free_tail(memory, lease, min(lease.kv_committed_len, num_tokens))\n    return lease",
-        "    free_tail(memory, lease, lease.kv_committed_len)\n    return lease",
+        "    go_back(memory, lease, length)\n    _cut(memory, lease, length)\n    return lease",
+        "    _cut(memory, lease, lease.kv_committed_len)\n    return lease",
     ),
     Mutation(
         "a rolled back session keeps what followed",
         _RELEASE,
-        "in enumerate(free_tail(memory, lease, length)):\n",
+        "in enumerate(_cut(memory, lease, length)):\n",
         "in enumerate([0] * len(memory.allocators)):\n",
     ),
     Mutation(
         "cut a lease though the tree owns more of it",
-        _RELEASE,
-        "    if num_tokens < max(lease.cache_protected_len, 1) or",
-        "    if num_tokens < 1 or",
+        _STATES,
+        "    return most if most >= protected and memory",
+        "    return most if memory",
     ),
     Mutation(
         "hand a lease to its session with the epoch of the turn before",
@@ -1261,7 +1262,7 @@ MUTATIONS = (
     Mutation(
         "take what a turn's session has computed for work",
         _RANK,
-        "return max(cursor.length, min(lease.kv_committed_len, request.resumable_len))",
+        "return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))",
         "return cursor.length",
     ),
     Mutation(
@@ -1341,8 +1342,14 @@ MUTATIONS = (
     Mutation(
         "wait for a prompt that is scored a little at a time",
         _IN_FLIGHT,
+        "running.known_tokens(row)[: running.score_start[row]], cursor.matched",
+        "running.known_tokens(row), cursor.matched",
+    ),
+    Mutation(
+        "states: wait for tokens that a leader has published",
+        _IN_FLIGHT,
+        "running.known_tokens(row)[: running.score_start[row]], cursor.matched",
         "running.known_tokens(row)[: running.score_start[row]], cursor.length",
-        "running.known_tokens(row), cursor.length",
     ),
     Mutation(
         "wait for what a session's turn publishes only at its end",
@@ -1843,7 +1850,7 @@ MUTATIONS = (
     Mutation(
         "windows: count what a published prefix leaves behind as locked",
         _RELEASE,
-        "        memory.locked[pool].unlock(passed[passed > 0])\n",
+        "        memory.locked[group.pool].unlock(passed[passed > 0])\n",
         "",
     ),
     Mutation(
@@ -1867,13 +1874,236 @@ MUTATIONS = (
     Mutation(
         "windows: take a page for the first group alone",
         _GROWTH,
-        "    for number, group in enumerate(memories[0].groups):\n        allocators",
-        "    for number, group in enumerate(memories[0].groups[:1]):\n        allocators",
+        "    for number, group in enumerate(memories[0].groups):\n        if group",
+        "    for number, group in enumerate(memories[0].groups[:1]):\n        if group",
     ),
     Mutation(
         "windows: tell the executor of one group's pages as another's",
         _ROWS,
         "(rows * self.num_groups + group) * self.pages_per_row + columns",
         "(rows * self.num_groups) * self.pages_per_row + columns",
+    ),
+    # -- states of recurrent layers
+    Mutation(
+        "states: start a cached prefix from nothing",
+        _STATES,
+        "    if length == 0:\n        return NULL_SLOT\n",
+        "    if length == lease.cache_protected_len:\n        return NULL_SLOT\n",
+    ),
+    Mutation(
+        "states: go on from the first state of a half, whatever was accepted",
+        _STATES,
+        "own_slot(lease.row, half, length - first)",
+        "own_slot(lease.row, half)",
+    ),
+    Mutation(
+        "states: read the snapshot of the page behind",
+        _STATES,
+        "        slot = int(_listed(memory, lease.row)[length // memory.page_size - 1])\n",
+        "        slot = int(_listed(memory, lease.row)[length // memory.page_size])\n",
+    ),
+    Mutation(
+        "states: resume where there is no state",
+        _STATES,
+        "        most = _deepest_state(memory, lease.row, most)\n",
+        "",
+    ),
+    Mutation(
+        "states: begin again only where there is a state",
+        _STATES,
+        "            most = 0\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "states: keep a state that is published already",
+        _STATES,
+        "is_own = lease.cache_protected_len < length <=",
+        "is_own = length <=",
+    ),
+    Mutation(
+        "states: take a second slot for the same state",
+        _STATES,
+        "    if listed:\n        return listed\n    pool",
+        "    pool",
+    ),
+    Mutation(
+        "states: evict nothing for a snapshot",
+        _STATES,
+        "num_free == 0 and memory.cache.evict(1, pool) == 0:",
+        "num_free == 0:",
+    ),
+    Mutation(
+        "states: list a snapshot one page late",
+        _STATES,
+        "*_cells(row, np.array([column])), slots)",
+        "*_cells(row, np.array([column + 1])), slots)",
+    ),
+    Mutation(
+        "states: give a snapshot back that the tree owns",
+        _STATES,
+        "% memory.page_size == 0 and length > lease.cache_protected_len",
+        "% memory.page_size == 0",
+    ),
+    Mutation(
+        "states: let go of snapshots for one that is not certain",
+        _STATES,
+        "listed[first : certain_len // page_size].nonzero()",
+        "listed[first:].nonzero()",
+    ),
+    Mutation(
+        "states: let go of the last snapshot, too",
+        _STATES,
+        "    is_kept[-1:] = True\n",
+        "    is_kept[-1:] |= not np.count_nonzero(is_kept)\n",
+    ),
+    Mutation(
+        "states: let go of what was to be published",
+        _STATES,
+        "    is_kept = (own + 1) * page_size % memory.sizes.snapshot_interval == 0\n",
+        "    is_kept = np.zeros(len(own), np.bool_)\n",
+    ),
+    Mutation(
+        "states: let go of snapshots and keep the tree's locked",
+        _STATES,
+        "        memory.cache.let_go(lease.node, group, first, protected)\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "states: count the tree's snapshot as locked when it is not",
+        _STATES,
+        "    memory.locked[_pool(memory)].unlock(read[read > 0])\n",
+        "",
+    ),
+    Mutation(
+        "states: keep snapshots past the tokens of a session",
+        _STATES,
+        "    _free(memory, lease.row, columns)\n    return len(columns)",
+        "    return 0",
+    ),
+    Mutation(
+        "states: find no state before those that were let go of",
+        _STATES,
+        "    firsts[lease.row] = min(firsts[lease.row], first)\n",
+        "",
+    ),
+    Mutation(
+        "states: keep the states past what a turn knows",
+        _RELEASE,
+        "            forget_states_past(memory, lease, lease.kv_committed_len)\n",
+        "",
+    ),
+    Mutation(
+        "states: forget to what length a row went back",
+        _STATES,
+        "    rows.resumed_len[row] = length\n",
+        "",
+    ),
+    Mutation(
+        "states: take the half that was abandoned for the latest",
+        _STATES,
+        "        rows.state_half[row] = holding[0]\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "states: see no snapshot where a row could go back to",
+        _STATES,
+        "    if len(columns):\n        lengths.append",
+        "    if not lengths and len(columns):\n        lengths.append",
+    ),
+    Mutation(
+        "states: free a snapshot and list it on",
+        _STATES,
+        "    memory.rows.list_page_each(_group(memory), *_cells(row, columns), np",
+        "    (_group(memory), *_cells(row, columns), np",
+    ),
+    Mutation(
+        "states: lock what another row brings to the end of a chunk",
+        _RELEASE,
+        "            memory.cache.let_go(lease.node, number, seen, end)\n            seen = end\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "states: let go of snapshots as of windows",
+        _RELEASE,
+        "        if window is None or is_recurrent:\n",
+        "        if window is None:\n",
+    ),
+    Mutation(
+        "states: cut a lease where there is no state",
+        _RELEASE,
+        "and resumable_len(memory, lease, length) < length:",
+        "and resumable_len(memory, lease, length) < 0:",
+    ),
+    Mutation(
+        "states: a session that goes back holds its snapshots still",
+        _RELEASE,
+        "        num_freed[memory.state_pool] += num_snapshots\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "states: take a slot for each page of a row",
+        _GROWTH,
+        "        if group.is_recurrent:\n            continue",
+        "        if False:\n            continue",
+    ),
+    Mutation(
+        "states: give a row back with its states",
+        _ROWS,
+        "        self.states[:, row] = _NO_STATES\n",
+        "",
+    ),
+    Mutation(
+        "states: make room for states as for pages",
+        _MEMORY,
+        "            sum(not sizes.groups[number].is_recurrent for number in numbers)\n",
+        "            len(numbers)\n",
+    ),
+    Mutation(
+        "states: read drafts of a step whose end is not known",
+        _STATES,
+        "        num_drafts = 0\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "states: read refused drafts rather than what the next step wrote",
+        _STATES,
+        "    for half in (latest, 1 - latest):\n",
+        "    for half in (1 - latest, latest):\n",
+    ),
+    Mutation(
+        "states: go back and keep the states of the tokens behind",
+        _STATES,
+        "    forget_states_past(memory, lease, length)\n    if memory",
+        "    if memory",
+    ),
+    Mutation(
+        "states: go back once more and trust a half that was cut before",
+        _STATES,
+        "        of_row[is_cut] = NO_STATE\n",
+        "",
+    ),
+    Mutation(
+        "states: count the tree's snapshots as those of rows",
+        _LEDGER,
+        "range(protected_len[row] // page_size, pages.shape[1])",
+        "range(pages.shape[1])",
+    ),
+    Mutation(
+        "states: keep what a conversation went past as long as a branch",
+        _ORDER,
+        "            if num_children != 1:\n",
+        "            if count:\n",
+    ),
+    Mutation(
+        "states: say that snapshots are pages",
+        _MEMORY,
+        'kind="states" if pool == self.state_pool else "pages"',
+        'kind="pages"',
+    ),
+    Mutation(
+        "states: find states of free rows nowhere",
+        _WALK,
+        "        if (rows.state_lens[:, row] != NO_STATE).any():\n",
+        "        if False:\n",
     ),
 )

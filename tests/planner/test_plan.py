@@ -1,5 +1,6 @@
 """The planner's answers: a sweep of which one mesh fits, and models that do not fit."""
 
+import dataclasses
 import json
 
 import pytest
@@ -96,6 +97,16 @@ def test_text_and_json_say_the_same(plan):
     for line in values["assumptions"] + values["advice"]:
         assert line in text
     assert f"Serve with: {values['serve_command']}" in text
+
+
+def test_what_windows_save_is_told_where_there_are_windows(plan):
+    assert plan.requests_without_windows is None
+    assert "every layer" not in as_text(plan)
+    held = plan.memory.num_requests
+    windowed = dataclasses.replace(plan, requests_without_windows=held // 2)
+    told = f"{held:,} of these; if every layer kept every token {held // 2:,}"
+    assert f"{told}, {held / (held // 2):.2f} times as many" in as_text(windowed)
+    assert as_dict(windowed)["requests_without_windows"] == held // 2
 
 
 def test_a_plan_comes_with_advice(plan):

@@ -47,8 +47,13 @@ def make_sizes(
     max_prompt_logprob_tokens: int | None = None,
     max_draft_tokens: int = 0,
     groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
+    states: tuple[int, int, int] | None = None,
 ) -> EngineSizes:
-    """Small sizes, as tests like them; `num_pages` of the first pool."""
+    """Small sizes, as tests like them; `num_pages` of the first pool.
+
+    With recurrent layers `states` are the slots for snapshots, and the intervals of prompts and
+    outputs at which they are kept, in pages, the first in multiples of the second.
+    """
     sizes = EngineSizes(
         dp_size=dp_size,
         page_size=page_size,
@@ -62,10 +67,19 @@ def make_sizes(
         groups=groups,
     )
     # Of any other as many as all rows may hold at once.
-    others = [group for group in groups if group.pool > 0]
+    others = [group for group in groups if group.pool > 0 and not group.is_recurrent]
     chunk_pages = sizes.pages_for(max_chunk_tokens)
     held = [1 + (num_rows - 1) * sizes.resting_pages(group) + chunk_pages for group in others]
-    return sizes._replace(pool_pages=(num_pages, *held))
+    sizes = sizes._replace(pool_pages=(num_pages, *held))
+    if states is None:
+        return sizes
+    num_snapshots, multiple, tail_pages = states
+    return sizes._replace(
+        pool_pages=(*sizes.pool_pages, 1 + num_snapshots),
+        snapshot_interval=multiple * tail_pages * page_size,
+        tail_interval=tail_pages * page_size,
+        max_step_snapshots=num_rows * (4 + 3 * max_draft_tokens),
+    )
 
 
 def forced_retract(interval: int) -> dict[str, Any]:

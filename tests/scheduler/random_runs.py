@@ -44,6 +44,7 @@ def draw_setup(rng: random.Random) -> Setup:
         max_passed_over=rng.choice([1, 3, 128]),
         eviction=rng.choice(["adaptive", "adaptive", "lru"]),
         windows=rng.choice([None, (rng.choice(WINDOWS), rng.randint(2, 40))]),
+        states=rng.choice([None, (rng.randint(1, 24), rng.randint(1, 4), rng.randint(1, 2))]),
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs
 from tests.scheduler.driver import forced_retract, make_sizes
@@ -46,14 +46,20 @@ class Setup:
     max_sessions: int = 4096
     # Where windows keep their pages, of `WINDOWS`, and their tokens; None: no layer has a window.
     windows: tuple[str, int] | None = None
+    # With recurrent layers: slots for snapshots, and the intervals at which they are kept in
+    # prompts and in outputs, in pages.
+    states: tuple[int, int, int] | None = None
 
     def groups(self) -> tuple[CacheGroup, ...]:
         """Of layers."""
-        if self.windows is None:
-            return FULL_ATTENTION
-        where, size = self.windows
-        window = CacheGroup(size, 1 if where == "own pool" else 0)
-        return (window,) if where == "alone" else (*FULL_ATTENTION, window)
+        groups = FULL_ATTENTION
+        if self.windows is not None:
+            where, size = self.windows
+            window = CacheGroup(size, 1 if where == "own pool" else 0)
+            groups = (window,) if where == "alone" else (*FULL_ATTENTION, window)
+        if self.states is None:
+            return groups
+        return *groups, CacheGroup(LAST_VALUE, groups[-1].pool + 1, is_recurrent=True)
 
     def sizes(self) -> EngineSizes:
         """What the executor offers."""
@@ -66,6 +72,7 @@ class Setup:
             max_prompt_logprob_tokens=5,
             max_draft_tokens=self.num_draft_tokens,
             groups=self.groups(),
+            states=self.states,
         )
         if self.shapes is None:
             return sizes
@@ -116,6 +123,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "max_passed_over": st.sampled_from([1, 3, 128]),
     "eviction": st.sampled_from(["adaptive", "adaptive", "lru"]),
     "windows": st.none() | st.tuples(st.sampled_from(WINDOWS), st.integers(2, 40)),
+    "states": st.none() | st.tuples(st.integers(1, 24), st.integers(1, 4), st.integers(1, 2)),
 }
 
 

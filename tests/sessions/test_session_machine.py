@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
+from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.sessions.streaming import StreamingSession
@@ -85,6 +87,13 @@ class SessionMachine(SchedulerMachine):
             in_lease = 0
             if lease is not None and lease.cache_protected_len <= num_kept:
                 in_lease = min(lease.kv_committed_len, num_kept)
+                if rank.memory.state_group is not None:
+                    held = self.states_of(rank, lease, request.tokens[:in_lease])
+                    told = resumable_len(rank.memory, lease, in_lease)
+                    assert told == -1 or told in held
+                    # Slots of drafts may hold what steps long before have left there.
+                    has_drafts = rank.memory.sizes.max_draft_tokens > 0
+                    in_lease = max(told, 0) if has_drafts else max(held, default=0)
                 if not sees_its_windows(rank.memory, lease, in_lease):
                     in_lease = 0
             in_tree = cache.peek(matchable, request.namespace)
@@ -99,6 +108,20 @@ class SessionMachine(SchedulerMachine):
             return row
 
         rank.admit = watched  # type: ignore[method-assign]
+
+    def states_of(self, rank: RankScheduler, lease: KVLease, tokens: Int32Array) -> list[int]:
+        """After how many of `tokens`, and no fewer than the tree owns, a state is in the slots of
+        `lease`, by what these hold."""
+        sizes, oracle = rank.memory.sizes, self.driver.oracle
+        width = 2 * (1 + sizes.max_draft_tokens)
+        own = [sizes.own_slot(lease.row, 0, index) for index in range(width)]
+        listed = lease.pages(sizes.page_size)[sizes.state_group]
+        slots = [*own, *listed[listed > 0].tolist()]
+        return [
+            length
+            for length in range(lease.cache_protected_len, len(tokens) + 1)
+            if length == 0 or oracle.holds_state(rank.dp_rank, slots, tokens[:length])
+        ]
 
     # -- what clients do --------------------------------------------------------------------
 
@@ -457,13 +480,14 @@ def test_random_conversations_among_random_events_remember_what_they_should(
 def sees_its_windows(memory: RankMemory, lease: KVLease, length: int) -> bool:
     """Whether `lease` lists all that the token after `length` sees."""
     num_pages = -(-length // memory.page_size)
+    paged = [group for group in memory.groups if not group.is_recurrent]
     firsts = [
         0 if group.sliding_window is None else max(length - group.sliding_window + 1, 0)
-        for group in memory.groups
+        for group in paged
     ]
     return all(
         bool((pages[first // memory.page_size : num_pages] > 0).all())
-        for first, pages in zip(firsts, lease.pages(memory.page_size), strict=True)
+        for first, pages in zip(firsts, lease.pages(memory.page_size)[: len(paged)], strict=True)
     )
 
 

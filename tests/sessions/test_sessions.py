@@ -2,6 +2,7 @@
 
 import pytest
 
+from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.messages import SessionTurn, StopRequest
 from sgl_jax.core.server_args import SchedulerArgs
 from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
@@ -19,6 +20,7 @@ def talk(
     dp_size: int = 1,
     num_rows: int = 9,
     chunk: int = 8,
+    groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
     **config: object,
 ) -> Conversations:
     """An engine with one streaming session, "s"."""
@@ -29,6 +31,7 @@ def talk(
         num_rows=num_rows,
         max_chunk_tokens=chunk,
         max_draft_tokens=num_drafts,
+        groups=groups,
     )
     config = {"session_memory_fraction": 1.0} | config
     settings = SchedulerArgs(**config)  # type: ignore[arg-type]

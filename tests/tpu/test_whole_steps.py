@@ -61,6 +61,7 @@ LAYOUTS = (
     ("gpt-oss-120b", "v5p-8", 1, 4, None),
     ("gpt-oss-120b", "v6e-8", 1, 8, 24),
     ("gpt-oss-120b", "tpu7x-8", 1, 8, None),
+    ("gpt-oss-120b", "v6e-16", 1, 16, None),
     ("qwen3-8b", "v6e-1", 1, 1, None),
     ("qwen3-32b", "v6e-8", 1, 8, None),
     ("qwen3-30b-a3b", "v5e-1", 1, 1, 4),
@@ -77,7 +78,7 @@ LAYOUTS = (
 QUICK = {
     ("llama-3.1-8b", "v5e-4", 4, "decode"),
     ("llama-3.1-8b", "v5p-2", 1, "decode"),
-    ("llama-3.3-70b", "v6e-8", 8, "mixed"),
+    ("llama-3.1-8b", "v6e-1", 1, "mixed"),
     ("qwen3-30b-a3b", "v6e-4", 4, "decode"),
     ("llama-3.1-8b", "tpu7x-2", 1, "decode"),
 }

@@ -7,17 +7,19 @@ Exit code 0: the run ended and its memory was proved. 1: the memory is not what 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sgl_jax.bench.trace.cache_only import tree_hit_rate
 from sgl_jax.bench.trace.oracles import Trace, num_distinct_blocks, oracle_hit_rates
-from sgl_jax.bench.trace.plot import plot_run
+from sgl_jax.bench.trace.plot import plot_run, plot_shares
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, VOCAB_SIZE, read_trace
+from sgl_jax.bench.trace.recurrent import QWEN3_NEXT, recurrent_hit_rates
 from sgl_jax.bench.trace.report import (
     CacheRow,
     WindowedRow,
     cache_table,
+    recurrent_table,
     served_text,
     served_values,
     windowed_table,
@@ -38,6 +40,8 @@ ENGINE_SETTINGS = (
     *("dp_size", "tp_size", "max_total_tokens", "max_running_requests"),
     *("chunked_prefill_size", "schedule_policy", "load_balance_method"),
 )
+# Bytes of snapshots to those of the KV.
+_SNAPSHOT_SHARES = (0.125, 0.25, 0.5, 1.0)
 _CAPACITIES = "1000,3000,10000,30000"
 # About what an 8B model in bfloat16 leaves of eight v6e chips.
 _DEFAULT_TOTAL_TOKENS = 1_536_000
@@ -58,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(words)
         trace = read_trace(words.file, words.num_requests)
-        run = _windowed if words.windows else _cache_only if words.cache_only else _served
-        text = run(trace, words)
+        text = _chosen_run(words)(trace, words)
     except MemoryDefectError as error:
         print(f"the memory is wrong: {error}", file=sys.stderr)
         return 1
@@ -68,6 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(text)
     return 0
+
+
+def _chosen_run(words: argparse.Namespace) -> Callable[[Trace, argparse.Namespace], str]:
+    if words.windows:
+        return _windowed
+    if words.states:
+        return _recurrent
+    return _cache_only if words.cache_only else _served
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,6 +119,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="beside it, trees of models with sliding windows, in the same memory",
     )
+    cache.add_argument(
+        "--states",
+        action="store_true",
+        help="a model with recurrent layers, by the memory of its snapshots, and all states beside",
+    )
     served = parser.add_argument_group("the served run")
     served.add_argument("--speedup", type=float, default=1.0, help="of arrivals (%(default)s)")
     for name, default, text in _LINEAR_COSTS:
@@ -142,12 +158,12 @@ def _check(words: argparse.Namespace) -> None:
         raise ValueError("--step-base-ms must be positive: the clock would stand still")
     if (words.planner_model is None) != (words.topology is None):
         raise ValueError("--planner-model and --topology go together")
-    if words.windows and not words.cache_only:
-        raise ValueError("--windows goes with --cache-only")
+    if words.windows + words.states > words.cache_only:
+        raise ValueError("--windows or --states, one of them, goes with --cache-only")
     if words.plot is None:
         return
-    if words.cache_only:
-        raise ValueError("--plot shows a served run, not --cache-only")
+    if words.cache_only and not words.states:
+        raise ValueError("--plot shows a served run or --states, not --cache-only alone")
     check_plot_file(words.plot)
     figure_class()
 
@@ -206,6 +222,28 @@ def _windowed(trace: Trace, words: argparse.Namespace) -> str:
     return (
         f"{len(trace):,} requests, in the same memory: share of their prompt tokens that is "
         f"served, pages of {page_size} tokens, {policy} eviction\n\n{windowed_table(rows)}"
+    )
+
+
+def _recurrent(trace: Trace, words: argparse.Namespace) -> str:
+    """A line for each capacity and share; the picture, if asked for, is written."""
+    page_size, policy = words.page_size or BLOCK_TOKENS, words.radix_eviction_policy
+    rates = {
+        capacity: recurrent_hit_rates(
+            trace, capacity, _SNAPSHOT_SHARES, page_size=page_size, policy=policy
+        )
+        for capacity in _chosen_capacities(words)
+    }
+    title = (
+        f"{QWEN3_NEXT.name}: a snapshot takes the bytes of {QWEN3_NEXT.snapshot_tokens:,} tokens"
+    )
+    if words.plot is not None:
+        plot_shares(rates, title, words.plot)
+    if words.json:
+        return json.dumps({capacity: each._asdict() for capacity, each in rates.items()}, indent=2)
+    return (
+        f"{len(trace):,} requests: share of their prompt tokens that is served, pages of "
+        f"{page_size} tokens, {policy} eviction\n{title}\n\n{recurrent_table(rates)}"
     )
 
 

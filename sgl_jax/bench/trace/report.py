@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sgl_jax.bench.trace.recurrent import RecurrentRates
 from sgl_jax.bench.trace.served import ServedRun
 
 _PERCENTILES = (50, 90, 99)
@@ -17,6 +18,18 @@ class CacheRow(NamedTuple):
     is_unlimited: bool  # more blocks than the trace has
     tree: dict[str, float]  # of the radix tree, by eviction policy
     oracles: dict[str, float]
+
+
+def recurrent_table(rates: Mapping[int, RecurrentRates]) -> str:
+    """A line for each capacity and share of snapshots."""
+    lines = [f"{'blocks of 512':>13}  {'bytes to KV':>11}  {'all states':>10}  found  ratio"]
+    for blocks, of_blocks in rates.items():
+        for share, rate in of_blocks.by_share.items():
+            ratio = rate / of_blocks.oracle if of_blocks.oracle else 1.0
+            lines.append(
+                f"{blocks:>13,}  {share:>11g}  {of_blocks.oracle:>10.3f}  {rate:.3f}  {ratio:.2f}"
+            )
+    return "\n".join(lines)
 
 
 def cache_table(rows: Sequence[CacheRow]) -> str:

@@ -136,10 +136,9 @@ def _decode(
         token = jnp.minimum(token, num_tokens - 1)
         block, kv_len = numbers - base[token], kv_lens[token][:, None]
         positions = block[:, None] * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
-        used = positions < kv_len
-        seen = used & (positions >= _first_visible(kv_len - 1, options))
+        seen = (positions < kv_len) & (positions >= _first_visible(kv_len - 1, options))
         pages = table.pages(batch.token_rows[token], block)
-        found = _attend(queries[token], cached, pages, seen[:, None, None], used, options)
+        found = _attend(queries[token], cached, pages, seen[:, None, None], seen, options)
         # owner[i, j]: block i belongs to the j-th token of those that this turn may touch.
         owner = (token[:, None] == token[0] + window) & (numbers < ends[-1])[:, None]
         touched = jax.tree.map(
@@ -215,7 +214,8 @@ class _QueryBlocks(NamedTuple):
             positions = index * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
             seen = (positions <= q_positions) & (positions >= first_visible)
             seen = jnp.broadcast_to(seen, (group, *seen.shape)).reshape(-1, block_keys)
-            used = positions < kv_len
+            # Where the window has passed, the table names no page of the row.
+            used = (positions < kv_len) & (positions >= first_visible[0])
             pages = self.table.pages(row, index)
             found = _attend(queries, self.cached, pages, seen, used, self.options)
             return _merge(state, found)
@@ -290,7 +290,8 @@ def _attend(
     """Attention of queries [..., kv_heads, n, D] over the keys in pages [..., p].
 
     `seen` bool [..., kv_heads or 1, n or 1, keys]: which keys each query sees. `used` bool
-    [..., keys]: which slots hold a token; others may hold anything, NaN included.
+    [..., keys]: which slots hold a token that some query sees; others may hold anything, NaN
+    included.
     """
     scores = jnp.einsum("...hqd,...hkd->...hqk", queries, cached.keys(pages))
     if options.soft_cap is not None:

@@ -143,6 +143,20 @@ def _keys_and_values(rng: np.random.Generator, shape: tuple[int, ...]) -> np.nda
     return rng.uniform(-(3**0.5), 3**0.5, size=shape)
 
 
+def without_passed_pages(problem: Problem, program: Program) -> Problem:
+    """The problem as an engine has it: pages that the window of their row has passed are the null
+    page in its table, and their memory, which may be another's by now, is NaN here."""
+    assert program.sliding_window is not None
+    table = problem.page_table.copy()
+    for pages, start in zip(table, problem.kv_starts, strict=True):
+        pages[: max(start - program.sliding_window + 1, 0) // program.page_size] = 0
+    is_listed = np.zeros(problem.kv_cache.shape[1], np.bool_)
+    is_listed[table] = True
+    is_listed[0] = False
+    cache = np.where(is_listed[:, None, None, None], problem.kv_cache, np.nan)
+    return problem._replace(page_table=table, kv_cache=cache.astype(problem.kv_cache.dtype))
+
+
 def make_batch(problem: Problem, program: Program) -> AttentionBatch:
     """The batch of a problem; traceable. Beyond a row's last page its table names none."""
     lengths = problem.kv_starts + problem.q_lens

@@ -178,7 +178,7 @@ def decode_attention(
     out = call(
         body,
         "paged_decode",
-        (Rows.of(batch, layer), _key_pages(batch, shape.page_size, options.sliding_window)),
+        (Rows.of(batch, layer), row_pages(batch, shape.page_size, options.sliding_window)),
         None if options.sinks is None else _stacked_sinks(options.sinks, shape, stacks),
         HBM(batch.page_table[:, None], kv_cache, grouped),
         [
@@ -196,7 +196,8 @@ def decode_attention(
     return out.reshape(q.shape)
 
 
-def _key_pages(batch: AttentionBatch, page_size: int, sliding_window: int | None) -> KeyPages:
+def row_pages(batch: AttentionBatch, page_size: int, sliding_window: int | None) -> KeyPages:
+    """The pages that each row reads: from that of the first key in its window, to its last."""
     kv_lens = batch.kv_starts + batch.q_offsets[1:] - batch.q_offsets[:-1]
     first_keys = jnp.zeros_like(kv_lens)
     if sliding_window is not None:

@@ -1,0 +1,29 @@
+"""What a layer with a recurrence is, in the place of attention."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    """A gated delta net (see `layers.gated_delta_net`), over all the chips of a rank."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of the key heads, those of one key head are neighbours
+    key_dim: int  # of a head
+    value_dim: int
+    conv_size: int  # tokens that the convolution before it sees, the newest among them
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def key_head_channels(self) -> int:
+        """What is convolved for a key head: its query, its key, the values of its value heads."""
+        return 2 * self.key_dim + self.group * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.num_key_heads * self.key_head_channels

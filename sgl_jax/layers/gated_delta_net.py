@@ -1,0 +1,119 @@
+"""The gated delta net: a layer with a recurrence in the place of attention (arXiv 2412.06464).
+
+Each key head has some value heads, neighbours, and each value head a state. Heads are split over
+the tensor axis by key heads, with all that belongs to them. So whatever comes out of a projection
+is ordered by key head, and so are the channels of the convolution and of its state.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta, StateBatch
+from sgl_jax.layers.layer_weights import use_weight
+from sgl_jax.layers.linear import Linear
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.parameter import parameter
+from sgl_jax.layers.sources import Source
+from sgl_jax.mem_cache.device_pool import LayerStates
+
+
+class DepthwiseConv(nnx.Module):
+    """A causal convolution of each channel by itself, and silu."""
+
+    def __init__(self, weight: Source, dtype: jnp.dtype, convolve: CausalConv) -> None:
+        """`weight` is [1, K, channels], split over the tensor axis by channels."""
+        self.weight = parameter(weight, dtype, None, None, TENSOR_AXIS)
+        self.convolve = convolve
+
+    def __call__(
+        self, u: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    ) -> tuple[jax.Array, jax.Array]:
+        """u [T, channels] -> (result [T, channels], states); see `CausalConv`."""
+        weight = use_weight(self.weight, lambda own: own[0])
+        return self.convolve(u, weight, states, layer, batch)
+
+
+class GatedDeltaNet(nnx.Module):
+    """Projections, a short convolution, the recurrence, and a gated norm of what it found."""
+
+    def __init__(
+        self,
+        qkv: Linear,
+        output_gate: Linear,
+        gates: Linear,
+        conv: DepthwiseConv,
+        a_log: Source,
+        dt_bias: Source,
+        norm: RMSNorm,
+        output: Linear,
+        *,
+        key_dim: int,
+        value_dim: int,
+        group: int,
+        recur: GatedDelta,
+    ) -> None:
+        """Declare it; `group` value heads share a key head.
+
+        Args:
+            qkv: [hidden, key_heads * (2 * key_dim + group * value_dim)], split by its outputs; of
+                each key head its query, its key, and the values of its value heads.
+            output_gate: [hidden, value_heads * value_dim], split by its outputs.
+            gates: [hidden, key_heads * 2 * group], split by its outputs; of each key head's value
+                heads the rates at which they write, then those at which they forget.
+            conv: of what `qkv` makes.
+            a_log, dt_bias: [value_heads].
+            norm: of a value head's output, [value_dim].
+            output: [value_heads * value_dim, hidden], split by its inputs.
+            key_dim, value_dim: of a head.
+            group: see above.
+            recur: the kernel.
+        """
+        self.qkv = qkv
+        self.output_gate = output_gate
+        self.gates = gates
+        self.conv = conv
+        self.a_log = parameter(a_log, jnp.float32, TENSOR_AXIS)
+        self.dt_bias = parameter(dt_bias, jnp.float32, TENSOR_AXIS)
+        self.norm = norm
+        self.output = output
+        self.key_dim = key_dim
+        self.value_dim = value_dim
+        self.group = group
+        self.recur = recur
+
+    def __call__(
+        self, x: jax.Array, batch: StateBatch, states: LayerStates, layer: jax.Array
+    ) -> tuple[jax.Array, LayerStates]:
+        """x [T, hidden] -> (result [T, hidden], states with those of this layer that are written).
+
+        `layer` is its number among the layers of `states`.
+        """
+        mixed, conv_states = self.conv(self.qkv(x), states.conv, layer, batch)
+        q, k, v = self._heads(mixed)
+        found, recurrent_states = self.recur(
+            *(q, k, v, *self._rates(x), states.recurrent, layer, batch)
+        )
+        normed = self.norm(found).reshape(x.shape[0], -1)
+        gate = jax.nn.silu(self.output_gate(x).astype(jnp.float32))
+        out = self.output((normed * gate).astype(x.dtype))
+        return out, LayerStates(conv_states, recurrent_states)
+
+    def _heads(self, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q, k [T, key_heads, key_dim] and v [T, value_heads, value_dim] of the convolution's
+        result."""
+        num_tokens, ends = mixed.shape[0], (self.key_dim, 2 * self.key_dim)
+        by_head = mixed.reshape(num_tokens, -1, 2 * self.key_dim + self.group * self.value_dim)
+        q, k, v = jnp.split(by_head, ends, axis=-1)
+        return q, k, v.reshape(num_tokens, -1, self.value_dim)
+
+    def _rates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Log decay and beta of each token and value head, float32 [T, value_heads]."""
+        # Behind the barrier the split into heads cannot reach the product, see `layers.qkv_heads`.
+        gates = lax.optimization_barrier(self.gates(x)).astype(jnp.float32)
+        by_head = gates.reshape(x.shape[0], -1, 2, self.group)
+        write, forget = (by_head[:, :, kind].reshape(x.shape[0], -1) for kind in range(2))
+        speed = jnp.exp(self.a_log[...])
+        return -speed * jax.nn.softplus(forget + self.dt_bias[...]), jax.nn.sigmoid(write)

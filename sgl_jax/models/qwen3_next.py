@@ -1,0 +1,104 @@
+"""Qwen3-Next: three layers of a gated delta net to each one of attention with a gate, experts.
+
+`hybrid_layer` is that of Qwen3.5 as well, which stores projections otherwise.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax.numpy as jnp
+
+from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.layers.gated_delta_net import DepthwiseConv, GatedDeltaNet
+from sgl_jax.layers.head_sources import ByHead, HeadRows
+from sgl_jax.layers.linear import Linear
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.sources import Source, Tensor
+from sgl_jax.models.config import LayerSpec, ModelConfig
+from sgl_jax.models.decoder import Architecture, BuildOptions, DecoderLayer
+from sgl_jax.models.llama import attention, gated_mlp, norm, require_divisible
+from sgl_jax.models.qwen3 import mixture_of_experts
+
+# Where the input projections of a gated delta net come from, for a hidden size: those of q, k and
+# v, of the output gate, and of the gates, see `GatedDeltaNet`.
+Projections = Callable[[GatedDeltaConfig, int], tuple[Source, Source, Source]]
+
+
+def hybrid_layer(
+    config: ModelConfig, spec: LayerSpec, options: BuildOptions, *, projections: Projections
+) -> DecoderLayer:
+    """Declare one layer: a gated delta net or attention, experts or a dense feed-forward layer.
+
+    Raises ValueError if heads or widths cannot be dealt out to `tp_size` chips.
+    """
+    own_norm = partial(norm, size=config.hidden_size, config=config, options=options, from_one=True)
+    return DecoderLayer(
+        own_norm("input_layernorm"),
+        gated_delta_net(config, spec.recurrence, options, projections)
+        if spec.recurrence
+        else attention(config, spec, options, qk_norm=True, norms_from_one=True),
+        own_norm("post_attention_layernorm"),
+        mixture_of_experts(config, spec.moe, options) if spec.moe else gated_mlp(config, options),
+    )
+
+
+def gated_delta_net(
+    config: ModelConfig, own: GatedDeltaConfig, options: BuildOptions, projections: Projections
+) -> GatedDeltaNet:
+    """Declare the gated delta net of a layer."""
+    require_divisible("linear_num_key_heads", own.num_key_heads, options.tp_size)
+    hidden, dtype = config.hidden_size, jnp.dtype(options.dtype)
+    qkv, output_gate, gates = projections(own, hidden)
+    conv = ByHead(
+        flat_rows("linear_attn.conv1d.weight", own), own.num_key_heads, (1, own.conv_size)
+    )
+    width = own.num_value_heads * own.value_dim
+    output = Tensor("linear_attn.out_proj.weight", (width, hidden), transposed=True)
+    own_norm = Tensor("linear_attn.norm.weight", (own.value_dim,))
+    return GatedDeltaNet(
+        Linear(qkv, dtype, "outputs"),
+        Linear(output_gate, dtype, "outputs"),
+        Linear(gates, dtype, "outputs"),
+        DepthwiseConv(conv, dtype, options.causal_conv),
+        Tensor("linear_attn.A_log", (own.num_value_heads,)),
+        Tensor("linear_attn.dt_bias", (own.num_value_heads,)),
+        RMSNorm(own_norm, config.rms_norm_eps, dtype),
+        Linear(output, dtype, "inputs"),
+        key_dim=own.key_dim,
+        value_dim=own.value_dim,
+        group=own.group,
+        recur=options.gated_delta,
+    )
+
+
+def flat_rows(name: str, own: GatedDeltaConfig) -> tuple[HeadRows, ...]:
+    """A key head's rows of a tensor that has those of q, of k and of v one after the other."""
+    keys, values = own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim
+    part = partial(HeadRows, name, 2 * keys + values)
+    key_size, value_size = own.key_dim, own.group * own.value_dim
+    return (
+        part(0, key_size, key_size),
+        part(keys, key_size, key_size),
+        part(2 * keys, value_size, value_size),
+    )
+
+
+def _by_key_head(own: GatedDeltaConfig, hidden: int) -> tuple[Source, Source, Source]:
+    """Each key head's q, k, v and output gate side by side, and its gates."""
+    heads, name = own.num_key_heads, "linear_attn.in_proj_qkvz.weight"
+    values = own.group * own.value_dim
+    stride = own.key_head_channels + values
+    part = partial(HeadRows, name, heads * stride)
+    gates = Tensor("linear_attn.in_proj_ba.weight", (hidden, 2 * own.num_value_heads), True)
+    return (
+        ByHead((part(0, stride, own.key_head_channels),), heads, (hidden,)),
+        ByHead((part(own.key_head_channels, stride, values),), heads, (hidden,)),
+        gates,
+    )
+
+
+QWEN3_NEXT = Architecture(
+    partial(hybrid_layer, projections=_by_key_head),
+    norms_from_one=True,
+    spare_prefixes=("mtp.",),  # layers that predict further tokens
+)

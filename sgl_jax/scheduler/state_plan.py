@@ -1,0 +1,114 @@
+"""Which states the rows of a step go on from, which slots they write, and which states are kept.
+
+Of a prompt a snapshot is kept where another prompt may go on: at its last whole page, where it
+branches from what the tree holds, and at each multiple of the snapshot interval. Of what a row
+generates, the last at a multiple of the tail interval, and those at multiples of the snapshot
+interval. All as far as there are slots: a snapshot saves work, and nothing waits for one.
+"""
+
+import numpy as np
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import NO_SLOT, Int32Array, RowIndex, StatePlan
+from sgl_jax.mem_cache.req_to_token_pool import NO_STATE
+from sgl_jax.mem_cache.row_states import has_snapshot, state_source, take_snapshot_slot
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.step_builder import StepBuilder
+
+
+def plan_states(
+    builder: StepBuilder,
+    rows: RowIndex,
+    kv_starts: Int32Array,
+    q_lens: Int32Array,
+    unread_drafts: Int32Array,
+) -> StatePlan:
+    """The states of one rank's rows in a step; takes slots for those that are kept.
+
+    Args:
+        builder: of the rank's share of the step; decode rows come first.
+        rows: int[n] of the rank.
+        kv_starts, q_lens: int32[n] as in `RankPlan`.
+        unread_drafts: int32[n] tokens that each row may have gained, unread, past `kv_starts`.
+    """
+    rank = builder.rank
+    sizes, tables = rank.memory.sizes, rank.memory.rows
+    sources = np.full(len(rows), NO_SLOT, np.int32)
+    halves = 1 - tables.state_half[rows]
+    starting = rank.take_starting(rows)
+    for index, row in starting:
+        sources[index] = state_source(rank.memory, rank.memory.leases[row])
+        halves[index] = 1 - _half_of(sizes, row, int(sources[index]), int(tables.state_half[row]))
+    num_decode = len(builder.decode_rows)
+    ends = kv_starts + q_lens
+    tables.state_half[rows] = halves
+    # After how many tokens the first of the states is that the step writes; where it is not known
+    # yet, the result of the step before tells it.
+    firsts = np.where(np.arange(len(rows)) < num_decode, kv_starts + 1, ends)
+    tables.state_lens[halves, rows] = np.where(unread_drafts > 0, NO_STATE, firsts)
+    wanted = []
+    if rank.keeps_snapshots:
+        decode = slice(num_decode)
+        wanted = _wanted_of_decode(
+            rank, rows, kv_starts[decode], unread_drafts[decode], ends[decode]
+        )
+        wanted += _wanted_of_prompts(builder, num_decode, kv_starts)
+    kept = []
+    for index, length in wanted[: sizes.max_step_snapshots]:
+        slot = take_snapshot_slot(rank.memory, int(rows[index]), length)
+        if slot:
+            kept.append((index, length, slot))
+    return StatePlan(sources, halves, np.array(kept, np.int32).reshape(-1, 3))
+
+
+def _half_of(sizes: EngineSizes, row: int, slot: int, otherwise: int) -> int:
+    """The half of `row` that `slot` is in; `otherwise` if it is a snapshot's."""
+    first = sizes.own_slot(row, 0)
+    return (slot - first) // (1 + sizes.max_draft_tokens) if slot >= first else otherwise
+
+
+def _wanted_of_decode(
+    rank: RankScheduler,
+    rows: RowIndex,
+    kv_starts: Int32Array,
+    unread_drafts: Int32Array,
+    ends: Int32Array,
+) -> list[tuple[int, int]]:
+    """Of decode rows that may come past one: the multiples of the tail interval up to `ends`.
+
+    Where a row begins is known between `kv_starts` and as many more as there are unread drafts. A
+    length that a step in flight may come past is asked for again, as long as it is not certain that
+    one has: so each step that may come past it is told of it, and the one that does writes it. For
+    the same reason a slot is only taken for a length that no step in flight can come past.
+    """
+    interval = rank.memory.sizes.tail_interval
+    firsts = kv_starts // interval + 1
+    lasts = (ends + unread_drafts) // interval
+    wanted = []
+    for i in (firsts <= lasts).nonzero()[0].tolist():
+        latest = int(kv_starts[i] + unread_drafts[i])
+        for length in range(int(firsts[i]) * interval, int(lasts[i]) * interval + 1, interval):
+            if length > latest or has_snapshot(rank.memory, int(rows[i]), length):
+                wanted.append((i, length))
+    return wanted
+
+
+def _wanted_of_prompts(
+    builder: StepBuilder, num_decode: int, kv_starts: Int32Array
+) -> list[tuple[int, int]]:
+    """Of prefill rows: the prompt's last whole page, its branch, multiples of the interval."""
+    wanted = []
+    for i, (row, count) in enumerate(zip(builder.chunk_rows, builder.chunk_lens, strict=True)):
+        start = int(kv_starts[num_decode + i])
+        lengths = sorted(_lengths_of_prompt(builder.rank, row, start, start + count))
+        wanted += [(num_decode + i, length) for length in lengths]
+    return wanted
+
+
+def _lengths_of_prompt(rank: RankScheduler, row: int, start: int, end: int) -> set[int]:
+    sizes, interval = rank.memory.sizes, rank.memory.sizes.snapshot_interval
+    # A prompt's last token is always computed: its logits are wanted.
+    matchable = int(rank.running.known_len[row]) - 1
+    lengths = set(range(start // interval * interval + interval, end + 1, interval))
+    others = {matchable // sizes.page_size * sizes.page_size, *rank.branch_lens(row)}
+    return lengths | {length for length in others if start < length <= end}

@@ -1,0 +1,61 @@
+"""Models with windows on slices: what windows save, and weights that need no copies."""
+
+import pytest
+
+from sgl_jax.executor.engine_config import EngineConfig
+from sgl_jax.models.placement import place_model
+from sgl_jax.planner.arguments import parse_plan_request
+from sgl_jax.planner.memory import plan_memory, requests_without_windows
+from sgl_jax.planner.topology import has_tpu_compiler, topology_mesh
+
+pytestmark = pytest.mark.skipif(
+    not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed"
+)
+
+LOAD = ["--input-len", "31744", "--output-len", "1024"]  # 32,768 tokens
+GEMMA = ["--model-path", "gemma-3-27b", "--topology", "v6e-8", "--tp-size", "8", *LOAD]
+
+
+@pytest.mark.parametrize(
+    ("topology", "tp_size"), [("v5e-32", 32), ("v6e-16", 16), ("v5p-16", 8), ("tpu7x-8", 8)]
+)
+def test_gpt_oss_120b_runs_far_more_long_requests_than_if_every_layer_kept_all(topology, tp_size):
+    words = ["--model-path", "gpt-oss-120b", "--topology", topology, "--tp-size", str(tp_size)]
+    request = parse_plan_request([*words, *LOAD])
+    full = requests_without_windows(request)
+    assert full > 0
+    assert plan_memory(request).num_requests >= 1.7 * full
+
+
+def test_fewer_pages_for_cached_windows_leave_room_for_more_requests():
+    default = parse_plan_request(GEMMA)
+    small = parse_plan_request([*GEMMA, "--swa-full-tokens-ratio", "0.1"])
+    full = requests_without_windows(default)
+    assert requests_without_windows(small) == full  # no window, no pool for it
+    assert full < plan_memory(default).num_requests < plan_memory(small).num_requests
+
+
+def test_too_few_pages_for_one_window_are_refused():
+    request = parse_plan_request([*GEMMA, "--swa-full-tokens-ratio", "0.001"])
+    with pytest.raises(ValueError, match="too few pages for one request"):
+        plan_memory(request)
+
+
+def test_a_model_without_windows_is_compared_with_nothing():
+    words = ["--model-path", "qwen3-8b", "--topology", "v6e-4", "--tp-size", "4"]
+    assert requests_without_windows(parse_plan_request(words)) is None
+
+
+@pytest.mark.parametrize("tp_size", [8, 16, 32])
+def test_a_chips_part_of_gpt_oss_experts_is_whole_registers(tp_size):
+    """Else the compiler copies all of them into another layout in every step."""
+    words = ["--model-path", "gpt-oss-120b", "--topology", "v6e-32", "--tp-size", str(tp_size)]
+    request = parse_plan_request([*words, "--dp-size", str(32 // tp_size), *LOAD])
+    mesh = topology_mesh(request.topology, request.args.dp_size, tp_size)
+    options = EngineConfig.resolve(request.args, request.config, "tpu").build_options
+    declared = place_model(request.config, mesh, options).declared.values()
+    experts = [own.array.shape for own in declared if own.read == "experts"]
+    assert experts
+    for shape in experts:
+        assert shape[-2] % (8 * tp_size) == shape[-1] % 128 == 0, shape
+        assert shape[-2] < 1.1 * 2880

@@ -1,0 +1,129 @@
+"""States of recurrent layers: where they are kept, and what goes on from them.
+
+Every step is checked by the oracle: a row's source must hold the state after exactly the tokens
+before its first query.
+"""
+
+import numpy as np
+import pytest
+
+from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
+from sgl_jax.core.messages import OpenSession, SessionTurn
+from tests.scheduler.driver import Driver, generate, make_sizes
+
+PAGE = 4
+HYBRID = (*FULL_ATTENTION, CacheGroup(LAST_VALUE, 1, is_recurrent=True))
+
+
+def make_driver(num_snapshots=40, multiple=4, **sizes):
+    states = (num_snapshots, multiple, 1)
+    return Driver(make_sizes(page_size=PAGE, groups=HYBRID, states=states, **sizes))
+
+
+def numbers(seed, count):
+    return np.random.default_rng(seed).integers(0, 50, count).tolist()
+
+
+def run(driver, rid, prompt, num_new=3, **fields):
+    driver.submit(generate(rid, prompt, num_new, **fields))
+    driver.run()
+    driver.check_tokens(rid)
+    return driver.cached[rid]
+
+
+def test_a_prompt_goes_on_from_the_last_whole_page_of_the_same_prompt():
+    driver, prompt = make_driver(), numbers(1, 22)
+    assert run(driver, "first", prompt) == 0
+    assert run(driver, "second", prompt) == 20
+
+
+def test_a_prompt_of_whole_pages_leaves_out_its_last_token():
+    driver, prompt = make_driver(), numbers(1, 20)
+    run(driver, "first", prompt)
+    assert run(driver, "second", prompt) == 16
+
+
+def test_a_conversation_goes_on_from_the_end_of_an_answer():
+    driver, prompt = make_driver(), numbers(2, 9)
+    run(driver, "first", prompt, num_new=8)
+    history = prompt + driver.tokens["first"]
+    # The last token was sampled, and never computed.
+    assert run(driver, "second", [*history, 1, 2, 3]) == 16
+
+
+def test_a_branch_is_kept_by_the_first_that_branches_off():
+    driver, shared = make_driver(multiple=64), numbers(3, 24)
+    run(driver, "first", shared + numbers(4, 10))
+    assert run(driver, "second", shared + numbers(5, 10)) == 0
+    assert run(driver, "third", shared + numbers(6, 10)) == 24
+
+
+def test_states_at_multiples_of_the_interval_are_kept():
+    driver, shared = make_driver(multiple=2), numbers(3, 21)
+    run(driver, "first", shared + numbers(4, 10))
+    assert run(driver, "second", shared + numbers(5, 10)) == 16
+
+
+def test_what_waits_for_a_prefix_in_flight_finds_a_state_at_its_end():
+    driver, shared = make_driver(multiple=64, max_chunk_tokens=PAGE), numbers(3, 24)
+    driver.submit(generate("first", shared + numbers(4, 10), 3))
+    driver.step()
+    driver.submit(generate("second", shared + numbers(5, 10), 3))
+    driver.run()
+    for rid in ("first", "second"):
+        driver.check_tokens(rid)
+    assert driver.cached["second"] == 24
+
+
+@pytest.mark.parametrize("num_unread", [0, 1, 2])
+@pytest.mark.parametrize("max_draft_tokens", [0, 3])
+def test_a_turn_goes_on_where_the_last_one_ended(num_unread, max_draft_tokens):
+    driver = make_driver(max_draft_tokens=max_draft_tokens)
+    driver.max_unread = num_unread
+    assert driver.session(OpenSession(rid="", session_id="s", streaming=True)).ok
+    history = []
+    for turn in range(4):
+        rid, new = f"turn {turn}", numbers(turn, 7)
+        message = generate(rid, new, 6, session=SessionTurn(id="s"))
+        driver.submit(message, history)
+        driver.run()
+        driver.check_tokens(rid)
+        if turn:
+            # All but what was sampled last and, where nothing was in flight, never computed.
+            assert driver.cached[rid] >= len(history) - 1
+        history += new + driver.tokens[rid]
+
+
+def test_a_retracted_request_goes_on_from_its_last_whole_page():
+    driver = make_driver()
+    driver.submit(generate("a", numbers(1, 9), 20))
+    for _ in range(12):
+        driver.step()
+    driver.retract("a")
+    driver.run()
+    driver.check_tokens("a")
+    cached = [rank.num_cached_tokens for rank in driver.scheduler.ranks]
+    assert cached == [0]  # counted once, at the first admission
+    assert driver.scheduler.counters()["requests_retracted"] == 1
+    starts = [plan.ranks[0].kv_starts.tolist() for plan in driver.plans]
+    assert [0] in starts
+    assert [16] in starts[12:]
+
+
+def test_without_slots_nothing_is_kept_and_everything_is_right():
+    driver, prompt = make_driver(num_snapshots=1), numbers(7, 40)
+    assert run(driver, "first", prompt) == 0
+    # The last whole page found the only slot locked by the row itself.
+    assert run(driver, "second", prompt) == 32
+    assert run(driver, "third", numbers(8, 40), num_new=30) == 0
+
+
+def test_refused_drafts_leave_no_trace():
+    driver = make_driver(max_draft_tokens=4, num_pages=120)
+    for i in range(6):
+        driver.submit(generate(f"r{i}", numbers(i, 9 + i), 40))
+    driver.run()
+    for i in range(6):
+        driver.check_tokens(f"r{i}")
+    history = numbers(0, 9) + driver.tokens["r0"]
+    assert run(driver, "again", history) >= len(history) - 2 * PAGE
