@@ -37,6 +37,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: 
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
+from sgl_jax.core.recurrence import conv_state_shape  # noqa: E402
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions  # noqa: E402
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS  # noqa: E402
 from sgl_jax.kernels.attention.tpu.decode import decode_attention  # noqa: E402
@@ -46,7 +47,6 @@ from sgl_jax.kernels.attention.tpu.write import write_kv  # noqa: E402
 from sgl_jax.kernels.gated_delta.api import (  # noqa: E402
     CHUNK_TOKENS,
     StateBatch,
-    conv_state_shape,
 )
 from sgl_jax.kernels.gated_delta.tpu.conv import BLOCK_TOKENS, causal_conv  # noqa: E402
 from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta  # noqa: E402
