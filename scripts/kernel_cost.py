@@ -5,11 +5,12 @@
 
 Every kernel is compiled by the TPU's own compiler (libtpu): attention for Llama-3.1-8B, 32 query
 and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or of 8 bits; the grouped product for
-Qwen3-30B-A3B's 128 experts, their inner width split over four chips. What is read off is the
+Qwen3-30B-A3B's 128 experts, their inner width split over four chips; gated delta nets for
+Qwen3-Next-80B-A3B, whole or split over eight chips. What is read off is the
 schedule (`kernel_schedule.py` says what that means): bundles of the hot loop for each token
 of KV in decode, for 10**9 floating point operations in prefill, for each head of a token that is
 normalised and rotated, for each run of tokens in the write, for each visit of a group to a tile in
-the grouped product.
+the grouped product, for each token of the gated delta rule's decode and of its convolution.
 """
 
 import argparse
@@ -36,15 +37,20 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: 
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
+from sgl_jax.core.recurrence import conv_state_shape  # noqa: E402
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions  # noqa: E402
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS  # noqa: E402
 from sgl_jax.kernels.attention.tpu.decode import decode_attention  # noqa: E402
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention  # noqa: E402
 from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, prefill_blocks  # noqa: E402
 from sgl_jax.kernels.attention.tpu.write import write_kv  # noqa: E402
-from sgl_jax.kernels.gated_delta.batch import StateBatch  # noqa: E402
+from sgl_jax.kernels.gated_delta.api import (  # noqa: E402
+    CHUNK_TOKENS,
+    StateBatch,
+)
+from sgl_jax.kernels.gated_delta.tpu.conv import BLOCK_TOKENS, causal_conv  # noqa: E402
 from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta  # noqa: E402
-from sgl_jax.kernels.gated_delta.tpu.prefill import prefill_gated_delta  # noqa: E402
+from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS, prefill_gated_delta  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles, tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.qkv_heads import TOKENS_AT_ONCE, HeadNorm, rotated_heads  # noqa: E402
 from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402
@@ -108,6 +114,15 @@ def longest_loop(schedule: Schedule) -> tuple[float, Loop]:
     """Bundles of the longest loop, for each of its turns."""
     loop = max(schedule.loops, key=lambda loop: loop.bundles)
     return loop.bundles, loop
+
+
+def per_token_of_blocks(schedule: Schedule) -> tuple[float, Loop]:
+    """Bundles of a loop over tokens, and a token's part of those of the grid around it."""
+    outer, inner = (
+        max((loop for loop in schedule.loops if loop.depth == depth), key=lambda loop: loop.bundles)
+        for depth in (1, 2)
+    )
+    return inner.bundles + outer.bundles / BLOCK_TOKENS, inner
 
 
 def per_innermost(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
@@ -299,8 +314,18 @@ def our_delta_decode(tp: int) -> Kernel:
     )
 
 
+def delta_flops() -> float:
+    """That a value head's chunk must have: products with the state, of keys and queries with keys,
+    with the inverse, with what changed, and a third of the inverse's whole matrix."""
+    with_state = 3 * CHUNK_TOKENS * HEAD_DIM**2
+    within = 2 * CHUNK_TOKENS**2 * HEAD_DIM
+    of_keys = within * DELTA_KEY_HEADS / DELTA_VALUE_HEADS
+    return 2 * (with_state + within + of_keys + CHUNK_TOKENS**3 / 3)
+
+
 def our_delta_prefill(tp: int) -> Kernel:
     """The same heads; of a chunk's loops the one with the matrix unit's work."""
+    heads = min(VALUE_HEADS, DELTA_VALUE_HEADS // tp)
 
     def prefill(*arguments):
         arrays, rows = arguments[:7], arguments[7:]
@@ -311,9 +336,34 @@ def our_delta_prefill(tp: int) -> Kernel:
         prefill,
         state_shapes(CHUNK, tp),
         5,
-        "value heads of a chunk",
-        per(1),
-        "16 KiB and more",
+        "GFLOP",
+        per(heads * delta_flops() / 1e9),
+        f"{DELTA_VALUE_HEADS // tp * CHUNK_TOKENS * HEAD_DIM * 2 // 1024} KiB",
+    )
+
+
+def our_conv(tp: int) -> Kernel:
+    """The same heads' convolution, width 4."""
+    channels = (2 * DELTA_KEY_HEADS + DELTA_VALUE_HEADS) // tp * HEAD_DIM
+    state, rows = conv_state_shape(4, channels), state_shapes(CHUNK, tp)[6:]
+
+    def convolve(*arguments):
+        arrays, rows = arguments[:4], arguments[4:]
+        return causal_conv(*arrays, StateBatch.build(*rows, CHUNK))
+
+    return Kernel(
+        f"convolution, {channels:,} channels",
+        convolve,
+        [
+            ((CHUNK, channels), DTYPE),
+            ((4, channels), DTYPE),
+            ((2, 4 * ROWS, *state), DTYPE),
+            *rows,
+        ],
+        2,
+        "token",
+        per_token_of_blocks,
+        f"{state[0] * state[1] * 2 // 1024} KiB",
     )
 
 
@@ -383,6 +433,8 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "delta-decode-8": lambda: our_delta_decode(8),
     "delta-prefill-1": lambda: our_delta_prefill(1),
     "delta-prefill-8": lambda: our_delta_prefill(8),
+    "conv-1": lambda: our_conv(1),
+    "conv-8": lambda: our_conv(8),
     "grouped-64-inwards": lambda: our_grouped_product(64, True),
     "grouped-64-outwards": lambda: our_grouped_product(64, False),
     "grouped-2048-inwards": lambda: our_grouped_product(CHUNK, True),

@@ -27,3 +27,17 @@ class GatedDeltaConfig:
     def channels(self) -> int:
         """Of the convolution."""
         return self.num_key_heads * self.key_head_channels
+
+
+# Elements of a row of a TPU's memory.
+_LANES = 128
+
+
+def conv_state_shape(width: int, channels: int) -> tuple[int, int]:
+    """How a chip keeps a convolution's state: the last `width` - 1 inputs, one after the other.
+
+    In rows of 128 if an input fills them: then a TPU moves a state as it is. Of [width - 1,
+    channels] its compiler makes another layout, to which all states would be copied in each step.
+    """
+    rows_each = channels // _LANES if channels % _LANES == 0 else 1
+    return (width - 1) * rows_each, channels // rows_each

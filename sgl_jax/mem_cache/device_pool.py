@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.core.recurrence import GatedDeltaConfig, conv_state_shape
 
 # A rank's pages lie together, so that under shard_map page ids are the rank's own.
 KV_POOL_SPEC = P(None, "data", "tensor", None, None)
@@ -81,7 +81,7 @@ class LayerStates(NamedTuple):
     A rank's slots lie together, so that under shard_map slots are the rank's own.
     """
 
-    conv: Any  # [layers, slots, K - 1, channels], the last inputs of the convolution
+    conv: Any  # [layers, slots, rows, row size], the last K - 1 inputs of the convolution
     recurrent: Any  # [layers, slots, value_heads, key_dim, value_dim]
 
     def copied(self, source: jax.Array, target: jax.Array) -> "LayerStates":
@@ -95,7 +95,7 @@ class LayerStates(NamedTuple):
 
 
 STATE_POOL_SPECS = LayerStates(
-    P(None, "data", None, "tensor"), P(None, "data", "tensor", None, None)
+    P(None, "data", "tensor", None), P(None, "data", "tensor", None, None)
 )
 
 
@@ -107,18 +107,18 @@ class StatePoolLayout(NamedTuple):
     conv_dtype: jnp.dtype  # of the convolution's states: that of activations
     dtype: jnp.dtype  # of the recurrence's
 
-    @property
-    def slot_shapes(self) -> LayerStates:
-        """One layer of a slot."""
+    def slot_shapes(self, tp_size: int) -> LayerStates:
+        """One layer of a slot: what each of `tp_size` chips has of it, one after the other."""
         own = self.recurrence
+        rows, row_size = conv_state_shape(own.conv_size, own.channels // tp_size)
         return LayerStates(
-            (own.conv_size - 1, own.channels), (own.num_value_heads, own.key_dim, own.value_dim)
+            (tp_size * rows, row_size), (own.num_value_heads, own.key_dim, own.value_dim)
         )
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot, all layers."""
-        shapes, dtypes = self.slot_shapes, (self.conv_dtype, self.dtype)
+        shapes, dtypes = self.slot_shapes(tp_size=1), (self.conv_dtype, self.dtype)
         layer = sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
         )
@@ -129,12 +129,11 @@ def state_pool_shapes(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> La
     """The states before they are there, [layers, dp * num_slots, ...] each; `num_slots` counts one
     rank's, the null slot included."""
     slots = layout.num_layers, mesh.shape["data"] * num_slots
+    shapes, dtypes = layout.slot_shapes(mesh.shape["tensor"]), (layout.conv_dtype, layout.dtype)
     return LayerStates(
         *(
             jax.ShapeDtypeStruct((*slots, *shape), dtype, sharding=NamedSharding(mesh, spec))
-            for shape, dtype, spec in zip(
-                layout.slot_shapes, (layout.conv_dtype, layout.dtype), STATE_POOL_SPECS, strict=True
-            )
+            for shape, dtype, spec in zip(shapes, dtypes, STATE_POOL_SPECS, strict=True)
         )
     )
 

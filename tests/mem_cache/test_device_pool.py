@@ -74,11 +74,17 @@ def test_a_slot_of_a_large_model_takes_what_thousands_of_tokens_do():
     assert qwen3_next.slot_bytes / 24_576 == pytest.approx(3_144)
 
 
+def test_inputs_of_a_convolution_lie_in_rows_of_128_if_those_of_a_chip_fill_them():
+    layout = STATES._replace(recurrence=GatedDeltaConfig(16, 32, 128, 128, 4))
+    assert layout.slot_shapes(tp_size=1).conv == (3 * 64, 128)
+    assert layout.slot_shapes(tp_size=8).conv == (8 * 3 * 8, 128)
+
+
 def test_each_device_holds_its_ranks_slots_and_its_share_of_the_heads():
     mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "tensor"))
     pools = make_state_pools(STATES, num_slots=5, mesh=mesh)
     assert sum(pool.nbytes for pool in pools) == 10 * STATES.slot_bytes
-    assert (pools.conv.shape, pools.recurrent.shape) == ((3, 10, 3, 320), (3, 10, 8, 16, 24))
+    assert (pools.conv.shape, pools.recurrent.shape) == ((3, 10, 6, 160), (3, 10, 8, 16, 24))
     shapes = [{shard.data.shape for shard in pool.addressable_shards} for pool in pools]
     assert shapes == [{(3, 5, 3, 160)}, {(3, 5, 4, 16, 24)}]
     assert (pools.conv.dtype, pools.recurrent.dtype) == (jnp.bfloat16, jnp.float32)

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
+from sgl_jax.core.recurrence import conv_state_shape
 from sgl_jax.kernels.gated_delta.api import (
     StateBatch,
-    conv_state_shape,
     gated_delta_implementation,
 )
 from sgl_jax.planner.topology import CHIPS

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 SLACK = 1.03  # what another version of the compiler may need
-BUNDLES = {  # for each KV token, or for each GFLOP
+BUNDLES = {  # for each KV token, GFLOP, or token of gated delta decode
     ("decode, page 128", "v5e"): 1.50,
     ("decode, page 128", "v6e"): 1.21,
     ("decode, page 16", "v5e"): 1.92,
@@ -30,11 +30,15 @@ BUNDLES = {  # for each KV token, or for each GFLOP
     ("decode, page 128, fp8 cache", "v6e"): 1.74,
     ("prefill, page 128", "v5e"): 7_610,
     ("prefill, page 128", "v6e"): 4_930,
+    ("gated delta decode, 32 value heads", "v5e"): 2_574,
+    ("gated delta decode, 32 value heads", "v6e"): 2_454,
+    ("gated delta prefill, 32 value heads", "v5e"): 41_842,
+    ("gated delta prefill, 32 value heads", "v6e"): 36_933,
 }
 # As the script calls those above.
-KERNELS = ("decode-128", "decode-16", "decode-128-fp8", "prefill-128")
+KERNELS = ("decode-128", "decode-16", "decode-128-fp8", "prefill-128", "delta")
 MAX_SPILLS = {"decode": 0, "prefill": 4_200}
-MAX_VMEM_MIB = {"decode": 9, "prefill": 25}
+MAX_VMEM_MIB = {"decode": 9, "prefill": 25, "gated delta decode": 14, "gated delta prefill": 20}
 CHIPS = ("v5e", "v6e")
 
 
@@ -60,6 +64,13 @@ def test_a_hot_loop_is_as_short_as_documented(kernel, chip, costs):
 @pytest.mark.parametrize("kernel", ["decode, page 128", "decode, page 16", "prefill, page 128"])
 def test_a_hot_loop_spills_little(kernel, chip, costs):
     assert costs[kernel, chip]["spills"] <= MAX_SPILLS[kernel.split(",")[0]]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_gated_delta_decode_waits_for_memory_and_not_for_instructions(chip, costs):
+    # Cycles that the chip's memory needs to read and write a token's state of 32 heads in float32.
+    memory_cycles = {"v5e": 7_682, "v6e": 4_476}[chip]
+    assert costs["gated delta decode, 32 value heads", chip]["bundles"] <= memory_cycles
 
 
 @pytest.mark.parametrize("chip", CHIPS)

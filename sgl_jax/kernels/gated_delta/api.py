@@ -22,7 +22,6 @@ __all__ = [
     "GatedDeltaCalls",
     "StateBatch",
     "check_heads",
-    "conv_state_shape",
     "gated_delta_implementation",
 ]
 
@@ -91,8 +90,9 @@ class CausalConv(Protocol):
         Args:
             u: [T, channels].
             weight: [K, channels], the last for the token itself.
-            states: [layers, slots, *conv_state_shape(K, channels)] in u's dtype. Read and written
-                in the slots, and at the lengths, that `GatedDelta` reads and writes.
+            states: [layers, slots, *conv_state_shape(K, channels)] (`core.recurrence`) in u's
+                dtype. Read and written in the slots, and at the lengths, that `GatedDelta` reads
+                and writes.
             layer: int32 [].
             batch: rows, slots and chunks.
 
@@ -101,16 +101,6 @@ class CausalConv(Protocol):
             states: with what the batch says is written.
         """
         ...
-
-
-def conv_state_shape(width: int, channels: int) -> tuple[int, int]:
-    """Of the last `width` - 1 tokens' inputs, one token after the other.
-
-    In rows of 128 if a token fills them: then a TPU moves a state as it is. Of [width - 1,
-    channels] its compiler makes another layout, to which all states would be copied in each step.
-    """
-    rows_each = channels // LANES if channels % LANES == 0 else 1
-    return (width - 1) * rows_each, channels // rows_each
 
 
 class GatedDeltaCalls(NamedTuple):

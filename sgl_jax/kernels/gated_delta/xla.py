@@ -147,23 +147,25 @@ def _next_chunk(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array
     What a token adds depends on what those before it added: a triangular system of equations.
     """
     q, k, v, log_decay, beta = (jnp.moveaxis(x, 1, 0) for x in tokens)  # heads first
-    between = jnp.cumsum(log_decay, axis=-1)
-    n = between.shape[-1]
-    # The exponent is masked, not its power: that of a later token may be infinite.
+    n = log_decay.shape[-1]
     causal = jnp.tril(jnp.ones((n, n), bool))
-    decay = jnp.exp(jnp.where(causal, between[:, :, None] - between[:, None, :], -jnp.inf))
+    # Sums from each token to each, and not differences of sums: these cancel where much is
+    # forgotten. The exponent is masked, not its power: that of a later token would be wrong.
+    later = jnp.where(jnp.tril(causal, -1), log_decay[:, :, None], 0)
+    between = _times("im,hmj->hij", causal.astype(jnp.float32), later)
+    decay = jnp.exp(jnp.where(causal, between, -jnp.inf))
 
     def of_value_heads(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, tokens.group, axis=0)
 
     system = of_value_heads(_times("hik,hjk->hij", k, k)) * decay * beta[..., None]
-    since = jnp.exp(between)[..., None]
+    since = jnp.exp(jnp.cumsum(log_decay, axis=-1))[..., None]
     k, q, seen = of_value_heads(k), of_value_heads(q), of_value_heads(_times("hik,hjk->hij", q, k))
     change = beta[..., None] * (v - since * _times("hik,hkv->hiv", k, state))
     change = _times("hij,hjv->hiv", _inverse(system), change)
     out = since * _times("hik,hkv->hiv", q, state) + _times("hij,hjv->hiv", seen * decay, change)
-    until = jnp.exp(between[:, -1:] - between)[..., None]
-    state = jnp.exp(between[:, -1])[:, None, None] * state
+    until = jnp.exp(between[:, -1])[..., None]
+    state = since[:, -1:] * state
     return jnp.moveaxis(out, 0, 1), state + _times("hik,hiv->hkv", k * until, change)
 
 

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from sgl_jax.core.recurrence import conv_state_shape
 from sgl_jax.kernels.gated_delta import reference
-from sgl_jax.kernels.gated_delta.api import CHUNK_TOKENS, StateBatch, conv_state_shape
+from sgl_jax.kernels.gated_delta.api import CHUNK_TOKENS, StateBatch
 from sgl_jax.kernels.gated_delta.reference import Step
 
 LAYERS, LAYER = 2, 1

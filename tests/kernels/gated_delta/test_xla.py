@@ -73,6 +73,11 @@ def test_any_step_agrees_with_token_by_token_however_often_it_is_tried(case):
     check(case)
 
 
+def test_much_is_forgotten_before_little():
+    """Sums of decays are then large, and differences of them would be those of rounding."""
+    check(Case(PROGRAMS[0], [], [(0, 128)], [], seed=0))
+
+
 STEPS = {
     "nothing": ([], [], []),
     "more decode rows than are computed at once": ([(i, 1 + i % 4) for i in range(10)], [], []),

@@ -12,9 +12,9 @@ Buffers, with C = 64, and a state [Hv, 128, 128]:
     q, k, v, gates, out   [2, C, heads, 128]   of chunk c in c % 2, by token; gates [2, C, 2, 128]
     states                [2, 2, *state]       before chunk c in [0, c % 2], after it in [1, c % 2]
     by_head               [heads, C, 128]      float32: the same as q, k, v and out by head
-    since                 [Hv, C, 128]         float32: the log of the decay since the chunk began,
-                                               in all lanes; beta likewise
-    since_rows            [128, C]             float32: the same as `since`, heads by tokens
+    gates_by_head         [Hv, C, 128]         float32, of each: in all lanes the log of a token's
+                                               decay, its sums since the chunk began and until it
+                                               ends, and beta
 
 DMAs of chunk c: start those of chunk c + 1, with the state that it goes on from if that is in a
 slot; wait for its own; wait until the results of chunk c - 2 are in memory; start those of chunk c.
@@ -83,9 +83,10 @@ class _ByHead(NamedTuple):
     q: Any  # [Hk, C, 128]
     k: Any  # [Hk, C, 128]
     v: Any  # [Hv, C, 128] values, then outputs
+    decay: Any  # [Hv, C, 128]
     since: Any  # [Hv, C, 128]
+    until: Any  # [Hv, C, 128]
     beta: Any  # [Hv, C, 128]
-    since_rows: Any  # [128, C]
 
 
 class _Semaphores(NamedTuple):
@@ -176,7 +177,8 @@ def prefill_gated_delta(
                     values,
                     values,
                     values,
-                    pltpu.VMEM((LANES, CHUNK_TOKENS), jnp.float32),
+                    values,
+                    values,
                 ),
                 _Semaphores(*[sems] * 3),
             ],
@@ -295,14 +297,21 @@ def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
 
     log_decay, beta = (buffers.gates[at, :, gate] for gate in range(2))
     row, column = _row_and_column(CHUNK_TOKENS)
-    since = _product((column <= row).astype(jnp.float32), log_decay, (1, 0))
+
+    def summed(which: jax.Array, gate: jax.Array) -> jax.Array:
+        return _product(which.astype(jnp.float32), gate, (1, 0))
+
     # A token's gates lie in a register of their own; products with ones bring them together.
-    beta = _product((column == row).astype(jnp.float32), beta, (1, 0))
-    by_head.since_rows[...] = since.T
+    gates = (
+        (by_head.decay, summed(column == row, log_decay)),
+        (by_head.since, summed(column <= row, log_decay)),
+        (by_head.until, summed(column > row, log_decay)),
+        (by_head.beta, summed(column == row, beta)),
+    )
     for head in range(by_head.v.shape[0]):
-        own = slice(head, head + 1)
-        by_head.since[head] = jnp.broadcast_to(since[:, own], (CHUNK_TOKENS, LANES))
-        by_head.beta[head] = jnp.broadcast_to(beta[:, own], (CHUNK_TOKENS, LANES))
+        for target, gate in gates:
+            own = gate[:, head : head + 1]
+            target[head] = jnp.broadcast_to(own, (CHUNK_TOKENS, LANES))
 
 
 def _end_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
@@ -370,9 +379,8 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
             change = _product(next(inverses).astype(dtype), wanted.astype(dtype), (1, 0))
             out = _product(head.seen.astype(dtype), change.astype(dtype), (1, 0))
             by_head.v[head.head] = decay * read + out
-            last = head.since[CHUNK_TOKENS - 1 :]
-            added.append((change * jnp.exp(last - head.since)).astype(dtype))
-            kept.append(states[n] * jnp.exp(last))
+            added.append((change * jnp.exp(by_head.until[head.head])).astype(dtype))
+            kept.append(states[n] * decay[CHUNK_TOKENS - 1 :])
         new = _product(own[:CHUNK_TOKENS], jnp.concatenate(added, axis=1), (0, 0))
         for n, head in enumerate(some):
             state = kept[n] + new[:, n * LANES : (n + 1) * LANES]
@@ -382,12 +390,27 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
 def _head(kernel: _Kernel, head: Any, similar: jax.Array) -> _Head:
     """A value head's equations; `similar` [2 * C, C]: keys, then queries, times keys."""
     since, beta = kernel.by_head.since[head], kernel.by_head.beta[head]
-    between = since[:, :CHUNK_TOKENS] - kernel.by_head.since_rows[pl.ds(head, 1)]
     row, column = _row_and_column(CHUNK_TOKENS)
-    # The exponent is masked, not its power: that of a later token may be infinite.
+    # Sums from each token to each, and not differences of sums: these cancel where much is
+    # forgotten. Three parts of bfloat16 are exact, and products with ones are.
+    later = jnp.where(column < row, kernel.by_head.decay[head, :, :CHUNK_TOKENS], 0)
+    up_to = (column <= row).astype(jnp.bfloat16)
+    between = _product(
+        jnp.concatenate([up_to] * 3, axis=1), jnp.concatenate(_in_parts(later), axis=0), (1, 0)
+    )
+    # The exponent is masked, not its power: that of a later token would be wrong.
     decay = jnp.exp(jnp.where(_is_seen(row, column), between, NEVER))
     system = similar[:CHUNK_TOKENS] * decay * beta[:, :CHUNK_TOKENS]
     return _Head(head, system, similar[CHUNK_TOKENS:] * decay, since, beta)
+
+
+def _in_parts(x: jax.Array) -> list[jax.Array]:
+    """Three numbers of bfloat16 whose sum is x, float32."""
+    parts = []
+    for _ in range(3):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(jnp.float32)
+    return parts
 
 
 def _is_seen(row: jax.Array, column: jax.Array) -> jax.Array:
