@@ -12,7 +12,6 @@ from sgl_jax.planner.topology import CHIPS
 from tests.tpu.compiling import (
     MAX_COMPILE_S,
     compile_on,
-    generations,
     num_bytes,
     num_kernels,
     struct,
@@ -67,7 +66,7 @@ def check(mesh, *shape, **others):
 
 
 @pytest.mark.parametrize("generation", CHIPS)
-@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_every_generation_compiles_a_mixed_step(tp, generation, tpu_mesh):
     check(tpu_mesh(generation), tp, 512)
 
@@ -81,7 +80,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("generation", generations("v5e"))
+@pytest.mark.long
+@pytest.mark.parametrize("generation", CHIPS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_shapes_compile(name, generation, tpu_mesh):
     shape = dict(OTHERS[name])
