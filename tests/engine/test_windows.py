@@ -13,7 +13,6 @@ from sgl_jax.replay.__main__ import main as replay
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # A pool of the windows' own, and one that they share with the other layers.
-FAMILIES = ("gemma3", "gpt_oss")
 PAGE_SIZE = 4
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 SETTINGS: dict[str, Any] = {
@@ -29,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[pytest.param("gpt_oss", marks=pytest.mark.long), "gemma3"])
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
