@@ -12,7 +12,6 @@ from sgl_jax.engine.offline_results import Generation
 from sgl_jax.replay.__main__ import main as replay
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# A pool of the windows' own, and one that they share with the other layers.
 PAGE_SIZE = 4
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 SETTINGS: dict[str, Any] = {
@@ -28,6 +27,7 @@ SETTINGS: dict[str, Any] = {
 DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}
 
 
+# Windows that share a pool with the other layers, and windows with one of their own.
 @pytest.fixture(scope="module", params=[pytest.param("gpt_oss", marks=pytest.mark.long), "gemma3"])
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
