@@ -9,6 +9,8 @@ For each model, or those named, it writes a Hugging Face folder and `golden.npz`
     prompt_logits [n, V]  logits of every prompt position
     greedy [m]            the tokens that greedy decoding appends
     greedy_logits [m, V]  the logits each of them was chosen from
+and for models with recurrences `long.npz`, the same of a prompt of several chunks of the delta
+rule, with `prompt_logits` of its last positions alone.
 """
 
 import json
@@ -45,6 +47,7 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 
 PROMPT_TOKENS = 45
+LONG_PROMPT_TOKENS = 190
 GREEDY_TOKENS = 16
 
 COMMON = {
@@ -249,17 +252,23 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
     if packed:
         save_packed(folder, packed)
     (folder / "model.safetensors").chmod(0o644)
-    prompt = torch.randint(0, config.vocab_size, (PROMPT_TOKENS,))
+    write_continuation(model, PROMPT_TOKENS, folder / "golden.npz")
+    if hasattr(config, "linear_num_key_heads"):
+        write_continuation(model, LONG_PROMPT_TOKENS, folder / "long.npz")
+
+
+def write_continuation(model: PreTrainedModel, num_tokens: int, file: Path) -> None:
+    prompt = torch.randint(0, model.config.vocab_size, (num_tokens,))
     tokens, logits = prompt, []
     for _ in range(GREEDY_TOKENS):
         all_logits = model(tokens[None]).logits[0]
         logits.append(all_logits[-1])
         tokens = torch.cat([tokens, all_logits[-1].argmax()[None]])
     np.savez_compressed(
-        folder / "golden.npz",
+        file,
         prompt=prompt.numpy().astype(np.int32),
-        prompt_logits=model(prompt[None]).logits[0].numpy(),
-        greedy=tokens[PROMPT_TOKENS:].numpy().astype(np.int32),
+        prompt_logits=model(prompt[None]).logits[0, -PROMPT_TOKENS:].numpy(),
+        greedy=tokens[num_tokens:].numpy().astype(np.int32),
         greedy_logits=torch.stack(logits).numpy(),
     )
 

@@ -17,25 +17,25 @@ def long(*families):
 
 # By default two pools, two groups in one pool, and states.
 FAMILIES = ("gemma3", "gpt_oss", *long("qwen3_moe_mixed", "mistral", "qwen2_windows"))
-WITH_STATES = ("qwen3_5", *long("qwen3_next", "qwen3_5_moe"))
+STATES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
+WITH_STATES = (STATES[0], *long(*STATES[1:]))
 
 
-def golden(family):
-    data = np.load(GOLDEN / family / "golden.npz")
+def golden(family, name="golden"):
+    data = np.load(GOLDEN / family / f"{name}.npz")
     return data["prompt"].tolist(), data["greedy"].tolist()
 
 
 def make_engine(family, **settings):
-    return Engine(
-        str(GOLDEN / family),
-        device="cpu",
-        max_running_requests=4,
-        max_total_tokens=512,
-        chunked_prefill_size=32,
-        skip_warmup=True,
-        check_memory="busy",
-        **settings,
-    )
+    defaults = {
+        "device": "cpu",
+        "max_running_requests": 4,
+        "max_total_tokens": 512,
+        "chunked_prefill_size": 32,
+        "skip_warmup": True,
+        "check_memory": "busy",
+    }
+    return Engine(str(GOLDEN / family), **defaults | settings)
 
 
 def greedy(num_tokens):
@@ -86,6 +86,7 @@ def test_a_prompt_goes_on_from_the_last_state_that_is_kept_of_another(family):
     assert branch.cached_tokens == 0
 
 
+@pytest.mark.long  # with retracts by default, in test_windows_and_states
 @pytest.mark.parametrize("family", WITH_STATES)
 def test_drafts_that_are_refused_leave_the_state_of_what_is_kept(family):
     prompt, expected = golden(family)
@@ -110,3 +111,53 @@ def test_retracted_requests_end_as_if_they_had_not_been(family):
         assert engine.server_info()["counters"]["requests_force_retracted"] > 0
     assert answers[0].output_ids == expected
     assert answers[2].output_ids[: len(expected) - 3] == expected[3:]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_5", {"dp_size": 2, "speculative_algorithm": "NGRAM", "test_retract": True}),
+        *[
+            pytest.param(family, settings, marks=pytest.mark.long)
+            for family in STATES
+            for settings in (
+                {"page_size": 1},
+                {"page_size": 128},
+                {"tp_size": 2},
+                {"dp_size": 2},
+                {"test_retract": True},
+                {"speculative_algorithm": "NGRAM"},
+                {"recurrent_snapshot_interval": 64},
+            )
+        ],
+    ],
+    ids=str,
+)
+def test_a_long_prompt_says_the_same_alone_cached_and_in_a_session(family, settings):
+    prompt, expected = golden(family, "long")
+    settings = {"max_total_tokens": 1024, "context_length": 256} | settings
+    with make_engine(family, **settings) as engine:
+
+        def say(ids, num_tokens, **kwargs):
+            (answer,) = engine.generate(
+                input_ids=[ids], sampling_params=greedy(num_tokens), progress=False, **kwargs
+            )
+            return answer
+
+        assert say(prompt, len(expected)).output_ids == expected
+        cached = say(prompt + expected[:5], len(expected) - 5)
+        assert cached.output_ids == expected[5:]
+        assert cached.cached_tokens >= 128
+        session_id = engine.open_session(streaming=True)
+        in_session = {"session_params": {"id": session_id}}
+        assert say(prompt[:100], 4, **in_session).finish_reason
+        engine.rollback_session(session_id, 0)
+        first = say(prompt, 4, **in_session)
+        assert first.output_ids == expected[:4]
+        fork = engine.fork_session(session_id, "the fork")
+        for each in (session_id, fork):
+            answer = say(expected[4:5], len(expected) - 5, session_params={"id": each})
+            assert answer.output_ids == expected[5:]
+            page_size = settings.get("page_size", 16)
+            assert answer.cached_tokens >= len(prompt) // page_size * page_size
+            engine.close_session(each)

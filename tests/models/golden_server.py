@@ -59,6 +59,7 @@ class Server:
         weight_sharding="replicated",
         attention_backend="auto",
         unrolled_layers=None,
+        max_len=80,
     ):
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
         self.mesh = Mesh(devices, ("data", "tensor"))
@@ -78,7 +79,7 @@ class Server:
         placed = place_model(config, self.mesh, options)
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, detect_format(folder))
-        self.dp, self.page_size, self.pages_per_row = dp, page_size, -(-80 // page_size)
+        self.dp, self.page_size, self.pages_per_row = dp, page_size, -(-max_len // page_size)
         kv_heads = replicated_kv_heads(config.num_heads, config.num_kv_heads, tp)
         groups = [group for group in config.cache_groups() if not group.is_recurrent]
         num_pages = 1 + len(groups) * 3 * self.pages_per_row
@@ -179,8 +180,8 @@ class Server:
         return logits[None], pools, states
 
 
-def golden(family):
-    return np.load(GOLDEN / family / "golden.npz")
+def golden(family, name="golden"):
+    return np.load(GOLDEN / family / f"{name}.npz")
 
 
 def assert_close(actual, expected):

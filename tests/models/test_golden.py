@@ -110,6 +110,43 @@ def test_prefill_whole_or_chunked_and_decode_match_transformers(family, setup):
 
 
 @pytest.mark.parametrize(
+    ("family", "setup"),
+    [
+        ("qwen3_5", Setup()),
+        *[
+            pytest.param(family, setup, marks=pytest.mark.long)
+            for family in WITH_STATES
+            for setup in (ONE_TOKEN_PAGES, ONE_PAGE_A_ROW, TWO_CHIPS, TWO_RANKS)
+        ],
+    ],
+    ids=str,
+)
+def test_a_prompt_of_several_chunks_of_the_delta_rule_matches_transformers(family, setup):
+    data = golden(family, "long")
+    prompt, logits = data["prompt"], data["prompt_logits"]
+    last = len(prompt) - len(logits)  # the first position whose logits are known
+    server = Server(GOLDEN / family, **setup._asdict(), max_len=256)
+    for start, stop in pairwise((0, 67, 128, len(prompt))):
+        chunk = Chunk(0, start, prompt[start:stop])
+        # Beside it, the same prompt in other pieces.
+        other = Chunk(1, start // 2, prompt[start // 2 : stop // 2])
+        found = server.step([[chunk, other]] * setup.dp, num_decode=0, num_tokens=192)
+    for rank in found:
+        assert_close(rank[last - start : stop - start], logits)
+    for whole in server.step([[Chunk(2, 0, prompt)]] * setup.dp, num_decode=0, num_tokens=192):
+        assert_close(whole[last:], logits)
+    half = len(prompt) // 2
+    rest = Chunk(1, half, prompt[half:])
+    for found in server.step([[rest]] * setup.dp, num_decode=0, num_tokens=192):
+        assert_close(found[last - half :], logits)
+    for step, token in enumerate(data["greedy"][:-1]):
+        rows = [Chunk(request, len(prompt) + step, np.array([token])) for request in range(3)]
+        for found in server.step([rows] * setup.dp, num_decode=3, num_tokens=192):
+            for row in found:
+                assert_close(row, data["greedy_logits"][step + 1])
+
+
+@pytest.mark.parametrize(
     "family",
     [
         "gpt_oss_mxfp4",

@@ -1,4 +1,5 @@
-"""Models with windows through the whole engine: sessions, drafts, retracts, replay, idle memory."""
+"""Models with windows or states through the whole engine: sessions with roll back and fork, drafts,
+retracts, replay of the recording, memory at rest."""
 
 import random
 from collections.abc import Iterator
@@ -27,8 +28,16 @@ SETTINGS: dict[str, Any] = {
 DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}
 
 
-# Windows that share a pool with the other layers, and windows with one of their own.
-@pytest.fixture(scope="module", params=[pytest.param("gpt_oss", marks=pytest.mark.long), "gemma3"])
+# Windows that share a pool with the other layers, windows with one of their own, and states.
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("gpt_oss", marks=pytest.mark.long),
+        "gemma3",
+        pytest.param("qwen3_next", marks=pytest.mark.long),
+        "qwen3_5",
+    ],
+)
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -42,11 +51,11 @@ def engine(family: str) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def prompts(engine: Engine) -> list[list[int]]:
-    """Longer than any window, and one that repeats itself, which drafts are good at."""
+    """Longer than any window, and two that repeat themselves, of which drafts are accepted."""
     rng = random.Random(5)
     vocab_size = engine.info["vocab_size"]
     drawn = [[rng.randrange(3, vocab_size) for _ in range(length)] for length in (70, 45, 9)]
-    return [*drawn, drawn[1][:10] * 6]
+    return [*drawn, drawn[1][:10] * 6, [25, 115, 172] * 20]
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +101,8 @@ def test_turns_roll_backs_and_forks_say_what_the_whole_conversation_says(
         histories.append(histories[-1] + new + result.output_ids)
         assert result.output_ids == outputs(engine, [histories[-2] + new])[0]
     fork = engine.fork_session(session_id, "the fork")
-    # To the end of the last turn, where all windows are there; behind what they have passed; and to
-    # the first turn.
+    # To the end of the last turn, where all windows and the state are there; behind what they have
+    # passed; and to the first turn.
     for num_turns in (3, 2, 1):
         engine.rollback_session(session_id, num_turns)
         history = histories[num_turns]
@@ -105,7 +114,7 @@ def test_turns_roll_backs_and_forks_say_what_the_whole_conversation_says(
     check_at_rest(engine)
 
 
-def test_a_prefix_that_ends_within_and_behind_a_window_is_gone_on_with(
+def test_a_prefix_of_what_is_cached_is_gone_on_with(
     engine: Engine, prompts: list[list[int]]
 ) -> None:
     engine.flush_cache()
