@@ -1,6 +1,7 @@
-"""Train the demonstration model of ``models/demo`` on a CPU, from nothing, in about an hour.
+"""Train a demonstration model on a CPU, from nothing, in about an hour.
 
-The model is a small Qwen3 (``dense_qwen3`` beside this file); the data are the dialogues of
+``--model dense`` is the Qwen3 of ``models/demo`` (``dense_qwen3`` beside this file), ``--model
+hybrid`` the Qwen3.5 of ``models/demo_hybrid`` (``hybrid_qwen3_5``). The data are the dialogues of
 ``demo_dialogues``, whose tasks are in ``sgl_jax.bench.demo_tasks``.
 
 An interrupted run continues from its last checkpoint when started again with the same arguments.
@@ -24,7 +25,9 @@ import numpy as np
 import optax
 import optax.contrib
 from demo_dialogues import DRILL_MIX, write_dialogue
-from dense_qwen3 import SPECIAL_TOKENS, Config, Params, export, forward, init_params
+from dense_qwen3 import DenseQwen3, Params
+from hybrid_qwen3_5 import HybridQwen35
+from model_folder import SPECIAL_TOKENS, write_model_folder
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -32,6 +35,13 @@ from sgl_jax.bench import demo_tasks
 from sgl_jax.bench.demo_tasks import DEFAULT_MIX, TASKS, Message, Question, Split
 
 logger = logging.getLogger("train_demo_model")
+
+Config = DenseQwen3 | HybridQwen35
+# Each model, and the folder it is exported to.
+MODELS: dict[str, tuple[Config, Path]] = {
+    "dense": (DenseQwen3(), Path("models/demo")),
+    "hybrid": (HybridQwen35(), Path("models/demo_hybrid")),
+}
 
 # Sequence length in tokens -> sequences per step: about 4,096 tokens in each step.
 BATCH_OF_LENGTH = {128: 32, 256: 16, 512: 8, 1344: 3}
@@ -155,7 +165,7 @@ def with_answer(question: Question) -> list[Message]:
 def loss_of(params: Params, batch: Batch, config: Config) -> jax.Array:
     """Mean weighted cross entropy of the next token."""
     tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
-    logits = forward(params, tokens, positions, config)
+    logits = config.forward(params, tokens, positions)
     nll = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
     weights = batch.weights[:, 1:]
     return jnp.sum(weights * nll) / jnp.sum(weights)
@@ -164,7 +174,7 @@ def loss_of(params: Params, batch: Batch, config: Config) -> jax.Array:
 @partial(jax.jit, static_argnames="config")
 def predict(params: Params, tokens: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
     """The most likely next token after each position, [B, T]."""
-    return jnp.argmax(forward(params, tokens, positions, config), axis=-1)
+    return jnp.argmax(config.forward(params, tokens, positions), axis=-1)
 
 
 def accuracy_by_task(
@@ -245,9 +255,9 @@ class Run(NamedTuple):
 
 def train(args: argparse.Namespace) -> None:
     """Train to ``args.steps``, exporting the best weights so far after each evaluation."""
-    config = Config()
+    config = MODELS[args.model][0]
     tokenizer = train_tokenizer(config)
-    params = init_params(config, jax.random.key(args.seed))
+    params = config.init_params(jax.random.key(args.seed))
     optimizer = make_optimizer(params, args.steps)
     run = Run(0, params, optimizer.init(params), dict(DEFAULT_MIX), 0.0, 0.0, [])
     checkpoint = args.work_dir / "checkpoint.pkl"
@@ -309,7 +319,7 @@ def evaluate_and_export(
     if mean < run.best:
         return run
     run = run._replace(best=mean)
-    export(args.output, config, tokenizer, stored)
+    write_model_folder(args.output, config.describe(), tokenizer, stored)
     record = {
         "seed": args.seed,
         "steps": args.steps,
@@ -323,7 +333,8 @@ def evaluate_and_export(
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("models/demo"))
+    parser.add_argument("--model", choices=MODELS, default="dense")
+    parser.add_argument("--output", type=Path, help="a folder other than the model's in models/")
     parser.add_argument("--work-dir", type=Path, required=True, help="for the checkpoint")
     parser.add_argument("--steps", type=int, default=3900)
     parser.add_argument("--seed", type=int, default=0)
@@ -332,6 +343,7 @@ def main() -> None:
     parser.add_argument("--test-questions", type=int, default=400, help="per task, at the end")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    args.output = args.output or MODELS[args.model][1]
     args.work_dir.mkdir(parents=True, exist_ok=True)
     train(args)
 
