@@ -12,6 +12,7 @@ _FUSED = re.compile(r" fusion\(.*?calls=%([\w.-]+)")
 _COMPUTATION = re.compile(r"^%?([\w.-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b[a-z]+(\d+)\w*\[([\d,]+)\](\S*?)(?=[,)]* |, |$)")
+_UPDATES_ITS_OPERAND = re.compile(r"^\s+ROOT .* dynamic-update-slice\(%param")
 _IN_VMEM = "S(1)"
 # Of an instruction whose result is changed in place, or is no copy.
 _MAKES_OTHERS = ("output_to_operand_aliasing", 'custom_call_target="tpu_custom_call"')
@@ -22,10 +23,16 @@ _PASSES_ON = {
 }
 
 
+def pools_of(engine: EngineProgramsOnPaper) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The arrays that hold the cache: pages, and the states of recurrent layers."""
+    states = engine.state.states
+    return (*engine.state.kv_pools, *(() if states is None else states.layers))
+
+
 def shapes_kept(engine: EngineProgramsOnPaper) -> set[tuple[int, ...]]:
     """Of each large weight, of all layers and of one, and of the cache, on one device."""
     kept = set()
-    for own in jax.tree.leaves((engine.placed.params, engine.state.kv_pools)):
+    for own in jax.tree.leaves((engine.placed.params, pools_of(engine))):
         shape = own.sharding.shard_shape(own.shape)
         kept |= {shape, shape[1:]} if len(shape) > 2 else {shape}
     return {shape for shape in kept if 2 * math.prod(shape) > MAX_COPY_BYTES}
@@ -39,13 +46,17 @@ def copies(text: str, kept: set[tuple[int, ...]], num_tokens: int) -> list[str]:
     gathered, or what a Pallas kernel makes: lines of experts may be as large as some weight.
     """
     sizes = {math.prod(shape) for shape in kept}
-    fused, found, here = set(_FUSED.findall(text)), [], ""
+    fused, in_place = set(_FUSED.findall(text)), _updates_in_place(text)
+    found, here = [], ""
     for line in text.splitlines():
         if heading := _COMPUTATION.match(line):
             here = heading[1]
             continue
         instruction = _INSTRUCTION.match(line)
         if instruction is None or here in fused or instruction[3] in _PASSES_ON:
+            continue
+        calls = _FUSED.search(line)
+        if calls is not None and calls[1] in in_place:
             continue
         if instruction[1].startswith("gather") or any(word in line for word in _MAKES_OTHERS):
             continue
@@ -55,4 +66,18 @@ def copies(text: str, kept: set[tuple[int, ...]], num_tokens: int) -> list[str]:
             is_large = num_bytes > MAX_COPY_BYTES and _IN_VMEM not in layout
             if is_large and math.prod(shape) in sizes and num_tokens not in shape:
                 found.append(f"{instruction[1]} = {instruction[2]} in {here}")
+    return found
+
+
+def _updates_in_place(text: str) -> set[str]:
+    """Computations that write a slice of an array they are given.
+
+    Where the array could not be overwritten, the compiler copies it before, which is found.
+    """
+    found, here = set(), ""
+    for line in text.splitlines():
+        if heading := _COMPUTATION.match(line):
+            here = heading[1]
+        elif _UPDATES_ITS_OPERAND.match(line):
+            found.add(here)
     return found

@@ -22,7 +22,7 @@ from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.step_time import collective_time, heads_time
 from sgl_jax.planner.topology import GIB, Topology, has_tpu_compiler, topology_mesh
 from tests.tpu.compiling import lower_on, struct
-from tests.tpu.copies import copies, shapes_kept
+from tests.tpu.copies import copies, pools_of, shapes_kept
 
 pytestmark = pytest.mark.skipif(
     not has_tpu_compiler(),
@@ -72,6 +72,10 @@ LAYOUTS = (
     ("qwen3-30b-a3b", "v6e-4", 1, 4, None),
     ("qwen3-30b-a3b", "tpu7x-2", 1, 1, None),
     ("qwen3-30b-a3b", "tpu7x-8", 1, 4, None),
+    ("qwen3-next-80b-a3b", "v5e-16", 1, 16, None),
+    ("qwen3-next-80b-a3b", "v5p-8", 1, 4, None),
+    ("qwen3-next-80b-a3b", "v6e-8", 1, 8, None),
+    ("qwen3-next-80b-a3b", "tpu7x-8", 1, 8, None),
 )
 # Each generation, one device and several, both shapes of step, and a mixture of experts, in few
 # compilations; two ranks are compiled in `tests/plan`.
@@ -132,6 +136,21 @@ def _compiled_layers(engine):
     return compiled, outside
 
 
+def _expected_kernels(engine, is_normal):
+    """How often the program has each of a layer's kernels, but for those of experts."""
+    model = engine.config.model
+    compiled, _ = _compiled_layers(engine)
+    recurrent = sum(spec.recurrence is not None for spec in model.layers) * compiled
+    recurrent //= len(model.layers)
+    kernels = ["paged_write", "paged_decode", "paged_prefill"]
+    if model.head_dim % LANES == 0:
+        kernels.append(NORMALISED_NAME if is_normal else PLAIN_NAME)
+    of_states = ("causal_conv", "gated_delta_decode", "gated_delta_prefill")
+    return Counter(
+        dict.fromkeys(kernels, compiled - recurrent) | dict.fromkeys(of_states, recurrent)
+    )
+
+
 def _print_figures(cost, heads_s, chip):
     exchange_s = sum(collective_time(collective, chip) for collective in cost.collectives)
     print(
@@ -152,7 +171,7 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
     engine, program, bucket = _compile(model, topology, dp, tp, step, specs)
     cost, config = program_cost(program), engine.config.model
     chip = Topology.parse(topology).chip
-    pool_bytes = bytes_per_device(engine.state.kv_pools)
+    pool_bytes = bytes_per_device(pools_of(engine))
     is_normalised = NORMALISED_NAME in cost.kernels
     heads = heads_time(bucket.tokens, config, 2, tp, chip, normalised=is_normalised)
     _print_figures(cost, heads.total_s, chip)
@@ -169,12 +188,8 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
     compiled, outside = _compiled_layers(engine)
     products = [name for name in cost.kernels if name == "grouped_matmul"]
     assert len(products) == (3 * compiled if config.moe else 0)
-    attention = Counter(name for name in cost.kernels if name != "grouped_matmul")
-    expected_kernels = ["paged_write", "paged_decode", "paged_prefill"]
-    if config.head_dim % LANES == 0:
-        is_normal = model.startswith(("qwen3", "gemma-3"))
-        expected_kernels.append(NORMALISED_NAME if is_normal else PLAIN_NAME)
-    assert attention == dict.fromkeys(expected_kernels, compiled)
+    others = Counter(name for name in cost.kernels if name != "grouped_matmul")
+    assert others == _expected_kernels(engine, model.startswith(("qwen3", "gemma-3")))
     assert cost.estimated_cycles > 0
 
     exchanges: Counter[tuple[str, bool]] = Counter()
@@ -220,7 +235,7 @@ def test_a_cache_of_8_bits_is_neither_copied_nor_converted(step):
     settings = {"kv_cache_dtype": "fp8_e4m3"}
     engine, program, bucket = _compile("llama-3.1-8b", "v6e-1", 1, 1, step, **settings)
     cost = program_cost(program)
-    assert cost.alias_bytes >= bytes_per_device(engine.state.kv_pools)
+    assert cost.alias_bytes >= bytes_per_device(pools_of(engine))
     assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
     assert cost.temp_bytes < GIB
 
@@ -232,7 +247,7 @@ def test_unlike_layers_are_compiled_once_for_a_turn_and_nothing_is_copied():
     layers = (dense, sparse) * 22 + (dense,) * 4
     engine, program, bucket = _compile("qwen3-30b-a3b", "v6e-4", 1, 4, "decode", layers)
     cost = program_cost(program)
-    assert cost.alias_bytes >= bytes_per_device(engine.state.kv_pools)
+    assert cost.alias_bytes >= bytes_per_device(pools_of(engine))
     assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
     assert cost.temp_bytes < engine.config.logit_bytes
     # Of a loop over pairs two in a turn, and the four that follow; half of a pair has experts.
