@@ -1,11 +1,13 @@
-"""What the tests of accuracy share, over all workers of a run: the reference."""
+"""What the tests of accuracy share, over all workers of a run: the references."""
 
 import fcntl
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.accuracy.served_models import DENSE, ServedModel
 from tests.accuracy.variants import REFERENCE
 from tests.accuracy.workload import Outcome, run
 from tests.live.live_server import live_server
@@ -21,16 +23,27 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> P
 
 
 @pytest.fixture(scope="session")
-def reference(shared_folder: Path) -> Outcome:
-    """What a server answers without retract, prefix cache, overlap, speculation or ranks."""
-    kept = shared_folder / "reference.json"
-    folder = shared_folder / "reference"
-    with (shared_folder / "reference.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one worker makes it, the others wait
-        if not kept.exists():
-            folder.mkdir()
-            with live_server(folder, *REFERENCE.flags) as server:
-                outcome = run(server.url)
-                assert server.get("/get_server_info")["counters"]["requests_retracted"] == 0
-            kept.write_text(json.dumps(outcome))
-    return Outcome(*json.loads(kept.read_text()))
+def reference_of(shared_folder: Path) -> Callable[[ServedModel], Outcome]:
+    """What a server of a model answers without retract, prefix cache, overlap, speculation or
+    ranks."""
+
+    def reference_of(model: ServedModel) -> Outcome:
+        kept = shared_folder / f"{model.name}.json"
+        folder = shared_folder / model.name
+        with (shared_folder / f"{model.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one worker makes it, the others wait
+            if not kept.exists():
+                folder.mkdir()
+                with live_server(folder, *REFERENCE.flags, model=model.path) as server:
+                    outcome = run(server.url)
+                    assert server.get("/get_server_info")["counters"]["requests_retracted"] == 0
+                kept.write_text(json.dumps(outcome))
+        return Outcome(*json.loads(kept.read_text()))
+
+    return reference_of
+
+
+@pytest.fixture(scope="session")
+def reference(reference_of: Callable[[ServedModel], Outcome]) -> Outcome:
+    """The dense model's."""
+    return reference_of(DENSE)

@@ -62,7 +62,7 @@ class Variant(NamedTuple):
 # Over all ranks. Holds what runs at once, but not the prefixes of all questions: pages are evicted.
 POOL_TOKENS = 6144
 COMMON_FLAGS = (
-    *("--context-length", "1280", "--max-running-requests", "8"),
+    *("--served-model-name", "demo", "--context-length", "1280", "--max-running-requests", "8"),
     *("--check-memory", "busy", "--memory-error-action", "crash", "--decode-log-interval", "0"),
 )
 AXES = ((1, 16), (True, False), (32, 128, 1024), (True, False), (1, 2), (True, False))

@@ -102,7 +102,7 @@ def test_drafts_that_are_refused_leave_the_state_of_what_is_kept(family):
     assert answers[1].output_ids == plain.output_ids
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *WITH_STATES])
+@pytest.mark.parametrize("family", [*FAMILIES, *long(*STATES)])
 def test_retracted_requests_end_as_if_they_had_not_been(family):
     prompt, expected = golden(family)
     with make_engine(family, test_retract=True, page_size=4) as engine:

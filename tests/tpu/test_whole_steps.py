@@ -72,26 +72,32 @@ LAYOUTS = (
     ("qwen3-30b-a3b", "v6e-4", 1, 4, None),
     ("qwen3-30b-a3b", "tpu7x-2", 1, 1, None),
     ("qwen3-30b-a3b", "tpu7x-8", 1, 4, None),
-    ("qwen3-next-80b-a3b", "v5e-16", 1, 16, None),
+    ("qwen3-next-80b-a3b", "v5e-8", 1, 8, 24),
     ("qwen3-next-80b-a3b", "v5p-8", 1, 4, None),
     ("qwen3-next-80b-a3b", "v6e-8", 1, 8, None),
     ("qwen3-next-80b-a3b", "tpu7x-8", 1, 8, None),
 )
-# Each generation, one device and several, both shapes of step, and a mixture of experts, in few
-# compilations; two ranks are compiled in `tests/plan`.
+# Each generation, one device and several, a mixture of experts, and recurrences, in few
+# compilations of decode steps; two ranks are compiled in `tests/planner`.
 QUICK = {
     ("llama-3.1-8b", "v5e-4", 4, "decode"),
     ("llama-3.1-8b", "v5p-2", 1, "decode"),
-    ("llama-3.1-8b", "v6e-1", 1, "mixed"),
+    ("qwen3-next-80b-a3b", "v6e-8", 8, "decode"),
     ("qwen3-30b-a3b", "v6e-4", 4, "decode"),
     ("llama-3.1-8b", "tpu7x-2", 1, "decode"),
 }
+# All convolutions' states fit into a v5e's vector memory: the compiler takes them there, and back,
+# for each snapshot that is copied.
+COPIES_STATES = {("qwen3-next-80b-a3b", "v5e-8", 8, "mixed")}
 
 
 def _cases():
     for model, topology, dp, tp, layers in LAYOUTS:
         for step in STEPS:
-            marks = () if (model, topology, tp, step) in QUICK else (pytest.mark.long,)
+            case = (model, topology, tp, step)
+            marks = [] if case in QUICK else [pytest.mark.long]
+            if case in COPIES_STATES:
+                marks.append(pytest.mark.xfail(strict=True, reason="copies 50 MB of states"))
             name = f"{model}-{topology}-dp{dp}-tp{tp}-{step}"
             yield pytest.param(model, topology, dp, tp, layers, step, id=name, marks=marks)
 
