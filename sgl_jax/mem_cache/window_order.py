@@ -9,8 +9,9 @@ Pages of an edge are of three levels, by what a prompt that comes later could wa
 - `END`: the window before the end of the edge, where a prompt ended or a branch is. Those of leaves
   that may leave the tree go with them; only nodes that stay are listed.
 
-Snapshots of states are few, and each was kept for a reason: all are checkpoints, but the one at the
-end of an edge from which prompts branch, or where no other prompt has gone on.
+Snapshots of states are few, and each was kept for a reason. One at the end of an edge from which
+prompts branch is an `END`; one that a single prompt has gone past is `SPARE`; all others, also those
+where nothing has gone on yet, are checkpoints.
 
 A node is listed at each level at which something may be taken from it, by how often it was used and
 when its windows were last read. The policy says at which rate it will be used; a level is a weight
@@ -52,8 +53,7 @@ class WindowOrder:
         end so many others go on."""
         if self._is_recurrent:
             levels = np.full(count, CHECKPOINT, np.int8)
-            if num_children != 1:
-                levels[-1] = END
+            levels[-1] = (CHECKPOINT, SPARE, END)[min(num_children, 2)]
             return levels
         if count <= self._num_pages:
             return np.full(count, END, np.int8)

@@ -70,6 +70,24 @@ def branches() -> list[Prompt]:
     return prompts
 
 
+def tree_search() -> list[Prompt]:
+    """Twelve tasks at a time. Each begins with a prompt; from a state that was reached some attempts
+    go on, one of which is the next state; now and then they go on from a state before."""
+    rng, pages = Random(8), fresh_pages()
+    tasks = [[take(pages, 6)] for _ in range(12)]
+    prompts = [task[0] for task in tasks]
+    while len(prompts) < 600:
+        states = rng.choice(tasks)
+        state = states[-1] if rng.random() < 0.8 else rng.choice(states)
+        attempts = [state + take(pages, rng.randint(1, 3)) for _ in range(rng.randint(2, 5))]
+        prompts += attempts
+        states.append(rng.choice(attempts))
+        if len(states) == 7:
+            states[:] = [take(pages, 6)]
+            prompts.append(states[0])
+    return prompts
+
+
 def long_documents() -> list[Prompt]:
     """Twelve long documents, each read for a few questions in turn."""
     rng, pages = Random(7), fresh_pages()

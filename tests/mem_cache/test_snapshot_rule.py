@@ -124,6 +124,31 @@ def test_what_a_conversation_went_past_leaves_before_what_prompts_branch_from() 
     assert [prompts.found(prompt) for prompt in ("xyzq", "abcdefq", "abcdefgh")] == [3, 0, 8]
 
 
+def test_what_a_conversation_went_past_leaves_before_an_older_checkpoint() -> None:
+    prompts = Prompts("adaptive")
+    for prompt in ("pqRstU", "abC"):
+        prompts.publish(prompt)
+    begun = prompts.match("abcde").node  # what is used more often is an edge of its own
+    assert begun is not None
+    prompts.publish("abCdE")
+    prompts.cache.unlock(begun)
+    assert prompts.cache.evict(1, STATES) == 1
+    found = [prompts.found(prompt) for prompt in ("abcq", "abcdeq", "pqrq", "pqrstuq")]
+    assert found == [0, 5, 3, 6]
+
+
+def test_where_prompts_branch_outlasts_a_younger_end() -> None:
+    prompts = Prompts()
+    for prompt in ("xyZuvW", "xyZrsT"):
+        prompts.publish(prompt)
+    for prompt in ("xyzuvw", "xyzrst"):  # read after the branch was
+        node = prompts.match(prompt).node
+        assert node is not None
+        prompts.cache.unlock(node)
+    assert prompts.cache.evict(1, STATES) == 1
+    assert [prompts.found(prompt) for prompt in ("xyzq", "xyzuvwq", "xyzrstq")] == [3, 3, 6]
+
+
 # -- four defects ---------------------------------------------------------------------------------
 
 

@@ -2091,8 +2091,20 @@ MUTATIONS = (
     Mutation(
         "states: keep what a conversation went past as long as a branch",
         _ORDER,
-        "            if num_children != 1:\n",
-        "            if count:\n",
+        "(CHECKPOINT, SPARE, END)[min(num_children, 2)]",
+        "(CHECKPOINT, END, END)[min(num_children, 2)]",
+    ),
+    Mutation(
+        "states: keep what a conversation went past as long as its end",
+        _ORDER,
+        "(CHECKPOINT, SPARE, END)[min(num_children, 2)]",
+        "(CHECKPOINT, CHECKPOINT, END)[min(num_children, 2)]",
+    ),
+    Mutation(
+        "states: keep a branch no longer than an end",
+        _ORDER,
+        "(CHECKPOINT, SPARE, END)[min(num_children, 2)]",
+        "(CHECKPOINT, SPARE, CHECKPOINT)[min(num_children, 2)]",
     ),
     Mutation(
         "states: say that snapshots are pages",
