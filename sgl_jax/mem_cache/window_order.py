@@ -10,8 +10,8 @@ Pages of an edge are of three levels, by what a prompt that comes later could wa
   that may leave the tree go with them; only nodes that stay are listed.
 
 Snapshots of states are few, and each was kept for a reason. One at the end of an edge from which
-prompts branch is an `END`; one that a single prompt has gone past is `SPARE`; all others, also those
-where nothing has gone on yet, are checkpoints.
+prompts branch is an `END`; one that a single prompt has gone past is `SPARE`; all others, also
+those where nothing has gone on yet, are checkpoints.
 
 A node is listed at each level at which something may be taken from it, by how often it was used and
 when its windows were last read. The policy says at which rate it will be used; a level is a weight

@@ -71,8 +71,8 @@ def branches() -> list[Prompt]:
 
 
 def tree_search() -> list[Prompt]:
-    """Twelve tasks at a time. Each begins with a prompt; from a state that was reached some attempts
-    go on, one of which is the next state; now and then they go on from a state before."""
+    """Twelve tasks at a time. Each begins with a prompt; from a state that was reached some
+    attempts go on, one of which is the next state; now and then they go on from a state before."""
     rng, pages = Random(8), fresh_pages()
     tasks = [[take(pages, 6)] for _ in range(12)]
     prompts = [task[0] for task in tasks]
