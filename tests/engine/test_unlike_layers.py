@@ -60,7 +60,8 @@ def test_unlike_layers_are_served(family, settings):
     assert answers[1].output_ids[: len(expected) - 3] == expected[3:]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Of Gemma 3 and states by default in test_windows_and_states, as retracts and drafts.
+@pytest.mark.parametrize("family", ["gpt_oss", *long("gemma3"), *FAMILIES[2:]])
 def test_what_goes_on_from_the_cache_is_what_was_computed_without(family):
     prompt, expected = golden(family)
     with make_engine(family) as engine:
@@ -72,7 +73,8 @@ def test_what_goes_on_from_the_cache_is_what_was_computed_without(family):
     assert second.output_ids == expected[5:]
 
 
-@pytest.mark.parametrize("family", WITH_STATES)
+@pytest.mark.long
+@pytest.mark.parametrize("family", STATES)
 def test_a_prompt_goes_on_from_the_last_state_that_is_kept_of_another(family):
     prompt, expected = golden(family)
     with make_engine(family, page_size=4) as engine:
@@ -86,8 +88,8 @@ def test_a_prompt_goes_on_from_the_last_state_that_is_kept_of_another(family):
     assert branch.cached_tokens == 0
 
 
-@pytest.mark.long  # with retracts by default, in test_windows_and_states
-@pytest.mark.parametrize("family", WITH_STATES)
+@pytest.mark.long
+@pytest.mark.parametrize("family", STATES)
 def test_drafts_that_are_refused_leave_the_state_of_what_is_kept(family):
     prompt, expected = golden(family)
     with make_engine(family, speculative_algorithm="NGRAM") as engine:
@@ -102,7 +104,7 @@ def test_drafts_that_are_refused_leave_the_state_of_what_is_kept(family):
     assert answers[1].output_ids == plain.output_ids
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *long(*STATES)])
+@pytest.mark.parametrize("family", ["gpt_oss", *long("gemma3", *STATES), *FAMILIES[2:]])
 def test_retracted_requests_end_as_if_they_had_not_been(family):
     prompt, expected = golden(family)
     with make_engine(family, test_retract=True, page_size=4) as engine:
@@ -116,7 +118,7 @@ def test_retracted_requests_end_as_if_they_had_not_been(family):
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("qwen3_5", {"dp_size": 2, "speculative_algorithm": "NGRAM", "test_retract": True}),
+        ("qwen3_5", {"test_retract": True}),
         *[
             pytest.param(family, settings, marks=pytest.mark.long)
             for family in STATES
@@ -125,7 +127,7 @@ def test_retracted_requests_end_as_if_they_had_not_been(family):
                 {"page_size": 128},
                 {"tp_size": 2},
                 {"dp_size": 2},
-                {"test_retract": True},
+                {"dp_size": 2, "speculative_algorithm": "NGRAM", "test_retract": True},
                 {"speculative_algorithm": "NGRAM"},
                 {"recurrent_snapshot_interval": 64},
             )

@@ -134,7 +134,11 @@ def test_a_prefix_of_what_is_cached_is_gone_on_with(
     "settings",
     [
         pytest.param(DRAFTS, id="drafts", marks=pytest.mark.long),
-        pytest.param({"test_retract": True, "test_retract_interval": 3}, id="retract"),
+        pytest.param(
+            {"test_retract": True, "test_retract_interval": 3},
+            id="retract",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             DRAFTS | {"test_retract": True, "test_retract_interval": 4}, id="drafts, retract"
         ),

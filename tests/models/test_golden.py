@@ -47,7 +47,7 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
         ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
-        *[(family, TWO_CHIPS) for family in (*WITH_WINDOWS, *WITH_STATES)],
+        *[(family, TWO_CHIPS) for family in (*WITH_WINDOWS, "qwen3_5")],
         *[
             pytest.param(family, setup, marks=() if family == "gemma3" else pytest.mark.long)
             for family in WITH_WINDOWS
@@ -69,7 +69,9 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
                 ("gpt_oss", UNROLLED),
                 ("gpt_oss_mxfp4", SPLIT_WEIGHTS),
                 ("gpt_oss_mxfp4", MORE_CHIPS_THAN_KV_HEADS),
+                ("qwen3_next", TWO_CHIPS),
                 ("qwen3_next", UNROLLED),
+                ("qwen3_5_moe", TWO_CHIPS),
                 ("qwen3_5_moe", SPLIT_WEIGHTS),
                 ("qwen3_moe", SIMULATED_TPU),
                 ("gemma3", SIMULATED_TPU),
