@@ -27,6 +27,7 @@ from sgl_jax.server.openai_protocol import (
 )
 from sgl_jax.server.session_protocol import SessionParams
 from sgl_jax.server.strict_model import StrictModel
+from sgl_jax.server.text_protocol import DetokenizeBody, TokenizeBody
 from sgl_jax.server.unserved_fields import NOTHING, UnservedField, as_json
 
 TARGET = Path(__file__).parent.parent / "docs" / "request_fields.md"
@@ -56,6 +57,8 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/generate`: `sampling_params`", NativeSampling),
     ("`session_params` of `/generate` and `/v1/completions`", SessionParams),
     ("`/abort_request`", AbortBody),
+    ("`/tokenize`", TokenizeBody),
+    ("`/detokenize`", DetokenizeBody),
     *((f"`{call.route}`", body_of(call)) for call in CALLS if call.route),
 )
 

@@ -107,7 +107,12 @@ CALLS = (
     Call(StopRequest, "stop"),
     # GET is how older clients of SGLang ask.
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
-    Call(GetState, "tell_state", dict[str, Any], sent_by=("/get_server_info", "/metrics")),
+    Call(
+        GetState,
+        "tell_state",
+        dict[str, Any],
+        sent_by=("/get_server_info", "/server_info", "/metrics", "/v1/loads", "/get_load"),
+    ),
     Call(OpenSession, "open", str, "/open_session"),
     Call(CloseSession, "close", Done, "/close_session"),
     Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),

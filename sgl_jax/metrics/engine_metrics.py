@@ -45,7 +45,7 @@ class EngineMetrics:
             "token_usage",
             "share of the KV pages that running requests and sessions hold",
             ["dp_rank"],
-            [(rank["dp_rank"], _usage(rank)) for rank in ranks],
+            [(rank["dp_rank"], token_usage(rank)) for rank in ranks],
         )
         yield _gauges(
             "kv_pages",
@@ -75,7 +75,8 @@ class EngineMetrics:
             yield kind(f"sglang:engine_{name}", name.replace("_", " "), value=value)
 
 
-def _usage(rank: Mapping[str, Any]) -> float:
+def token_usage(rank: Mapping[str, Any]) -> float:
+    """The share of a rank's KV pages that running requests and sessions hold."""
     held = rank["leased_pages"] + rank.get("session_held_pages", 0)
     return float(held / max(rank["total_pages"] - rank.get("reserved_pages", 0), 1))
 

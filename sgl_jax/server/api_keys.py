@@ -17,7 +17,11 @@ from sgl_jax.core.server_args import ServerArgs
 
 # What an operator does, and what tells of all clients at once.
 ADMIN_PATHS = frozenset(
-    {"/get_server_info", *(call.route for call in CALLS if call.is_admin and call.route)}
+    {
+        "/get_server_info",
+        "/server_info",
+        *(call.route for call in CALLS if call.is_admin and call.route),
+    }
 )
 MAX_NAME_CHARS = 64  # as part of the engine's ids of its sessions, each may take 12 characters
 _STATE = "caller"

@@ -6,7 +6,15 @@ from fastapi import FastAPI
 from msgspec.inspect import is_struct_type
 
 from sgl_jax.core.calls import CALLS
-from sgl_jax.server import call_routes, management_routes, native_routes, openai_routes
+from sgl_jax.server import (
+    call_routes,
+    load_routes,
+    management_routes,
+    native_routes,
+    openai_routes,
+    other_model_routes,
+    text_routes,
+)
 from sgl_jax.server.api_keys import ApiKeys
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.errors import install_error_handlers
@@ -14,6 +22,7 @@ from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from sgl_jax.server.native_protocol import Generated
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import install_openapi
+from sgl_jax.server.text_protocol import Detokenized, Tokenized
 
 
 def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
@@ -25,7 +34,10 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.context = context
-    for routes in (openai_routes, native_routes, call_routes, management_routes):
+    for routes in (
+        *(openai_routes, native_routes, call_routes, management_routes),
+        *(load_routes, text_routes, other_model_routes),
+    ):
         # Not `include_router`: a request would be matched with every route twice.
         app.router.routes.extend(routes.router.routes)
     install_error_handlers(app, {call.route: call.methods for call in CALLS if call.route})
@@ -34,7 +46,7 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
     if not keys.is_open:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
     structs: list[type] = [
-        *(ChatCompletion, Completion, ModelCard, ModelList, Generated),
+        *(ChatCompletion, Completion, ModelCard, ModelList, Generated, Tokenized, Detokenized),
         *(call.answer for call in CALLS if is_struct_type(call.answer)),
     ]
     install_openapi(app, structs, needs_key=not keys.is_open)

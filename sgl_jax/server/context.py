@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,18 +86,32 @@ class ServerContext:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             self.frontend.checks.check_text(text)
-        if self.texts.is_short(texts):
-            ids = [self.frontend.tokenizer.encode(text) for text in texts]
-        else:
-            encoding = self.texts.encode(_client_of(request), texts)
-            packed = await unless_gone(request.receive, encoding)
-            share = LoopShare()
-            ids = []
-            for each in packed:
-                ids.append(self._unpack(each))
-                await share.pause()
+        share = LoopShare()
+        ids = []
+        for each in await self.encode_texts(request, texts):
+            ids.append(self._unpack(each))
+            await share.pause()
         encoded = iter(ids)
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    async def encode_texts(
+        self, request: Request, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[Ids]:
+        """Token ids of each text of `request`, whether or not the engine could take them.
+
+        Raises:
+            InvalidRequestError: a text is too long for any prompt, or there is no tokenizer.
+            ApiError: it took too long, or the client went away.
+        """
+        tokenizer, special = self.frontend.tokenizer, add_special_tokens
+        for text in texts:
+            self.frontend.checks.check_length(len(text))
+        if self.texts.is_short(texts):
+            return [
+                array("i", tokenizer.encode(text, add_special_tokens=special)) for text in texts
+            ]
+        encoding = self.texts.encode(_client_of(request), texts, add_special_tokens=special)
+        return await unless_gone(request.receive, encoding)
 
     async def encode_chat(self, request: Request, body: ChatRequest) -> list[list[int]]:
         """Token ids of the conversation, the one prompt of `request`. Raises as

@@ -15,7 +15,9 @@ from sgl_jax.core.server_args import ServerArgs
 MAX_FIELDS = 256
 _MIB = 2**20
 _MOST_BYTES_PER_CHAR = 6  # a character as \uXXXX
-_GENERATION_PATHS = frozenset({"/generate", "/v1/completions"})
+_LONG_BODY_PATHS = frozenset(
+    {"/generate", "/v1/completions", "/tokenize", "/detokenize", "/score", "/v1/score"}
+)
 _CHAT_PATH = "/v1/chat/completions"
 
 
@@ -56,7 +58,8 @@ class Limits:
     # Bodies, behind the key
     max_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
-        "bytes of a body of `/generate` and `/v1/completions` (413)",
+        "bytes of a body of `/generate`, `/v1/completions`, `/tokenize`, `/detokenize` and "
+        "`/v1/score` (413)",
         "max_body_bytes",
     )
     max_chat_body_bytes: int = _limit(
@@ -112,7 +115,7 @@ class Limits:
 
     def body_bytes_of(self, path: str) -> int:
         """Bytes that a body for route `path` may have."""
-        if path in _GENERATION_PATHS:
+        if path in _LONG_BODY_PATHS:
             return self.max_body_bytes
         return self.max_chat_body_bytes if path == _CHAT_PATH else self.max_control_body_bytes
 

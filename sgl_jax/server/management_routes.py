@@ -14,6 +14,7 @@ from sgl_jax.server.errors import ApiError
 from sgl_jax.server.generation import StreamGroup, json_response
 from sgl_jax.server.health import health_answer
 from sgl_jax.server.json_route import JsonRoute
+from sgl_jax.server.loads import internal_state
 from sgl_jax.server.openapi import answers, text_answer
 
 _HEALTH_TIMEOUT_S = 20.0
@@ -49,6 +50,19 @@ async def health_generate(request: Request) -> Response:
     return json_response({"status": "ready"})
 
 
+@router.get("/ping", responses=answers())
+async def ping(request: Request) -> Response:
+    """As `/health`, under the name that hosting platforms ask for."""
+    return await health(request)
+
+
+@router.get("/version", responses=answers())
+async def version(request: Request) -> Response:
+    """The version of this server."""
+    return json_response({"version": request.app.version})
+
+
+@router.get("/model_info", responses=answers())
 @router.get("/get_model_info", responses=answers())
 async def get_model_info(request: Request) -> Response:
     """What is served."""
@@ -65,6 +79,7 @@ async def get_model_info(request: Request) -> Response:
     )
 
 
+@router.get("/server_info", responses=answers())
 @router.get("/get_server_info", responses=answers())
 async def get_server_info(request: Request) -> Response:
     """Settings, the engine's facts, and the memory and load of every rank."""
@@ -77,7 +92,9 @@ async def get_server_info(request: Request) -> Response:
             **settings,
             "served_model_name": context.model_name,
             "version": request.app.version,
+            "dp_size": context.frontend.facts.dp_size,
             "engine": context.engine_info,
+            "internal_states": [internal_state(rank, state["counters"]) for rank in state["ranks"]],
             **state,
         }
     )

@@ -78,14 +78,16 @@ class TextPool:
         """Whether the event loop itself may encode these, which costs less than asking a worker."""
         return sum(map(len, texts)) <= _SHORT_CHARS
 
-    async def encode(self, client: str, texts: Sequence[str]) -> list[Ids]:
-        """Token ids of each prompt, for the client of this name.
+    async def encode(
+        self, client: str, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[Ids]:
+        """Token ids of each text, for the client of this name.
 
         Raises:
             ApiError: 503, it took too long.
         """
         jobs = [
-            EncodeTexts(piece, self._limits.text_seconds(sum(map(len, piece))))
+            EncodeTexts(piece, self._limits.text_seconds(sum(map(len, piece))), add_special_tokens)
             for piece in _pieces(texts)
         ]
         return await self._run(client, jobs)

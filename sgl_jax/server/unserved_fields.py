@@ -228,4 +228,10 @@ ABORT: Fields = {
     **_fields("finished_reason weight_versions http_worker_ipc", NOTHING, "it is SGLang's own"),
 }
 
+TOKENIZE: Fields = {
+    **_fields("tools", NOTHING, "tools are not supported"),
+    **_fields("chat_template", NOTHING, "clients cannot bring programs"),
+    **_fields("mm_processor_kwargs", NOTHING, "there is only text"),
+}
+
 STREAM_OPTIONS: Fields = _fields("include_obfuscation", (False,), "events are not padded")

@@ -21,6 +21,7 @@ class EncodeTexts(msgspec.Struct, frozen=True, tag="encode"):
 
     texts: list[str]
     seconds: float
+    add_special_tokens: bool = True
 
 
 class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):

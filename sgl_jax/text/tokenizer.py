@@ -108,6 +108,18 @@ class Tokenizer:
         """The tokenizer's beginning-of-sequence token, if it names one."""
         return None if self._hf.bos_token_id is None else int(self._hf.bos_token_id)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Class, special tokens and chat template, by the names of `tokenizer_config.json`."""
+        return {
+            "tokenizer_class": type(self._hf).__name__,
+            "vocab_size": self.vocab_size,
+            **{name: str(token) for name, token in self._hf.special_tokens_map.items()},
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "chat_template": self._hf.chat_template,
+        }
+
     @cached_property
     def longest_token_chars(self) -> int:
         """Characters of the longest token: bounds how few tokens a long text can have."""

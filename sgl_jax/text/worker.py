@@ -96,7 +96,9 @@ def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
 def _answer(job: Job, tokenizer: Tokenizer) -> JobAnswer:
     try:
         if isinstance(job, EncodeTexts):
-            return TokenIds([_packed(tokenizer.encode(text)) for text in job.texts])
+            special = job.add_special_tokens
+            each = (tokenizer.encode(text, add_special_tokens=special) for text in job.texts)
+            return TokenIds([_packed(ids) for ids in each])
         return TokenIds([_packed(_encode_chat(job, tokenizer))])
     except InvalidRequestError as error:
         return Refused(str(error), error.param, error.code)

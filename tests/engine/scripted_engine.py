@@ -256,7 +256,13 @@ class ScriptedEngine:
         return None if request.session is None else HISTORY + len(request.input_ids)
 
     def state(self) -> dict[str, Any]:
-        pages = {"total_pages": 10, "free_pages": 6, "leased_pages": 2, "cached_pages": 1}
+        pages = {
+            "page_size": 16,
+            "total_pages": 10,
+            "free_pages": 6,
+            "leased_pages": 2,
+            "cached_pages": 1,
+        }
         rank = pages | {"reserved_pages": 1, "session_held_pages": 0}
         rank |= {"free_rows": 7, "total_rows": 8, "session_rows": 1, "num_waiting": 0}
         ranks = [{"dp_rank": r, "num_running": len(self.running), **rank} for r in range(DP_SIZE)]
