@@ -1885,6 +1885,44 @@ MUTATIONS = (
     ),
     # -- states of recurrent layers
     Mutation(
+        "states: list the root as a leaf that may go when its tree is empty",
+        _FULL,
+        "node.locks[self.index] == 0 and node.parent is not None",
+        "node.locks[self.index] == 0",
+    ),
+    Mutation(
+        "states: a match that found nothing holds the root",
+        _TREE,
+        "        if length == 0:\n            return None\n",
+        "        if length == 0:\n            if not self._walk(tokens, namespace, start):\n"
+        "                self.lock(self.root)\n"
+        "            return None\n",
+    ),
+    Mutation(
+        "states: a match that is cut until it reaches the root holds the root",
+        _TREE,
+        "        if length == 0:\n            return None\n",
+        "        if length == 0:\n            if self._walk(tokens, namespace, start):\n"
+        "                self.lock(self.root)\n            return None\n",
+    ),
+    Mutation(
+        "states: lose the snapshots that a prompt crossed before it was given up",
+        _RELEASE,
+        "    _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)\n"
+        "    if lease.node is not None:\n        # What",
+        "    own = lease.pages(memory.page_size, lease.cache_protected_len)\n"
+        "    if memory.state_group is not None:\n        own[memory.state_group] = 0\n"
+        "    _free(memory, own, lease.row)\n"
+        "    if lease.node is not None:\n        # What",
+    ),
+    Mutation(
+        "states: offer no snapshot of a prompt that is given up",
+        _RELEASE,
+        "    if insert:\n        added = _hand_to_tree(memory, lease, tokens)\n",
+        "    if insert:\n        drop_snapshots_past(memory, lease, lease.cache_protected_len)\n"
+        "        added = _hand_to_tree(memory, lease, tokens)\n",
+    ),
+    Mutation(
         "states: start a cached prefix from nothing",
         _STATES,
         "    if length == 0:\n        return NULL_SLOT\n",
