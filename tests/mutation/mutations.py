@@ -1346,10 +1346,10 @@ MUTATIONS = (
         "running.known_tokens(row), cursor.matched",
     ),
     Mutation(
-        "states: wait for tokens that a leader has published",
+        "states: wait only for what is still to be published",
         _IN_FLIGHT,
-        "running.known_tokens(row)[: running.score_start[row]], cursor.matched",
-        "running.known_tokens(row)[: running.score_start[row]], cursor.length",
+        "length - cursor.length >= self._min_tokens",
+        "length - start >= self._min_tokens",
     ),
     Mutation(
         "wait for what a session's turn publishes only at its end",
@@ -1366,14 +1366,14 @@ MUTATIONS = (
     Mutation(
         "wait for a page more than is shared",
         _IN_FLIGHT,
-        "return Leader(row, start + shared) if",
-        "return Leader(row, start + shared + self._rank.memory.page_size) if",
+        "return Leader(row, length) if",
+        "return Leader(row, length + self._rank.memory.page_size) if",
     ),
     Mutation(
         "wait for however little is shared",
         _IN_FLIGHT,
-        "return Leader(row, start + shared) if shared >= self._min_tokens else None",
-        "return Leader(row, start + shared)",
+        "return Leader(row, length) if length - cursor.length >= self._min_tokens else None",
+        "return Leader(row, length)",
     ),
     Mutation(
         "share nothing with what starts in the same step",
