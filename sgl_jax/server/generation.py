@@ -150,6 +150,9 @@ async def prepare_all(
     requests: list[GenerateRequest] = []
     with client_names(names):
         for ids, sampling, own in zip(await encoding, samplings, options, strict=True):
+            compiling = checks.start_grammar(sampling.to_sampling(0))
+            if compiling is not None:
+                await asyncio.wrap_future(compiling)
             for choice in range(sampling.num_choices):
                 requests.append(checks.prepare(ids, sampling.to_sampling(choice), **own, **shared))
                 await share.pause()

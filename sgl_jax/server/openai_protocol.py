@@ -5,14 +5,16 @@ one that is not, or that asks for something this server cannot do, is refused by
 ignored. A null counts as not given.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionId
 from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
-from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
+from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import SamplingFields, in_range
@@ -31,10 +33,39 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(StrictModel):
-    """Only free text for now."""
+class JsonSchema(StrictModel):
+    """A schema with a name. It is kept whether `strict` or not."""
 
-    type: Literal["text"]
+    name: str
+    description: str | None = None
+    json_value: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """What the answer's text is: anything, a JSON object, JSON by a schema, tags (SGLang's)."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = Field(
+        default=None, description="of a structural_tag: each with begin, schema and end"
+    )
+    triggers: list[str] | None = Field(default=None, description="of a structural_tag")
+
+    def grammar(self) -> dict[str, str]:
+        """The sampling parameter that says the same, by name; none for text."""
+        if self.type == "json_object":
+            return {"json_schema": '{"type": "object"}'}
+        if self.type == "structural_tag":
+            tags = {"structures": self.structures, "triggers": self.triggers}
+            return {"structural_tag": json.dumps(tags)}
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise InvalidRequestError(
+                    "a response_format of type json_schema has a json_schema", "response_format"
+                )
+            return {"json_schema": json.dumps(self.json_schema.json_value or {})}
+        return {}
 
 
 class GenerationFields(RequestFields, SamplingFields):
@@ -46,6 +77,13 @@ class GenerationFields(RequestFields, SamplingFields):
     return_token_ids: bool | None = Field(
         default=None, description="of prompt and output; not in a stream"
     )
+
+    def to_sampling(self, choice: int) -> SamplingParams:
+        """As the engine takes them."""
+        sampling = super().to_sampling(choice)
+        if self.response_format is None:
+            return sampling
+        return msgspec.structs.replace(sampling, **self.response_format.grammar())
 
     @model_validator(mode="after")
     def _whole_answers_only(self) -> "GenerationFields":

@@ -149,10 +149,7 @@ _REQUEST: Fields = {**_SGLANG, **_MEDIA}
 
 # Among sampling parameters: in the body of OpenAI's routes, under `sampling_params` in /generate.
 SAMPLING: Fields = {
-    **_fields(
-        "json_schema regex ebnf structural_tag", NOTHING, "output cannot be held to a grammar"
-    ),
-    **_fields("ebnf_full_assistant", (False,), "output cannot be held to a grammar"),
+    **_fields("ebnf_full_assistant", (False,), "a grammar is of the output alone"),
     **_fields("stop_regex", NOTHING, "output stops at strings and token ids only"),
     **_fields("custom_params", NOTHING, "clients cannot bring code"),
     **_fields("spaces_between_special_tokens", None, "decoding adds no spaces"),
