@@ -51,6 +51,7 @@ T = TypeVar("T")
 _IDLE_POLL_S = 0.2
 # Requests are waiting, none can run, nothing is in flight: rare, and not worth a busy loop.
 _STARVED_POLL_S = 0.001
+_GIVEN_UP = "the output could not be held to its grammar any longer: "
 _REBUILT = (
     "the engine found the records of its memory wrong and started afresh; "
     "requests in flight were lost and may be sent again"
@@ -196,12 +197,18 @@ class EngineCore:
     def _masks(self, plan: StepPlan) -> list[Int32Array]:
         """What the rows of a masked step may draw, now that all before it is known."""
         words = mask_words(self.executor.sizes.vocab_size)
+        given_up: list[AbortRequest] = []
         masks = [np.full((len(rank.rows), words), -1, np.int32) for rank in plan.ranks]
         for dp_rank, index, request, output in self.scheduler.rows_with_grammar(plan):
             grammar = request.message.sampling.grammar
             if request.matcher is None and grammar is not None:
                 request.matcher = self._grammars.follow(grammar)
             masks[dp_rank][index] = request.matcher.mask(output)
+            if request.matcher.error:
+                why = _GIVEN_UP + request.matcher.error
+                given_up.append(AbortRequest(rid=request.rid, message=why))
+        for message in given_up:
+            self.events.abort(message)
         return masks
 
     def _recover(self, error: Exception) -> None:

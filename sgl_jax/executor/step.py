@@ -147,8 +147,9 @@ def draw_step(
         None if masks is None else masks[sampled.rows],
     )
     new_tokens = sampled.by_row(drawn, 1 + max_drafts)
-    counts = 1 + count_accepted(new_tokens, queries.guesses, queries.drafts)
-    counts = jnp.where(controls.samples, counts, 0)
+    counts = controls.samples.astype(jnp.int32)
+    if queries.guesses is not None:
+        counts *= 1 + count_accepted(new_tokens, queries.guesses, queries.drafts)
     token_table = _write_tokens(
         state.token_table, controls.rows, queries.new_starts, new_tokens, counts
     )
@@ -181,7 +182,7 @@ class Queries(NamedTuple):
     kv_starts: jax.Array  # int32[B] position of each row's first query
     drafts: jax.Array  # int32[B] how many of its queries are drafts: the last ones
     new_starts: jax.Array  # int32[B] where its first new token goes, and its first draft lies
-    guesses: jax.Array  # int32[B, max_drafts]
+    guesses: jax.Array | None  # int32[B, max_drafts]; None where nothing is drafted
 
 
 def _build_batch(queries: Queries, given: RankStep) -> tuple[AttentionBatch, jax.Array]:
@@ -221,7 +222,7 @@ def _place_queries(
     kv_starts = jnp.where(controls.relayed, state.row_lens[rows] - 1, controls.kv_starts)
     new_starts = kv_starts + controls.q_lens - drafts
     token_table = state.token_table
-    guesses = jnp.zeros((rows.shape[0], 0), jnp.int32)
+    guesses = None
     if max_drafts:
         guesses = propose_drafts(token_table, rows, new_starts, drafts > 0, max_drafts)
         token_table = _write_tokens(token_table, rows, new_starts, guesses, drafts)

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
@@ -21,12 +22,13 @@ from sgl_jax.core.grammar import Grammar, GrammarKind
 from sgl_jax.grammar.row_grammar import RowGrammar
 
 _MAX_KEPT = 256  # compiled grammars
-# A nested schema of 64 KiB compiles within 0.3 s by these, where llguidance's own take seconds.
-_LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, max_grammar_size=100_000)
+# Schemas of MAX_GRAMMAR_CHARS compile within some 0.3 s. A grammar so ambiguous that a token takes
+# more than some 0.05 s is given up, and the request ends; those of a schema take microseconds.
+_LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=2_000)
 
 
 # As Python writes JSON. Where spaces are free, a model that is not sure writes nothing else.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarCompiler:

@@ -1,6 +1,5 @@
 """Where one output is in its grammar."""
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,8 +7,6 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
 from sgl_jax.core.step_plan import Int32Array, mask_words
-
-logger = logging.getLogger(__name__)
 
 
 class RowGrammar:
@@ -28,6 +25,13 @@ class RowGrammar:
             self._end.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32)
         )
 
+    @property
+    def error(self) -> str:
+        """Why the grammar was given up: a token that it does not allow, or it costs too much."""
+        # The rest of llguidance's message holds the output.
+        message: str = self._matcher.get_error()
+        return message.partition("\n")[0]
+
     def mask(self, output: Int32Array) -> Int32Array:
         """Which tokens may follow, int32[mask_words(vocab_size)]; those that end it if none may.
 
@@ -35,13 +39,12 @@ class RowGrammar:
         """
         fresh = output[self._num_read :].tolist()
         self._num_read = len(output)
-        if fresh and not self._matcher.consume_tokens(fresh):
-            logger.error("an output left its grammar: %s", self._matcher.get_error())
-        if self._matcher.is_error() or self._matcher.is_stopped():
+        if fresh:
+            self._matcher.consume_tokens(fresh)
+        if self._matcher.is_stopped():  # or in an error
             return self._end
         fill_next_token_bitmask(self._matcher, self._words, 0)
-        if self._matcher.is_error() or not self._words.any():
-            logger.warning("a grammar was given up: %s", self._matcher.get_error())
+        if self._matcher.is_error():
             return self._end
         allowed: Int32Array = self._words[0]
         return allowed

@@ -98,7 +98,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 def _names(body: GenerationFields, limit: str, prompt: str) -> dict[str, str]:
     """Our names of fields -> this client's."""
+    formats = {} if body.response_format is None else body.response_format.grammar()
     return {
+        **dict.fromkeys(formats, "response_format"),
         "max_new_tokens": limit,
         "min_new_tokens": "min_new_tokens" if body.min_tokens is None else "min_tokens",
         "text": prompt,
