@@ -68,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     load = (options.batch_size, options.output_len)
     speeds: dict[str | None, list[float]] = {None: [], _SCHEMA: []}
     with Engine(
-        str(options.model_path), max_running_requests=options.batch_size, decode_log_interval=0
+        str(options.model_path),
+        max_running_requests=options.batch_size,
+        decode_log_interval=0,
+        skip_warmup=True,
     ) as engine:
         for schema in speeds:
             serve_block(engine, *load, schema)  # compiles, and is not counted
