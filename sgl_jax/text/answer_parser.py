@@ -79,6 +79,14 @@ class AnswerParser(NamedTuple):
             marks += [mark for pair in pairs for mark in pair]
         return frozenset(marks)
 
+    @property
+    def reads_calls(self) -> bool:
+        return self.tool_format is not None or self.is_harmony
+
+    def call_id(self, digits: str) -> str:
+        """A call's id made of hexadecimal `digits`, such as the model's chat template takes."""
+        return digits[:9] if self.tool_format == "mistral" else f"call_{digits[:24]}"
+
     def reader(self, tools: Tools | None, prompt_tail: str, *, has_reasoning: bool) -> AnswerReader:
         """The reader of one answer.
 
@@ -90,7 +98,9 @@ class AnswerParser(NamedTuple):
 
         def read(unread: Unread) -> Reading[None]:
             if self.is_harmony:
-                yield from read_harmony(unread, has_tools=tools is not None)
+                yield from read_harmony(
+                    unread, has_tools=tools is not None, has_reasoning=has_reasoning
+                )
                 return
             if has_reasoning and self.reasoning_format is not None:
                 yield from REASONING_FORMATS[self.reasoning_format].read(unread, prompt_tail)
@@ -101,18 +111,14 @@ class AnswerParser(NamedTuple):
         return AnswerReader(read)
 
 
-def choose_parser(
-    tool_format: str | None, reasoning_format: str | None, template: str
-) -> AnswerParser:
-    """The formats that were asked for; for "auto", what `template` is certain to be of.
+def choose_parser(tool_format: str, reasoning_format: str, template: str) -> AnswerParser:
+    """The formats that were asked for, or "none"; for "auto", what `template` is certain to be of.
 
     Raises:
         ValueError: gpt-oss's format beside another: it is one of both kinds.
     """
-    tool = _by_signs(_TOOL_SIGNS, template) if tool_format == "auto" else tool_format
-    reasoning = (
-        _by_signs(_REASONING_SIGNS, template) if reasoning_format == "auto" else reasoning_format
-    )
+    tool = _chosen(tool_format, _TOOL_SIGNS, template)
+    reasoning = _chosen(reasoning_format, _REASONING_SIGNS, template)
     if HARMONY in (tool, reasoning):
         other = {tool, reasoning} - {HARMONY, None}
         if other:
@@ -123,5 +129,7 @@ def choose_parser(
     return AnswerParser(tool, reasoning)
 
 
-def _by_signs(signs: tuple[tuple[str, tuple[str, ...]], ...], template: str) -> str | None:
+def _chosen(name: str, signs: tuple[tuple[str, tuple[str, ...]], ...], template: str) -> str | None:
+    if name != "auto":
+        return None if name == "none" else name
     return next((name for name, texts in signs if all(text in template for text in texts)), None)

@@ -24,8 +24,12 @@ _HEAD = re.compile(
 )
 
 
-def read_harmony(unread: Unread, *, has_tools: bool) -> Reading[None]:
-    """Read an answer. Without `has_tools`, calls are content: none was asked for."""
+def read_harmony(unread: Unread, *, has_tools: bool, has_reasoning: bool) -> Reading[None]:
+    """Read an answer.
+
+    Without `has_tools`, calls are content: none was asked for; without `has_reasoning`, so is
+    reasoning.
+    """
     lead = ""
     while unread.held or not unread.has_ended:
         size = -1
@@ -38,14 +42,16 @@ def read_harmony(unread: Unread, *, has_tools: bool) -> Reading[None]:
             lead = yield from unread.pass_on(Content, [_START])
             continue
         unread.take(size + len(_MESSAGE))
-        end = yield from _body(unread, head, has_tools=has_tools)
+        end = yield from _body(unread, head, has_tools=has_tools, has_reasoning=has_reasoning)
         if end != _START and (yield from unread.skip(_START)):
             end = _START
         lead = end if end == _START else ""
         yield from unread.skip_space()
 
 
-def _body(unread: Unread, head: re.Match[str], *, has_tools: bool) -> Reading[str]:
+def _body(
+    unread: Unread, head: re.Match[str], *, has_tools: bool, has_reasoning: bool
+) -> Reading[str]:
     """Hand out a message's text by its `head`; returns the mark that ended it."""
     ends = (*_ENDS, _START)
     to = head["to"] or head["also_to"] or ""
@@ -55,7 +61,8 @@ def _body(unread: Unread, head: re.Match[str], *, has_tools: bool) -> Reading[st
         # The last call of an answer ends with the answer: its mark is a stop token.
         yield CallEnded()
     else:
-        kind = Reasoning if head["channel"] == "analysis" else Content
+        is_reasoning = has_reasoning and head["channel"] == "analysis"
+        kind = Reasoning if is_reasoning else Content
         end = yield from unread.pass_on(kind, ends)
     return end.lstrip()
 

@@ -37,7 +37,7 @@ class Unread:
             if places:
                 at, mark = min(places)
                 num_shown = len(self.held[:at].rstrip())
-            elif self.has_ended:
+            elif self.has_ended or not marks:
                 num_shown = len(self.held)
             else:
                 num_shown = len(self.held[: self._begin_of_mark(marks)].rstrip())

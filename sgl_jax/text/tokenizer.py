@@ -6,7 +6,7 @@ text beyond what the tokenizer itself does (no clean-up of spaces, no added prom
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.text.call_arguments import with_arguments
 
 # By any of these a folder is known to hold a tokenizer.
 _TOKENIZER_FILES = (
@@ -94,6 +95,12 @@ class Tokenizer:
         return any(i not in self.special_ids for i in self._backend.get_vocab().values())
 
     @property
+    def chat_template(self) -> str:
+        """The template, or all of them where there are several; "" if there is none."""
+        template = self._hf.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be written as prompts."""
         return bool(self._hf.chat_template)
@@ -112,6 +119,11 @@ class Tokenizer:
     def longest_token_chars(self) -> int:
         """Characters of the longest token: bounds how few tokens a long text can have."""
         return max(map(len, self._backend.get_vocab()), default=1)
+
+    def special_ids_of(self, texts: Set[str]) -> frozenset[int]:
+        """Special tokens that have one of these texts."""
+        tokens = {i: self._backend.id_to_token(i) for i in self.special_ids}
+        return frozenset(i for i, token in tokens.items() if token in texts)
 
     def check_knows_text(self) -> None:
         """Raise `InvalidRequestError` if there is no tokenizer that could encode a text."""
@@ -151,13 +163,16 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         template_args: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation as the text that the model reads, special tokens included.
 
         Args:
-            messages: `{"role": ..., "content": ...}` each, content a string.
+            messages: `{"role": ..., "content": ...}` each, content a string. Those of the
+                assistant may have `tool_calls`, their arguments as JSON text.
+            tools: that the model may call, as OpenAI declares them.
             continue_final_message: leave the last message open, to be continued.
             template_args: variables the template may read, such as `enable_thinking`.
 
@@ -172,10 +187,10 @@ class Tokenizer:
             )
         try:
             prompt: str = self._hf.apply_chat_template(
-                list(messages),
+                with_arguments(messages),
                 # Named here, so that a client's template_args cannot bring a program of its own.
                 chat_template=None,
-                tools=None,
+                tools=None if tools is None else list(tools),
                 documents=None,
                 tokenize=False,
                 add_generation_prompt=not continue_final_message,

@@ -152,12 +152,12 @@ def test_formats_are_chosen_by_the_template_only_where_it_says_them() -> None:
     assert choose_parser("auto", "auto", chatml) == AnswerParser(None, None)
     assert choose_parser("auto", "auto", hermes) == AnswerParser("hermes", None)
     assert choose_parser("auto", "auto", hermes + thinking) == AnswerParser("hermes", "qwen3")
-    assert choose_parser(None, "glm45", hermes) == AnswerParser(None, "glm45")
+    assert choose_parser("none", "glm45", hermes) == AnswerParser(None, "glm45")
     harmony = "<|start|>assistant<|channel|>final<|message|>"
     assert choose_parser("auto", "auto", harmony) == AnswerParser(HARMONY, HARMONY)
 
 
 def test_gpt_oss_is_a_format_of_both_kinds() -> None:
-    assert choose_parser(HARMONY, None, "").is_harmony
+    assert choose_parser(HARMONY, "none", "").is_harmony
     with pytest.raises(ValueError, match="cannot be used beside qwen3"):
         choose_parser(HARMONY, "qwen3", "")
