@@ -1,7 +1,7 @@
 """What a chat's answer says: content, reasoning and tool calls, whole or in deltas."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from msgspec import UNSET
 
@@ -74,13 +74,11 @@ class ChatAnswer:
             return None
         return "tool_calls" if finish.type == "stop" and self._num_calls else finish.type
 
-    def _events(self, chunk: Chunk) -> Sequence[Event]:
+    def _events(self, chunk: Chunk) -> Iterator[Event]:
+        """Those of a chunk that are handed out; counts calls as they begin."""
         events = self._reader.feed(chunk.text)
         if chunk.finish is not None:
             events = joined([*events, *self._reader.finish()])
-        return list(self._wanted(events))
-
-    def _wanted(self, events: Sequence[Event]) -> Iterator[Event]:
         for event in events:
             if isinstance(event, CallBegun):
                 self._num_calls += 1

@@ -1,42 +1,42 @@
-"""The arguments of earlier calls, as chat templates want them: an object, or its text."""
+"""The arguments of earlier calls, for chat templates: some want objects, some the JSON text.
+
+Most templates go through the items of an object or write it by `tojson`; DeepSeek's, among others,
+add the arguments to a text.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-
-class CallArguments(dict[str, Any]):
-    """An object that is its JSON text where a template prints it or adds it to a text.
-
-    Some templates go through the items or write them by `tojson`, others take a text for granted.
-    """
-
-    def __init__(self, text: str) -> None:
-        """`text`: of a JSON object."""
-        super().__init__(json.loads(text))
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __radd__(self, before: str) -> str:
-        return before + self._text
-
-    def __add__(self, after: str) -> str:
-        return self._text + after
+Messages = Sequence[Mapping[str, Any]]
 
 
-def with_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` with the arguments of their calls as `CallArguments`."""
+def has_calls(messages: Messages) -> bool:
+    """Whether there are arguments at all."""
+    return any(message.get("tool_calls") for message in messages)
+
+
+def with_objects(messages: Messages) -> list[dict[str, Any]]:
+    """`messages` with the arguments of all calls, which are JSON texts, as objects."""
     return [
-        {**message, "tool_calls": [_with_arguments(call) for call in message["tool_calls"]]}
+        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
         else dict(message)
         for message in messages
     ]
 
 
-def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+def are_printed(messages: Messages, prompt: str) -> bool:
+    """Whether a template that got objects wrote one as Python does: then it wanted the text."""
+    return any(arguments and repr(arguments) in prompt for arguments in _arguments(messages))
+
+
+def _arguments(messages: Messages) -> Iterator[Any]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            yield call["function"]["arguments"]
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    arguments = CallArguments(function["arguments"])
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}

@@ -4,6 +4,7 @@ Owns the Hugging Face tokenizer. Must never reach for the network, import jax, o
 text beyond what the tokenizer itself does (no clean-up of spaces, no added prompts).
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence, Set
@@ -14,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.text.call_arguments import with_arguments
+from sgl_jax.text.call_arguments import are_printed, has_calls, with_objects
 
 # By any of these a folder is known to hold a tokenizer.
 _TOKENIZER_FILES = (
@@ -185,17 +186,35 @@ class Tokenizer:
                 "or start the server with --chat-template",
                 "messages",
             )
+        options = {
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
+        given = template_args or {}
+        if has_calls(messages):
+            objects = with_objects(messages)
+            with contextlib.suppress(InvalidRequestError):
+                prompt = self._render(objects, options, given)
+                if not are_printed(objects, prompt):
+                    return prompt
+        return self._render(messages, options, given)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        template_args: Mapping[str, Any],
+    ) -> str:
         try:
             prompt: str = self._hf.apply_chat_template(
-                with_arguments(messages),
+                list(messages),
                 # Named here, so that a client's template_args cannot bring a program of its own.
                 chat_template=None,
-                tools=None if tools is None else list(tools),
                 documents=None,
                 tokenize=False,
-                add_generation_prompt=not continue_final_message,
-                continue_final_message=continue_final_message,
-                **(template_args or {}),
+                **options,
+                **template_args,
             )
         # A template is a program of the model's author that runs on the client's data: any
         # error that it raises means that it cannot take these messages.

@@ -1,11 +1,13 @@
 """Reasoning and tool calls are found in every format, however the text is cut."""
 
+import dataclasses
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.text.answer_parser import HARMONY, TOOL_FORMATS, AnswerParser, choose_parser
 from sgl_jax.text.output_events import (
     Arguments,
@@ -155,6 +157,15 @@ def test_formats_are_chosen_by_the_template_only_where_it_says_them() -> None:
     assert choose_parser("none", "glm45", hermes) == AnswerParser(None, "glm45")
     harmony = "<|start|>assistant<|channel|>final<|message|>"
     assert choose_parser("auto", "auto", harmony) == AnswerParser(HARMONY, HARMONY)
+
+
+def test_each_flag_offers_every_format() -> None:
+    fields = {field.name: field for field in dataclasses.fields(ServerArgs)}
+    general = {"auto", "none", HARMONY}
+    offered = set(fields["tool_call_parser"].metadata["choices"])
+    assert offered == {*TOOL_FORMATS, *general}
+    offered = set(fields["reasoning_parser"].metadata["choices"])
+    assert offered == {*REASONING_FORMATS, *general}
 
 
 def test_gpt_oss_is_a_format_of_both_kinds() -> None:
