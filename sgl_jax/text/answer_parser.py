@@ -46,13 +46,13 @@ _TOOL_SIGNS = (
     ("gemma", ("<|tool_call>", "<tool_call|>")),
     ("mistral", ("[TOOL_CALLS]",)),
     ("llama3", ("<|python_tag|>", "parameters", "<|start_header_id|>")),
-    ("hermes", ("<tool_call>", "</tool_call>", '"arguments"')),
+    ("hermes", ("<tool_call>", "</tool_call>", "name", "arguments")),
 )
 _REASONING_SIGNS = (
     (HARMONY, ("<|start|>", "<|channel|>", "<|message|>")),
     ("kimi", ("◁think▷",)),
     ("kimi", ("<think>", "<|im_middle|>")),
-    ("deepseek-r1", ("<｜Assistant｜><think>",)),
+    ("deepseek-r1", ("<｜Assistant｜>", "<think>")),
     ("glm45", ("<think>", "[gMASK]")),
     ("qwen3", ("<think>", "</think>", "<|im_start|>")),
 )
@@ -75,7 +75,7 @@ class AnswerParser(NamedTuple):
         if self.tool_format in TOOL_FORMATS:
             marks += TOOL_FORMATS[self.tool_format].marks
         if self.reasoning_format in REASONING_FORMATS:
-            pairs = REASONING_FORMATS[self.reasoning_format].marks
+            pairs = REASONING_FORMATS[self.reasoning_format].pairs
             marks += [mark for pair in pairs for mark in pair]
         return frozenset(marks)
 

@@ -134,6 +134,7 @@ ANSWERS = {
         + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function"
         "<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [Reasoning("Weather."), Content("I look."), *WEATHER, *NOW],
+        prompt_tail="<｜Assistant｜><think>\n",
     ),
     "deepseek 3.1": Answer(
         "deepseekv3",
