@@ -18,7 +18,7 @@ from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
 from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
-from sgl_jax.server.tool_protocol import Tool, ToolCalls, Tools
+from sgl_jax.server.tool_protocol import Tool, ToolCalls, ToolChoice, Tools
 
 _MAX_MESSAGES = 16_384
 
@@ -124,7 +124,7 @@ class ChatRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto"] | None = Field(
+    tool_choice: ToolChoice | None = Field(
         default=None, description="none: the model is not told of the tools"
     )
     parallel_tool_calls: bool | None = Field(

@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server import unserved_fields
@@ -11,6 +11,16 @@ from sgl_jax.server.strict_model import StrictModel
 
 MAX_TOOLS = 1024
 _FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _not_forced(choice: Any) -> Any:
+    if choice == "required" or isinstance(choice, dict):
+        raise InvalidRequestError(
+            "tool_choice: the model decides whether it calls a tool, since its answer cannot be "
+            "held to a grammar; send auto or none",
+            None,
+        )
+    return choice
 
 
 class FunctionDefinition(StrictModel):
@@ -63,5 +73,6 @@ class ToolCall(StrictModel):
         return call if self.id is None else {"id": self.id, **call}
 
 
+ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_not_forced)]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 ToolCalls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)]

@@ -233,6 +233,14 @@ async def test_reasoning_may_begin_in_the_prompt_and_may_stay_in_content(
         assert found["content"] == "It rains.\n</think>\n\nTake a coat."
 
 
+async def test_special_tokens_that_no_format_reads_stay_out_of_the_text(
+    tools_folder: Path,
+) -> None:
+    async with served(tools_folder) as (_, client):
+        found, _ = await whole(client, **says("a<|end|>b[TOOL_CALLS]c"), tools=DECLARED)
+        assert found["content"] == "abc"
+
+
 async def test_log_probabilities_of_a_call_all_come(tools_folder: Path) -> None:
     async with served(tools_folder) as (_, client):
         body = says(ANSWERS["hermes"].text) | {"tools": DECLARED, "logprobs": True}
@@ -257,6 +265,7 @@ async def test_what_cannot_be_served_is_refused_by_name(tools_folder: Path) -> N
     good_call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     refused: list[tuple[str, dict[str, Any]]] = [
         ("tool_choice", {"tools": DECLARED, "tool_choice": "required"}),
+        ("tool_choice", {"tools": DECLARED, "tool_choice": {"type": "function", "function": {}}}),
         ("tools[0].function.strict", {"tools": strict}),
         (
             "messages[0].tool_calls[0].function.arguments",

@@ -9,7 +9,7 @@ from sgl_jax.text.reader import Reading, Unread
 
 _ARGUMENTS = ("arguments", "parameters")
 _HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 
 
