@@ -91,16 +91,19 @@ class ChatMessage(StrictModel):
     def num_chars(self) -> int:
         """Characters that the template is going to write of it, at least."""
         calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
-        return len(self._text or "") + calls
+        return len(self._text) + calls
 
     @property
-    def _text(self) -> str | None:
-        if self.content is None or isinstance(self.content, str):
+    def _text(self) -> str:
+        if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content or ())
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: one string, and no developers."""
+        """As chat templates expect it: one string, and no developers.
+
+        The string is there without content, too: many templates add it to others.
+        """
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self._text}
         for extra in ("name", "reasoning_content", "tool_call_id"):

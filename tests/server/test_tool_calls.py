@@ -18,6 +18,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.text.output_events import Arguments, CallBegun, Content, Event, Reasoning
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving, text_workers
+from tests.server.server_process import SCRIPTED, running_server
 from tests.text.recorded_answers import ANSWERS, PARIS, TOOLS
 from tests.tokenizers import byte_level, save
 
@@ -28,7 +29,7 @@ TEMPLATE = (
     "{{ messages[0].content }}</s>"
     "{% if tools %}{% for t in tools %}{{ t.function.name }}: "
     "{{ t.function.parameters.properties | length }}; {% endfor %}{% endif %}"
-    "{% for m in messages[1:] %}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{% for m in messages[1:] %}<|{{ m.role }}|>{{ m.content + '' }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }})"
     "={{ c.id }}{% endfor %}"
     "{{ m.tool_call_id or '' }}</s>{% endfor %}"
@@ -292,3 +293,22 @@ async def test_tools_need_a_parser_and_a_template(
         answer = await rig.http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400
         assert "--chat-template" in answer.json()["error"]["message"]
+
+
+def test_a_server_by_its_flags_serves_a_whole_exchange(tools_folder: Path) -> None:
+    flags = ("--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi")
+    with running_server(SCRIPTED, tools_folder, *flags, "--context-length", str(ROOM)) as server:
+        server.wait_ready()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
+        body = says(ANSWERS["kimi_k2"].text) | {"tools": DECLARED}
+        first = client.chat.completions.create(**body)
+        message = first.choices[0].message
+        calls = message.tool_calls or []
+        assert [call.id for call in calls] == ["functions.get_weather:0", "functions.now:1"]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
+        body["messages"] += [message, *results]
+        again = client.chat.completions.create(**body)
+        assert again.choices[0].finish_reason == "tool_calls"
+        assert again.usage is not None
+        assert first.usage is not None
+        assert again.usage.prompt_tokens > first.usage.prompt_tokens
