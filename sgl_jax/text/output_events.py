@@ -51,5 +51,10 @@ def joined(events: Iterable[Event]) -> list[Event]:
 
 
 def as_json(value: object) -> str:
-    """`value` as JSON text. Raises ValueError or TypeError where JSON has no such value."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """`value` as JSON text. Raises ValueError or TypeError where JSON has no such value.
+
+    Halves of characters, which escapes can write, count as none: they cannot be sent.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text

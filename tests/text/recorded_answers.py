@@ -72,6 +72,18 @@ ANSWERS = {
         "a <tool_call>\nnot json\n</tool_call> b",
         [Content("a <tool_call>\nnot json\n</tool_call> b")],
     ),
+    "hermes, half a character as a name": Answer(
+        "hermes",
+        None,
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        [Content('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>')],
+    ),
+    "hermes, half a character as an argument, arguments first": Answer(
+        "hermes",
+        None,
+        '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "now"}',
+        [Content('<tool_call>{"arguments": {"a": "\\ud800"}, "name": "now"}')],
+    ),
     "qwen3_coder": Answer(
         "qwen3_coder",
         None,
@@ -194,6 +206,9 @@ ANSWERS = {
     ),
     "pythonic, a list that is no call": Answer(
         "pythonic", None, " [see(1), ']']: links", [Content(" [see(1), ']']: links")]
+    ),
+    "pythonic, half a character": Answer(
+        "pythonic", None, "[now(a='\\ud800')]", [Content("[now(a='\\ud800')]")]
     ),
     "gpt-oss": Answer(
         "gpt-oss",

@@ -146,6 +146,7 @@ def _rest_of_object(unread: Unread) -> Reading[None]:
 def _name(text: str) -> str | None:
     try:
         name: str = json.loads(text)
+        as_json(name)
     except ValueError:
         return None
     return name
@@ -158,6 +159,7 @@ def _parsed(text: str) -> tuple[str, str] | None:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
         given = next((call[name] for name in _ARGUMENTS if name in call), None)
+        as_json(call)
         if isinstance(given, str):
             return call["name"], given
         return (call["name"], as_json(given)) if isinstance(given, dict) else None
