@@ -47,7 +47,6 @@ class ServerContext:
     reader_timeout_s: float = 60.0  # how long a client may take to read a piece of its stream
     json_bodies: JsonBodies = dataclasses.field(init=False)
     answer_parser: AnswerParser = dataclasses.field(init=False)
-    parsed_tokens: frozenset[int] = dataclasses.field(init=False)  # special ones that it reads
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -56,7 +55,6 @@ class ServerContext:
         self.answer_parser = choose_parser(
             args.tool_call_parser, args.reasoning_parser, tokenizer.chat_template
         )
-        self.parsed_tokens = tokenizer.special_ids_of(self.answer_parser.marks)
 
     @functools.cached_property
     def model_name(self) -> str:
@@ -96,6 +94,13 @@ class ServerContext:
                 "with another --chat-template",
                 "tools",
             )
+
+    def parsed_tokens(self, body: ChatRequest) -> frozenset[int]:
+        """Special tokens that are read in the answer to `body`."""
+        marks = self.answer_parser.marks(
+            has_tools=bool(body.told_tools), has_reasoning=body.tells_reasoning
+        )
+        return self.frontend.tokenizer.special_ids_of(marks)
 
     async def encode_prompts(
         self, request: Request, prompts: Sequence[str | list[int]]

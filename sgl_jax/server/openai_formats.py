@@ -99,8 +99,7 @@ class ChatFormat(_Format):
         if index not in self._answers:
             body, tail_ids = self._body, stream.request.input_ids[-_PROMPT_TAIL_TOKENS:]
             tail = self._tokenizer.decode(tail_ids, skip_special_tokens=False)
-            has_reasoning = body.separate_reasoning is not False
-            reader = self._parser.reader(body.schemas, tail, has_reasoning=has_reasoning)
+            reader = self._parser.reader(body.schemas, tail, has_reasoning=body.tells_reasoning)
             is_parallel = body.parallel_tool_calls is not False
             self._answers[index] = ChatAnswer(self._parser, reader, is_parallel=is_parallel)
         return self._answers[index]

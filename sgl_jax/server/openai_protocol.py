@@ -167,6 +167,11 @@ class ChatRequest(GenerationFields):
         return {function.name: function.parameters or {} for function in functions} or None
 
     @property
+    def tells_reasoning(self) -> bool:
+        """Whether reasoning is told from content."""
+        return self.separate_reasoning is not False
+
+    @property
     def template_args(self) -> dict[str, Any]:
         """Variables for the chat template."""
         effort = (

@@ -65,7 +65,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         ChatFormat(context, body),
         streaming=body.stream,
         names=names,
-        kept_tokens=context.parsed_tokens,
+        kept_tokens=context.parsed_tokens(body),
     )
 
 

@@ -68,13 +68,12 @@ class AnswerParser(NamedTuple):
     def is_harmony(self) -> bool:
         return HARMONY in self
 
-    @property
-    def marks(self) -> frozenset[str]:
-        """Texts of tokens that are read, and so must be in the text even if they are special."""
+    def marks(self, *, has_tools: bool, has_reasoning: bool) -> frozenset[str]:
+        """Texts of tokens that a `reader` reads: they must be in the text even if special."""
         marks: list[str] = [*HARMONY_MARKS] if self.is_harmony else []
-        if self.tool_format in TOOL_FORMATS:
+        if has_tools and self.tool_format in TOOL_FORMATS:
             marks += TOOL_FORMATS[self.tool_format].marks
-        if self.reasoning_format in REASONING_FORMATS:
+        if has_reasoning and self.reasoning_format in REASONING_FORMATS:
             pairs = REASONING_FORMATS[self.reasoning_format].pairs
             marks += [mark for pair in pairs for mark in pair]
         return frozenset(marks)

@@ -7,7 +7,7 @@ text beyond what the tokenizer itself does (no clean-up of spaces, no added prom
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Tokenizer:
         self.special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
         self._byte_of_char = _byte_level_alphabet() if self._is_byte_level() else None
         self.token_bytes = cache(self._token_bytes)
+        self.special_ids_of = cache(self._special_ids_of)
 
     @classmethod
     def load(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
@@ -121,8 +122,8 @@ class Tokenizer:
         """Characters of the longest token: bounds how few tokens a long text can have."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
-    def special_ids_of(self, texts: Set[str]) -> frozenset[int]:
-        """Special tokens that have one of these texts."""
+    def _special_ids_of(self, texts: frozenset[str]) -> frozenset[int]:
+        """Special tokens whose text is one of `texts`."""
         tokens = {i: self._backend.id_to_token(i) for i in self.special_ids}
         return frozenset(i for i, token in tokens.items() if token in texts)
 

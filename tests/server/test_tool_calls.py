@@ -240,6 +240,12 @@ async def test_special_tokens_that_no_format_reads_stay_out_of_the_text(
     async with served(tools_folder) as (_, client):
         found, _ = await whole(client, **says("a<|end|>b[TOOL_CALLS]c"), tools=DECLARED)
         assert found["content"] == "abc"
+    async with served(tools_folder, "mistral") as (_, client):
+        body = says("a<|end|>b[TOOL_CALLS]c")
+        found, _ = await whole(client, **body, tools=DECLARED)
+        assert found["content"] == "ab[TOOL_CALLS]c"
+        found, _ = await whole(client, **body)
+        assert found["content"] == "abc"
 
 
 async def test_log_probabilities_of_a_call_all_come(tools_folder: Path) -> None:

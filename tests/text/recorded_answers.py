@@ -57,8 +57,8 @@ ANSWERS = {
     "hermes, strings with marks and escapes": Answer(
         "hermes",
         None,
-        '<tool_call>{"name": "now", "arguments": {"a": "</tool_call> \\" }"}}</tool_call>',
-        call("now", '{"a": "</tool_call> \\" }"}'),
+        '<tool_call>{"name": "now", "arguments": {"a": "</tool_call> \\" }{{"}}</tool_call>',
+        call("now", '{"a": "</tool_call> \\" }{{"}'),
     ),
     "hermes, cut amid its arguments": Answer(
         "hermes",

@@ -23,7 +23,8 @@ from tests.text.recorded_answers import ANSWERS, PARIS, TOOLS, Answer
 PARSERS = [AnswerParser(tool, None) for tool in TOOL_FORMATS]
 PARSERS += [AnswerParser(None, reasoning) for reasoning in REASONING_FORMATS]
 PARSERS += [AnswerParser("qwen25", "qwen3"), AnswerParser(HARMONY, HARMONY)]
-MARKS = sorted({mark for parser in PARSERS for mark in parser.marks})
+EVERYTHING = {"has_tools": True, "has_reasoning": True}
+MARKS = sorted({mark for parser in PARSERS for mark in parser.marks(**EVERYTHING)})
 # What calls are made of beside marks.
 SHREDS = [
     *("call:now{", "functions.now:0", "function", "get_weather", "[now()", "to=functions.now "),
