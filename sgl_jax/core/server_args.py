@@ -206,7 +206,7 @@ class ServerArgs(SchedulerArgs):
     )
     max_recurrent_snapshots: int | None = setting(
         None,
-        "states that the prefix cache of a rank may keep; default: half as many bytes as KV",
+        "states that the prefix cache of a rank may keep; default: 3/4 of the bytes of KV",
         bounds=(1, 1 << 20),
     )
 

@@ -75,11 +75,6 @@ class ModelExecutor(Executor):
             kv_cache_scales=args.kv_cache_scales,
             check_all_weights=args.check_weights == "all",
         )
-        if args.kv_cache_dtype == "fp8_e4m3" and args.kv_cache_scales is None:
-            logger.warning(
-                "K and V are cached in 8 bits as they are, at most 448: "
-                "scripts/calibrate_kv_scales finds scales for --kv-cache-scales"
-            )
         self._weights = tuple(jax.tree.leaves(params))
         self._pool_layouts, self._state_layout = config.pool_layouts, config.state_layout
         self._buckets = config.buckets
@@ -87,6 +82,8 @@ class ModelExecutor(Executor):
             args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes
         )
         self.sizes = config.sizes(pool_pages)
+        for text in config.warnings(self.sizes):
+            logger.warning(text)
         self._state, self._row_params = self._make_state()
         self._programs = Programs(
             placed.graphdef, params, self._state, self._row_params, self.sizes, self._mesh
