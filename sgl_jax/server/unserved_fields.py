@@ -79,6 +79,11 @@ def _fields(names: str, allowed: tuple[Any, ...] | None, reason: str) -> Fields:
     return {name: UnservedField(name, allowed, reason) for name in names.split()}
 
 
+def _unlisted(fields: Fields) -> Fields:
+    """The same where there are no prompts to have one entry each."""
+    return {name: field._replace(may_be_listed=False) for name, field in fields.items()}
+
+
 # OpenAI's accounting.
 _ACCOUNTING = _fields(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
@@ -217,7 +222,7 @@ COMPLETION: Fields = {
     **_fields("session_id", None, "it is for routers; session_params names a session"),
 }
 
-FUNCTION: Fields = _fields("strict", (False,), "arguments cannot be held to a grammar")
+FUNCTION: Fields = _unlisted(_fields("strict", (False,), "arguments cannot be held to a grammar"))
 # Clients send back what they put together from a stream.
 TOOL_CALL: Fields = _fields("index", None, "calls are in order")
 
@@ -230,7 +235,7 @@ _MESSAGE: Fields = {
     **_fields("prefix", (False,), "use continue_final_message"),
     **_fields("phase", None, "templates do not know it"),
 }
-MESSAGE: Fields = {name: field._replace(may_be_listed=False) for name, field in _MESSAGE.items()}
+MESSAGE: Fields = _unlisted(_MESSAGE)
 
 ABORT: Fields = {
     **_fields("abort_message", None, "the message is this server's own"),
