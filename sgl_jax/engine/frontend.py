@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import msgspec
 
@@ -107,6 +107,7 @@ class Frontend:
         *,
         streaming: bool = True,
         sender: str = "",
+        kept_tokens: Set[int] = frozenset(),
     ) -> RequestStream:
         """Send a prepared request.
 
@@ -117,6 +118,7 @@ class Frontend:
             on_ready: called (on the engine's side) when `take` has something to give.
             streaming: False calls it only at the end.
             sender: the caller that may `abort` it by its name.
+            kept_tokens: as for `RequestStream`.
 
         Raises:
             EngineDeadError, ShuttingDownError: as given to `fail`.
@@ -131,6 +133,7 @@ class Frontend:
             client_rid=request.rid,
             sender=sender,
             streaming=streaming,
+            kept_tokens=kept_tokens,
         )
         with self._lock:
             self.check_alive()

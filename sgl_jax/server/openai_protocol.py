@@ -20,6 +20,7 @@ from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
 from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
+from sgl_jax.server.tool_protocol import Tool, ToolCalls, ToolChoice, Tools
 
 _MAX_MESSAGES = 16_384
 
@@ -105,21 +106,49 @@ class ChatMessage(StrictModel):
 
     unserved = unserved_fields.MESSAGE
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+        default=None, description="may be missing beside tool_calls"
+    )
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: ToolCalls | None = Field(default=None, description="of the assistant")
+    tool_call_id: str | None = Field(default=None, description="of a tool: the call it answers")
 
-    def for_template(self) -> dict[str, str]:
-        """As chat templates expect it: one string, and no developers."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+    @model_validator(mode="after")
+    def _fields_of_its_role(self) -> "ChatMessage":
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequestError("only the assistant has tool_calls", "tool_calls")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise InvalidRequestError("only a tool has a tool_call_id", "tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequestError("content is missing: it must be a text", "content")
+        return self
+
+    @property
+    def num_chars(self) -> int:
+        """Characters that the template is going to write of it, at least."""
+        calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self._text) + calls
+
+    @property
+    def _text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content or ())
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: one string, and no developers.
+
+        The string is there without content, too: many templates add it to others.
+        """
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": content}
-        for extra in ("name", "reasoning_content"):
+        message: dict[str, Any] = {"role": role, "content": self._text}
+        for extra in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, extra) is not None:
                 message[extra] = getattr(self, extra)
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
 
@@ -135,6 +164,16 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = Field(
+        default=None, description="none: the model is not told of the tools"
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: of several calls only the first is handed out"
+    )
+    separate_reasoning: bool | None = Field(
+        default=None, description="false: reasoning stays in content"
+    )
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -153,6 +192,22 @@ class ChatRequest(GenerationFields):
         if self.session_id is not None:
             refuse_several(self.num_choices, "n")
         return self
+
+    @property
+    def told_tools(self) -> list[Tool]:
+        """Tools that the model is told of."""
+        return (self.tools or []) if self.tool_choice != "none" else []
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]] | None:
+        """By name of each told tool the schema of its arguments; None without any."""
+        functions = [tool.function for tool in self.told_tools]
+        return {function.name: function.parameters or {} for function in functions} or None
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether reasoning is told from content."""
+        return self.separate_reasoning is not False
 
     @property
     def template_args(self) -> dict[str, Any]:

@@ -43,6 +43,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     context = context_of(request)
     context.check_open()
     context.check_model(body.model)
+    context.check_tools(body)
     turn = None if body.session_id is None else SessionTurn(id=body.session_id, is_whole=True)
     turn = owner_of(request).own(turn)
     options = body.options_of(1)
@@ -58,8 +59,14 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         top_logprobs_num=body.top_logprobs or 0,
         session=turn,
     )
-    answer_format = ChatFormat(context, body)
-    return await respond(request, requests, answer_format, streaming=body.stream, names=names)
+    return await respond(
+        request,
+        requests,
+        ChatFormat(context, body),
+        streaming=body.stream,
+        names=names,
+        kept_tokens=context.parsed_tokens(body),
+    )
 
 
 @router.post("/completions", responses=streamed_answers(Completion))

@@ -195,7 +195,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "lora_path": "adapter",
         "regex": "(a",
         "stop_regex": ["a+"],
-        "tools": [{"type": "function"}],
+        "functions": [{"name": "f"}],
         "tool_choice": "required",
         "function_call": {"name": "f"},
         "verbosity": "low",
