@@ -4,6 +4,9 @@ from typing import Literal, NamedTuple
 
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 MAX_GRAMMAR_CHARS = 1 << 16
+# Under "x-guidance" of a schema: as Python writes JSON. Where spaces are free, a model that is not
+# sure writes nothing else.
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammar(NamedTuple):

@@ -18,17 +18,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import Grammar, GrammarKind
+from sgl_jax.core.grammar import JSON_STYLE, Grammar, GrammarKind
 from sgl_jax.grammar.row_grammar import RowGrammar
 
 _MAX_KEPT = 256  # compiled grammars
 # Schemas of MAX_GRAMMAR_CHARS compile within some 0.3 s. A grammar so ambiguous that a token takes
 # more than some 0.05 s is given up, and the request ends; those of a schema take microseconds.
 _LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=2_000)
-
-
-# As Python writes JSON. Where spaces are free, a model that is not sure writes nothing else.
-_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarCompiler:
@@ -106,23 +102,33 @@ def _structural_tag(text: str) -> str:
     triggers = value["triggers"]
     tags = []
     for number, each in enumerate(value["structures"]):
-        if not isinstance(each, dict) or not {"begin", "schema", "end"} <= each.keys():
+        is_whole = isinstance(each, dict) and {"begin", "schema", "end"} <= each.keys()
+        if not is_whole or not isinstance(each["schema"], dict):
             raise ValueError(f"structures[{number}]: begin, schema and end are wanted")
         trigger = next((one for one in triggers if each["begin"].startswith(one)), None)
         if trigger is None:
             raise ValueError(f"structures[{number}]: {each['begin']!r} begins with no trigger")
         tags.append(
-            StructTag(trigger=trigger, begin=each["begin"], grammar=each["schema"], end=each["end"])
+            StructTag(
+                trigger=trigger,
+                begin=each["begin"],
+                grammar=_styled(each["schema"]),
+                end=each["end"],
+            )
         )
     lark: str = StructTag.to_grammar(tags, assume_special=False)
     return lark
+
+
+def _styled(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"x-guidance": JSON_STYLE, **schema}
 
 
 def _json_schema(text: str) -> str:
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
-    grammar: str = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_STYLE)
+    grammar: str = LLMatcher.grammar_from_json_schema(_styled(schema))
     return grammar
 
 

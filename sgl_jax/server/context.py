@@ -95,6 +95,30 @@ class ServerContext:
                 "tools",
             )
 
+    def call_grammar(self, body: ChatRequest) -> dict[str, str]:
+        """The sampling parameter that holds the answer to calls, if `body` asks for that.
+
+        Raises `InvalidRequestError` where it is not known how they are written.
+        """
+        forced, grammar = body.forced_tools, self.answer_parser.call_grammar
+        if forced is not None:
+            is_reasoning = self.answer_parser.reasoning_format is not None
+            if grammar is None or is_reasoning:
+                whose = "an answer that begins with reasoning" if is_reasoning else "this model"
+                raise InvalidRequestError(
+                    f"tool_choice: calls of {whose} cannot be forced; send auto or none",
+                    "tool_choice",
+                )
+            is_single = body.parallel_tool_calls is False or body.tool_choice != "required"
+            return {"ebnf": grammar.calls(forced, is_single=is_single)}
+        if not body.has_strict_tools:
+            return {}
+        if grammar is None or not grammar.begin:
+            raise InvalidRequestError(
+                "tools: calls of this model cannot be held to a schema; leave strict out", "tools"
+            )
+        return {"structural_tag": grammar.calls_amid_content(body.schemas or {})}
+
     def parsed_tokens(self, body: ChatRequest) -> frozenset[int]:
         """Special tokens that are read in the answer to `body`."""
         marks = self.answer_parser.marks(

@@ -141,6 +141,8 @@ async def prepare_all(
     encoding: Awaitable[Sequence[list[int]]],
     samplings: Sequence[SamplingFields],
     options: Sequence[Mapping[str, Any]],
+    *,
+    grammar: Mapping[str, str] | None = None,
     **shared: Any,
 ) -> list[GenerateRequest]:
     """The engine's requests for all choices of all prompts, those of one prompt together.
@@ -150,6 +152,7 @@ async def prepare_all(
         encoding: gives the token ids of each prompt.
         samplings, options: of each prompt; options, and what is `shared`, as
             `RequestChecks.prepare` takes them.
+        grammar: the sampling parameter of one, of which the client knows nothing.
 
     Raises:
         InvalidRequestError: one of them cannot be served.
@@ -158,11 +161,14 @@ async def prepare_all(
     requests: list[GenerateRequest] = []
     with client_names(names):
         for ids, sampling, own in zip(await encoding, samplings, options, strict=True):
-            compiling = checks.start_grammar(sampling.to_sampling(0))
-            if compiling is not None:
-                await asyncio.wrap_future(compiling)
             for choice in range(sampling.num_choices):
-                requests.append(checks.prepare(ids, sampling.to_sampling(choice), **own, **shared))
+                params = sampling.to_sampling(choice)
+                if grammar:
+                    params = msgspec.structs.replace(params, **grammar)
+                compiling = checks.start_grammar(params)
+                if compiling is not None:
+                    await asyncio.wrap_future(compiling)
+                requests.append(checks.prepare(ids, params, **own, **shared))
                 await share.pause()
     return requests
 

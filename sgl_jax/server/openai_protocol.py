@@ -20,7 +20,7 @@ from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
 from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
-from sgl_jax.server.tool_protocol import Tool, ToolCalls, ToolChoice, Tools
+from sgl_jax.server.tool_protocol import NamedTool, Tool, ToolCalls, ToolChoice, Tools
 
 _MAX_MESSAGES = 16_384
 
@@ -203,6 +203,26 @@ class ChatRequest(GenerationFields):
         """By name of each told tool the schema of its arguments; None without any."""
         functions = [tool.function for tool in self.told_tools]
         return {function.name: function.parameters or {} for function in functions} or None
+
+    @property
+    def forced_tools(self) -> dict[str, dict[str, Any]] | None:
+        """Of the tools one of which must be called the schemas; None if none must be.
+
+        Raises `InvalidRequestError` if there is no such tool.
+        """
+        choice, schemas = self.tool_choice, self.schemas or {}
+        if choice in (None, "auto", "none"):
+            return None
+        if isinstance(choice, NamedTool):
+            schemas = {name: schemas[name] for name in schemas if name == choice.function.name}
+        if not schemas:
+            raise InvalidRequestError("tool_choice: there is no such tool in tools", "tool_choice")
+        return schemas
+
+    @property
+    def has_strict_tools(self) -> bool:
+        """Whether arguments of calls must be what their tools' parameters allow."""
+        return any(tool.function.strict for tool in self.told_tools)
 
     @property
     def tells_reasoning(self) -> bool:

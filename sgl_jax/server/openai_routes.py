@@ -48,7 +48,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     turn = owner_of(request).own(turn)
     options = body.options_of(1)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    names = _names(body, limit, "messages")
+    grammar = context.call_grammar(body)
+    names = _names(body, limit, "messages") | dict.fromkeys(grammar, "tools")
     requests = await prepare_all(
         request,
         names,
@@ -57,6 +58,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         options,
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
+        grammar=grammar,
         session=turn,
     )
     return await respond(

@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server import unserved_fields
@@ -13,24 +13,15 @@ MAX_TOOLS = 1024
 _FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def _not_forced(choice: Any) -> Any:
-    if choice == "required" or isinstance(choice, dict):
-        raise InvalidRequestError(
-            "tool_choice: the model decides whether it calls a tool, since its answer cannot be "
-            "held to a grammar; send auto or none",
-            None,
-        )
-    return choice
-
-
 class FunctionDefinition(StrictModel):
     """What a tool does, and the JSON schema of its arguments."""
-
-    unserved = unserved_fields.FUNCTION
 
     name: _FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(
+        default=None, description="calls, if there are any, have arguments that parameters allow"
+    )
 
 
 class Tool(StrictModel):
@@ -73,6 +64,19 @@ class ToolCall(StrictModel):
         return call if self.id is None else {"id": self.id, **call}
 
 
-ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_not_forced)]
+class NamedFunction(StrictModel):
+    """Of a tool."""
+
+    name: _FunctionName
+
+
+class NamedTool(StrictModel):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 ToolCalls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)]

@@ -219,7 +219,6 @@ COMPLETION: Fields = {
     **_fields("session_id", None, "it is for routers; session_params names a session"),
 }
 
-FUNCTION: Fields = _unlisted(_fields("strict", (False,), "arguments cannot be held to a grammar"))
 # Clients send back what they put together from a stream.
 TOOL_CALL: Fields = _fields("index", None, "calls are in order")
 

@@ -9,6 +9,7 @@ from sgl_jax.text.harmony import HARMONY_MARKS, read_harmony
 from sgl_jax.text.output_events import Content
 from sgl_jax.text.reader import AnswerReader, Reading, Unread
 from sgl_jax.text.reasoning import REASONING_FORMATS
+from sgl_jax.text.tool_calls.call_grammar import CallGrammar
 from sgl_jax.text.tool_calls.deepseek import DEEPSEEK_V3
 from sgl_jax.text.tool_calls.gemma import GEMMA
 from sgl_jax.text.tool_calls.glm import GLM45
@@ -82,6 +83,11 @@ class AnswerParser(NamedTuple):
     def reads_calls(self) -> bool:
         return self.tool_format is not None or self.is_harmony
 
+    @property
+    def call_grammar(self) -> CallGrammar | None:
+        """That of its calls, if an answer can be held to them."""
+        return None if self.tool_format is None else _call_grammar(self.tool_format)
+
     def call_id(self, digits: str) -> str:
         """A call's id made of hexadecimal `digits`, such as the model's chat template takes."""
         return digits[:9] if self.tool_format == "mistral" else f"call_{digits[:24]}"
@@ -108,6 +114,10 @@ class AnswerParser(NamedTuple):
             yield from unread.pass_on(Content, [])
 
         return AnswerReader(read)
+
+
+def _call_grammar(tool_format: str) -> CallGrammar | None:
+    return TOOL_FORMATS[tool_format].grammar if tool_format in TOOL_FORMATS else None
 
 
 def choose_parser(tool_format: str, reasoning_format: str, template: str) -> AnswerParser:

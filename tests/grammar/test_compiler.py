@@ -154,6 +154,7 @@ def test_what_is_no_grammar_is_refused_with_its_place(
         assert refusal.value.param == kind
 
 
+@pytest.mark.long
 def test_a_grammar_that_costs_too_much_is_given_up_and_says_why(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:

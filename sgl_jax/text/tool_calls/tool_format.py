@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from sgl_jax.text.output_events import Content
 from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.call_grammar import CallGrammar
 
 # The name of each tool that the model was told of -> the JSON schema of its arguments.
 Tools = Mapping[str, Mapping[str, Any]]
@@ -15,10 +16,12 @@ class ToolFormat(NamedTuple):
 
     read: the generator that reads an answer, from after its reasoning.
     marks: texts of the tokens that it reads, special ones among them.
+    grammar: of its calls; None where an answer cannot be held to them.
     """
 
     read: Callable[[Unread, Tools], Reading[None]]
     marks: tuple[str, ...]
+    grammar: CallGrammar | None = None
 
 
 def calls_amid_content(
