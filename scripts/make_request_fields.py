@@ -25,9 +25,11 @@ from sgl_jax.server.openai_protocol import (
     StreamOptions,
     TextPart,
 )
+from sgl_jax.server.score_protocol import ScoreBody
 from sgl_jax.server.session_protocol import SessionParams
 from sgl_jax.server.strict_model import StrictModel
 from sgl_jax.server.text_protocol import DetokenizeBody, TokenizeBody
+from sgl_jax.server.tool_protocol import CalledFunction, FunctionDefinition, ToolCall
 from sgl_jax.server.unserved_fields import NOTHING, UnservedField, as_json
 
 TARGET = Path(__file__).parent.parent / "docs" / "request_fields.md"
@@ -50,6 +52,9 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/v1/chat/completions`", ChatRequest),
     ("`/v1/chat/completions`: each of `messages`", ChatMessage),
     ("`/v1/chat/completions`: each part of `content`", TextPart),
+    ("`/v1/chat/completions`: `function` of each of `tools`", FunctionDefinition),
+    ("`/v1/chat/completions`: each of a message's `tool_calls`", ToolCall),
+    ("`/v1/chat/completions`: `function` of each of these", CalledFunction),
     ("`/v1/completions`", CompletionRequest),
     ("`stream_options` of both", StreamOptions),
     ("`response_format` of both", ResponseFormat),
@@ -59,6 +64,7 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/abort_request`", AbortBody),
     ("`/tokenize`", TokenizeBody),
     ("`/detokenize`", DetokenizeBody),
+    ("`/v1/score`", ScoreBody),
     *((f"`{call.route}`", body_of(call)) for call in CALLS if call.route),
 )
 

@@ -8,11 +8,12 @@ replaces values that float32 arithmetic cannot tell from a limit by that limit.
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from sgl_jax.core.request_limits import INT32
 
 # Limits are part of the compiled step: the device keeps this many entries per request.
@@ -27,6 +28,9 @@ MIN_TEMPERATURE = 1e-6
 # The likeliest of n tokens has a probability of at least 1 / n, so in a vocabulary of up to ten
 # million no smaller top_p keeps another set of tokens; float32 would take 1e-46 for 0.
 MIN_TOP_P = 1e-7
+
+
+_GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 
 
 class Range(NamedTuple):
@@ -87,6 +91,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         no_stop_trim: keep the stop string or stop token in the text.
         skip_special_tokens: leave special tokens out of the text.
+        json_schema, regex, ebnf, structural_tag: what the output is held to, one of them at most
+            (`core/grammar.py`). It then ends where the grammar does, by the model's own
+            end-of-sequence token, whatever `ignore_eos` says.
     """
 
     max_new_tokens: int | None = None
@@ -105,6 +112,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the output is held to."""
+        for kind in _GRAMMAR_KINDS:
+            text = getattr(self, kind)
+            if text is not None:
+                return Grammar(kind, text)
+        return None
 
     def checked(self, vocab_size: int) -> "SamplingParams":
         """As the engine takes them.
@@ -116,6 +136,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             InvalidRequestError: names the first field that is outside its range.
         """
         self._check_logit_bias(vocab_size)
+        self._check_grammar()
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             for each in value.values() if isinstance(value, dict) else (value,):
@@ -148,6 +169,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "stop_token_ids",
             )
         return ids
+
+    def _check_grammar(self) -> None:
+        given = [kind for kind in _GRAMMAR_KINDS if getattr(self, kind) is not None]
+        if not given:
+            return
+        if len(given) > 1:
+            raise InvalidRequestError(
+                f"an output is held to one grammar, got {' and '.join(given)}", given[1]
+            )
+        size = len(getattr(self, given[0]))
+        if not 0 < size <= MAX_GRAMMAR_CHARS:
+            raise InvalidRequestError(
+                f"{given[0]} must have 1 to {MAX_GRAMMAR_CHARS} characters, got {size}", given[0]
+            )
+        if self.min_new_tokens:
+            raise InvalidRequestError(
+                f"min_new_tokens cannot be kept where {given[0]} says when the output ends",
+                "min_new_tokens",
+            )
 
     def _check_logit_bias(self, vocab_size: int) -> None:
         bias = self.logit_bias or {}

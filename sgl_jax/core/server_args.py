@@ -148,6 +148,19 @@ class ServerArgs(SchedulerArgs):
     )
     context_length: int | None = setting(None, "tokens per request; default: the model's own limit")
     chat_template: str | None = setting(None, "file with a chat template, if not the tokenizer's")
+    tool_call_parser: str = setting(
+        "auto",
+        "format of the model's tool calls; auto: the chat template's, if that is certain",
+        (
+            *("auto", "none", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral"),
+            *("deepseekv3", "kimi_k2", "glm45", "gpt-oss", "gemma", "pythonic"),
+        ),
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "format of the model's reasoning; auto: the chat template's, if that is certain",
+        ("auto", "none", "qwen3", "deepseek-r1", "gpt-oss", "kimi", "glm45"),
+    )
 
     # Devices
     device: str = setting("auto", "where to run", ("auto", "cpu", "tpu", "gpu"))
@@ -193,7 +206,7 @@ class ServerArgs(SchedulerArgs):
     )
     max_recurrent_snapshots: int | None = setting(
         None,
-        "states that the prefix cache of a rank may keep; default: half as many bytes as KV",
+        "states that the prefix cache of a rank may keep; default: 3/4 of the bytes of KV",
         bounds=(1, 1 << 20),
     )
 

@@ -19,6 +19,7 @@ contiguous). The executor may hand it to the device without copying again, and t
 writes to it after the launch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -34,6 +35,11 @@ BoolArray = NDArray[np.bool_]
 # Of rows or pages, as an index into columns: numpy converts any other type on each use.
 IntpArray = NDArray[np.intp]
 RowIndex = IntpArray
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits, one for each token, lowest first, that say which tokens are allowed."""
+    return -(-vocab_size // 32)
 
 
 class RowAdmission(NamedTuple):
@@ -131,11 +137,15 @@ class StepPlan:
 
     `page_changes` is what rows list otherwise than when the step before was planned: of all rows,
     not only those of the step.
+
+    Where a row that samples is held to a grammar (`is_masked`), the step draws nothing until
+    `Executor.draw`: which tokens are allowed depends on the one before.
     """
 
     step_id: int
     ranks: tuple[RankPlan, ...]
     page_changes: PageChanges = NO_PAGE_CHANGES
+    is_masked: bool = False
 
 
 class PromptLogprobs(NamedTuple):
@@ -175,11 +185,22 @@ class Executor(Protocol):
     """All the scheduler knows of the device.
 
     Steps run in launch order. `launch` returns before the step has finished; `result` waits for
-    it. Results must be read in launch order, each exactly once.
+    it. Results must be read in launch order, each exactly once. A masked step is drawn before its
+    result is read, or another step launched.
     """
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step. Raises if the plan exceeds the sizes the executor was built for."""
+        ...
+
+    def draw(self, handle: StepHandle, masks: Sequence[Int32Array]) -> None:
+        """Let a masked step draw.
+
+        Args:
+            handle: of the step launched last.
+            masks: of each rank, int32[n, mask_words(vocab_size)], what each row of its plan may
+                draw; those of rows without a grammar allow everything.
+        """
         ...
 
     def result(self, handle: StepHandle) -> tuple[RankResult, ...]:

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from sgl_jax.core.calls import CALL_OF, Flushed, Traced
 from sgl_jax.core.messages import (
@@ -31,12 +32,13 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.core.step_plan import Int32Array, StepHandle, StepPlan, mask_words
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.scheduler.event_log import EventWriter
 from sgl_jax.scheduler.recorder import Recorder
@@ -44,9 +46,12 @@ from sgl_jax.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _IDLE_POLL_S = 0.2
 # Requests are waiting, none can run, nothing is in flight: rare, and not worth a busy loop.
 _STARVED_POLL_S = 0.001
+_GIVEN_UP = "the output could not be held to its grammar any longer: "
 _REBUILT = (
     "the engine found the records of its memory wrong and started afresh; "
     "requests in flight were lost and may be sent again"
@@ -72,6 +77,9 @@ class EngineCore:
             "max_request_tokens": sizes.max_request_tokens,
             "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
         }
+        self._grammars = GrammarCompiler(
+            args.tokenizer_folder, sizes.vocab_size, sizes.eos_token_ids
+        )
         self.scheduler = Scheduler(sizes, args)
         self._recorder = None if writer is None else Recorder(self.scheduler, writer)
         self.events: Scheduler | Recorder = self._recorder or self.scheduler
@@ -124,6 +132,7 @@ class EngineCore:
 
     def _close(self) -> None:
         try:
+            self._grammars.close()
             if self._recorder is not None:
                 self._recorder.close()
         finally:
@@ -141,22 +150,66 @@ class EngineCore:
     def _turn(self) -> None:
         """Plan and launch one step; read the oldest once enough are in flight."""
         plan = self.events.plan()
-        done = None
-        try:
-            if plan is not None:
-                self._in_flight.append((plan, self.executor.launch(plan)))
-                self._is_audited = False
-            if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-                done, handle = self._in_flight.popleft()
-                results = self.executor.result(handle)
-        except Exception as error:  # the engine goes on after any error of the device
-            self._recover(error)
-            return
-        if done is not None:
-            self.events.apply_result(done, results)
-            self._log.after_step(done, self.scheduler)
+        if plan is not None:
+            handle = self._on_device(lambda: self.executor.launch(plan))
+            if handle is None:
+                return
+            self._in_flight.append((plan, handle))
+            self._is_audited = False
+            if plan.is_masked and not self._draw(plan, handle):
+                return
+        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            self._read_oldest()
         elif plan is None and not self.scheduler.is_idle:
             time.sleep(_STARVED_POLL_S)
+
+    def _draw(self, plan: StepPlan, handle: StepHandle) -> bool:
+        """Let a masked step draw, once all before it is known; False after an error."""
+        while len(self._in_flight) > 1:
+            if not self._read_oldest():
+                return False
+        masks = self._masks(plan)
+
+        def draw() -> bool:
+            self.executor.draw(handle, masks)
+            return True
+
+        return bool(self._on_device(draw))
+
+    def _read_oldest(self) -> bool:
+        """Wait for the oldest step in flight, and apply what it gave; False after an error."""
+        plan, handle = self._in_flight.popleft()
+        results = self._on_device(lambda: self.executor.result(handle))
+        if results is None:
+            return False
+        self.events.apply_result(plan, results)
+        self._log.after_step(plan, self.scheduler)
+        return True
+
+    def _on_device(self, act: Callable[[], T]) -> T | None:
+        """What it returns. The engine goes on after any error of the device: then None."""
+        try:
+            return act()
+        except Exception as error:  # of any type, by what failed
+            self._recover(error)
+            return None
+
+    def _masks(self, plan: StepPlan) -> list[Int32Array]:
+        """What the rows of a masked step may draw, now that all before it is known."""
+        words = mask_words(self.executor.sizes.vocab_size)
+        given_up: list[AbortRequest] = []
+        masks = [np.full((len(rank.rows), words), -1, np.int32) for rank in plan.ranks]
+        for dp_rank, index, request, output in self.scheduler.rows_with_grammar(plan):
+            grammar = request.message.sampling.grammar
+            if request.matcher is None and grammar is not None:
+                request.matcher = self._grammars.follow(grammar)
+            masks[dp_rank][index] = request.matcher.mask(output)
+            if request.matcher.error:
+                why = _GIVEN_UP + request.matcher.error
+                given_up.append(AbortRequest(rid=request.rid, message=why))
+        for message in given_up:
+            self.events.abort(message)
+        return masks
 
     def _recover(self, error: Exception) -> None:
         """A step failed: its requests end with an error, the device starts afresh."""
@@ -210,7 +263,10 @@ class EngineCore:
             channel.send(reply)
 
     def submit(self, message: GenerateRequest) -> None:
-        """Queue a request."""
+        """Queue a request; its grammar is compiled meanwhile."""
+        grammar = message.sampling.grammar
+        if grammar is not None:
+            self._grammars.start(grammar)
         self.events.submit(message)
 
     def abort(self, message: AbortRequest) -> None:

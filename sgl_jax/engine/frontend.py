@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import msgspec
 
@@ -27,6 +27,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -48,6 +49,7 @@ class Frontend:
         facts: EngineFacts,
         send: Callable[[FrontMessage], None],
         *,
+        grammars: GrammarCompiler,
         max_queued_requests: int,
         metrics: RequestMetrics | None = None,
         log_requests: bool = False,
@@ -55,7 +57,7 @@ class Frontend:
         """`send` queues a message for the engine, after those before it, and never blocks."""
         self.tokenizer = tokenizer
         self.facts = facts
-        self.checks = RequestChecks(tokenizer, facts)
+        self.checks = RequestChecks(tokenizer, facts, grammars)
         self.metrics = metrics or RequestMetrics()
         self._send = send
         self._log_requests = log_requests
@@ -105,6 +107,7 @@ class Frontend:
         *,
         streaming: bool = True,
         sender: str = "",
+        kept_tokens: Set[int] = frozenset(),
     ) -> RequestStream:
         """Send a prepared request.
 
@@ -115,6 +118,7 @@ class Frontend:
             on_ready: called (on the engine's side) when `take` has something to give.
             streaming: False calls it only at the end.
             sender: the caller that may `abort` it by its name.
+            kept_tokens: as for `RequestStream`.
 
         Raises:
             EngineDeadError, ShuttingDownError: as given to `fail`.
@@ -129,6 +133,7 @@ class Frontend:
             client_rid=request.rid,
             sender=sender,
             streaming=streaming,
+            kept_tokens=kept_tokens,
         )
         with self._lock:
             self.check_alive()

@@ -47,6 +47,7 @@ from sgl_jax.engine.offline_inputs import (
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.tokenizer_check import check_vocabulary
 
@@ -78,6 +79,9 @@ class Engine:
             tokenizer,
             facts,
             self._channel.inbox.put,
+            grammars=GrammarCompiler(
+                args.tokenizer_folder, facts.vocab_size, self._core.info["eos_token_ids"]
+            ),
             max_queued_requests=args.max_queued_requests,
             log_requests=args.log_requests,
         )

@@ -6,6 +6,7 @@ in `core/request_limits.py`. Knows of no request in flight.
 
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from sgl_jax.core.request_limits import (
     check_session_id,
 )
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.text.tokenizer import Tokenizer
 
 # A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
@@ -48,9 +50,10 @@ class EngineFacts(NamedTuple):
 class RequestChecks:
     """The checks of one engine. Without state of its own, so thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts) -> None:
+    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts, grammars: GrammarCompiler) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
+        self._grammars = grammars
 
     @property
     def max_prompt_chars(self) -> int:
@@ -184,7 +187,18 @@ class RequestChecks:
                 self._facts.max_request_tokens,
                 "max_new_tokens",
             )
+        if sampling.grammar is not None:
+            self._grammars.check(sampling.grammar)
         return sampling
+
+    def start_grammar(self, sampling: SamplingParams) -> Future[Any] | None:
+        """Begin to compile the grammar of a request, if it has one, so that `prepare` need not
+        wait for it. The future raises `InvalidRequestError` as `prepare` does."""
+        grammar = sampling.grammar
+        if grammar is None:
+            return None
+        sampling.checked(self._facts.vocab_size)
+        return self._grammars.start(grammar)
 
     def _checked_turn(self, turn: SessionTurn, rid: str) -> SessionTurn:
         """The turn under the name that its client gave it, and without a second BOS."""

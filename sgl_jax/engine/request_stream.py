@@ -7,7 +7,7 @@ the lock of the `Frontend`. Must never touch the network or asyncio.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from sgl_jax.core.messages import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
@@ -44,7 +44,9 @@ class RequestStream:
         client_rid: str,
         sender: str,
         streaming: bool,
+        kept_tokens: Set[int] = frozenset(),
     ) -> None:
+        """`kept_tokens`: special tokens that stand in the text even if the others do not."""
         self.request = request
         self.client_rid = client_rid  # the name the client gave; request.rid is never used twice
         self.sender = sender  # whose request it is
@@ -64,7 +66,10 @@ class RequestStream:
         sampling = request.sampling
         self._lock = lock
         self._detokenizer = make_detokenizer(
-            tokenizer, request.input_ids, skip_special_tokens=sampling.skip_special_tokens
+            tokenizer,
+            request.input_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            kept=kept_tokens,
         )
         self._stop_checker = (
             StopStringChecker(sampling.stop, keep_stop=sampling.no_stop_trim)

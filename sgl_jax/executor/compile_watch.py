@@ -2,6 +2,8 @@
 
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax.monitoring
 
@@ -34,6 +36,15 @@ class CompileWatch:
         """Stop counting compilations. Returns whether they were counted."""
         was_armed, self._armed = self._armed, False
         return was_armed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is compiled within is wanted, and not counted."""
+        was_armed = self.disarm()
+        try:
+            yield
+        finally:
+            self._armed = was_armed
 
     def _count(self, duration_s: float) -> None:
         if self._armed:

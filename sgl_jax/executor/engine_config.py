@@ -234,6 +234,29 @@ class EngineConfig(NamedTuple):
             max_step_snapshots=self._max_step_snapshots(num_rows),
         )
 
+    def warnings(self, sizes: EngineSizes) -> list[str]:
+        """What a user should know of settings that work, but not well."""
+        texts = []
+        if self.args.kv_cache_dtype == "fp8_e4m3" and self.args.kv_cache_scales is None:
+            texts.append(
+                "K and V are cached in 8 bits as they are, at most 448: "
+                "scripts/calibrate_kv_scales finds scales for --kv-cache-scales"
+            )
+        if self.state_layout is None or self.args.disable_radix_cache:
+            return texts
+        if sizes.page_size > CHUNK_TOKENS:
+            texts.append(
+                "the states of recurrent layers are kept at ends of pages: the prefix cache serves "
+                f"no prompt below {sizes.page_size} tokens; a smaller --page-size does"
+            )
+        if sizes.num_snapshots - 1 < sizes.num_rows - 1:
+            texts.append(
+                f"the prefix cache of a rank keeps {sizes.num_snapshots - 1} states, fewer than "
+                f"the {sizes.num_rows - 1} requests that run at once: most prompts will find none; "
+                "raise --max-recurrent-snapshots or lower --max-running-requests"
+            )
+        return texts
+
     def _max_step_snapshots(self, num_rows: int) -> int:
         """Each row may come past one, and a chunk of prompts past some, and ends and branches.
 

@@ -115,6 +115,13 @@ class DPLayout(NamedTuple):
             )
         return StepInput(controls, page_tables)
 
+    def pack_masks(self, masks: Sequence[Int32Array]) -> Int32Array:
+        """Each rank's masks int32[n, words] in place: int32[dp * B, words]."""
+        packed = np.zeros((self.dp_size, self.rows_per_rank, masks[0].shape[1]), np.int32)
+        for rank, own in enumerate(masks):
+            packed[rank, : len(own)] = own
+        return packed.reshape(-1, packed.shape[2])
+
     def unpack_controls(self, words: jax.Array) -> RankControls:
         """One rank's words int32[control_words], by name; traced inside the step."""
         end_of_rows = self._row_words * self.rows_per_rank

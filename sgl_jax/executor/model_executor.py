@@ -7,6 +7,7 @@ Knows nothing of requests, pages' owners or sessions: what a plan says is done a
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from sgl_jax.executor.first_token import check_first_token, first_token_plan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_pool_pages
 from sgl_jax.executor.profiler import Profiler
-from sgl_jax.executor.programs import Programs
+from sgl_jax.executor.programs import ComputeProgram, DrawProgram, Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
 from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
 from sgl_jax.executor.state_slots import make_row_states
@@ -75,11 +76,6 @@ class ModelExecutor(Executor):
             kv_cache_scales=args.kv_cache_scales,
             check_all_weights=args.check_weights == "all",
         )
-        if args.kv_cache_dtype == "fp8_e4m3" and args.kv_cache_scales is None:
-            logger.warning(
-                "K and V are cached in 8 bits as they are, at most 448: "
-                "scripts/calibrate_kv_scales finds scales for --kv-cache-scales"
-            )
         self._weights = tuple(jax.tree.leaves(params))
         self._pool_layouts, self._state_layout = config.pool_layouts, config.state_layout
         self._buckets = config.buckets
@@ -87,6 +83,8 @@ class ModelExecutor(Executor):
             args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes
         )
         self.sizes = config.sizes(pool_pages)
+        for text in config.warnings(self.sizes):
+            logger.warning(text)
         self._state, self._row_params = self._make_state()
         self._programs = Programs(
             placed.graphdef, params, self._state, self._row_params, self.sizes, self._mesh
@@ -146,6 +144,25 @@ class ModelExecutor(Executor):
         launched = self._run(bucket, plan)
         self._in_flight.append(launched)
         return launched
+
+    def draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
+        """Let a masked step draw; see `Executor.draw`.
+
+        Raises RuntimeError if it was drawn, or is not the step launched last.
+        """
+        if not self._in_flight or self._in_flight[-1] is not handle or handle.computed is None:
+            raise RuntimeError(f"step {handle.plan.step_id} does not wait for masks")
+        assert handle.given is not None
+        _, draw = self._programs.halves(handle.bucket)
+        self._state, handle.output = draw(
+            self._weights,
+            self._state,
+            handle.computed,
+            self._row_params,
+            *handle.given,
+            handle.layout.pack_masks(masks),
+        )
+        handle.computed = handle.given = None
 
     def result(self, handle: LaunchedStep) -> tuple[RankResult, ...]:
         """Wait for a step and return what each rank sampled.
@@ -217,10 +234,21 @@ class ModelExecutor(Executor):
     def _run(self, bucket: Bucket, plan: StepPlan) -> LaunchedStep:
         layout = self._programs.layout(bucket)
         step_input = layout.pack(plan.ranks, self._page_tables)
-        self._state, output = self._programs.step(bucket)(
-            self._weights, self._state, self._row_params, *step_input
-        )
-        return LaunchedStep(plan, layout, output)
+        arguments = (self._weights, self._state, self._row_params, *step_input)
+        if not plan.is_masked:
+            self._state, output = self._programs.step(bucket)(*arguments)
+            return LaunchedStep(plan, bucket, layout, output)
+        compute, _ = self._halves(bucket)
+        self._state, computed = compute(*arguments)
+        return LaunchedStep(plan, bucket, layout, None, computed, step_input)
+
+    def _halves(self, bucket: Bucket) -> tuple[ComputeProgram, DrawProgram]:
+        """The programs of masked steps, which are compiled when the first such step comes: most
+        servers see none, and they would take as long as all others."""
+        if not self._programs.has_halves(bucket):
+            logger.info("compiling steps of %d tokens for structured output", bucket.tokens)
+        with self._watch.paused():
+            return self._programs.halves(bucket)
 
     def _write(self, piece: Int32Array) -> None:
         state = self._state

@@ -34,7 +34,7 @@ _MOST_WINDOW_BYTES = 3
 
 # Bytes of snapshots of states to those of the first pool's pages. docs/eviction.md has what more or
 # less would serve. The states of running rows take at most as many bytes as these pages.
-_SNAPSHOT_BYTES = 0.5
+_SNAPSHOT_BYTES = 0.75
 _MOST_OWN_BYTES = 1.0
 _ROW_SNAPSHOTS = 2  # that a row holds at once: its last, and one that may yet be taken back
 

@@ -7,6 +7,7 @@ and called directly, so that calling one can never compile.
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,19 +18,42 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import mask_words
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.devices import platform_of
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.row_tables import PIECE_WORDS, TABLE_SPEC, RowTables, write_piece
-from sgl_jax.executor.step import StepOutput, StepState, run_step
+from sgl_jax.executor.step import (
+    Computed,
+    RankStep,
+    StepOutput,
+    StepState,
+    compute_step,
+    draw_step,
+    run_step,
+)
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS
+from sgl_jax.models.decoder import CausalLM
 
 # weights, state (donated), row parameters, controls, page table -> state, output
 StepProgram = Callable[
     [tuple[jax.Array, ...], StepState, jax.Array, Any, Any], tuple[StepState, StepOutput]
 ]
+# The two halves of a step: the first as above, with a `Computed`; the second draws by masks:
+# weights, state (donated), computed, row parameters, controls, page table, masks.
+ComputeProgram = Callable[
+    [tuple[jax.Array, ...], StepState, jax.Array, Any, Any], tuple[StepState, Computed]
+]
+DrawProgram = Callable[
+    [tuple[jax.Array, ...], StepState, Computed, jax.Array, Any, Any, Any],
+    tuple[StepState, StepOutput],
+]
 AdmitProgram = Callable[[RowTables, Any], RowTables]  # tables (donated), piece -> tables
 
 _MAX_COMPILE_THREADS = 4
+# Logits are split by the vocabulary; hidden states and queries are the same on a rank's chips.
+_SPECS: tuple[Any, ...] = (P("data", TENSOR_AXIS), P("data"), P("data"))
+_COMPUTED_SPECS: Any = Computed(*_SPECS)
 
 
 class Programs:
@@ -64,6 +88,7 @@ class Programs:
         self._state = jax.tree.map(_shape_of, state)
         self._row_params: Any = _shape_of(row_params)
         self._steps: dict[Bucket, StepProgram] = {}
+        self._halves: dict[Bucket, tuple[ComputeProgram, DrawProgram]] = {}
         self._admit: AdmitProgram | None = None
 
     def layout(self, bucket: Bucket) -> DPLayout:
@@ -89,6 +114,21 @@ class Programs:
         """The program of one bucket, compiled anew: for reading, where its chips are not here."""
         return self.lower_step(bucket).compile(compiler_options=self._compiler_options(bucket))
 
+    def has_halves(self, bucket: Bucket) -> bool:
+        """Whether `halves` answers without compiling."""
+        return bucket in self._halves
+
+    def halves(self, bucket: Bucket) -> tuple[ComputeProgram, DrawProgram]:
+        """The two programs of one bucket that draw by masks, compiled now if they were not."""
+        if bucket not in self._halves:
+            options = self._compiler_options(bucket)
+            compute, computed = self._lower_compute(bucket)
+            draw = self._lower_draw(bucket, computed)
+            halves = [half.compile(compiler_options=options) for half in (compute, draw)]
+            programs: Any = tuple(halves)
+            self._halves[bucket] = programs
+        return self._halves[bucket]
+
     def admit(self) -> AdmitProgram:
         """The program that writes one piece of admissions, compiled now if it was not."""
         if self._admit is None:
@@ -108,7 +148,6 @@ class Programs:
 
     def lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         """The program of one bucket before compilation, for the mesh's chips."""
-        layout = self.layout(bucket)
 
         def step(
             weights: tuple[jax.Array, ...],
@@ -117,35 +156,118 @@ class Programs:
             controls: jax.Array,
             page_tables: jax.Array,
         ) -> tuple[StepState, StepOutput]:
-            model = nnx.merge(self._graphdef, jax.tree.unflatten(self._params_tree, weights))
-            rank_controls = layout.unpack_controls(controls[0])
-            return run_step(
-                model,
-                state,
-                row_params,
-                rank_controls,
-                layout.split_groups(page_tables),
-                bucket.tokens,
-                self._sizes,
-            )
+            given = self._given(bucket, controls, page_tables)
+            return run_step(self._model(weights), state, row_params, given)
 
-        step.__name__ = f"step_{bucket.rows}_rows_{bucket.tokens}_tokens"
-        state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._state)
-        weight_specs = tuple(leaf.sharding.spec for leaf in self._weights)
+        step.__name__ = f"step_{_shape_name(bucket)}"
+        state_specs = self._state_specs
+        arguments = (self._weights, self._state, self._row_params, *self._step_inputs(bucket))
+        in_specs = (self._weight_specs, state_specs, TABLE_SPEC, P("data"), P("data"))
+        return self._lower(step, arguments, in_specs, (state_specs, P("data")), donated=(1,))
+
+    def _lower_compute(self, bucket: Bucket) -> tuple[jax.stages.Lowered, Computed]:
+        """The first half, and the shapes of what it leaves to the second."""
+
+        def compute(
+            weights: tuple[jax.Array, ...],
+            state: StepState,
+            row_params: jax.Array,
+            controls: jax.Array,
+            page_tables: jax.Array,
+        ) -> tuple[StepState, Computed]:
+            given = self._given(bucket, controls, page_tables)
+            return compute_step(self._model(weights), state, given)
+
+        compute.__name__ = f"compute_{_shape_name(bucket)}"
+        state_specs = self._state_specs
+        arguments = (self._weights, self._state, self._row_params, *self._step_inputs(bucket))
+        in_specs = (self._weight_specs, state_specs, TABLE_SPEC, P("data"), P("data"))
+        lowered = self._lower(
+            compute, arguments, in_specs, (state_specs, _COMPUTED_SPECS), donated=(1,)
+        )
+        _, computed = lowered.out_info
+        shapes: Any = [
+            jax.tree.map(partial(self._on_mesh, spec=spec), part)
+            for spec, part in zip(_COMPUTED_SPECS, computed, strict=True)
+        ]
+        return lowered, Computed(*shapes)
+
+    def _lower_draw(self, bucket: Bucket, computed: Computed) -> jax.stages.Lowered:
+        """The second half."""
+
+        def draw(
+            weights: tuple[jax.Array, ...],
+            state: StepState,
+            computed: Computed,
+            row_params: jax.Array,
+            controls: jax.Array,
+            page_tables: jax.Array,
+            masks: jax.Array,
+        ) -> tuple[StepState, StepOutput]:
+            given = self._given(bucket, controls, page_tables)
+            return draw_step(self._model(weights), state, computed, row_params, given, masks)
+
+        draw.__name__ = f"draw_{_shape_name(bucket)}"
+        state_specs, layout = self._state_specs, self.layout(bucket)
+        words = mask_words(self._sizes.vocab_size)
+        arguments = (
+            self._weights,
+            self._state,
+            computed,
+            self._row_params,
+            *self._step_inputs(bucket),
+            self._input((layout.dp_size * layout.rows_per_rank, words)),
+        )
+        tables = (TABLE_SPEC, P("data"), P("data"), P("data"))
+        in_specs = (self._weight_specs, state_specs, _COMPUTED_SPECS, *tables)
+        return self._lower(draw, arguments, in_specs, (state_specs, P("data")), donated=(1,))
+
+    def _lower(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        in_specs: Any,
+        out_specs: Any,
+        donated: tuple[int, ...],
+    ) -> jax.stages.Lowered:
         sharded = jax.shard_map(
-            step,
+            function,
             mesh=self._mesh,
-            in_specs=(weight_specs, state_specs, TABLE_SPEC, P("data"), P("data")),
-            out_specs=(state_specs, P("data")),
+            in_specs=in_specs,
+            out_specs=out_specs,
             check_vma=False,  # all chips of a rank compute the same tokens, unproven
         )
-        controls = self._input((layout.dp_size, layout.control_words))
-        page_tables = self._input(layout.page_tables_shape)
         # Under the mesh kernels see which chip they are traced for, there or not.
         with jax.set_mesh(self._mesh):
-            return jax.jit(sharded, donate_argnums=1).lower(
-                self._weights, self._state, self._row_params, controls, page_tables
-            )
+            return jax.jit(sharded, donate_argnums=donated).lower(*arguments)
+
+    def _model(self, weights: tuple[jax.Array, ...]) -> CausalLM:
+        params = jax.tree.unflatten(self._params_tree, weights)
+        model: CausalLM = nnx.merge(self._graphdef, params)
+        return model
+
+    def _given(self, bucket: Bucket, controls: jax.Array, page_tables: jax.Array) -> RankStep:
+        layout = self.layout(bucket)
+        return RankStep(
+            layout.unpack_controls(controls[0]),
+            layout.split_groups(page_tables),
+            bucket.tokens,
+            self._sizes,
+        )
+
+    def _step_inputs(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Controls and page tables."""
+        layout = self.layout(bucket)
+        controls = self._input((layout.dp_size, layout.control_words))
+        return controls, self._input(layout.page_tables_shape)
+
+    @property
+    def _state_specs(self) -> Any:
+        return jax.tree.map(lambda leaf: leaf.sharding.spec, self._state)
+
+    @property
+    def _weight_specs(self) -> tuple[P, ...]:
+        return tuple(leaf.sharding.spec for leaf in self._weights)
 
     def _compile_admit(self) -> AdmitProgram:
         def admit(tables: RowTables, piece: jax.Array) -> RowTables:
@@ -180,8 +302,16 @@ class Programs:
             return {"xla_cpu_use_fusion_emitters": False}
         return {}
 
+    def _on_mesh(self, leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self._mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
     def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self._mesh, P("data")))
+
+
+def _shape_name(bucket: Bucket) -> str:
+    return f"{bucket.rows}_rows_{bucket.tokens}_tokens"
 
 
 def _shape_of(array: Any) -> jax.ShapeDtypeStruct:

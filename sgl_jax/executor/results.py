@@ -4,28 +4,39 @@ Fetches only what the plan asked for; waits for the step to finish.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, PromptLogprobs, RankPlan, RankResult, StepPlan
-from sgl_jax.executor.layout import DPLayout
-from sgl_jax.executor.step import StepOutput
+from sgl_jax.executor.buckets import Bucket
+from sgl_jax.executor.layout import DPLayout, StepInput
+from sgl_jax.executor.step import Computed, StepOutput
 from sgl_jax.layers.sampling import TokenLogprobs
 
 
-class LaunchedStep(NamedTuple):
-    """A step on its way: its plan, and how the arrays that will hold its output are laid out."""
+@dataclass
+class LaunchedStep:
+    """A step on its way: its plan, and how the arrays that will hold its output are laid out.
+
+    Attributes:
+        output: None as long as it waits for `Executor.draw`; then `computed` and `given`, what its
+            second half starts from.
+    """
 
     plan: StepPlan
+    bucket: Bucket
     layout: DPLayout
-    output: StepOutput
+    output: StepOutput | None
+    computed: Computed | None = None
+    given: StepInput | None = None
 
 
 def unpack_results(step: LaunchedStep) -> tuple[RankResult, ...]:
     """What each rank sampled, in plan order."""
+    assert step.output is not None, "a masked step is drawn before its result is read"
     ranks = step.plan.ranks
     num_rows = [len(plan.rows) for plan in ranks]
     tokens = step.layout.split(np.asarray(step.output.tokens), num_rows)

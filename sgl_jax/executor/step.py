@@ -3,6 +3,9 @@
 A function of arrays, traced once per bucket inside `jax.shard_map`: rows and page ids are the
 rank's own, and no rank reads another's. Every chip of a rank learns the tokens that were drawn, so
 that the token table stays equal on all of them.
+
+It has two halves, one program for most steps. Where outputs are held to grammars they are two: the
+first runs while the host learns what may be drawn, which depends on the token before.
 """
 
 from collections.abc import Sequence
@@ -21,6 +24,7 @@ from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
 from sgl_jax.layers.sampling import (
     SampledRows,
+    SplitLogits,
     TokenLogprobs,
     draw_tokens,
     no_logprobs,
@@ -52,14 +56,25 @@ class StepOutput(NamedTuple):
     prompt_logprobs: TokenLogprobs
 
 
+class Computed(NamedTuple):
+    """What the first half of a step leaves to the second."""
+
+    logits: jax.Array  # float32[queries that may draw, columns of this chip]
+    hidden: jax.Array  # [T, hidden_size] after all layers
+    queries: "Queries"
+
+
+class RankStep(NamedTuple):
+    """What both halves of one rank's step are told."""
+
+    controls: RankControls  # this step's rows
+    page_tables: Sequence[jax.Array]  # int32[B, pages], one for each cache group
+    num_tokens: int  # T, the static number of query tokens, padding included
+    sizes: EngineSizes  # how many tokens are drafted and scored, and where states are
+
+
 def run_step(
-    model: CausalLM,
-    state: StepState,
-    row_params: jax.Array,
-    controls: RankControls,
-    page_tables: Sequence[jax.Array],
-    num_tokens: int,
-    sizes: EngineSizes,
+    model: CausalLM, state: StepState, row_params: jax.Array, given: RankStep
 ) -> tuple[StepState, StepOutput]:
     """One rank's step.
 
@@ -67,40 +82,77 @@ def run_step(
         model: merged with this chip's weights.
         state: tables and pool before the step.
         row_params: int32[num_rows, PACKED_WIDTH] sampling parameters of all rows.
-        controls: this step's rows.
-        page_tables: int32[B, pages], one for each cache group.
-        num_tokens: T, the static number of query tokens, padding included.
-        sizes: of the engine: how many tokens are drafted and scored, and where states are.
+        given: as for both halves.
     """
-    max_drafts = sizes.max_draft_tokens
-    token_table, queries = _place_queries(state, controls, max_drafts)
-    rows = (queries.kv_starts, controls.q_lens, controls.num_decode)
-    batch = AttentionBatch.build(page_tables[0], *rows, num_tokens, max_drafts)
-    batches = tuple(replace(batch, page_table=table) for table in page_tables)
-    # Padding tokens read the null row.
-    token_rows = jnp.where(batch.valid, controls.rows[batch.token_rows], 0)
-    step_rows = StepRows(controls.rows, *rows)
+    state, computed = compute_step(model, state, given)
+    return draw_step(model, state, computed, row_params, given)
+
+
+def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[StepState, Computed]:
+    """The first half: drafts, the model, and the logits of what may be drawn.
+
+    Of the state KV, drafts and the layers' states are new.
+    """
+    controls = given.controls
+    token_table, queries = _place_queries(state, controls, given.sizes.max_draft_tokens)
+    batch, token_rows = _build_batch(queries, given)
+    batches = tuple(replace(batch, page_table=table) for table in given.page_tables)
     state_batch = layer_states = None
     if state.states is not None and controls.states is not None:
-        state_batch = build_state_batch(state.states, controls.states, step_rows, num_tokens, sizes)
+        rows = _step_rows(queries, controls)
+        state_batch = build_state_batch(
+            state.states, controls.states, rows, given.num_tokens, given.sizes
+        )
         layer_states = state.states.layers
     hidden, kv_pools, layer_states = model(
         token_table[token_rows, batch.positions],
         *(batches, state.kv_pools, state_batch, layer_states),
     )
-
-    num_drawn = jnp.where(controls.samples, 1 + queries.drafts, 0)
-    sampled = LastQueries.build(batch, num_drawn, controls.rows.shape[0] * (1 + max_drafts))
+    sampled = _sampled(batch, queries, given)
     logits = model.logits(hidden[sampled.tokens])
+    states = None
+    if state.states is not None and layer_states is not None:
+        states = state.states._replace(layers=layer_states)
+    state = state._replace(token_table=token_table, kv_pools=kv_pools, states=states)
+    return state, Computed(logits.columns, hidden, queries)
+
+
+def draw_step(
+    model: CausalLM,
+    state: StepState,
+    computed: Computed,
+    row_params: jax.Array,
+    given: RankStep,
+    masks: jax.Array | None = None,
+) -> tuple[StepState, StepOutput]:
+    """The second half: tokens are drawn and recorded, and what was asked of them is reported.
+
+    `masks` int32[B, ceil(vocab_size / 32)] are the tokens that each row may draw; None: any.
+    """
+    controls, sizes = given.controls, given.sizes
+    max_drafts = sizes.max_draft_tokens
+    queries = computed.queries
+    batch, token_rows = _build_batch(queries, given)
+    sampled = _sampled(batch, queries, given)
     where = SampledRows(
         controls.rows[sampled.rows], batch.positions[sampled.tokens] + 1, sampled.valid
     )
-    drawn, wanted = draw_tokens(logits, row_params, token_table, where, controls.wants_logprobs)
-
+    logits = SplitLogits(computed.logits, sizes.vocab_size)
+    drawn, wanted = draw_tokens(
+        logits,
+        row_params,
+        state.token_table,
+        where,
+        controls.wants_logprobs,
+        None if masks is None else masks[sampled.rows],
+    )
     new_tokens = sampled.by_row(drawn, 1 + max_drafts)
-    counts = 1 + count_accepted(new_tokens, queries.guesses, queries.drafts)
-    counts = jnp.where(controls.samples, counts, 0)
-    token_table = _write_tokens(token_table, controls.rows, queries.new_starts, new_tokens, counts)
+    counts = controls.samples.astype(jnp.int32)
+    if queries.guesses is not None:
+        counts *= 1 + count_accepted(new_tokens, queries.guesses, queries.drafts)
+    token_table = _write_tokens(
+        state.token_table, controls.rows, queries.new_starts, new_tokens, counts
+    )
     row_lens = state.row_lens.at[jnp.where(controls.samples, controls.rows, 0)].set(
         queries.new_starts + counts
     )
@@ -109,32 +161,60 @@ def run_step(
     successors = token_table.at[token_rows[scored.tokens], batch.positions[scored.tokens] + 1].get(
         mode="clip"
     )
-    prompt_logprobs = _score_if_any(model, controls, hidden, scored, successors, row_params)
+    prompt_logprobs = _score_if_any(
+        model, controls, computed.hidden, scored, successors, row_params
+    )
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
     by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in wanted))
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
-    states = None
-    if state_batch is not None and layer_states is not None:
-        assert state.states is not None
-        assert controls.states is not None
+    states = state.states
+    if states is not None and controls.states is not None:
+        rows = _step_rows(queries, controls)
+        state_batch = build_state_batch(states, controls.states, rows, given.num_tokens, sizes)
         num_kept = controls.q_lens - queries.drafts + counts - 1  # of rows that decode
-        written = RowStates(state.states.current, layer_states)
-        states = keep_states(written, controls.states, step_rows, state_batch, num_kept)
-    return StepState(token_table, row_lens, kv_pools, states), output
+        states = keep_states(states, controls.states, rows, state_batch, num_kept)
+    return state._replace(token_table=token_table, row_lens=row_lens, states=states), output
 
 
-class _Queries(NamedTuple):
+class Queries(NamedTuple):
     """Where B rows compute, and what they draft."""
 
     kv_starts: jax.Array  # int32[B] position of each row's first query
     drafts: jax.Array  # int32[B] how many of its queries are drafts: the last ones
     new_starts: jax.Array  # int32[B] where its first new token goes, and its first draft lies
-    guesses: jax.Array  # int32[B, max_drafts]
+    guesses: jax.Array | None  # int32[B, max_drafts]; None where nothing is drafted
+
+
+def _build_batch(queries: Queries, given: RankStep) -> tuple[AttentionBatch, jax.Array]:
+    """Attention's batch with the first group's pages, and the row of each query token: padding
+    tokens read the null row."""
+    controls = given.controls
+    batch = AttentionBatch.build(
+        given.page_tables[0],
+        queries.kv_starts,
+        controls.q_lens,
+        controls.num_decode,
+        given.num_tokens,
+        given.sizes.max_draft_tokens,
+    )
+    return batch, jnp.where(batch.valid, controls.rows[batch.token_rows], 0)
+
+
+def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> LastQueries:
+    """The queries after which a token is drawn."""
+    controls = given.controls
+    num_drawn = jnp.where(controls.samples, 1 + queries.drafts, 0)
+    most = controls.rows.shape[0] * (1 + given.sizes.max_draft_tokens)
+    return LastQueries.build(batch, num_drawn, most)
+
+
+def _step_rows(queries: Queries, controls: RankControls) -> StepRows:
+    return StepRows(controls.rows, queries.kv_starts, controls.q_lens, controls.num_decode)
 
 
 def _place_queries(
     state: StepState, controls: RankControls, max_drafts: int
-) -> tuple[jax.Array, _Queries]:
+) -> tuple[jax.Array, Queries]:
     """Look up relayed lengths and draft; the token table with the drafts in it."""
     rows = controls.rows
     is_decode = jnp.arange(rows.shape[0]) < controls.num_decode
@@ -142,11 +222,11 @@ def _place_queries(
     kv_starts = jnp.where(controls.relayed, state.row_lens[rows] - 1, controls.kv_starts)
     new_starts = kv_starts + controls.q_lens - drafts
     token_table = state.token_table
-    guesses = jnp.zeros((rows.shape[0], 0), jnp.int32)
+    guesses = None
     if max_drafts:
         guesses = propose_drafts(token_table, rows, new_starts, drafts > 0, max_drafts)
         token_table = _write_tokens(token_table, rows, new_starts, guesses, drafts)
-    return token_table, _Queries(kv_starts, drafts, new_starts, guesses)
+    return token_table, Queries(kv_starts, drafts, new_starts, guesses)
 
 
 def _write_tokens(

@@ -3,9 +3,8 @@
 A step is estimated as the longer of (the compiler's cycles of all but kernels and collectives) and
 (the bytes of weights over the bandwidth), plus heads, plus attention, plus recurrences, plus
 experts, plus collectives. The compiler counts no cycles of Pallas kernels: attention is the longer
-of its KV bytes over the bandwidth and the instructions of its kernels' schedules, experts are
-likewise, recurrences are the longer of their states' bytes over the bandwidth and their products at
-the matrix units' rate, and heads (`kernels.qkv_heads`) are what their kernel moves and computes.
+of its KV bytes over the bandwidth and the instructions of its kernels' schedules, experts and
+recurrences are likewise, and heads (`kernels.qkv_heads`) are what their kernel moves and computes.
 Nothing of this was measured on a chip: it is what the step would take if nothing waited for
 anything else.
 """
@@ -15,12 +14,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
 from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME, block_tokens
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.models.config import ModelConfig, MoeConfig
 from sgl_jax.planner.program_cost import Collective, ProgramCost
+from sgl_jax.planner.recurrence_time import recurrences_time
 from sgl_jax.planner.topology import Chip
 
 
@@ -112,40 +111,6 @@ def attention_time(
         hbm_s=kv_bytes / chip.hbm_bytes_per_s,
         instructions_s=cycles / chip.clock_hz,
         is_prefill=work.is_prefill,
-    )
-
-
-class RecurrencesTime(NamedTuple):
-    """Seconds of all layers with a recurrence on one device."""
-
-    hbm_s: float  # reading states, and writing others
-    products_s: float  # of chunks
-
-    @property
-    def total_s(self) -> float:
-        """The longer of the two, which overlap."""
-        return max(self)
-
-
-def recurrences_time(
-    work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
-) -> RecurrencesTime:
-    """Of all rows of a step; arguments as of `estimate_step`.
-
-    A decode row's products are few; of a chunk's of C tokens each token takes part in products with
-    C others (keys and queries with keys, the inverse with keys and values, scores with values), and
-    in three with the state.
-    """
-    own = config.recurrence
-    if own is None:
-        return RecurrencesTime(0.0, 0.0)
-    token = CHUNK_TOKENS * (3 * own.key_dim + 2 * own.value_dim) + 3 * own.key_dim * own.value_dim
-    heads = own.num_value_heads / memory.tp_size
-    layers = config.num_layers - config.num_attention_layers
-    flops = 2 * work.tokens * token * heads * layers if work.is_prefill else 0
-    return RecurrencesTime(
-        hbm_s=2 * work.rows * memory.state_bytes / chip.hbm_bytes_per_s,
-        products_s=flops / chip.bf16_flops_per_s,
     )
 
 
@@ -355,9 +320,16 @@ def estimate_step(
     parts = {"HBM": 0.0, "MXU": 0.0, "ICI": collectives, "instructions": heads_s}
     parts[_bound_of(fused, hbm=weights, mxu=products)] += fused
     parts[attention.bound] += attention.total_s
-    recurrences = recurrences_time(work, config, memory, chip)
-    is_moved = recurrences.total_s == recurrences.hbm_s
-    parts["HBM" if is_moved else "MXU"] += recurrences.total_s
+    recurrences = recurrences_time(
+        config,
+        chip,
+        tokens=work.tokens,
+        rows=work.rows,
+        is_prefill=work.is_prefill,
+        state_bytes=memory.state_bytes,
+        tp_size=memory.tp_size,
+    )
+    parts[recurrences.bound] += recurrences.total_s
     parts["HBM" if experts.total_s == experts.hbm_s else "MXU"] += experts.total_s
     bound = max(parts, key=lambda name: parts[name])
     total = fused + heads_s + attention.total_s + recurrences.total_s + experts.total_s

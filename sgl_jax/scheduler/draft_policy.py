@@ -32,7 +32,8 @@ def choose_drafts(running: RowColumns, rows: RowIndex, most: int) -> Int32Array:
     is_drafting = running.known_len[rows] >= running.draft_from_len[rows]
     longest = running.planned_len[rows] + running.unread_drafts[rows] + 1
     drafts: Int32Array = np.clip(running.max_len[rows] - longest, 0, most)
-    drafts[~is_drafting] = 0
+    # Which tokens a grammar allows after a draft is not known before the draft is.
+    drafts[~is_drafting | running.has_grammar[rows]] = 0
     return drafts
 
 

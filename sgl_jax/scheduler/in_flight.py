@@ -64,5 +64,6 @@ class InFlight:
         running, tokens = self._rank.running, request.matchable()
         theirs, start = running.known_tokens(row)[: running.score_start[row]], cursor.matched
         shared = common_prefix_len(theirs[start:], tokens[start:])
-        shared = shared // self._rank.memory.page_size * self._rank.memory.page_size
-        return Leader(row, start + shared) if shared >= self._min_tokens else None
+        length = start + shared // self._rank.memory.page_size * self._rank.memory.page_size
+        # What the tree has and cannot go on from is saved by waiting as well.
+        return Leader(row, length) if length - cursor.length >= self._min_tokens else None

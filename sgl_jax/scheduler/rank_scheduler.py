@@ -363,7 +363,8 @@ class RankScheduler:
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         sampling = request.message.sampling
-        eos = () if sampling.ignore_eos else self._eos_token_ids
+        ignores = sampling.ignore_eos and sampling.grammar is None
+        eos = () if ignores else self._eos_token_ids
         return tuple(dict.fromkeys(eos + sampling.stop_token_ids))[:MAX_STOP_TOKEN_IDS]
 
     def _seed(self, request: Request) -> int:

@@ -5,6 +5,7 @@ While it runs, its tokens and lengths are columns of its rank's `RunningRows`; w
 """
 
 import enum
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -40,6 +41,7 @@ class Request:
         "lease",
         "line",
         "logprob_next",
+        "matcher",
         "max_len",
         "message",
         "namespace",
@@ -83,6 +85,8 @@ class Request:
             self.kept_len = session.kept_len()
         self.prompt_len = len(self.tokens)
         self.is_prompt_told = session is None  # then the client sent all of it
+        # Follows the output in its grammar; made and read by the engine, which has grammars.
+        self.matcher: Any = None
         self.max_len = max_len  # prompt and output tokens at most
         self.state = RequestState.WAITING
         self.lease: KVLease | None = None

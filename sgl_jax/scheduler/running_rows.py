@@ -48,6 +48,7 @@ class RowColumns:
     max_len: Int32Array
     priority: NDArray[np.int64]
     stop_ids: Int32Array  # [n, MAX_STOP_TOKEN_IDS], NO_TOKEN where there are fewer
+    has_grammar: BoolArray
     return_logprob: BoolArray
     top_logprobs_num: Int32Array
     num_logprob_ids: Int32Array
@@ -76,6 +77,7 @@ class RowColumns:
             max_len=lens[5],
             priority=np.zeros(num_rows, np.int64),
             stop_ids=np.full((num_rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32),
+            has_grammar=np.zeros(num_rows, np.bool_),
             return_logprob=np.zeros(num_rows, np.bool_),
             top_logprobs_num=np.zeros(num_rows, np.int32),
             num_logprob_ids=np.zeros(num_rows, np.int32),
@@ -288,6 +290,7 @@ class RunningRows(RowColumns):
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
+        self.has_grammar[row] = sampling.grammar is not None
         self.return_logprob[row] = request.message.return_logprob
         self.top_logprobs_num[row] = request.message.top_logprobs_num
         self.num_logprob_ids[row] = len(request.message.token_ids_logprob)

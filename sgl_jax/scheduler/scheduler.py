@@ -8,6 +8,8 @@ The caller launches what `plan` returns, and may plan and launch the next step b
 the result of the last: input tokens come from the device, so nothing waits for the host.
 """
 
+from collections.abc import Iterator
+
 from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import InvalidRequestError
@@ -295,6 +297,21 @@ class Scheduler:
         self._launched[plan.step_id] = launched
         self._steps += 1
         return plan
+
+    def rows_with_grammar(self, plan: StepPlan) -> Iterator[tuple[int, int, Request, Int32Array]]:
+        """Of a step in flight, the rows that draw a token by a grammar.
+
+        For each its rank, its index in that rank's plan, its request, and what the host knows of
+        its output, int32[n]: all of it, if the results of the steps before were applied.
+        """
+        launched, running = self._launched[plan.step_id], self._all_ranks.running
+        is_masked = launched.samples & running.has_grammar[launched.rows]
+        is_masked &= self._all_ranks.tables.epoch[launched.rows] == launched.epochs
+        for i in is_masked.nonzero()[0].tolist():
+            rank, row = self._all_ranks.locate(int(launched.rows[i]))
+            request = rank.running.request(row)
+            index = i - int(launched.bounds[rank.dp_rank])
+            yield rank.dp_rank, index, request, rank.running.known_tokens(row)[request.prompt_len :]
 
     def apply_result(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
         """The result of a launched step was read. Results are read in launch order.

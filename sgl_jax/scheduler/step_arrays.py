@@ -46,9 +46,11 @@ def build_plan(
     step = _columns(ranks, builders)
     # Before chunks are published: that may give a row pages of the tree for its own, which the
     # step still writes.
-    plan = StepPlan(step_id, _plans(ranks, builders, step), ranks.tables.page_log.take())
-    commit_rows(ranks.tables, ranks.memories, step.rows, step.ends)
     running = ranks.running
+    is_masked = bool(np.any(running.has_grammar[step.rows] & step.samples))
+    pages = ranks.tables.page_log.take()
+    plan = StepPlan(step_id, _plans(ranks, builders, step), pages, is_masked)
+    commit_rows(ranks.tables, ranks.memories, step.rows, step.ends)
     _note_launch(
         step.rows,
         step.ends,

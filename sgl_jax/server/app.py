@@ -13,6 +13,7 @@ from sgl_jax.server import (
     native_routes,
     openai_routes,
     other_model_routes,
+    score_routes,
     text_routes,
 )
 from sgl_jax.server.api_keys import ApiKeys
@@ -22,6 +23,7 @@ from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from sgl_jax.server.native_protocol import Generated
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import install_openapi
+from sgl_jax.server.score_protocol import Scores
 from sgl_jax.server.text_protocol import Detokenized, Tokenized
 
 
@@ -36,7 +38,7 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
     app.state.context = context
     for routes in (
         *(openai_routes, native_routes, call_routes, management_routes),
-        *(load_routes, text_routes, other_model_routes),
+        *(load_routes, text_routes, score_routes, other_model_routes),
     ):
         # Not `include_router`: a request would be matched with every route twice.
         app.router.routes.extend(routes.router.routes)
@@ -46,7 +48,16 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
     if not keys.is_open:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
     structs: list[type] = [
-        *(ChatCompletion, Completion, ModelCard, ModelList, Generated, Tokenized, Detokenized),
+        *(
+            ChatCompletion,
+            Completion,
+            ModelCard,
+            ModelList,
+            Generated,
+            Tokenized,
+            Detokenized,
+            Scores,
+        ),
         *(call.answer for call in CALLS if is_struct_type(call.answer)),
     ]
     install_openapi(app, structs, needs_key=not keys.is_open)

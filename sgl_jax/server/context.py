@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
+from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import Asked, Reply
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend
@@ -24,6 +25,7 @@ from sgl_jax.server.json_body import JsonBodies
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.openai_protocol import ChatRequest
 from sgl_jax.server.text_pool import Ids, TextPool
+from sgl_jax.text.answer_parser import AnswerParser, choose_parser
 from sgl_jax.text.jobs import EncodeChat
 
 # What clients and sglang-router send where only one model is known.
@@ -45,10 +47,15 @@ class ServerContext:
     answer_timeout_s: float = 30.0  # how long the engine may take to answer; it may be in a step
     reader_timeout_s: float = 60.0  # how long a client may take to read a piece of its stream
     json_bodies: JsonBodies = dataclasses.field(init=False)
+    answer_parser: AnswerParser = dataclasses.field(init=False)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.json_bodies = JsonBodies(self.limits)
+        tokenizer, args = self.frontend.tokenizer, self.args
+        self.answer_parser = choose_parser(
+            args.tool_call_parser, args.reasoning_parser, tokenizer.chat_template
+        )
 
     @functools.cached_property
     def model_name(self) -> str:
@@ -71,6 +78,54 @@ class ServerContext:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         self.frontend.check_alive()
         self.health.check()
+
+    def check_tools(self, body: ChatRequest) -> None:
+        """Raise `InvalidRequestError` if the model is to be told of tools and cannot be."""
+        if not body.told_tools:
+            return
+        if not self.answer_parser.reads_calls:
+            raise InvalidRequestError(
+                "tools: how this model writes calls is not known; start the server with "
+                "--tool-call-parser",
+                "tools",
+            )
+        if "tools" not in self.frontend.tokenizer.chat_template:
+            raise InvalidRequestError(
+                "tools: the model's chat template does not tell it of tools; start the server "
+                "with another --chat-template",
+                "tools",
+            )
+
+    def call_grammar(self, body: ChatRequest) -> dict[str, str]:
+        """The sampling parameter that holds the answer to calls, if `body` asks for that.
+
+        Raises `InvalidRequestError` where it is not known how they are written.
+        """
+        forced, grammar = body.forced_tools, self.answer_parser.call_grammar
+        if forced is not None:
+            is_reasoning = self.answer_parser.reasoning_format is not None
+            if grammar is None or is_reasoning:
+                whose = "an answer that begins with reasoning" if is_reasoning else "this model"
+                raise InvalidRequestError(
+                    f"tool_choice: calls of {whose} cannot be forced; send auto or none",
+                    "tool_choice",
+                )
+            is_single = body.parallel_tool_calls is False or body.tool_choice != "required"
+            return {"ebnf": grammar.calls(forced, is_single=is_single)}
+        if not body.has_strict_tools:
+            return {}
+        if grammar is None or not grammar.begin:
+            raise InvalidRequestError(
+                "tools: calls of this model cannot be held to a schema; leave strict out", "tools"
+            )
+        return {"structural_tag": grammar.calls_amid_content(body.schemas or {})}
+
+    def parsed_tokens(self, body: ChatRequest) -> frozenset[int]:
+        """Special tokens that are read in the answer to `body`."""
+        marks = self.answer_parser.marks(
+            has_tools=bool(body.told_tools), has_reasoning=body.tells_reasoning
+        )
+        return self.frontend.tokenizer.special_ids_of(marks)
 
     async def encode_prompts(
         self, request: Request, prompts: Sequence[str | list[int]]
@@ -117,11 +172,14 @@ class ServerContext:
         """Token ids of the conversation, the one prompt of `request`. Raises as
         `encode_prompts`."""
         messages = [message.for_template() for message in body.messages]
-        num_chars = sum(len(message["content"]) for message in messages)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.told_tools]
+        told = msgspec.json.encode(tools or None)
+        num_chars = sum(message.num_chars for message in body.messages) + len(told)
         self.frontend.check_room(1)
         self.frontend.checks.check_length(num_chars)
         job = EncodeChat(
-            messages,
+            msgspec.json.encode(messages),
+            told,
             bool(body.continue_final_message),
             msgspec.json.encode(body.template_args),
             self.limits.max_prompt_chars,

@@ -5,7 +5,7 @@ client goes away or one of them fails, the others are aborted.
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -53,15 +53,19 @@ class StreamGroup:
         *,
         streaming: bool,
         names: Mapping[str, str],
+        kept_tokens: Set[int] = frozenset(),
     ) -> None:
         """Hold the requests; they start on entering the block.
 
-        `names`: the client's name of each field that the client calls otherwise than we do.
+        Args:
+            names: the client's name of each field that the client calls otherwise than we do.
+            kept_tokens: as for `Frontend.start`.
         """
         self._frontend = context_of(request).frontend
         self._requests = requests
         self._streaming = streaming
         self._names = names
+        self._kept_tokens = kept_tokens
         self._sender = caller_of(request).name
         self._as_told = owner_of(request).as_told
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
@@ -76,7 +80,11 @@ class StreamGroup:
             for index, request in enumerate(self._requests):
                 on_ready = partial(self._signal, index)
                 stream = self._frontend.start(
-                    request, on_ready, streaming=self._streaming, sender=self._sender
+                    request,
+                    on_ready,
+                    streaming=self._streaming,
+                    sender=self._sender,
+                    kept_tokens=self._kept_tokens,
                 )
                 self.streams.append(stream)
                 await share.pause()
@@ -133,6 +141,8 @@ async def prepare_all(
     encoding: Awaitable[Sequence[list[int]]],
     samplings: Sequence[SamplingFields],
     options: Sequence[Mapping[str, Any]],
+    *,
+    grammar: Mapping[str, str] | None = None,
     **shared: Any,
 ) -> list[GenerateRequest]:
     """The engine's requests for all choices of all prompts, those of one prompt together.
@@ -142,6 +152,7 @@ async def prepare_all(
         encoding: gives the token ids of each prompt.
         samplings, options: of each prompt; options, and what is `shared`, as
             `RequestChecks.prepare` takes them.
+        grammar: the sampling parameter of one, of which the client knows nothing.
 
     Raises:
         InvalidRequestError: one of them cannot be served.
@@ -151,7 +162,13 @@ async def prepare_all(
     with client_names(names):
         for ids, sampling, own in zip(await encoding, samplings, options, strict=True):
             for choice in range(sampling.num_choices):
-                requests.append(checks.prepare(ids, sampling.to_sampling(choice), **own, **shared))
+                params = sampling.to_sampling(choice)
+                if grammar:
+                    params = msgspec.structs.replace(params, **grammar)
+                compiling = checks.start_grammar(params)
+                if compiling is not None:
+                    await asyncio.wrap_future(compiling)
+                requests.append(checks.prepare(ids, params, **own, **shared))
                 await share.pause()
     return requests
 
@@ -163,15 +180,19 @@ async def respond(
     *,
     streaming: bool | None,
     names: Mapping[str, str],
+    kept_tokens: Set[int] = frozenset(),
 ) -> Response:
     """Run `requests` and answer in `answer_format`; stops as soon as the client goes away.
 
-    Errors of the engine name fields by `names`, as for `client_names`.
+    Errors of the engine name fields by `names`, as for `client_names`; `kept_tokens` are as for
+    `Frontend.start`.
     """
-    group = StreamGroup(request, requests, streaming=bool(streaming), names=names)
+    group = StreamGroup(
+        request, requests, streaming=bool(streaming), names=names, kept_tokens=kept_tokens
+    )
     if streaming:
         return EventStream(group, answer_format, context_of(request).reader_timeout_s)
-    chunks = await while_connected(request.receive, _gather(group))
+    chunks = await while_connected(request.receive, gather(group))
     if chunks is None:
         return Response(status_code=CLIENT_GONE)
     return json_response(answer_format.whole(chunks, group.streams))
@@ -241,7 +262,7 @@ class EventStream(Response):
         yield from _cut(events)
 
 
-async def _gather(group: StreamGroup) -> list[Chunk]:
+async def gather(group: StreamGroup) -> list[Chunk]:
     """Of each request its one chunk: unless it is streamed, all comes at the end."""
     chunks: dict[int, Chunk] = {}
     async with group:

@@ -37,6 +37,7 @@ from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from sgl_jax.engine.request_checks import EngineFacts
+from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.api_keys import ApiKeys
@@ -183,6 +184,9 @@ class _Server:
             tokenizer,
             EngineFacts.from_info(info),
             client.send,
+            grammars=GrammarCompiler(
+                self._args.tokenizer_folder, int(info["vocab_size"]), info["eos_token_ids"]
+            ),
             max_queued_requests=self._args.max_queued_requests,
             metrics=metrics,
             log_requests=self._args.log_requests,

@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS
 from sgl_jax.core.request_limits import MAX_REQUESTS_PER_CALL
 from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROB_IDS
 from sgl_jax.core.server_args import ServerArgs
@@ -87,6 +88,9 @@ class Limits:
     )
     max_token_ids_logprob: int = _limit(
         MAX_LOGPROB_IDS, "ids of `token_ids_logprob`, for each prompt (400)"
+    )
+    max_grammar_chars: int = _limit(
+        MAX_GRAMMAR_CHARS, "characters of a schema, an expression or a grammar (400)"
     )
     max_logit_bias: int = _limit(MAX_LOGIT_BIAS, "keys of `logit_bias` (400)")
     text_timeout_s: float = _limit(

@@ -9,13 +9,13 @@ from msgspec import UNSET, UnsetType
 
 from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.chat_answer import ChatAnswer
 from sgl_jax.server.context import ServerContext
 from sgl_jax.server.generation import event
 from sgl_jax.server.logprobs import CompletionLogprobsWriter, chat_logprobs, native_logprobs
 from sgl_jax.server.meta_info import MetaInfo, describe
 from sgl_jax.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
 from sgl_jax.server.openai_responses import (
-    AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -23,10 +23,11 @@ from sgl_jax.server.openai_responses import (
     ChatLogprobs,
     Completion,
     CompletionChoice,
-    Delta,
     PromptTokensDetails,
     Usage,
 )
+
+_PROMPT_TAIL_TOKENS = 8  # that say whether the prompt has opened or closed the reasoning
 
 
 class _Format:
@@ -53,7 +54,8 @@ class _Format:
         usage: Usage | UnsetType | None = None if self._counts_at_end else UNSET
         if self._always_counts:
             usage = _usage(stream.num_prompt_tokens, chunk.num_output_tokens, stream.cached_tokens)
-        return event(self._event_type(*self._head, [self._piece(index, chunk, stream)], usage))
+        pieces = self._pieces(index, chunk, stream)
+        return b"".join(event(self._event_type(*self._head, [piece], usage)) for piece in pieces)
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         """The counts, where they are wanted at the end."""
@@ -66,17 +68,11 @@ class _Format:
         return self._whole_type(*self._head, choices, self._total(streams))
 
     def _total(self, streams: Sequence[RequestStream]) -> Usage:
-        """Prompts count once, however many choices each of them has."""
-        prompts = streams[:: self._body.num_choices]
-        return _usage(
-            sum(stream.num_prompt_tokens for stream in prompts),
-            sum(stream.num_output_tokens for stream in streams),
-            sum(stream.cached_tokens for stream in prompts),
-        )
+        return usage_of(streams, self._body.num_choices)
 
-    def _piece(self, index: int, chunk: Chunk, stream: RequestStream) -> Any:
-        """A choice as far as one streamed chunk tells of it."""
-        return self._choice(index, chunk, stream)
+    def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> Sequence[Any]:
+        """A choice as far as one streamed chunk tells of it, in one event or several."""
+        return [self._choice(index, chunk, stream)]
 
     def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> Any:
         raise NotImplementedError
@@ -90,33 +86,49 @@ class ChatFormat(_Format):
 
     def __init__(self, context: ServerContext, body: ChatRequest) -> None:
         super().__init__(context, body)
-        self._begun: set[int] = set()
+        self._parser = context.answer_parser
+        self._answers: dict[int, ChatAnswer] = {}
 
-    def _piece(self, index: int, chunk: Chunk, stream: RequestStream) -> ChatChunkChoice:
-        role = UNSET if index in self._begun else "assistant"
-        self._begun.add(index)
-        return ChatChunkChoice(index, Delta(chunk.text, role), *self._ending(chunk))
+    def _answer(self, index: int, stream: RequestStream) -> ChatAnswer:
+        if index not in self._answers:
+            body, tail_ids = self._body, stream.request.input_ids[-_PROMPT_TAIL_TOKENS:]
+            tail = self._tokenizer.decode(tail_ids, skip_special_tokens=False)
+            reader = self._parser.reader(body.schemas, tail, has_reasoning=body.tells_reasoning)
+            is_parallel = body.parallel_tool_calls is not False
+            self._answers[index] = ChatAnswer(self._parser, reader, is_parallel=is_parallel)
+        return self._answers[index]
+
+    def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> list[ChatChunkChoice]:
+        answer = self._answer(index, stream)
+        *deltas, last = answer.deltas(chunk)
+        pieces = [ChatChunkChoice(index, delta, None, None, None) for delta in deltas]
+        return [*pieces, ChatChunkChoice(index, last, *self._ending(chunk, answer))]
 
     def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> ChatChoice:
         body, request = self._body, stream.request
+        answer = self._answer(index, stream)
+        message = answer.message(chunk)
         meta_info: MetaInfo | UnsetType = UNSET
         if body.return_meta_info:
             logprobs = native_logprobs(request, self._tokenizer, chunk.logprobs, ())
             meta_info = describe(stream, chunk.num_output_tokens, chunk.finish, **logprobs)
         return ChatChoice(
             index,
-            AssistantMessage(chunk.text),
-            *self._ending(chunk),
+            message,
+            *self._ending(chunk, answer),
             request.input_ids if body.return_prompt_token_ids or body.return_token_ids else UNSET,
             chunk.token_ids if body.return_token_ids else UNSET,
             meta_info,
         )
 
-    def _ending(self, chunk: Chunk) -> tuple[ChatLogprobs | None, str | None, int | str | None]:
+    def _ending(
+        self, chunk: Chunk, answer: ChatAnswer
+    ) -> tuple[ChatLogprobs | None, str | None, int | str | None]:
         """`logprobs`, `finish_reason` and `matched_stop`."""
         wanted = self._body.logprobs
         logprobs = chat_logprobs(self._tokenizer, chunk.logprobs) if wanted else None
-        return logprobs, *_ending(chunk.finish)
+        _, matched = _ending(chunk.finish)
+        return logprobs, answer.finish_reason(chunk.finish), matched
 
 
 class CompletionFormat(_Format):
@@ -152,6 +164,16 @@ class CompletionFormat(_Format):
 def _ending(finish: FinishReason | None) -> tuple[str | None, int | str | None]:
     """`finish_reason` and `matched_stop`."""
     return (None, None) if finish is None else (finish.type, finish.matched)
+
+
+def usage_of(streams: Sequence[RequestStream], num_choices: int = 1) -> Usage:
+    """Of all together; prompts count once, however many choices each of them has."""
+    prompts = streams[::num_choices]
+    return _usage(
+        sum(stream.num_prompt_tokens for stream in prompts),
+        sum(stream.num_output_tokens for stream in streams),
+        sum(stream.cached_tokens for stream in prompts),
+    )
 
 
 def _usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:

@@ -5,19 +5,22 @@ one that is not, or that asks for something this server cannot do, is refused by
 ignored. A null counts as not given.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionId
 from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
-from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
+from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
 from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
+from sgl_jax.server.tool_protocol import NamedTool, Tool, ToolCalls, ToolChoice, Tools
 
 _MAX_MESSAGES = 16_384
 
@@ -31,10 +34,39 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(StrictModel):
-    """Only free text for now."""
+class JsonSchema(StrictModel):
+    """A schema with a name. It is kept whether `strict` or not."""
 
-    type: Literal["text"]
+    name: str
+    description: str | None = None
+    json_value: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """What the answer's text is: anything, a JSON object, JSON by a schema, tags (SGLang's)."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = Field(
+        default=None, description="of a structural_tag: each with begin, schema and end"
+    )
+    triggers: list[str] | None = Field(default=None, description="of a structural_tag")
+
+    def grammar(self) -> dict[str, str]:
+        """The sampling parameter that says the same, by name; none for text."""
+        if self.type == "json_object":
+            return {"json_schema": '{"type": "object"}'}
+        if self.type == "structural_tag":
+            tags = {"structures": self.structures, "triggers": self.triggers}
+            return {"structural_tag": json.dumps(tags)}
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise InvalidRequestError(
+                    "a response_format of type json_schema has a json_schema", "response_format"
+                )
+            return {"json_schema": json.dumps(self.json_schema.json_value or {})}
+        return {}
 
 
 class GenerationFields(RequestFields, SamplingFields):
@@ -46,6 +78,13 @@ class GenerationFields(RequestFields, SamplingFields):
     return_token_ids: bool | None = Field(
         default=None, description="of prompt and output; not in a stream"
     )
+
+    def to_sampling(self, choice: int) -> SamplingParams:
+        """As the engine takes them."""
+        sampling = super().to_sampling(choice)
+        if self.response_format is None:
+            return sampling
+        return msgspec.structs.replace(sampling, **self.response_format.grammar())
 
     @model_validator(mode="after")
     def _whole_answers_only(self) -> "GenerationFields":
@@ -67,21 +106,49 @@ class ChatMessage(StrictModel):
 
     unserved = unserved_fields.MESSAGE
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+        default=None, description="may be missing beside tool_calls"
+    )
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: ToolCalls | None = Field(default=None, description="of the assistant")
+    tool_call_id: str | None = Field(default=None, description="of a tool: the call it answers")
 
-    def for_template(self) -> dict[str, str]:
-        """As chat templates expect it: one string, and no developers."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+    @model_validator(mode="after")
+    def _fields_of_its_role(self) -> "ChatMessage":
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequestError("only the assistant has tool_calls", "tool_calls")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise InvalidRequestError("only a tool has a tool_call_id", "tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequestError("content is missing: it must be a text", "content")
+        return self
+
+    @property
+    def num_chars(self) -> int:
+        """Characters that the template is going to write of it, at least."""
+        calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self._text) + calls
+
+    @property
+    def _text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content or ())
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: one string, and no developers.
+
+        The string is there without content, too: many templates add it to others.
+        """
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": content}
-        for extra in ("name", "reasoning_content"):
+        message: dict[str, Any] = {"role": role, "content": self._text}
+        for extra in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, extra) is not None:
                 message[extra] = getattr(self, extra)
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
 
@@ -97,6 +164,16 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = Field(
+        default=None, description="none: the model is not told of the tools"
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: of several calls only the first is handed out"
+    )
+    separate_reasoning: bool | None = Field(
+        default=None, description="false: reasoning stays in content"
+    )
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -115,6 +192,42 @@ class ChatRequest(GenerationFields):
         if self.session_id is not None:
             refuse_several(self.num_choices, "n")
         return self
+
+    @property
+    def told_tools(self) -> list[Tool]:
+        """Tools that the model is told of."""
+        return (self.tools or []) if self.tool_choice != "none" else []
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]] | None:
+        """By name of each told tool the schema of its arguments; None without any."""
+        functions = [tool.function for tool in self.told_tools]
+        return {function.name: function.parameters or {} for function in functions} or None
+
+    @property
+    def forced_tools(self) -> dict[str, dict[str, Any]] | None:
+        """Of the tools one of which must be called the schemas; None if none must be.
+
+        Raises `InvalidRequestError` if there is no such tool.
+        """
+        choice, schemas = self.tool_choice, self.schemas or {}
+        if choice in (None, "auto", "none"):
+            return None
+        if isinstance(choice, NamedTool):
+            schemas = {name: schemas[name] for name in schemas if name == choice.function.name}
+        if not schemas:
+            raise InvalidRequestError("tool_choice: there is no such tool in tools", "tool_choice")
+        return schemas
+
+    @property
+    def has_strict_tools(self) -> bool:
+        """Whether arguments of calls must be what their tools' parameters allow."""
+        return any(tool.function.strict for tool in self.told_tools)
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether reasoning is told from content."""
+        return self.separate_reasoning is not False
 
     @property
     def template_args(self) -> dict[str, Any]:

@@ -47,9 +47,26 @@ class CompletionLogprobs(Struct, frozen=True):
     text_offset: list[int]
 
 
+class FunctionOfCall(Struct):
+    """`arguments` is the text of a JSON object, unless the answer was cut off."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCallAnswer(Struct, frozen=True):
+    id: str
+    function: FunctionOfCall
+    type: str = "function"
+
+
 class AssistantMessage(Struct, frozen=True):
-    content: str
+    """`content` is null where there are tool calls alone."""
+
+    content: str | None
     role: str = "assistant"
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
 
 
 class _Head(Struct, frozen=True):
@@ -77,9 +94,29 @@ class ChatCompletion(_Head, frozen=True):
     object: str = "chat.completion"
 
 
-class Delta(Struct, frozen=True):
-    content: str
+class FunctionDelta(Struct, frozen=True):
+    """The next piece of a call's arguments; its name comes once, before them."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, frozen=True):
+    """`index` tells the calls of an answer apart; id and type come once."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class Delta(Struct):
+    """What a chunk adds to the message."""
+
+    content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True):

@@ -43,11 +43,13 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     context = context_of(request)
     context.check_open()
     context.check_model(body.model)
+    context.check_tools(body)
     turn = None if body.session_id is None else SessionTurn(id=body.session_id, is_whole=True)
     turn = owner_of(request).own(turn)
     options = body.options_of(1)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    names = _names(body, limit, "messages")
+    grammar = context.call_grammar(body)
+    names = _names(body, limit, "messages") | dict.fromkeys(grammar, "tools")
     requests = await prepare_all(
         request,
         names,
@@ -56,10 +58,17 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         options,
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
+        grammar=grammar,
         session=turn,
     )
-    answer_format = ChatFormat(context, body)
-    return await respond(request, requests, answer_format, streaming=body.stream, names=names)
+    return await respond(
+        request,
+        requests,
+        ChatFormat(context, body),
+        streaming=body.stream,
+        names=names,
+        kept_tokens=context.parsed_tokens(body),
+    )
 
 
 @router.post("/completions", responses=streamed_answers(Completion))
@@ -98,7 +107,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 def _names(body: GenerationFields, limit: str, prompt: str) -> dict[str, str]:
     """Our names of fields -> this client's."""
+    formats = {} if body.response_format is None else body.response_format.grammar()
     return {
+        **dict.fromkeys(formats, "response_format"),
         "max_new_tokens": limit,
         "min_new_tokens": "min_new_tokens" if body.min_tokens is None else "min_tokens",
         "text": prompt,

@@ -1,4 +1,4 @@
-"""Routes of models of other kinds: a clear refusal instead of a 404 that could mean a typing error."""
+"""Routes of models of other kinds: a clear refusal, where a 404 could mean a typing error."""
 
 from collections.abc import Awaitable, Callable
 

@@ -1,10 +1,12 @@
 """Sampling parameters as clients of every protocol send them, with the engine's ranges."""
 
+import json
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS
 from sgl_jax.core.request_limits import MAX_CHOICES
 from sgl_jax.core.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -36,6 +38,11 @@ _Bias = Annotated[float, Field(ge=RANGES["logit_bias"].low, le=RANGES["logit_bia
 _StopString = Annotated[str, Field(min_length=1)]
 
 
+_GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+# An object, or its JSON.
+_Json = _GrammarText | dict[str, Any]
+
+
 class SamplingFields(StrictModel):
     """The sampling parameters that all protocols spell alike."""
 
@@ -61,6 +68,12 @@ class SamplingFields(StrictModel):
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
+    json_schema: _Json | None = Field(default=None, description="the output is JSON that it allows")
+    regex: _GrammarText | None = Field(default=None, description="of the whole output")
+    ebnf: _GrammarText | None = Field(default=None, description="in GBNF, or in Lark's form")
+    structural_tag: _Json | None = Field(
+        default=None, description="free text with JSON between tags: structures and triggers"
+    )
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="answers to each prompt")
 
     @property
@@ -79,6 +92,9 @@ class SamplingFields(StrictModel):
                 given[name] = tuple(given[name])
         if "logit_bias" in given:
             given["logit_bias"] = _token_bias(given["logit_bias"])
+        for name in ("json_schema", "structural_tag"):
+            if isinstance(given.get(name), dict):
+                given[name] = json.dumps(given[name])
         if "seed" in given:
             low = int(RANGES["seed"].low)
             given["seed"] = (given["seed"] + choice - low) % _NUM_SEEDS + low

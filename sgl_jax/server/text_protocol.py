@@ -9,8 +9,9 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.openai_protocol import ChatMessage, ChatRequest
 from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
+from sgl_jax.server.tool_protocol import Tools
 
-_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
 class TokenizeBody(StrictModel):
@@ -32,6 +33,7 @@ class TokenizeBody(StrictModel):
     )
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = Field(default=None, description="of messages: those of the request")
 
     @model_validator(mode="after")
     def _one_kind(self) -> "TokenizeBody":
@@ -69,6 +71,7 @@ class TokenizeBody(StrictModel):
             messages=self.messages,
             continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.chat_template_kwargs,
+            tools=self.tools,
         )
 
 
@@ -94,10 +97,10 @@ class DetokenizeBody(StrictModel):
 class Tokenized(Struct, frozen=True):
     """Token ids and their number; of several prompts a list of each. `max_model_len` in tokens."""
 
-    tokens: list[int] | list[list[int]]
+    tokens: list[Any]
     count: int | list[int]
     max_model_len: int
-    token_strs: list[str] | list[list[str]] | UnsetType = UNSET
+    token_strs: list[Any] | UnsetType = UNSET
 
 
 class Detokenized(Struct, frozen=True):

@@ -79,6 +79,11 @@ def _fields(names: str, allowed: tuple[Any, ...] | None, reason: str) -> Fields:
     return {name: UnservedField(name, allowed, reason) for name in names.split()}
 
 
+def _unlisted(fields: Fields) -> Fields:
+    """The same where there are no prompts to have one entry each."""
+    return {name: field._replace(may_be_listed=False) for name, field in fields.items()}
+
+
 # OpenAI's accounting.
 _ACCOUNTING = _fields(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
@@ -97,9 +102,9 @@ _SGLANG = {
     ),
     **_fields("no_logs", None, "logs never hold the text or the tokens of a request"),
     **_fields("log_metrics", (True,), "every request is counted in the metrics"),
-    **_fields("separate_reasoning stream_reasoning", None, "there is no reasoning parser"),
-    **_fields("require_reasoning", (False,), "there is no reasoning parser"),
-    **_fields("max_thinking_tokens thinking task", NOTHING, "there is no reasoning parser"),
+    **_fields("stream_reasoning", None, "in a stream all of an answer comes as it is made"),
+    **_fields("require_reasoning", (False,), "the model decides"),
+    **_fields("max_thinking_tokens thinking task", NOTHING, "reasoning cannot be bounded"),
     **_fields("background", (False,), "there are no background responses"),
     **_fields(
         "return_hidden_states return_routed_experts return_indexer_topk return_entropy "
@@ -149,10 +154,7 @@ _REQUEST: Fields = {**_SGLANG, **_MEDIA}
 
 # Among sampling parameters: in the body of OpenAI's routes, under `sampling_params` in /generate.
 SAMPLING: Fields = {
-    **_fields(
-        "json_schema regex ebnf structural_tag", NOTHING, "output cannot be held to a grammar"
-    ),
-    **_fields("ebnf_full_assistant", (False,), "output cannot be held to a grammar"),
+    **_fields("ebnf_full_assistant", (False,), "a grammar is of the output alone"),
     **_fields("stop_regex", NOTHING, "output stops at strings and token ids only"),
     **_fields("custom_params", NOTHING, "clients cannot bring code"),
     **_fields("spaces_between_special_tokens", None, "decoding adds no spaces"),
@@ -170,8 +172,12 @@ NATIVE_SAMPLING: Fields = {
     **_fields("logprobs prompt_logprobs", NOTHING, "it is return_logprob of the body"),
 }
 
+# Chats have parsers, so there they mean something.
+_UNPARSED = _fields("separate_reasoning", None, "only chats tell reasoning from content")
+
 GENERATE: Fields = {
     **_REQUEST,
+    **_UNPARSED,
     **_fields("session_id", None, "it is for routers; session_params names a session"),
     **_fields("is_single batch_size", None, "it is SGLang's own, and counted here"),
     **_fields("return_meta_info", None, "every answer has it"),
@@ -193,9 +199,8 @@ _OPENAI: Fields = {
 
 CHAT: Fields = {
     **_OPENAI,
-    **_fields("parallel_tool_calls", None, "there are no tools"),
-    **_fields("tools functions", NOTHING, "tools are not supported"),
-    **_fields("tool_choice function_call", ("none", "auto"), "tools are not supported"),
+    **_fields("functions", NOTHING, "it is tools now"),
+    **_fields("function_call", ("none", "auto"), "it is tool_choice now"),
     **_fields("audio", NOTHING, "there is only text"),
     **_fields("prediction", None, "it is a hint"),
     **_fields("best_of", (1,), "ask for n answers"),
@@ -207,21 +212,26 @@ CHAT: Fields = {
 
 COMPLETION: Fields = {
     **_OPENAI,
+    **_UNPARSED,
     **_fields("suffix", NOTHING, "text is only continued"),
     **_fields("return_prompt_token_ids", (False,), "it is return_token_ids here"),
     **_fields("return_meta_info", (False,), "answers have usage and finish_reason"),
     **_fields("session_id", None, "it is for routers; session_params names a session"),
 }
 
+# Clients send back what they put together from a stream.
+TOOL_CALL: Fields = _fields("index", None, "calls are in order")
+
 # Of a message: part of what answers hold, so clients send them back.
 _MESSAGE: Fields = {
     **_fields("refusal audio", NOTHING, "there is only text"),
     **_fields("annotations", NOTHING, "there are no annotations"),
-    **_fields("tool_calls function_call tool_call_id tools", NOTHING, "tools are not supported"),
+    **_fields("function_call", NOTHING, "it is tool_calls now"),
+    **_fields("tools", NOTHING, "tools stand beside the messages"),
     **_fields("prefix", (False,), "use continue_final_message"),
     **_fields("phase", None, "templates do not know it"),
 }
-MESSAGE: Fields = {name: field._replace(may_be_listed=False) for name, field in _MESSAGE.items()}
+MESSAGE: Fields = _unlisted(_MESSAGE)
 
 ABORT: Fields = {
     **_fields("abort_message", None, "the message is this server's own"),
@@ -229,7 +239,6 @@ ABORT: Fields = {
 }
 
 TOKENIZE: Fields = {
-    **_fields("tools", NOTHING, "tools are not supported"),
     **_fields("chat_template", NOTHING, "clients cannot bring programs"),
     **_fields("mm_processor_kwargs", NOTHING, "there is only text"),
 }

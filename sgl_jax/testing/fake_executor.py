@@ -1,9 +1,11 @@
 """An executor without a device, for tests and for measuring the host alone."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import Executor, RankPlan, RankResult, StepHandle, StepPlan
+from sgl_jax.core.step_plan import Executor, Int32Array, RankPlan, RankResult, StepHandle, StepPlan
 
 
 class FakeExecutor(Executor):
@@ -18,6 +20,14 @@ class FakeExecutor(Executor):
     def launch(self, plan: StepPlan) -> StepHandle:
         """Make up the step's result."""
         return tuple(self._run(rank_plan) for rank_plan in plan.ranks)
+
+    def draw(self, handle: StepHandle, masks: Sequence[Int32Array]) -> None:
+        """Tokens that are not allowed become the lowest that is."""
+        for result, mask in zip(self.result(handle), masks, strict=True):
+            tokens = result.tokens[:, 0]
+            allowed = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little").astype(np.bool_)
+            is_wrong = (tokens >= 0) & ~allowed[np.arange(len(tokens)), tokens]
+            tokens[is_wrong] = allowed[is_wrong].argmax(axis=1)
 
     def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
         """The result made up at launch."""

@@ -5,7 +5,7 @@ the text of all tokens decoded at once. Cost per token does not grow with the ou
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from sgl_jax.text.tokenizer import REPLACEMENT, Tokenizer
 
@@ -24,9 +24,9 @@ class ByteDetokenizer:
     Unicode standard recommends), so the text is exactly that of decoding everything at once.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skipped: Set[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
@@ -53,10 +53,10 @@ class WindowDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skipped: Set[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._context, self._context_text = self._scene(
             self._with_text(prompt_ids[-_PROMPT_TAIL_TOKENS:])
         )
@@ -104,9 +104,17 @@ IncrementalDetokenizer = ByteDetokenizer | WindowDetokenizer
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool,
+    kept: Set[int] = frozenset(),
 ) -> IncrementalDetokenizer:
-    """The right detokenizer for `tokenizer`, set to continue `prompt_ids`."""
+    """The right detokenizer for `tokenizer`, set to continue `prompt_ids`.
+
+    `kept`: special tokens whose text is wanted even where those are skipped.
+    """
+    skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
     if tokenizer.knows_bytes:
-        return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    return WindowDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        return ByteDetokenizer(tokenizer, skipped=skipped)
+    return WindowDetokenizer(tokenizer, prompt_ids, skipped=skipped)

@@ -5,7 +5,6 @@ little-endian) and that many bytes of msgpack.
 """
 
 import struct
-from typing import Any
 
 import msgspec
 
@@ -27,10 +26,11 @@ class EncodeTexts(msgspec.Struct, frozen=True, tag="encode"):
 class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):
     """Token ids of a conversation, written by the model's chat template.
 
-    `template_args` is JSON: its integers may be larger than msgpack's.
+    What the template reads is JSON: its integers may be larger than msgpack's.
     """
 
-    messages: list[dict[str, Any]]
+    messages: bytes
+    tools: bytes  # a list, or null
     continue_final_message: bool
     template_args: bytes
     max_chars: int  # that the template may write

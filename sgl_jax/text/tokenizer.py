@@ -4,6 +4,7 @@ Owns the Hugging Face tokenizer. Must never reach for the network, import jax, o
 text beyond what the tokenizer itself does (no clean-up of spaces, no added prompts).
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.text.call_arguments import are_printed, has_calls, with_objects
 
 # By any of these a folder is known to hold a tokenizer.
 _TOKENIZER_FILES = (
@@ -39,6 +41,7 @@ class Tokenizer:
         self.special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
         self._byte_of_char = _byte_level_alphabet() if self._is_byte_level() else None
         self.token_bytes = cache(self._token_bytes)
+        self.special_ids_of = cache(self._special_ids_of)
 
     @classmethod
     def load(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
@@ -94,6 +97,12 @@ class Tokenizer:
         return any(i not in self.special_ids for i in self._backend.get_vocab().values())
 
     @property
+    def chat_template(self) -> str:
+        """The template, or all of them where there are several; "" if there is none."""
+        template = self._hf.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be written as prompts."""
         return bool(self._hf.chat_template)
@@ -124,6 +133,11 @@ class Tokenizer:
     def longest_token_chars(self) -> int:
         """Characters of the longest token: bounds how few tokens a long text can have."""
         return max(map(len, self._backend.get_vocab()), default=1)
+
+    def _special_ids_of(self, texts: frozenset[str]) -> frozenset[int]:
+        """Special tokens whose text is one of `texts`."""
+        tokens = {i: self._backend.id_to_token(i) for i in self.special_ids}
+        return frozenset(i for i, token in tokens.items() if token in texts)
 
     def check_knows_text(self) -> None:
         """Raise `InvalidRequestError` if there is no tokenizer that could encode a text."""
@@ -163,13 +177,16 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         template_args: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation as the text that the model reads, special tokens included.
 
         Args:
-            messages: `{"role": ..., "content": ...}` each, content a string.
+            messages: `{"role": ..., "content": ...}` each, content a string. Those of the
+                assistant may have `tool_calls`, their arguments as JSON text.
+            tools: that the model may call, as OpenAI declares them.
             continue_final_message: leave the last message open, to be continued.
             template_args: variables the template may read, such as `enable_thinking`.
 
@@ -182,17 +199,35 @@ class Tokenizer:
                 "or start the server with --chat-template",
                 "messages",
             )
+        options = {
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
+        given = template_args or {}
+        if has_calls(messages):
+            objects = with_objects(messages)
+            with contextlib.suppress(InvalidRequestError):
+                prompt = self._render(objects, options, given)
+                if not are_printed(objects, prompt):
+                    return prompt
+        return self._render(messages, options, given)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        template_args: Mapping[str, Any],
+    ) -> str:
         try:
             prompt: str = self._hf.apply_chat_template(
                 list(messages),
                 # Named here, so that a client's template_args cannot bring a program of its own.
                 chat_template=None,
-                tools=None,
                 documents=None,
                 tokenize=False,
-                add_generation_prompt=not continue_final_message,
-                continue_final_message=continue_final_message,
-                **(template_args or {}),
+                **options,
+                **template_args,
             )
         # A template is a program of the model's author that runs on the client's data: any
         # error that it raises means that it cannot take these messages.

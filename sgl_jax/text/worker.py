@@ -18,7 +18,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -106,7 +106,8 @@ def _answer(job: Job, tokenizer: Tokenizer) -> JobAnswer:
 
 def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
     prompt = tokenizer.render_chat(
-        job.messages,
+        msgspec.json.decode(job.messages, type=list[dict[str, Any]]),
+        tools=msgspec.json.decode(job.tools),
         continue_final_message=job.continue_final_message,
         template_args=msgspec.json.decode(job.template_args, type=dict),
     )

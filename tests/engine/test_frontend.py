@@ -21,6 +21,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import EOS, MAX_RUNNING, DirectClient, ScriptedEngine
 from tests.tokenizers import byte_level, load
@@ -39,7 +40,14 @@ class Rig:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.client = DirectClient(ScriptedEngine())
         facts = EngineFacts.from_info(self.client.engine.info)
-        self.front = Frontend(tokenizer, facts, self.client.send, max_queued_requests=MAX_QUEUED)
+        grammars = GrammarCompiler("no tokenizer", facts.vocab_size, (EOS,))
+        self.front = Frontend(
+            tokenizer,
+            facts,
+            self.client.send,
+            grammars=grammars,
+            max_queued_requests=MAX_QUEUED,
+        )
         self.wakes = 0
 
     def wake(self) -> None:

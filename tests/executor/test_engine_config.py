@@ -122,3 +122,18 @@ def test_a_tpu_runs_several_layers_in_a_turn(platform, tp_size, loop):
 def test_a_gpu_is_told_that_it_has_no_kernel():
     with pytest.raises(ValueError, match="on a gpu choose xla"):
         resolve("gpu", attention_backend="pallas")
+
+
+def test_few_snapshots_and_long_pages_are_warned_of():
+    model = read_config("qwen3-next-80b-a3b")
+
+    def warnings(num_snapshots, **args):
+        config = EngineConfig.resolve(ServerArgs(max_running_requests=8, **args), model, "cpu")
+        return config.warnings(config.sizes((10_000, 1 + num_snapshots)))
+
+    assert warnings(8, page_size=64) == []
+    (text,) = warnings(7, page_size=64)
+    assert "keeps 7 states, fewer than the 8 requests" in text
+    (text,) = warnings(8, page_size=128)
+    assert "no prompt below 128 tokens" in text
+    assert warnings(1, page_size=128, disable_radix_cache=True) == []

@@ -1,12 +1,14 @@
 """A conversation through the official OpenAI client, as in the README."""
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from tests.live.live_server import LiveServer, live_server
@@ -105,6 +107,27 @@ def test_a_salt_finds_what_was_sent_with_the_same_salt_and_nothing_else(
     for salt in ("red", "blue"):
         assert cached_of(salt) == 0
         assert cached_of(salt) > 0
+
+
+def test_an_answer_is_json_by_its_schema(client: openai.OpenAI) -> None:
+    class Answer(pydantic.BaseModel):
+        result: int
+        is_even: bool
+
+    question = [{"role": "user", "content": "What is 12 plus 30?"}]
+    parsed = client.chat.completions.parse(model="demo", messages=question, response_format=Answer)
+    assert isinstance(parsed.choices[0].message.parsed, Answer)
+    answer = client.chat.completions.create(
+        model="demo", messages=question, response_format={"type": "json_object"}, max_tokens=200
+    )
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(answer.choices[0].message.content), dict)
+    with pytest.raises(openai.BadRequestError, match="unclosed group"):
+        client.completions.create(model="demo", prompt="1", extra_body={"regex": "(a"})
+    whole = client.completions.create(
+        model="demo", prompt=["1", "2"], extra_body={"regex": "[0-9]{4}"}, n=2
+    )
+    assert all(re.fullmatch("[0-9]{4}", choice.text) for choice in whole.choices)
 
 
 def test_after_all_this_nothing_was_compiled_and_nothing_leaked(server: LiveServer) -> None:

@@ -5,6 +5,7 @@ then run until one fails. One that no test notices is a hole in the tests, and t
 
     scripts/mutation_check                    # all of them
     scripts/mutation_check --only "forget"    # those whose name contains this
+    scripts/mutation_check --only "states: " --first tests/mem_cache/test_row_states.py
 """
 
 import argparse
@@ -52,11 +53,12 @@ def apply(mutation: Mutation, root: Path) -> None:
     path.write_text(text.replace(mutation.before, mutation.after))
 
 
-def run_tests(root: Path) -> tuple[int, str]:
-    """Run the tests of the tree at `root` until one fails; exit code and output."""
+def run_tests(root: Path, first: Sequence[str]) -> tuple[int, str]:
+    """Run the tests of the tree at `root`, those of `first` before others, until one fails; exit
+    code and output."""
     # What fails is enough: no search for the smallest example.
     options = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=no_shrink")
-    command = [sys.executable, "-m", "pytest", *options, *TESTS]
+    command = [sys.executable, "-m", "pytest", *options, *first, *TESTS]
     environment = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
     try:
         done = subprocess.run(
@@ -78,7 +80,7 @@ def snapshot(folder: Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
-def judge(mutation: Mutation | None, pristine: Path) -> Verdict:
+def judge(mutation: Mutation | None, pristine: Path, first: Sequence[str]) -> Verdict:
     """Test a copy of `pristine` with the mutation; None tests the copy as it is."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sgl_jax_mutation_") as folder:
@@ -86,7 +88,7 @@ def judge(mutation: Mutation | None, pristine: Path) -> Verdict:
         shutil.copytree(pristine, root)
         if mutation is not None:
             apply(mutation, root)
-        code, output = run_tests(root)
+        code, output = run_tests(root, first)
     failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
     by = failed.group(1) if failed else output.strip()[-200:]
     unchanged = Mutation("(nothing changed)", "", "", "")
@@ -98,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of the names of the mutations to try")
     parser.add_argument("--workers", type=int, default=2, help="mutations tried at once (2)")
+    parser.add_argument(
+        "--first", nargs="+", default=(), help="tests to run before others, to be done sooner"
+    )
     options = parser.parse_args(argv)
     chosen = [mutation for mutation in MUTATIONS if options.only in mutation.name]
     if not chosen:
@@ -109,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         snapshot(Path(folder))
         # The control: if the tests fail on the tree as it is, what they catch means nothing.
-        for verdict in pool.map(partial(judge, pristine=Path(folder)), [None, *chosen]):
+        judged = partial(judge, pristine=Path(folder), first=options.first)
+        for verdict in pool.map(judged, [None, *chosen]):
             is_control = verdict.mutation not in chosen
             if verdict.caught == is_control:
                 survivors.append(verdict.mutation.name)

@@ -1346,10 +1346,10 @@ MUTATIONS = (
         "running.known_tokens(row), cursor.matched",
     ),
     Mutation(
-        "states: wait for tokens that a leader has published",
+        "states: wait only for what is still to be published",
         _IN_FLIGHT,
-        "running.known_tokens(row)[: running.score_start[row]], cursor.matched",
-        "running.known_tokens(row)[: running.score_start[row]], cursor.length",
+        "length - cursor.length >= self._min_tokens",
+        "length - start >= self._min_tokens",
     ),
     Mutation(
         "wait for what a session's turn publishes only at its end",
@@ -1366,14 +1366,14 @@ MUTATIONS = (
     Mutation(
         "wait for a page more than is shared",
         _IN_FLIGHT,
-        "return Leader(row, start + shared) if",
-        "return Leader(row, start + shared + self._rank.memory.page_size) if",
+        "return Leader(row, length) if",
+        "return Leader(row, length + self._rank.memory.page_size) if",
     ),
     Mutation(
         "wait for however little is shared",
         _IN_FLIGHT,
-        "return Leader(row, start + shared) if shared >= self._min_tokens else None",
-        "return Leader(row, start + shared)",
+        "return Leader(row, length) if length - cursor.length >= self._min_tokens else None",
+        "return Leader(row, length)",
     ),
     Mutation(
         "share nothing with what starts in the same step",
@@ -1884,6 +1884,44 @@ MUTATIONS = (
         "(rows * self.num_groups) * self.pages_per_row + columns",
     ),
     # -- states of recurrent layers
+    Mutation(
+        "states: list the root as a leaf that may go when its tree is empty",
+        _FULL,
+        "node.locks[self.index] == 0 and node.parent is not None",
+        "node.locks[self.index] == 0",
+    ),
+    Mutation(
+        "states: a match that found nothing holds the root",
+        _TREE,
+        "        if length == 0:\n            return None\n",
+        "        if length == 0:\n            if not self._walk(tokens, namespace, start):\n"
+        "                self.lock(self.root)\n"
+        "            return None\n",
+    ),
+    Mutation(
+        "states: a match that is cut until it reaches the root holds the root",
+        _TREE,
+        "        if length == 0:\n            return None\n",
+        "        if length == 0:\n            if self._walk(tokens, namespace, start):\n"
+        "                self.lock(self.root)\n            return None\n",
+    ),
+    Mutation(
+        "states: lose the snapshots that a prompt crossed before it was given up",
+        _RELEASE,
+        "    _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)\n"
+        "    if lease.node is not None:\n        # What",
+        "    own = lease.pages(memory.page_size, lease.cache_protected_len)\n"
+        "    if memory.state_group is not None:\n        own[memory.state_group] = 0\n"
+        "    _free(memory, own, lease.row)\n"
+        "    if lease.node is not None:\n        # What",
+    ),
+    Mutation(
+        "states: offer no snapshot of a prompt that is given up",
+        _RELEASE,
+        "    if insert:\n        added = _hand_to_tree(memory, lease, tokens)\n",
+        "    if insert:\n        drop_snapshots_past(memory, lease, lease.cache_protected_len)\n"
+        "        added = _hand_to_tree(memory, lease, tokens)\n",
+    ),
     Mutation(
         "states: start a cached prefix from nothing",
         _STATES,

@@ -127,3 +127,16 @@ def test_refused_drafts_leave_no_trace():
         driver.check_tokens(f"r{i}")
     history = numbers(0, 9) + driver.tokens["r0"]
     assert run(driver, "again", history) >= len(history) - 2 * PAGE
+
+
+def test_waiting_for_the_last_page_of_a_prefix_saves_all_of_it_where_no_state_was_kept():
+    """But for that page what both begin with is published, and nothing can go on from it."""
+    driver = make_driver(multiple=64, max_chunk_tokens=64, num_pages=100)
+    shared = numbers(3, 68)
+    driver.submit(generate("first", shared + numbers(4, 10), 3))
+    driver.step()
+    driver.submit(generate("second", shared + numbers(5, 10), 3))
+    driver.run()
+    for rid in ("first", "second"):
+        driver.check_tokens(rid)
+    assert driver.cached["second"] == 68

@@ -19,6 +19,7 @@ from sgl_jax.engine.channels import ZmqChannel, ZmqEngineClient
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.request_checks import EngineFacts
+from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.api_keys import ApiKeys
@@ -80,19 +81,27 @@ async def serving(
     *,
     step_s: float = 0.0,
     limits: dict[str, Any] | None = None,
+    max_request_tokens: int = ScriptedEngine.max_request_tokens,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """An application whose engine runs in a thread behind real sockets.
 
     `limits` take the place of the defaults, `settings` are those of `ServerArgs`.
     """
-    engine = ScriptedEngine(step_s=step_s)
+    engine = ScriptedEngine(step_s=step_s, max_request_tokens=max_request_tokens)
     client = ZmqEngineClient()
     channel = ZmqChannel(client.folder)
     thread = threading.Thread(target=run_quietly, args=(engine, channel), daemon=True)
     metrics = RequestMetrics()
     facts = EngineFacts.from_info(engine.info)
-    front = Frontend(tokenizer, facts, client.send, max_queued_requests=MAX_QUEUED, metrics=metrics)
+    front = Frontend(
+        tokenizer,
+        facts,
+        client.send,
+        grammars=GrammarCompiler(str(model_folder), facts.vocab_size, (tokenizer.eos_token_id,)),
+        max_queued_requests=MAX_QUEUED,
+        metrics=metrics,
+    )
     health = EngineHealth(HEARTBEAT_TIMEOUT_S)
     args = ServerArgs(model_path=str(model_folder), **settings)
     bounds = replace(Limits.of(args, front.checks.max_prompt_chars), **(limits or {}))

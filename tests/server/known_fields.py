@@ -193,9 +193,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "return_hidden_states": "last",
         "lora_path": "adapter",
-        "regex": "a+",
+        "regex": "(a",
         "stop_regex": ["a+"],
-        "tools": [{"type": "function"}],
+        "functions": [{"name": "f"}],
         "tool_choice": "required",
         "function_call": {"name": "f"},
         "verbosity": "low",
@@ -211,7 +211,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "/v1/completions": {
         "suffix": "end",
-        "json_schema": "{}",
+        "json_schema": "{",
         "bootstrap_room": [7],
         "custom_logit_processor": "x",
         "image_data": "x",

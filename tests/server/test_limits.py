@@ -136,10 +136,10 @@ async def test_stop_ids_are_few_and_a_message_lists_nothing(
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "stop_token_ids")
         assert "at most 256" in error["message"]
-        message = {"role": "user", "content": "a", "tool_calls": [{}]}
+        message = {"role": "user", "content": "a", "tools": [{}]}
         answer = await rig.http.post("/v1/chat/completions", json={"messages": [message]})
         assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "messages[0].tool_calls"
+        assert answer.json()["error"]["param"] == "messages[0].tools"
 
 
 @pytest.mark.anyio

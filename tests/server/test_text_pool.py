@@ -67,9 +67,17 @@ def pool(workers: TextWorkers) -> Pools:
 
 
 async def chat(pool: TextPool, content: str, client: str = "one", **arguments: Any) -> list[int]:
-    messages = [{"role": "user", "content": content}]
+    messages = msgspec.json.encode([{"role": "user", "content": content}])
     template_args = msgspec.json.encode(arguments)
-    job = EncodeChat(messages, False, template_args, MAX_CHARS, MAX_TOKENS, TIMEOUT_S)
+    job = EncodeChat(
+        messages,
+        b"null",
+        False,
+        template_args,
+        MAX_CHARS,
+        MAX_TOKENS,
+        TIMEOUT_S,
+    )
     return (await pool.encode_chat(client, job)).tolist()
 
 

@@ -80,7 +80,9 @@ def test_a_long_piece_that_ends_in_half_a_character_holds_only_that_half(
 
 def test_bytes_that_are_no_text_do_not_pile_up(sentencepiece_tokenizer: Tokenizer) -> None:
     bad_byte = sentencepiece_tokenizer.encode("😀")[-1]
-    detokenizer = WindowDetokenizer(sentencepiece_tokenizer, [], skip_special_tokens=True)
+    detokenizer = WindowDetokenizer(
+        sentencepiece_tokenizer, [], skipped=sentencepiece_tokenizer.special_ids
+    )
     streamed = "".join(detokenizer.push([bad_byte]) for _ in range(50)) + detokenizer.flush()
     assert streamed == REPLACEMENT * 50
 

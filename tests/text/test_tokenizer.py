@@ -101,3 +101,23 @@ def test_an_id_beyond_the_vocabulary_has_no_text(
         beyond = tokenizer.vocab_size + 3
         assert tokenizer.token_bytes(beyond) == b""
         assert tokenizer.decode([beyond]) == ""
+
+
+@pytest.mark.parametrize(
+    "written", ["{{ arguments | tojson }}", "{{ '' + arguments }}", "{{ arguments }}"]
+)
+def test_arguments_of_calls_are_objects_or_texts_as_the_template_wants(
+    byte_level_folder: Path, tmp_path: Path, written: str
+) -> None:
+    template = tmp_path / "template.jinja"
+    each = "{% set arguments = m.tool_calls[0].function.arguments %}" + written
+    template.write_text("{% for m in messages %}" + each + "{% endfor %}")
+    tokenizer = Tokenizer.load(str(byte_level_folder), str(template))
+    call = {"function": {"name": "f", "arguments": '{"city": "Rome"}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert tokenizer.render_chat([message]) == '{"city": "Rome"}'
+
+
+def test_ids_of_special_tokens_are_found_by_their_texts(byte_level_tokenizer: Tokenizer) -> None:
+    (user,) = byte_level_tokenizer.special_ids_of(frozenset({"<|user|>", "fox", "<é plain>"}))
+    assert byte_level_tokenizer.decode([user], skip_special_tokens=False) == "<|user|>"

@@ -17,6 +17,7 @@ def draw_tokens(
     token_table: jax.Array,
     where: SampledRows,
     wants_logprobs: jax.Array,
+    masks: jax.Array | None = None,
 ) -> tuple[jax.Array, TokenLogprobs]:
     """The next token of n rows, int32[n], and their log-probabilities, zeros if not wanted.
 
@@ -28,14 +29,18 @@ def draw_tokens(
         token_table: int32[num_rows, max_context_len].
         where: which rows draw.
         wants_logprobs: bool[], of this rank.
+        masks: int32[n, ceil(vocab_size / 32)] the tokens that may be drawn; None: all. What is
+            reported is as if all might be.
     """
     num_rows = where.rows.shape[0]
+    drawable = logits if masks is None else logits.allowed(masks)
 
     def from_whole_rows() -> tuple[jax.Array, TokenLogprobs]:
         own = SampledRows(*map(own_share, where))
         rows = logits.whole_rows()
         params = unpack_row_params(row_params[own.rows])
-        tokens = sample_tokens(rows, params, token_table, own)
+        allowed = rows if masks is None else drawable.whole_rows()
+        tokens = sample_tokens(allowed, params, token_table, own)
         logprobs = lax.cond(
             wants_logprobs,
             lambda: token_logprobs(rows, tokens, params.logprob_ids),
@@ -52,7 +57,7 @@ def draw_tokens(
     drawn: tuple[jax.Array, TokenLogprobs] = lax.cond(
         any_over_data(needs_rows),
         from_whole_rows,
-        lambda: (logits.greedy_tokens(), no_logprobs(num_rows)),
+        lambda: (drawable.greedy_tokens(), no_logprobs(num_rows)),
     )
     return drawn
 

@@ -26,6 +26,21 @@ class SplitLogits(NamedTuple):
     columns: jax.Array  # float32[n, columns of this chip]; those past the vocabulary are padding
     vocab_size: int
 
+    def allowed(self, masks: jax.Array) -> "SplitLogits":
+        """The same, -inf for tokens that are not allowed.
+
+        `masks` int32[n, ceil(vocab_size / 32)], bit i of word w for token 32 w + i, equal on all
+        tensor chips.
+        """
+        width = self.columns.shape[1]
+        first = lax.axis_index(TENSOR_AXIS) * width
+        bits = (masks[:, :, None] >> jnp.arange(32)) & 1
+        of_all = bits.reshape(len(masks), -1)
+        num_padding = width * lax.axis_size(TENSOR_AXIS) - of_all.shape[1]
+        of_all = jnp.pad(of_all, ((0, 0), (0, max(num_padding, 0))))
+        is_allowed = lax.dynamic_slice_in_dim(of_all, first, width, axis=1) != 0
+        return self._replace(columns=jnp.where(is_allowed, self.columns, -jnp.inf))
+
     def greedy_tokens(self) -> jax.Array:
         """The lowest id of each row's largest logit, int32[n], equal on all tensor chips.
 

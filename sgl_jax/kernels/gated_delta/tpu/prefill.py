@@ -2,7 +2,7 @@
 
 Within a chunk, what a token adds to the state depends on what those before it added: a triangular
 system of 64 equations for each value head. Its inverse is made by halves, all blocks of a size at
-once (`_inverse`), by products of whole matrices, and two heads side by side fill a row of lanes.
+once (`inverse.py`), by products of whole matrices, and two heads side by side fill a row of lanes.
 Each product waits for the one before, so several heads take turns.
 
 Grid: none. One program takes the chunks in turn.
@@ -31,13 +31,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, StateBatch
-from sgl_jax.kernels.gated_delta.tpu.shared import start, unit, wait
+from sgl_jax.kernels.gated_delta.tpu.inverse import inverses
+from sgl_jax.kernels.gated_delta.tpu.shared import product, row_and_column, start, unit, wait
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 RUN_TOKENS = 16  # a DMA's size is static: chunks that are not full move in such runs, and by token
 TURNED_TOKENS = 32  # ordered by head at once
 VALUE_HEADS = 16  # computed at once
-SIDE_BY_SIDE = LANES // CHUNK_TOKENS  # systems of equations in a row of lanes
 NEVER = -1e30  # a logarithm of a decay: exp of it is zero
 
 
@@ -296,10 +296,10 @@ def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
             target[:, some] = jnp.swapaxes(source[at, some].astype(jnp.float32), 0, 1)
 
     log_decay, beta = (buffers.gates[at, :, gate] for gate in range(2))
-    row, column = _row_and_column(CHUNK_TOKENS)
+    row, column = row_and_column(CHUNK_TOKENS)
 
     def summed(which: jax.Array, gate: jax.Array) -> jax.Array:
-        return _product(which.astype(jnp.float32), gate, (1, 0))
+        return product(which.astype(jnp.float32), gate, (1, 0))
 
     # A token's gates lie in a register of their own; products with ones bring them together.
     gates = (
@@ -364,24 +364,24 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
         key = unit(by_head.k[key_head]).astype(dtype)
         query = (unit(by_head.q[key_head]) * LANES**-0.5).astype(dtype)
         rows.append(jnp.concatenate([key, query], axis=0))
-        similar = _product(rows[-1], key, (1, 1))
+        similar = product(rows[-1], key, (1, 1))
         heads.append([_head(kernel, key_head * group + n, similar) for n in range(group)])
     all_heads = [head for some in heads for head in some]
-    inverses = iter(_inverses([head.system for head in all_heads], dtype))
+    solved = iter(inverses([head.system for head in all_heads], dtype))
     for some, own in zip(heads, rows, strict=True):
         states = [before[head.head].astype(jnp.float32) for head in some]
-        found = _product(own, jnp.concatenate(states, axis=1).astype(dtype), (1, 0))
+        found = product(own, jnp.concatenate(states, axis=1).astype(dtype), (1, 0))
         kept, added = [], []
         for n, head in enumerate(some):
             lanes, decay = slice(n * LANES, (n + 1) * LANES), jnp.exp(head.since)
             old, read = (found[first : first + CHUNK_TOKENS, lanes] for first in (0, CHUNK_TOKENS))
             wanted = head.beta * (by_head.v[head.head] - decay * old)
-            change = _product(next(inverses).astype(dtype), wanted.astype(dtype), (1, 0))
-            out = _product(head.seen.astype(dtype), change.astype(dtype), (1, 0))
+            change = product(next(solved).astype(dtype), wanted.astype(dtype), (1, 0))
+            out = product(head.seen.astype(dtype), change.astype(dtype), (1, 0))
             by_head.v[head.head] = decay * read + out
             added.append((change * jnp.exp(by_head.until[head.head])).astype(dtype))
             kept.append(states[n] * decay[CHUNK_TOKENS - 1 :])
-        new = _product(own[:CHUNK_TOKENS], jnp.concatenate(added, axis=1), (0, 0))
+        new = product(own[:CHUNK_TOKENS], jnp.concatenate(added, axis=1), (0, 0))
         for n, head in enumerate(some):
             state = kept[n] + new[:, n * LANES : (n + 1) * LANES]
             kernel.buffers.states[1, at, head.head] = state.astype(kernel.buffers.states.dtype)
@@ -390,12 +390,12 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
 def _head(kernel: _Kernel, head: Any, similar: jax.Array) -> _Head:
     """A value head's equations; `similar` [2 * C, C]: keys, then queries, times keys."""
     since, beta = kernel.by_head.since[head], kernel.by_head.beta[head]
-    row, column = _row_and_column(CHUNK_TOKENS)
+    row, column = row_and_column(CHUNK_TOKENS)
     # Sums from each token to each, and not differences of sums: these cancel where much is
     # forgotten. Three parts of bfloat16 are exact, and products with ones are.
     later = jnp.where(column < row, kernel.by_head.decay[head, :, :CHUNK_TOKENS], 0)
     up_to = (column <= row).astype(jnp.bfloat16)
-    between = _product(
+    between = product(
         jnp.concatenate([up_to] * 3, axis=1), jnp.concatenate(_in_parts(later), axis=0), (1, 0)
     )
     # The exponent is masked, not its power: that of a later token would be wrong.
@@ -415,107 +415,3 @@ def _in_parts(x: jax.Array) -> list[jax.Array]:
 
 def _is_seen(row: jax.Array, column: jax.Array) -> jax.Array:
     return column <= row
-
-
-def _inverses(systems: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
-    """The inverses of I + tril(system, -1) [C, C]."""
-    result = []
-    pairs = [
-        jnp.concatenate(systems[i : i + SIDE_BY_SIDE], axis=1)
-        for i in range(0, len(systems), SIDE_BY_SIDE)
-    ]
-    for pair in _inverse(pairs, dtype):
-        width = pair.shape[1]
-        result += [pair[:, i : i + CHUNK_TOKENS] for i in range(0, width, CHUNK_TOKENS)]
-    return result
-
-
-def _inverse(pairs: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
-    """As `_inverses`, of one or two matrices side by side, [C, C] or [C, 2 * C].
-
-    By halves: the inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with the inverses A', D'
-    of A and D. A series of powers of the system would cancel where keys are alike.
-    """
-    masks = [_Halves.of(pair.shape) for pair in pairs]
-    result = [
-        mask.identity - jnp.where(mask.below(1), pair, 0)
-        for mask, pair in zip(masks, pairs, strict=True)
-    ]
-    size = 2
-    while size < CHUNK_TOKENS:
-        below = [
-            _side_by_side(jnp.where(mask.below(size), pair, 0), inverse, dtype)
-            for mask, pair, inverse in zip(masks, pairs, result, strict=True)
-        ]
-        result = [
-            inverse - _side_by_side(inverse, part, dtype)
-            for inverse, part in zip(result, below, strict=True)
-        ]
-        size *= 2
-    if dtype == jnp.float32:
-        return result
-    # Products of bfloat16 leave errors of some thousandths; a step of Newton's method squares them.
-    return [
-        inverse + _side_by_side(inverse, _residual(mask, pair, inverse), dtype)
-        for mask, pair, inverse in zip(masks, pairs, result, strict=True)
-    ]
-
-
-def _residual(mask: "_Halves", pair: jax.Array, inverse: jax.Array) -> jax.Array:
-    """I - (I + L) inverse of each system's part L below the diagonal."""
-    lower = jnp.where(mask.column < mask.row, pair, 0)
-    upper_bits, inverse_bits = (x.astype(jnp.bfloat16) for x in (lower, inverse))
-    product = _side_by_side(upper_bits, inverse_bits, jnp.bfloat16)
-    for left, right in (
-        (lower - upper_bits.astype(jnp.float32), inverse),
-        (lower, inverse - inverse_bits.astype(jnp.float32)),
-    ):
-        product += _side_by_side(left, right, jnp.bfloat16)
-    return mask.identity - inverse - product
-
-
-class _Halves(NamedTuple):
-    """Where elements of matrices that lie side by side are."""
-
-    row: jax.Array
-    column: jax.Array  # of its own matrix
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...]) -> "_Halves":
-        row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
-        return cls(row, column & (CHUNK_TOKENS - 1))
-
-    @property
-    def identity(self) -> jax.Array:
-        return (self.row == self.column).astype(jnp.float32)
-
-    def below(self, size: int) -> jax.Array:
-        """The lower left blocks of blocks of twice this size on the diagonal."""
-        row, column = self.row & -size, self.column & -size
-        return ((row & size) != 0) & (column == row - size)
-
-
-def _side_by_side(left: jax.Array, right: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The product of each matrix of `left` [C, C or 2 * C] with that of `right` at its side."""
-    width = left.shape[1]
-    if width > CHUNK_TOKENS:
-        row, column = (lax.broadcasted_iota(jnp.int32, (width, width), axis) for axis in range(2))
-        is_own = (row & CHUNK_TOKENS) == (column & CHUNK_TOKENS)
-        right = jnp.where(is_own, jnp.concatenate([right] * SIDE_BY_SIDE, axis=0), 0)
-    return _product(left.astype(dtype), right.astype(dtype), (1, 0))
-
-
-def _row_and_column(size: int) -> tuple[jax.Array, jax.Array]:
-    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in range(2))
-    return row, column
-
-
-def _product(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """float32 of x times y, with these axes summed over; of float32 without loss."""
-    return lax.dot_general(
-        x,
-        y,
-        (((axes[0],), (axes[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )

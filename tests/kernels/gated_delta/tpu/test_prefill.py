@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from sgl_jax.kernels.gated_delta.tpu import inverse
 from sgl_jax.kernels.gated_delta.tpu import prefill as module
 from tests.kernels.gated_delta.problems import (
     LAYER,
@@ -147,8 +148,8 @@ def take_a_chunk_for_full(monkeypatch):
 
 
 def solve_one_size_less(monkeypatch):
-    below = module._Halves.below
-    monkeypatch.setattr(module._Halves, "below", lambda mask, size: below(mask, min(size, 16)))
+    below = inverse._Halves.below
+    monkeypatch.setattr(inverse._Halves, "below", lambda mask, size: below(mask, min(size, 16)))
 
 
 FAULTS = (

@@ -1,0 +1,145 @@
+"""Grammars made ready for a model's vocabulary, each once, in a thread of their own.
+
+What a grammar may cost is limited by what it makes llguidance do, not by the clock: so one that is
+taken once is always taken, on a machine of any speed.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.grammar import JSON_STYLE, Grammar, GrammarKind
+from sgl_jax.grammar.row_grammar import RowGrammar
+
+_MAX_KEPT = 256  # compiled grammars
+# Schemas of MAX_GRAMMAR_CHARS compile within some 0.3 s. A grammar so ambiguous that a token takes
+# more than some 0.05 s is given up, and the request ends; those of a schema take microseconds.
+_LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=2_000)
+
+
+class GrammarCompiler:
+    """Compiles and keeps the grammars of one model. Thread-safe.
+
+    Args:
+        tokenizer_path: folder with a `tokenizer.json`, read when the first grammar comes.
+        vocab_size: of the model, no less than the tokenizer's.
+        eos_token_ids: which end an output.
+    """
+
+    def __init__(self, tokenizer_path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._file = Path(tokenizer_path) / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._lock = Lock()
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    def start(self, grammar: Grammar) -> Future[LLMatcher]:
+        """Begin to compile a grammar; the future raises `InvalidRequestError`, with the place, if
+        it is none, or would cost too much."""
+        with self._lock:
+            if grammar not in self._compiled:
+                self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+                if len(self._compiled) > _MAX_KEPT:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return self._compiled[grammar]
+
+    def check(self, grammar: Grammar) -> None:
+        """Wait until it is compiled; raises as the future of `start`."""
+        self.start(grammar).result()
+
+    def follow(self, grammar: Grammar) -> RowGrammar:
+        """For one output, from its beginning. Waits until the grammar is compiled."""
+        matcher: LLMatcher = self.start(grammar).result().deep_copy()
+        return RowGrammar(matcher, self._vocab_size, self._eos_token_ids)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        eos = list(self._eos_token_ids)
+        return LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=eos)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        if not self._file.is_file() or not self._eos_token_ids:
+            lacking = "end-of-sequence token" if self._file.is_file() else "tokenizer.json"
+            raise InvalidRequestError(
+                f"{grammar.kind}: this model has no {lacking}, which grammars need", grammar.kind
+            )
+        try:
+            text = _READERS[grammar.kind](grammar.text)
+        except Exception as error:  # of any type, by what reads it
+            raise _refusal(grammar.kind, str(error)) from error
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise _refusal(grammar.kind, matcher.get_error())
+        return matcher
+
+
+def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
+    # What llguidance says of its own stack is for its authors.
+    lines = re.split(r"\n<state>|\nbacktrace", reason)[0].strip()
+    return InvalidRequestError(f"{kind}: {lines}", kind)
+
+
+def _structural_tag(text: str) -> str:
+    value = json.loads(text)
+    if not isinstance(value, dict) or not value.get("structures") or not value.get("triggers"):
+        raise ValueError("an object with lists `structures` and `triggers` is wanted")
+    triggers = value["triggers"]
+    tags = []
+    for number, each in enumerate(value["structures"]):
+        is_whole = isinstance(each, dict) and {"begin", "schema", "end"} <= each.keys()
+        if not is_whole or not isinstance(each["schema"], dict):
+            raise ValueError(f"structures[{number}]: begin, schema and end are wanted")
+        trigger = next((one for one in triggers if each["begin"].startswith(one)), None)
+        if trigger is None:
+            raise ValueError(f"structures[{number}]: {each['begin']!r} begins with no trigger")
+        tags.append(
+            StructTag(
+                trigger=trigger,
+                begin=each["begin"],
+                grammar=_styled(each["schema"]),
+                end=each["end"],
+            )
+        )
+    lark: str = StructTag.to_grammar(tags, assume_special=False)
+    return lark
+
+
+def _styled(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"x-guidance": JSON_STYLE, **schema}
+
+
+def _json_schema(text: str) -> str:
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
+    grammar: str = LLMatcher.grammar_from_json_schema(_styled(schema))
+    return grammar
+
+
+def _lark(text: str) -> str:
+    grammar: str = LLMatcher.grammar_from_lark(any_to_lark(text))
+    return grammar
+
+
+_READERS: dict[GrammarKind, Callable[[str], str]] = {
+    "json_schema": _json_schema,
+    "regex": LLMatcher.grammar_from_regex,
+    "ebnf": _lark,
+    "structural_tag": _structural_tag,
+}

@@ -1,0 +1,82 @@
+"""Tools in the bodies of chats: those that the model may call, and calls in the conversation."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.server import unserved_fields
+from sgl_jax.server.strict_model import StrictModel
+
+MAX_TOOLS = 1024
+_FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class FunctionDefinition(StrictModel):
+    """What a tool does, and the JSON schema of its arguments."""
+
+    name: _FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(
+        default=None, description="calls, if there are any, have arguments that parameters allow"
+    )
+
+
+class Tool(StrictModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class CalledFunction(StrictModel):
+    """`arguments` is the text of a JSON object."""
+
+    name: _FunctionName
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _must_be_an_object(cls, arguments: str) -> str:
+        try:
+            is_object = isinstance(json.loads(arguments or "{}"), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise InvalidRequestError("arguments must be the text of a JSON object", None)
+        return arguments or "{}"
+
+
+class ToolCall(StrictModel):
+    """A call that the model made earlier in the conversation."""
+
+    unserved = unserved_fields.TOOL_CALL
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        call = {"type": self.type, "function": self.function.model_dump()}
+        return call if self.id is None else {"id": self.id, **call}
+
+
+class NamedFunction(StrictModel):
+    """Of a tool."""
+
+    name: _FunctionName
+
+
+class NamedTool(StrictModel):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+ToolCalls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)]

@@ -1,0 +1,144 @@
+"""Which formats a model's answers are in, and the reader of each answer.
+
+The formats are named by flags, or chosen by what the chat template says, where that is certain.
+"""
+
+from typing import NamedTuple
+
+from sgl_jax.text.harmony import HARMONY_MARKS, read_harmony
+from sgl_jax.text.output_events import Content
+from sgl_jax.text.reader import AnswerReader, Reading, Unread
+from sgl_jax.text.reasoning import REASONING_FORMATS
+from sgl_jax.text.tool_calls.call_grammar import CallGrammar
+from sgl_jax.text.tool_calls.deepseek import DEEPSEEK_V3
+from sgl_jax.text.tool_calls.gemma import GEMMA
+from sgl_jax.text.tool_calls.glm import GLM45
+from sgl_jax.text.tool_calls.hermes import HERMES
+from sgl_jax.text.tool_calls.kimi import KIMI_K2
+from sgl_jax.text.tool_calls.llama3 import LLAMA3
+from sgl_jax.text.tool_calls.mistral import MISTRAL
+from sgl_jax.text.tool_calls.pythonic import PYTHONIC
+from sgl_jax.text.tool_calls.qwen3_coder import QWEN3_CODER
+from sgl_jax.text.tool_calls.tool_format import Tools
+
+HARMONY = "gpt-oss"  # one format of both: a parser of this name reads reasoning and calls
+TOOL_FORMATS = {
+    "hermes": HERMES,
+    "qwen25": HERMES,
+    "qwen3_coder": QWEN3_CODER,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "deepseekv3": DEEPSEEK_V3,
+    "kimi_k2": KIMI_K2,
+    "glm45": GLM45,
+    "gemma": GEMMA,
+    "pythonic": PYTHONIC,
+}
+
+# A template that has all of these texts writes calls, or reasoning, in this format. The first
+# line that fits counts.
+_TOOL_SIGNS = (
+    (HARMONY, ("<|start|>", "<|channel|>", "<|message|>")),
+    ("deepseekv3", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")),
+    ("kimi_k2", ("<|tool_call_argument_begin|>",)),
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
+    ("glm45", ("<tool_call>", "<arg_key>", "<arg_value>")),
+    ("gemma", ("<start_function_call>",)),
+    ("gemma", ("<|tool_call>", "<tool_call|>")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama3", ("<|python_tag|>", "parameters", "<|start_header_id|>")),
+    ("hermes", ("<tool_call>", "</tool_call>", "name", "arguments")),
+)
+_REASONING_SIGNS = (
+    (HARMONY, ("<|start|>", "<|channel|>", "<|message|>")),
+    ("kimi", ("◁think▷",)),
+    ("kimi", ("<think>", "<|im_middle|>")),
+    ("deepseek-r1", ("<｜Assistant｜>", "<think>")),
+    ("glm45", ("<think>", "[gMASK]")),
+    ("qwen3", ("<think>", "</think>", "<|im_start|>")),
+)
+
+
+class AnswerParser(NamedTuple):
+    """The formats of one model's answers; None where a kind is not told apart from content."""
+
+    tool_format: str | None = None
+    reasoning_format: str | None = None
+
+    @property
+    def is_harmony(self) -> bool:
+        return HARMONY in self
+
+    def marks(self, *, has_tools: bool, has_reasoning: bool) -> frozenset[str]:
+        """Texts of tokens that a `reader` reads: they must be in the text even if special."""
+        marks: list[str] = [*HARMONY_MARKS] if self.is_harmony else []
+        if has_tools and self.tool_format in TOOL_FORMATS:
+            marks += TOOL_FORMATS[self.tool_format].marks
+        if has_reasoning and self.reasoning_format in REASONING_FORMATS:
+            pairs = REASONING_FORMATS[self.reasoning_format].pairs
+            marks += [mark for pair in pairs for mark in pair]
+        return frozenset(marks)
+
+    @property
+    def reads_calls(self) -> bool:
+        return self.tool_format is not None or self.is_harmony
+
+    @property
+    def call_grammar(self) -> CallGrammar | None:
+        """That of its calls, if an answer can be held to them."""
+        return None if self.tool_format is None else _call_grammar(self.tool_format)
+
+    def call_id(self, digits: str) -> str:
+        """A call's id made of hexadecimal `digits`, such as the model's chat template takes."""
+        return digits[:9] if self.tool_format == "mistral" else f"call_{digits[:24]}"
+
+    def reader(self, tools: Tools | None, prompt_tail: str, *, has_reasoning: bool) -> AnswerReader:
+        """The reader of one answer.
+
+        Args:
+            tools: those that the model was told of; None: calls are content.
+            prompt_tail: the last characters of the prompt, special tokens included.
+            has_reasoning: whether reasoning is told apart from content.
+        """
+
+        def read(unread: Unread) -> Reading[None]:
+            if self.is_harmony:
+                yield from read_harmony(
+                    unread, has_tools=tools is not None, has_reasoning=has_reasoning
+                )
+                return
+            if has_reasoning and self.reasoning_format is not None:
+                yield from REASONING_FORMATS[self.reasoning_format].read(unread, prompt_tail)
+            if tools is not None and self.tool_format is not None:
+                yield from TOOL_FORMATS[self.tool_format].read(unread, tools)
+            yield from unread.pass_on(Content, [])
+
+        return AnswerReader(read)
+
+
+def _call_grammar(tool_format: str) -> CallGrammar | None:
+    return TOOL_FORMATS[tool_format].grammar if tool_format in TOOL_FORMATS else None
+
+
+def choose_parser(tool_format: str, reasoning_format: str, template: str) -> AnswerParser:
+    """The formats that were asked for, or "none"; for "auto", what `template` is certain to be of.
+
+    Raises:
+        ValueError: gpt-oss's format beside another: it is one of both kinds.
+    """
+    tool = _chosen(tool_format, _TOOL_SIGNS, template)
+    reasoning = _chosen(reasoning_format, _REASONING_SIGNS, template)
+    if HARMONY in (tool, reasoning):
+        other = {tool, reasoning} - {HARMONY, None}
+        if other:
+            raise ValueError(
+                f"the format {HARMONY} is one of tool calls and reasoning, and cannot be used "
+                f"beside {other.pop()}: name it for both"
+            )
+    return AnswerParser(tool, reasoning)
+
+
+def _chosen(name: str, signs: tuple[tuple[str, tuple[str, ...]], ...], template: str) -> str | None:
+    if name != "auto":
+        return None if name == "none" else name
+    return next((name for name, texts in signs if all(text in template for text in texts)), None)

@@ -1,0 +1,74 @@
+"""gpt-oss's answers: messages on channels, of which those to a function are calls.
+
+    <|channel|>analysis<|message|>I need the weather.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
+    <|start|>assistant<|channel|>final<|message|>It is sunny.<|return|>
+
+The channel `analysis` is reasoning, what is to nobody on another channel is content. The prompt
+ends with `<|start|>assistant`, so the first message begins after that.
+"""
+
+import re
+
+from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, Reasoning
+from sgl_jax.text.reader import Reading, Unread
+
+_START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_MARKS = (_START, _MESSAGE, _CHANNEL, *_ENDS, "<|constrain|>")
+_FUNCTIONS = "functions."
+_BEGINS = ("assistant", "to=", _CHANNEL)
+_HEAD = re.compile(
+    r"\s*(?:assistant)?\s*(?:to=(?P<to>[^\s<]+))?\s*<\|channel\|>\s*(?P<channel>\w+)"
+    r"(?:\s+to=(?P<also_to>[^\s<]+))?\s*(?:<\|constrain\|>)?\s*\w*\s*"
+)
+
+
+def read_harmony(unread: Unread, *, has_tools: bool, has_reasoning: bool) -> Reading[None]:
+    """Read an answer.
+
+    Without `has_tools`, calls are content: none was asked for; without `has_reasoning`, so is
+    reasoning.
+    """
+    lead = ""
+    while unread.held or not unread.has_ended:
+        size = -1
+        if (yield from _begins_message(unread)):
+            size = yield from unread.find(_MESSAGE)
+        head = _HEAD.fullmatch(unread.held[:size]) if size >= 0 else None
+        if head is None:
+            if lead:
+                yield Content(lead)
+            lead = yield from unread.pass_on(Content, [_START])
+            continue
+        unread.take(size + len(_MESSAGE))
+        end = yield from _body(unread, head, has_tools=has_tools, has_reasoning=has_reasoning)
+        if end != _START and (yield from unread.skip(_START)):
+            end = _START
+        lead = end if end == _START else ""
+        yield from unread.skip_space()
+
+
+def _body(
+    unread: Unread, head: re.Match[str], *, has_tools: bool, has_reasoning: bool
+) -> Reading[str]:
+    """Hand out a message's text by its `head`; returns the mark that ended it."""
+    ends = (*_ENDS, _START)
+    to = head["to"] or head["also_to"] or ""
+    if has_tools and to.startswith(_FUNCTIONS):
+        yield CallBegun(to.removeprefix(_FUNCTIONS))
+        end = yield from unread.pass_on(Arguments, ends)
+        # The last call of an answer ends with the answer: its mark is a stop token.
+        yield CallEnded()
+    else:
+        is_reasoning = has_reasoning and head["channel"] == "analysis"
+        kind = Reasoning if is_reasoning else Content
+        end = yield from unread.pass_on(kind, ends)
+    return end.lstrip()
+
+
+def _begins_message(unread: Unread) -> Reading[bool]:
+    for begin in _BEGINS:
+        if (yield from unread.comes(begin)):
+            return True
+    return False

@@ -1,0 +1,60 @@
+"""What a model's answer is made of, beside its text: reasoning, content and tool calls."""
+
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Content(NamedTuple):
+    """Text for the user."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """Text that the model wrote to itself before it answered."""
+
+    text: str
+
+
+class CallBegun(NamedTuple):
+    """A call of a tool: its arguments follow. `id` is None unless the format has one."""
+
+    name: str
+    id: str | None = None
+
+
+class Arguments(NamedTuple):
+    """The next piece of the JSON text of the arguments of the call that has begun."""
+
+    text: str
+
+
+class CallEnded(NamedTuple):
+    """The arguments are complete. It is missing where the answer ends amid a call."""
+
+
+Event = Content | Reasoning | CallBegun | Arguments | CallEnded
+_TEXTS = (Content, Reasoning, Arguments)
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The same events with neighbouring pieces of text of one kind put together."""
+    merged: list[Event] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        if isinstance(event, _TEXTS) and isinstance(last, _TEXTS) and type(last) is type(event):
+            merged[-1] = last._replace(text=last.text + event.text)
+        else:
+            merged.append(event)
+    return merged
+
+
+def as_json(value: object) -> str:
+    """`value` as JSON text. Raises ValueError or TypeError where JSON has no such value.
+
+    Halves of characters, which escapes can write, count as none: they cannot be sent.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text

@@ -1,0 +1,126 @@
+"""Incremental reading of a model's answer: a format is a generator, its input arrives in pieces.
+
+A format's generator reads from an `Unread` and yields events, or None where it must wait for more
+text. So it is written as if all of the text were there, and what it yields does not depend on how
+the text was cut. Text that turns out not to be of the format is content: nothing is lost.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeVar
+
+from sgl_jax.text.output_events import Event, joined
+
+T = TypeVar("T")
+Reading = Generator[Event | None, None, T]
+
+
+class Unread:
+    """Text that has arrived and that the format has not read yet."""
+
+    def __init__(self) -> None:
+        self.held = ""
+        self.has_ended = False  # nothing more arrives
+
+    def take(self, num_chars: int) -> str:
+        """The next `num_chars` characters, which are there."""
+        taken, self.held = self.held[:num_chars], self.held[num_chars:]
+        return taken
+
+    def pass_on(self, kind: Callable[[str], Event], marks: Sequence[str]) -> Reading[str]:
+        """Hand out text as events of `kind` up to the first of `marks`.
+
+        Returns that mark with the spaces before it, all of which are read and not handed out;
+        "" at the end of the text. No mark may be the beginning of another.
+        """
+        while True:
+            places = [(at, mark) for mark in marks if (at := self.held.find(mark)) >= 0]
+            if places:
+                at, mark = min(places)
+                num_shown = len(self.held[:at].rstrip())
+            elif self.has_ended or not marks:
+                num_shown = len(self.held)
+            else:
+                num_shown = len(self.held[: self._begin_of_mark(marks)].rstrip())
+            if num_shown:
+                yield kind(self.take(num_shown))
+            if places:
+                return self.take(at - num_shown + len(mark))
+            if self.has_ended:
+                return ""
+            yield None
+
+    def find(self, *marks: str) -> Reading[int]:
+        """Characters before the first of `marks`; -1 if none of them comes. Reads nothing."""
+        searched = 0
+        while True:
+            found = [at for mark in marks if (at := self.held.find(mark, searched)) >= 0]
+            if found:
+                return min(found)
+            if self.has_ended:
+                return -1
+            searched = max(0, len(self.held) - max(map(len, marks)))
+            yield None
+
+    def skip_space(self) -> Reading[None]:
+        """Read spaces and line ends, if there are any."""
+        while True:
+            self.held = self.held.lstrip()
+            if self.held or self.has_ended:
+                return
+            yield None
+
+    def begins_with(self, mark: str) -> Reading[bool]:
+        """Whether `mark` comes next. Reads nothing."""
+        while len(self.held) < len(mark) and mark.startswith(self.held) and not self.has_ended:
+            yield None
+        return self.held.startswith(mark)
+
+    def comes(self, mark: str) -> Reading[bool]:
+        """Whether `mark` comes next, perhaps after spaces. Reads nothing."""
+        while True:
+            text = self.held.lstrip()
+            if text.startswith(mark) or self.has_ended or not mark.startswith(text):
+                return text.startswith(mark)
+            yield None
+
+    def skip(self, mark: str) -> Reading[bool]:
+        """Read `mark` and the spaces before it if it comes next; returns whether it did."""
+        is_there = yield from self.comes(mark)
+        if is_there:
+            self.held = self.held.lstrip()[len(mark) :]
+        return is_there
+
+    def _begin_of_mark(self, marks: Sequence[str]) -> int:
+        """Where the end of the text may be the beginning of a mark."""
+        sizes = (
+            size
+            for mark in marks
+            for size in range(1, min(len(mark), len(self.held) + 1))
+            if self.held.endswith(mark[:size])
+        )
+        return len(self.held) - max(sizes, default=0)
+
+
+Format = Callable[[Unread], Reading[None]]
+
+
+class AnswerReader:
+    """The events of one answer. `feed` its text as it arrives, then `finish`."""
+
+    def __init__(self, read: Format) -> None:
+        self._unread = Unread()
+        self._reading = read(self._unread)
+
+    def feed(self, piece: str) -> list[Event]:
+        """The events that became certain with `piece`."""
+        self._unread.held += piece
+        return joined(self._ready()) if piece else []
+
+    def finish(self) -> list[Event]:
+        """The last events, now that no text follows."""
+        self._unread.has_ended = True
+        return joined(self._ready())
+
+    def _ready(self) -> Iterator[Event]:
+        while (event := next(self._reading, None)) is not None:
+            yield event

@@ -1,0 +1,40 @@
+"""Formats of reasoning: text between two marks at the beginning of an answer."""
+
+from typing import NamedTuple
+
+from sgl_jax.text.output_events import Reasoning
+from sgl_jax.text.reader import Reading, Unread
+
+
+class ReasoningFormat(NamedTuple):
+    """Reasoning stands between an opening and a closing mark; each pair of them is one way."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+    def read(self, unread: Unread, prompt_tail: str) -> Reading[None]:
+        """Read reasoning if there is any, and leave the rest of the answer unread.
+
+        Args:
+            prompt_tail: the last characters of the prompt: many chat templates open the reasoning,
+                or close an empty one, before the answer begins.
+        """
+        tail = prompt_tail.rstrip()
+        for opening, closing in self.pairs:
+            if tail.endswith(closing):
+                return
+            if tail.endswith(opening) or (yield from unread.comes(opening)):
+                yield from unread.skip(opening)  # it may repeat what the prompt ends with
+                yield from unread.skip_space()
+                yield from unread.pass_on(Reasoning, [closing])
+                yield from unread.skip_space()
+                return
+
+
+_THINK = ("<think>", "</think>")
+
+REASONING_FORMATS = {
+    "qwen3": ReasoningFormat((_THINK,)),
+    "deepseek-r1": ReasoningFormat((_THINK,)),
+    "kimi": ReasoningFormat((("◁think▷", "◁/think▷"), _THINK)),
+    "glm45": ReasoningFormat((_THINK,)),
+}

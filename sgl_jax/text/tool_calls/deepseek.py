@@ -1,0 +1,30 @@
+"""DeepSeek V3 and R1: `function<｜tool▁sep｜>f`, a line end, and the arguments in a block of JSON.
+
+V3.1 writes `f<｜tool▁sep｜>{"a": 1}`. Calls stand in a section.
+"""
+
+import re
+
+from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.json_object import headed_call
+from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools, sections_amid_content
+
+_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_SEPARATOR = "<｜tool▁sep｜>"
+_HEAD = re.compile(
+    rf"\s*(?:function{_SEPARATOR}(?=[^<]*\n))?(?P<name>[\w.-]+)\s*(?:{_SEPARATOR}|```json)\s*"
+)
+
+
+def _read(unread: Unread, tools: Tools) -> Reading[None]:
+    def call(lead: str) -> Reading[bool]:
+        if not (yield from headed_call(unread, lead, _HEAD)):
+            return False
+        yield from unread.skip("```")
+        return True
+
+    yield from sections_amid_content(unread, _SECTION, _CALL, call)
+
+
+DEEPSEEK_V3 = ToolFormat(_read, (*_SECTION, *_CALL, _SEPARATOR))

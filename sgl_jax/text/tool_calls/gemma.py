@@ -1,0 +1,53 @@
+"""FunctionGemma and Gemma 4: `call:f{a:1,b:<escape>text<escape>}` between marks of its own.
+
+Arguments are JSON but for their keys, which have no quotes, and for their strings, which stand
+between marks. They are handed out when the call is complete.
+"""
+
+import json
+import re
+
+from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
+from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools
+
+# Begin of a call -> its end and the mark around strings.
+_MARKS = {
+    "<start_function_call>": ("<end_function_call>", "<escape>"),
+    "<|tool_call>": ("<tool_call|>", '<|"|>'),
+}
+_CALL = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*", re.DOTALL)
+_KEY = re.compile(r"([{,]\s*)([\w.-]+)\s*:")
+
+
+def _read(unread: Unread, tools: Tools) -> Reading[None]:
+    while lead := (yield from unread.pass_on(Content, list(_MARKS))):
+        end, quote = _MARKS[lead.lstrip()]
+        size = yield from unread.find(end)
+        call = _CALL.fullmatch(unread.held[:size]) if size >= 0 else None
+        arguments = _as_json(call[2], quote) if call is not None else None
+        if call is None or arguments is None:
+            yield Content(lead)
+            continue
+        unread.take(size + len(end))
+        yield CallBegun(call[1])
+        yield Arguments(arguments)
+        yield CallEnded()
+        yield from unread.skip_space()
+
+
+def _as_json(text: str, quote: str) -> str | None:
+    """The arguments as JSON; None if they are not written as they should be."""
+    outside, inside = text.split(quote)[::2], text.split(quote)[1::2]
+    if len(outside) == len(inside):
+        return None
+    quoted = [_KEY.sub(r'\1"\2":', part) for part in outside]
+    strings = [*map(as_json, inside), ""]
+    written = "".join(part + string for part, string in zip(quoted, strings, strict=True))
+    try:
+        return as_json(json.loads(written))
+    except (ValueError, RecursionError):
+        return None
+
+
+GEMMA = ToolFormat(_read, (*_MARKS, *(mark for marks in _MARKS.values() for mark in marks)))

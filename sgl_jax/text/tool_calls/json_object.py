@@ -1,0 +1,167 @@
+"""JSON objects in an answer: calls that are objects, and arguments that are."""
+
+import json
+import re
+from typing import Any
+
+from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
+from sgl_jax.text.reader import Reading, Unread
+
+_ARGUMENTS = ("arguments", "parameters")
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+class ObjectEnd:
+    """Finds where the object or list ends that the text fed to it begins with."""
+
+    def __init__(self, quotes: str = '"', depth: int = 0) -> None:
+        """`depth`: brackets that are open already."""
+        self._quotes = quotes
+        self._depth = depth
+        self._quote = ""  # that the text is within
+        self._is_escaped = False
+
+    def feed(self, piece: str) -> int:
+        """Characters of `piece` up to the end and with it; -1 if the end is not among them."""
+        for index, char in enumerate(piece):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._quote:
+                if char == "\\":
+                    self._is_escaped = True
+                elif char == self._quote:
+                    self._quote = ""
+            elif char in self._quotes:
+                self._quote = char
+            elif char in "{[(":
+                self._depth += 1
+            elif char in "}])":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return index + 1
+        return -1
+
+
+def find_end(unread: Unread, end: ObjectEnd) -> Reading[int]:
+    """Characters of what is unread up to `end` and with it; -1 if it does not end."""
+    num_seen = 0
+    while True:
+        size = end.feed(unread.held[num_seen:])
+        if size >= 0:
+            return num_seen + size
+        num_seen = len(unread.held)
+        if unread.has_ended:
+            return -1
+        yield None
+
+
+def arguments(unread: Unread) -> Reading[bool]:
+    """Hand out the object that comes next as the arguments of the call that has begun.
+
+    Returns whether it ended.
+    """
+    end = ObjectEnd()
+    while True:
+        size = end.feed(unread.held)
+        piece = unread.take(len(unread.held) if size < 0 else size)
+        if piece:
+            yield Arguments(piece)
+        if size >= 0:
+            yield CallEnded()
+            return True
+        if unread.has_ended:
+            return False
+        yield None
+
+
+def json_call(unread: Unread, lead: str, known: frozenset[str] | None = None) -> Reading[bool]:
+    """A call as an object `{"name": ..., "arguments": {...}}`, or `parameters`.
+
+    Args:
+        lead: what was read before it, content if no such object comes.
+        known: names of tools; an object with another name is no call. None: all are.
+
+    Returns:
+        whether there was one.
+    """
+    end, num_seen = ObjectEnd(), 0
+    while True:
+        start = unread.held.lstrip()
+        if start and start[0] != "{":
+            break
+        head = _HEAD.match(unread.held)
+        if head is not None:
+            name = _name(head[1])
+            if name is None or (known is not None and name not in known):
+                break
+            unread.take(head.end())
+            yield CallBegun(name)
+            if (yield from arguments(unread)):
+                yield from _rest_of_object(unread)
+            return True
+        size = end.feed(unread.held[num_seen:])
+        if size >= 0:
+            call = _parsed(unread.held[: num_seen + size])
+            if call is None or (known is not None and call[0] not in known):
+                break
+            unread.take(num_seen + size)
+            yield CallBegun(call[0])
+            yield Arguments(call[1])
+            yield CallEnded()
+            return True
+        num_seen = len(unread.held)
+        if unread.has_ended:
+            break
+        yield None
+    if lead:
+        yield Content(lead)
+    return False
+
+
+def headed_call(unread: Unread, lead: str, head: re.Pattern[str]) -> Reading[bool]:
+    """A call as a head and the object of its arguments; `lead` and result as of `json_call`.
+
+    `head` matches all before the object, and has groups `name` and perhaps `id`.
+    """
+    at = yield from unread.find("{")
+    found = head.fullmatch(unread.held[:at]) if at >= 0 else None
+    if found is None:
+        yield Content(lead)
+        return False
+    unread.take(at)
+    yield CallBegun(found["name"], found.groupdict().get("id"))
+    yield from arguments(unread)
+    return True
+
+
+def _rest_of_object(unread: Unread) -> Reading[None]:
+    """Read the end of a call's object, with what else it says."""
+    size = yield from find_end(unread, ObjectEnd(depth=1))
+    if size >= 0:
+        unread.take(size)
+
+
+def _name(text: str) -> str | None:
+    try:
+        name: str = json.loads(text)
+        as_json(name)
+    except ValueError:
+        return None
+    return name
+
+
+def _parsed(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call that is an object; None if it is none."""
+    try:
+        call: Any = json.loads(text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        given = next((call[name] for name in _ARGUMENTS if name in call), None)
+        as_json(call)
+        if isinstance(given, str):
+            return call["name"], given
+        return (call["name"], as_json(given)) if isinstance(given, dict) else None
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,66 @@
+"""Llama 4 and others: an answer that is a list of calls as Python writes them, `[f(a=1), g()]`.
+
+Only a list at the beginning of an answer that calls tools of the request counts. It is handed out
+when it is complete.
+"""
+
+import ast
+
+from sgl_jax.text.output_events import (
+    Arguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    as_json,
+)
+from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.json_object import ObjectEnd, find_end
+from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools
+
+_BEGIN, _END = "<|python_start|>", "<|python_end|>"
+
+
+def _read(unread: Unread, tools: Tools) -> Reading[None]:
+    lead = _BEGIN if (yield from unread.skip(_BEGIN)) else ""
+    calls: list[tuple[str, str]] = []
+    if (yield from unread.comes("[")):
+        size = yield from find_end(unread, ObjectEnd(quotes="\"'"))
+        calls = _parsed(unread.held[:size], tools) if size >= 0 else []
+    if not calls:
+        if lead:
+            yield Content(lead)
+    else:
+        unread.take(size)
+        for name, arguments in calls:
+            yield CallBegun(name)
+            yield Arguments(arguments)
+            yield CallEnded()
+        yield from unread.skip(_END)
+        yield from unread.skip_space()
+    yield from unread.pass_on(Content, [])
+
+
+def _parsed(text: str, tools: Tools) -> list[tuple[str, str]]:
+    """Name and arguments of each call; none if it is not a list of calls of `tools`."""
+    try:
+        written = ast.parse(text, mode="eval").body
+        nodes = written.elts if isinstance(written, ast.List) else []
+        calls = [_call(node) for node in nodes]
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return []
+    return calls if all(name in tools for name, _ in calls) else []
+
+
+def _call(node: ast.expr) -> tuple[str, str]:
+    """Raises ValueError or TypeError if it is no call, or its arguments are no JSON."""
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("not a call with named arguments")
+    values = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("arguments must have names")
+        values[keyword.arg] = ast.literal_eval(keyword.value)
+    return ast.unparse(node.func), as_json(values)
+
+
+PYTHONIC = ToolFormat(_read, (_BEGIN, _END))

@@ -1,0 +1,175 @@
+"""Grammars of each kind, what is refused, and the masks that they give."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.grammar import Grammar
+from sgl_jax.core.step_plan import mask_words
+from sgl_jax.grammar.compiler import GrammarCompiler
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.tokenizers import byte_level, save
+
+VOCAB_SIZE = 512  # more than the tokenizer has
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Zoë"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TAGS = {
+    "structures": [{"begin": "<call>", "schema": SCHEMA, "end": "</call>"}],
+    "triggers": ["<call>"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(byte_level(), tmp_path_factory.mktemp("grammars") / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(str(folder))
+
+
+@pytest.fixture(scope="module")
+def compiler(folder: Path, tokenizer: Tokenizer) -> GrammarCompiler:
+    assert tokenizer.eos_token_id is not None
+    return GrammarCompiler(str(folder), VOCAB_SIZE, (tokenizer.eos_token_id,))
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    ids: list[int] = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+    return ids
+
+
+def draw(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar, seed: int) -> str:
+    """A text that follows the grammar, any allowed token as likely as another."""
+    rng, row, output = random.Random(seed), compiler.follow(grammar), []
+    for _ in range(2000):
+        token = rng.choice(allowed(row.mask(np.array(output, np.int32))))
+        if token == tokenizer.eos_token_id:
+            return tokenizer.decode(output)
+        output.append(token)
+    raise AssertionError(f"no end: {tokenizer.decode(output)}")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_text_drawn_by_a_schema_is_valid(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, seed: int
+) -> None:
+    text = draw(compiler, tokenizer, Grammar("json_schema", json.dumps(SCHEMA)), seed)
+    value = json.loads(text)
+    assert value.keys() == {"name", "age"}
+    assert value["name"] in ("Ada", "Zoë")
+    assert isinstance(value["age"], int)
+    assert value["age"] <= 99
+    assert text == json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("kind", "text", "wanted"),
+    [
+        ("regex", "[0-9]{3}-(x|é)+", "[0-9]{3}-(x|é)+"),
+        ("ebnf", 'root ::= "yes" | "no" " "? root', "(no ?)*yes"),
+        ("ebnf", 'start: "a" | "b" start', "b*a"),
+    ],
+)
+def test_any_text_drawn_by_a_grammar_matches_it(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, kind, text: str, wanted: str, seed: int
+) -> None:
+    assert re.fullmatch(wanted, draw(compiler, tokenizer, Grammar(kind, text), seed))
+
+
+def test_text_is_free_up_to_a_trigger(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    row = compiler.follow(Grammar("structural_tag", json.dumps(TAGS)))
+    free = tokenizer.encode("Any words, then ")
+    assert len(allowed(row.mask(np.array(free, np.int32)))) > 200
+    begun = free + tokenizer.encode("<call>")
+    nexts = {tokenizer.decode([token])[:1] for token in allowed(row.mask(np.array(begun)))}
+    assert nexts == {"{"}
+
+
+def test_a_mask_covers_the_vocabulary_and_nothing_past_it(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    mask = compiler.follow(Grammar("regex", "(?s).*")).mask(np.zeros(0, np.int32))
+    assert mask.shape == (mask_words(VOCAB_SIZE),)
+    assert max(allowed(mask)) < tokenizer.vocab_size
+
+
+def test_where_nothing_may_follow_the_output_ends(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    row = compiler.follow(Grammar("regex", "ab"))
+    done = np.array(tokenizer.encode("ab"), np.int32)
+    assert allowed(row.mask(done)) == [tokenizer.eos_token_id]
+    left = np.append(done, tokenizer.encode("x")).astype(np.int32)
+    assert allowed(row.mask(left)) == [tokenizer.eos_token_id]
+
+
+def test_outputs_of_one_grammar_do_not_disturb_each_other(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = Grammar("regex", "aaab")
+    one, other = compiler.follow(grammar), compiler.follow(grammar)
+    one.mask(np.array(tokenizer.encode("aa"), np.int32))
+    assert allowed(other.mask(np.zeros(0, np.int32))) == allowed(
+        compiler.follow(grammar).mask(np.zeros(0, np.int32))
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("regex", "(a", "unclosed group"),
+        ("json_schema", "{", "line 1 column 2"),
+        ("json_schema", "[]", "a schema is a JSON object, got list"),
+        ("json_schema", '{"type": "thing"}', "thing"),
+        ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("ebnf", "root ::= other", "other"),
+        ("ebnf", "start: (", "1"),
+        ("structural_tag", "{}", "structures"),
+        ("structural_tag", '{"structures": [{"begin": "<a>"}], "triggers": ["<"]}', "schema"),
+        (
+            "structural_tag",
+            '{"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["["]}',
+            "begins with no trigger",
+        ),
+    ],
+)
+def test_what_is_no_grammar_is_refused_with_its_place(
+    compiler: GrammarCompiler, kind, text: str, words: str
+) -> None:
+    for _ in range(2):  # the second is answered from what is kept
+        with pytest.raises(InvalidRequestError, match=re.escape(words)) as refusal:
+            compiler.check(Grammar(kind, text))
+        assert refusal.value.param == kind
+
+
+@pytest.mark.long
+def test_a_grammar_that_costs_too_much_is_given_up_and_says_why(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    row, output = compiler.follow(Grammar("ebnf", 'start: x\nx: x x | "a" | "b"')), []
+    for _ in range(400):
+        ids = allowed(row.mask(np.array(output, np.int32)))
+        if row.error:
+            break
+        output.append(max(ids))
+    assert ids == [tokenizer.eos_token_id]
+    assert re.search("items", row.error)
+    assert "\n" not in row.error
+
+
+def test_a_model_without_text_or_without_an_end_takes_no_grammar(folder: Path) -> None:
+    for path, eos, words in ((folder / "no", (1,), "tokenizer.json"), (folder, (), "end-of-seq")):
+        with pytest.raises(InvalidRequestError, match=words):
+            GrammarCompiler(str(path), VOCAB_SIZE, eos).check(Grammar("regex", "a"))

@@ -1,0 +1,66 @@
+"""How likely tokens are after several texts."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.server.conftest import Rig, serving
+
+pytestmark = pytest.mark.anyio
+
+BODY: dict[str, Any] = {"query": "Is it so? ", "items": ["yes", "no!"], "label_token_ids": [5, 9]}
+
+
+@pytest.fixture
+async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
+    async with serving(model_folder, tokenizer) as rig:
+        yield rig
+
+
+async def test_each_item_is_joined_with_the_query(rig: Rig) -> None:
+    encode = rig.front.tokenizer.encode
+    told = (await rig.http.post("/v1/score", json=BODY)).json()
+    assert told["object"] == "scoring"
+    assert len(told["scores"]) == 2
+    assert all(0 < score < 1 for scores in told["scores"] for score in scores)
+    prompts = [request.input_ids for request in rig.engine.seen]
+    assert prompts == [encode("Is it so? yes"), encode("Is it so? no!")]
+    assert told["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    rig.engine.seen.clear()
+    assert (await rig.http.post("/score", json=BODY | {"item_first": True})).status_code == 200
+    assert rig.engine.seen[0].input_ids == encode("yesIs it so? ")
+
+
+async def test_token_ids_are_joined_as_they_are(rig: Rig) -> None:
+    body = BODY | {"query": [5, 6], "items": [[7], [8, 9]]}
+    assert (await rig.http.post("/v1/score", json=body)).status_code == 200
+    assert [request.input_ids for request in rig.engine.seen] == [[5, 6, 7], [5, 6, 8, 9]]
+
+
+async def test_labels_can_share_the_probability_among_themselves(rig: Rig) -> None:
+    alone = (await rig.http.post("/v1/score", json=BODY)).json()["scores"]
+    shared = (await rig.http.post("/v1/score", json=BODY | {"apply_softmax": True})).json()
+    for scores, shares in zip(alone, shared["scores"], strict=True):
+        assert shares == pytest.approx([score / sum(scores) for score in scores])
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"items": []}, "items"),
+        ({"items": [[1]]}, "items"),
+        ({"label_token_ids": []}, "label_token_ids"),
+        ({"label_token_ids": [5] * 65}, "label_token_ids"),
+        ({"label_token_ids": [10**6]}, "label_token_ids"),
+        ({"stream": True}, "stream"),
+        ({"dp_rank": 99}, "dp_rank"),
+    ],
+)
+async def test_what_cannot_be_scored_is_named(
+    rig: Rig, changes: dict[str, Any], param: str
+) -> None:
+    answer = await rig.http.post("/v1/score", json=BODY | changes)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

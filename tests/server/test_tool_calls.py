@@ -1,0 +1,321 @@
+"""Tools and reasoning in chats, as OpenAI's client sees them.
+
+The scripted engine answers with what the chat template writes first, up to the end of a message:
+here the first message, so each conversation begins with what the model shall say.
+"""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.text.output_events import Arguments, CallBegun, Content, Event, Reasoning
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.server.conftest import Rig, serving, text_workers
+from tests.server.server_process import SCRIPTED, running_server
+from tests.text.recorded_answers import ANSWERS, PARIS, TOOLS
+from tests.tokenizers import byte_level, save
+
+pytestmark = pytest.mark.anyio
+
+SPECIALS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "[TOOL_CALLS]"]
+TEMPLATE = (
+    "{{ messages[0].content }}</s>"
+    "{% if tools %}{% for t in tools %}{{ t.function.name }}: "
+    "{{ t.function.parameters.properties | length }}; {% endfor %}{% endif %}"
+    "{% for m in messages[1:] %}<|{{ m.role }}|>{{ m.content + '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }})"
+    "={{ c.id }}{% endfor %}"
+    "{{ m.tool_call_id or '' }}</s>{% endfor %}"
+    "<|assistant|>{% if enable_thinking %}<think>{% endif %}"
+)
+DECLARED: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in TOOLS.items()
+]
+ROOM = 1000  # tokens of a request
+# Formats with and without special tokens, ids of their own, and reasoning.
+FORMATS = ("hermes", "qwen3_coder", "mistral since 2025", "kimi_k2", "glm45", "gpt-oss", "pythonic")
+
+
+@pytest.fixture(scope="module")
+def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    rust = byte_level()
+    rust.add_special_tokens(SPECIALS)
+    folder = save(rust, tmp_path_factory.mktemp("tools"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["extra_special_tokens"] += SPECIALS
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    yield folder
+    text_workers(folder).close()
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, tool: str = "hermes", reasoning: str = "none"
+) -> AsyncIterator[tuple[Rig, openai.AsyncOpenAI]]:
+    async with serving(
+        folder,
+        Tokenizer.load(str(folder)),
+        max_request_tokens=ROOM,
+        tool_call_parser=tool,
+        reasoning_parser=reasoning,
+    ) as rig:
+        client = openai.AsyncOpenAI(
+            base_url="http://test/v1", api_key="-", http_client=rig.http, max_retries=0
+        )
+        yield rig, client
+
+
+def says(text: str) -> dict[str, Any]:
+    """The body of a chat that is answered with `text`."""
+    return {"model": "default", "messages": [{"role": "user", "content": text}]}
+
+
+def prompt_of(rig: Rig) -> str:
+    (request,) = (m for m in rig.engine.seen if isinstance(m, GenerateRequest))
+    text = rig.front.tokenizer.decode(request.input_ids, skip_special_tokens=False)
+    return text.partition("</s>")[2]
+
+
+def told(events: list[Event]) -> dict[str, Any]:
+    """What the message of these events has."""
+    calls: list[dict[str, str]] = []
+    for event in events:
+        if isinstance(event, CallBegun):
+            calls.append({"name": event.name, "arguments": ""})
+        elif isinstance(event, Arguments):
+            calls[-1]["arguments"] += event.text
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+    return {
+        "content": None if calls and not content else content,
+        "reasoning_content": reasoning or None,
+        "calls": calls,
+    }
+
+
+async def whole(client: openai.AsyncOpenAI, **body: Any) -> tuple[dict[str, Any], str]:
+    (choice,) = (await client.chat.completions.create(**body)).choices
+    message = choice.message
+    calls = [call.to_dict()["function"] for call in message.tool_calls or []]
+    reasoning = (message.model_extra or {}).get("reasoning_content")
+    found = {"content": message.content, "reasoning_content": reasoning, "calls": calls}
+    return found, str(choice.finish_reason)
+
+
+async def streamed(client: openai.AsyncOpenAI, **body: Any) -> tuple[dict[str, Any], str]:
+    """The message put together from a stream, whose chunks must have OpenAI's shapes."""
+    chunks = [chunk async for chunk in await client.chat.completions.create(**body, stream=True)]
+    texts = {"content": "", "reasoning_content": ""}
+    calls: list[dict[str, str]] = []
+    for delta in deltas(chunks):
+        for name in texts:
+            texts[name] += getattr(delta, name, None) or ""
+        for call in delta.tool_calls or []:
+            if call.index == len(calls):
+                assert call.type == "function"
+                assert call.id
+                assert call.function.arguments == ""
+                calls.append({"name": call.function.name, "arguments": ""})
+            else:
+                assert call.index == len(calls) - 1
+                assert (call.id, call.type, call.function.name) == (None, None, None)
+                calls[-1]["arguments"] += call.function.arguments
+    assert [delta.role for delta in deltas(chunks)] == ["assistant"] + [None] * (len(chunks) - 1)
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert set(reasons[:-1]) <= {None}
+    found = {
+        "content": texts["content"] or (None if calls else ""),
+        "reasoning_content": texts["reasoning_content"] or None,
+        "calls": calls,
+    }
+    return found, str(reasons[-1])
+
+
+def deltas(chunks: list[ChatCompletionChunk]) -> list[Any]:
+    return [chunk.choices[0].delta for chunk in chunks]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_calls_are_told_whole_and_in_a_stream(tools_folder: Path, name: str) -> None:
+    answer = ANSWERS[name]
+    assert answer.tool is not None
+    async with served(tools_folder, answer.tool, answer.reasoning or "none") as (_, client):
+        body = says(answer.text) | {"tools": DECLARED}
+        assert await whole(client, **body) == (told(answer.events), "tool_calls")
+        assert await streamed(client, **body) == (told(answer.events), "tool_calls")
+
+
+async def test_ids_are_such_as_the_models_template_takes(tools_folder: Path) -> None:
+    for name, length in {"hermes": len("call_") + 24, "mistral": 9}.items():
+        answer = ANSWERS[name]
+        async with served(tools_folder, answer.tool or "") as (_, client):
+            body = says(answer.text) | {"tools": DECLARED}
+            message = (await client.chat.completions.create(**body)).choices[0].message
+        ids = [call.id for call in message.tool_calls or []]
+        assert len(set(ids)) == 2
+        assert {len(each) for each in ids} == {length}
+    kimi = ANSWERS["kimi_k2"]
+    async with served(tools_folder, "kimi_k2", "kimi") as (_, client):
+        body = says(kimi.text) | {"tools": DECLARED}
+        message = (await client.chat.completions.create(**body)).choices[0].message
+    ids = [call.id for call in message.tool_calls or []]
+    assert ids == ["functions.get_weather:0", "functions.now:1"]
+
+
+async def test_the_model_is_told_of_tools_calls_and_their_results(tools_folder: Path) -> None:
+    call = {
+        "id": "c1",
+        "type": "function",
+        "index": 0,
+        "function": {"name": "get_weather", "arguments": PARIS},
+    }
+    messages = [
+        *says("ok")["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    async with served(tools_folder) as (rig, client):
+        found, reason = await whole(client, model="default", messages=messages, tools=DECLARED)
+        assert (found["content"], reason) == ("ok", "stop")
+        assert prompt_of(rig) == (
+            "get_weather: 2; now: 0; <|assistant|>get_weather(Paris)=c1</s>"
+            "<|tool|>rainc1</s><|assistant|>"
+        )
+
+
+async def test_with_tool_choice_none_the_model_is_not_told(tools_folder: Path) -> None:
+    text = ANSWERS["hermes"].text
+    async with served(tools_folder) as (rig, client):
+        found, reason = await whole(client, **says(text), tools=DECLARED, tool_choice="none")
+        assert (found["content"], found["calls"], reason) == (text, [], "stop")
+        assert prompt_of(rig) == "<|assistant|>"
+
+
+async def test_without_parallel_calls_only_the_first_is_handed_out(tools_folder: Path) -> None:
+    answer = ANSWERS["hermes"]
+    async with served(tools_folder) as (_, client):
+        body = says(answer.text) | {"tools": DECLARED, "parallel_tool_calls": False}
+        first = told(answer.events)["calls"][:1]
+        assert (await whole(client, **body))[0]["calls"] == first
+        assert (await streamed(client, **body))[0]["calls"] == first
+
+
+async def test_a_call_that_is_cut_off_ends_with_length(tools_folder: Path) -> None:
+    async with served(tools_folder) as (_, client):
+        body = says('<tool_call>{"name": "now", "arguments": {"a": 1}}') | {"tools": DECLARED}
+        found, reason = await streamed(client, **body, max_tokens=45)
+        assert reason == "length"
+        assert '{"a": 1}'.startswith(found["calls"][0]["arguments"])
+
+
+async def test_reasoning_may_begin_in_the_prompt_and_may_stay_in_content(
+    tools_folder: Path,
+) -> None:
+    body = says("It rains.\n</think>\n\nTake a coat.")
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    apart = {"content": "Take a coat.", "reasoning_content": "It rains.", "calls": []}
+    async with served(tools_folder, "none", "qwen3") as (_, client):
+        assert await whole(client, **body, extra_body=thinking) == (apart, "stop")
+        assert await streamed(client, **body, extra_body=thinking) == (apart, "stop")
+        found, _ = await whole(client, **body)
+        assert found["content"] == "It rains.\n</think>\n\nTake a coat."
+        together = {**thinking, "separate_reasoning": False}
+        found, _ = await whole(client, **body, extra_body=together)
+        assert found["reasoning_content"] is None
+        assert found["content"] == "It rains.\n</think>\n\nTake a coat."
+
+
+async def test_special_tokens_that_no_format_reads_stay_out_of_the_text(
+    tools_folder: Path,
+) -> None:
+    async with served(tools_folder) as (_, client):
+        found, _ = await whole(client, **says("a<|end|>b[TOOL_CALLS]c"), tools=DECLARED)
+        assert found["content"] == "abc"
+    async with served(tools_folder, "mistral") as (_, client):
+        body = says("a<|end|>b[TOOL_CALLS]c")
+        found, _ = await whole(client, **body, tools=DECLARED)
+        assert found["content"] == "ab[TOOL_CALLS]c"
+        found, _ = await whole(client, **body)
+        assert found["content"] == "abc"
+
+
+async def test_log_probabilities_of_a_call_all_come(tools_folder: Path) -> None:
+    async with served(tools_folder) as (_, client):
+        body = says(ANSWERS["hermes"].text) | {"tools": DECLARED, "logprobs": True}
+        answer = (await client.chat.completions.create(**body)).choices[0]
+        assert answer.logprobs is not None
+        assert answer.logprobs.content is not None
+        chunks = [
+            chunk async for chunk in await client.chat.completions.create(**body, stream=True)
+        ]
+        streamed_tokens = [
+            entry.token
+            for chunk in chunks
+            if chunk.choices[0].logprobs is not None
+            for entry in chunk.choices[0].logprobs.content or []
+        ]
+        assert streamed_tokens == [entry.token for entry in answer.logprobs.content]
+
+
+async def test_what_cannot_be_served_is_refused_by_name(tools_folder: Path) -> None:
+    named = {"type": "function", "function": {"name": "unheard_of"}}
+    broken = [{"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}]
+    call = {"type": "function", "function": {"name": "f", "arguments": "[1]"}}
+    good_call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tools": DECLARED, "tool_choice": named}),
+        ("tools", {"tools": broken, "tool_choice": "required"}),
+        (
+            "messages[0].tool_calls[0].function.arguments",
+            {"messages": [{"role": "assistant", "tool_calls": [call]}]},
+        ),
+        ("messages[0].tool_calls", {"messages": [{"role": "user", "tool_calls": [good_call]}]}),
+        ("messages[0].content", {"messages": [{"role": "assistant"}]}),
+    ]
+    async with served(tools_folder) as (rig, _):
+        for param, body in refused:
+            answer = await rig.http.post("/v1/chat/completions", json=says("x") | body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_tools_need_a_parser_and_a_template(
+    tools_folder: Path, model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    body = says("x") | {"tools": DECLARED}
+    async with served(tools_folder, "none") as (rig, _):
+        answer = await rig.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert "--tool-call-parser" in answer.json()["error"]["message"]
+    async with serving(model_folder, tokenizer, tool_call_parser="hermes") as rig:
+        answer = await rig.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert "--chat-template" in answer.json()["error"]["message"]
+
+
+def test_a_server_by_its_flags_serves_a_whole_exchange(tools_folder: Path) -> None:
+    flags = ("--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi")
+    with running_server(SCRIPTED, tools_folder, *flags, "--context-length", str(ROOM)) as server:
+        server.wait_ready()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
+        body = says(ANSWERS["kimi_k2"].text) | {"tools": DECLARED}
+        first = client.chat.completions.create(**body)
+        message = first.choices[0].message
+        calls = message.tool_calls or []
+        assert [call.id for call in calls] == ["functions.get_weather:0", "functions.now:1"]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
+        body["messages"] += [message, *results]
+        again = client.chat.completions.create(**body)
+        assert again.choices[0].finish_reason == "tool_calls"
+        assert again.usage is not None
+        assert first.usage is not None
+        assert again.usage.prompt_tokens > first.usage.prompt_tokens
