@@ -7,8 +7,8 @@ is admitted (`RowAdmission`) and extended by the step itself with each sampled t
 step can be planned and launched before the sampled token was ever seen by the host: this is the
 token relay.
 
-A decode row may also carry drafts: guesses, made by the step itself from the token table, of the
-tokens that follow. The step computes and samples at every one of their positions and keeps the
+A decode row may also carry drafts: guesses, mostly made by the step itself from the token table, of
+the tokens that follow. The step computes and samples at every one of their positions and keeps the
 sampled tokens up to the first that differs from its draft. So a row gains 1 to 1 + k tokens, and
 its length is not known on the host when the next step is planned before the result is read: the
 executor keeps it on the device (`tokens` per row) and the plan says that it must be looked up
@@ -85,6 +85,7 @@ class StatePlan(NamedTuple):
 
 
 NO_SLOT = -1
+NO_DRAFT = -1
 
 
 class RankPlan(NamedTuple):
@@ -117,11 +118,20 @@ class RankPlan(NamedTuple):
     top_logprobs_num: int = 0
     num_logprob_ids: int = 0
     states: StatePlan | None = None  # of models with recurrent layers
+    # What decode rows draft, where the host knows it; NO_DRAFT where the step is to guess.
+    drafts: Int32Array | None = None  # [num_decode, max_draft_tokens] or None: it guesses all
 
     @property
     def num_tokens(self) -> int:
         """Query tokens of this rank in this step."""
         return int(self.q_lens.sum())
+
+    def known_drafts(self, index: int) -> list[int]:
+        """The drafts of one row that `drafts` has."""
+        if self.drafts is None or index >= self.num_decode:
+            return []
+        drafts: list[int] = self.drafts[index, : self.q_lens[index] - 1].tolist()
+        return drafts
 
     @property
     def num_drafts(self) -> Int32Array:
@@ -198,8 +208,9 @@ class Executor(Protocol):
 
         Args:
             handle: of the step launched last.
-            masks: of each rank, int32[n, mask_words(vocab_size)], what each row of its plan may
-                draw; those of rows without a grammar allow everything.
+            masks: of each rank, int32[n, 1 + max_draft_tokens, mask_words(vocab_size)], what each
+                row of its plan may draw next, and after each of its drafts if that is right; those
+                of rows without a grammar allow everything.
         """
         ...
 

@@ -196,16 +196,23 @@ class EngineCore:
 
     def _masks(self, plan: StepPlan) -> list[Int32Array]:
         """What the rows of a masked step may draw, now that all before it is known."""
-        words = mask_words(self.executor.sizes.vocab_size)
+        sizes = self.executor.sizes
+        shape = (1 + sizes.max_draft_tokens, mask_words(sizes.vocab_size))
         given_up: list[AbortRequest] = []
-        masks = [np.full((len(rank.rows), words), -1, np.int32) for rank in plan.ranks]
+        masks = [np.full((len(rank.rows), *shape), -1, np.int32) for rank in plan.ranks]
         for dp_rank, index, request, output in self.scheduler.rows_with_grammar(plan):
             grammar = request.message.sampling.grammar
             if request.matcher is None and grammar is not None:
                 request.matcher = self._grammars.follow(grammar)
-            masks[dp_rank][index] = request.matcher.mask(output)
-            if request.matcher.error:
-                why = _GIVEN_UP + request.matcher.error
+            matcher, drafts = request.matcher, plan.ranks[dp_rank].known_drafts(index)
+            matcher.read(output)
+            expected = matcher.expected() if sizes.max_draft_tokens else ()
+            if len(expected) > 1:  # the step draws the first
+                first = request.prompt_len + len(output)
+                self.events.expect(request.rid, first, np.array(expected, np.int32))
+            matcher.masks(drafts, masks[dp_rank][index, : 1 + len(drafts)])
+            if matcher.error:
+                why = _GIVEN_UP + matcher.error
                 given_up.append(AbortRequest(rid=request.rid, message=why))
         for message in given_up:
             self.events.abort(message)

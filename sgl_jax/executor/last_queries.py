@@ -40,6 +40,12 @@ class LastQueries(NamedTuple):
         tokens = batch.q_offsets[rows + 1] - counts[rows] + queries - firsts[rows]
         return cls(rows, jnp.where(valid, tokens, 0), valid, firsts)
 
+    @property
+    def places(self) -> jax.Array:
+        """Which of its row's queries each is, from 0 on: int32[S]; some place where not valid."""
+        queries = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
+        return queries - self.firsts[self.rows]
+
     def by_row(self, values: jax.Array, width: int) -> jax.Array:
         """Values [S, ...] as [B, width, ...]; what lies past a row's queries means nothing."""
         index = self.firsts[:, None] + jnp.arange(width, dtype=jnp.int32)

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.page_tables import PageTables
-from sgl_jax.core.step_plan import Int32Array, RankPlan
+from sgl_jax.core.step_plan import NO_DRAFT, Int32Array, RankPlan
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 _NUM_ROW_WORDS = 6  # row, kv_start, q_len, samples, relayed, num_scored
+# Then of a row as many words as it may have drafts, where the engine drafts at all.
 _NUM_STATE_WORDS = 2  # of a row in models with recurrent layers: source, half
 _NUM_SNAPSHOT_WORDS = 3  # of each snapshot: row, length, slot
 _NUM_RANK_WORDS = 3  # num_decode, wants_logprobs, any_scored
@@ -47,6 +48,7 @@ class RankControls(NamedTuple):
     wants_logprobs: jax.Array  # bool[]
     any_scored: jax.Array  # bool[] whether any row of any rank is scored
     states: "StateControls | None"  # of models with recurrent layers
+    drafts: jax.Array  # int32[B, max_drafts], NO_DRAFT where the step guesses
 
 
 class StateControls(NamedTuple):
@@ -65,10 +67,12 @@ class DPLayout(NamedTuple):
     pages_per_row: int
     num_groups: int  # of layers, each with a page table
     max_snapshots: int | None = None  # of a rank in a step; None: the model has no states
+    max_drafts: int = 0  # of a row
 
     @property
     def _row_words(self) -> int:
-        return _NUM_ROW_WORDS + (0 if self.max_snapshots is None else _NUM_STATE_WORDS)
+        state_words = 0 if self.max_snapshots is None else _NUM_STATE_WORDS
+        return _NUM_ROW_WORDS + self.max_drafts + state_words
 
     @property
     def control_words(self) -> int:
@@ -102,9 +106,14 @@ class DPLayout(NamedTuple):
             by_row[rank, 3, :n] = plan.samples
             by_row[rank, 4, :n] = plan.relayed
             by_row[rank, 5, :n] = 0 if plan.num_scored is None else plan.num_scored
+            drafts = by_row[rank, _NUM_ROW_WORDS : _NUM_ROW_WORDS + self.max_drafts]
+            if plan.drafts is None:
+                drafts[:] = NO_DRAFT
+            else:
+                drafts[:, : plan.num_decode] = plan.drafts.T
             if plan.states is not None:
-                by_row[rank, 6, :n] = plan.states.sources
-                by_row[rank, 7, :n] = plan.states.halves
+                by_row[rank, -2, :n] = plan.states.sources
+                by_row[rank, -1, :n] = plan.states.halves
                 kept = plan.states.snapshots.reshape(-1)
                 of_snapshots[rank, : len(kept)] = kept
             controls[rank, -3] = plan.num_decode
@@ -116,11 +125,12 @@ class DPLayout(NamedTuple):
         return StepInput(controls, page_tables)
 
     def pack_masks(self, masks: Sequence[Int32Array]) -> Int32Array:
-        """Each rank's masks int32[n, words] in place: int32[dp * B, words]."""
-        packed = np.zeros((self.dp_size, self.rows_per_rank, masks[0].shape[1]), np.int32)
+        """Each rank's masks int32[n, 1 + max_drafts, words] in place: [dp * B, ...]."""
+        shape = masks[0].shape[1:]
+        packed = np.zeros((self.dp_size, self.rows_per_rank, *shape), np.int32)
         for rank, own in enumerate(masks):
             packed[rank, : len(own)] = own
-        return packed.reshape(-1, packed.shape[2])
+        return packed.reshape(-1, *shape)
 
     def unpack_controls(self, words: jax.Array) -> RankControls:
         """One rank's words int32[control_words], by name; traced inside the step."""
@@ -129,7 +139,7 @@ class DPLayout(NamedTuple):
         states = None
         if self.max_snapshots is not None:
             snapshots = words[end_of_rows:-_NUM_RANK_WORDS].reshape(-1, _NUM_SNAPSHOT_WORDS)
-            states = StateControls(by_row[6], by_row[7], snapshots)
+            states = StateControls(by_row[-2], by_row[-1], snapshots)
         return RankControls(
             rows=by_row[0],
             kv_starts=by_row[1],
@@ -141,6 +151,7 @@ class DPLayout(NamedTuple):
             wants_logprobs=words[-2] != 0,
             any_scored=words[-1] != 0,
             states=states,
+            drafts=by_row[_NUM_ROW_WORDS : _NUM_ROW_WORDS + self.max_drafts].T,
         )
 
     def split_groups(self, page_tables: jax.Array) -> tuple[jax.Array, ...]:

@@ -54,6 +54,11 @@ def _problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
         return f"num_decode {rank.num_decode} does not match {n} rows or relayed {rank.relayed}"
     if (rank.q_lens[: rank.num_decode] > 1 + sizes.max_draft_tokens).any():
         return f"{rank.num_drafts.max()} drafts of a row, at most {sizes.max_draft_tokens} fit"
+    shape = (rank.num_decode, sizes.max_draft_tokens)
+    if rank.drafts is not None and rank.drafts.shape != shape:
+        return f"drafts are of shape {rank.drafts.shape}, not {shape}"
+    if rank.drafts is not None and (rank.drafts >= sizes.vocab_size).any():
+        return f"token {rank.drafts.max()} is drafted, the vocabulary has {sizes.vocab_size}"
     return (
         _score_problem(rank, sizes) or _length_problem(rank, sizes) or _state_problem(rank, sizes)
     )

@@ -101,6 +101,7 @@ class Programs:
             sizes.pages_per_row,
             len(sizes.groups),
             sizes.max_step_snapshots if has_states else None,
+            sizes.max_draft_tokens,
         )
 
     def step(self, bucket: Bucket) -> StepProgram:
@@ -216,7 +217,7 @@ class Programs:
             computed,
             self._row_params,
             *self._step_inputs(bucket),
-            self._input((layout.dp_size * layout.rows_per_rank, words)),
+            self._input((layout.dp_size * layout.rows_per_rank, layout.max_drafts + 1, words)),
         )
         tables = (TABLE_SPEC, P("data"), P("data"), P("data"))
         in_specs = (self._weight_specs, state_specs, _COMPUTED_SPECS, *tables)

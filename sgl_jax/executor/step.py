@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import NO_DRAFT
 from sgl_jax.executor.last_queries import LastQueries, count_accepted
 from sgl_jax.executor.layout import RankControls
 from sgl_jax.executor.state_slots import RowStates, StepRows, build_state_batch, keep_states
@@ -127,7 +128,8 @@ def draw_step(
 ) -> tuple[StepState, StepOutput]:
     """The second half: tokens are drawn and recorded, and what was asked of them is reported.
 
-    `masks` int32[B, ceil(vocab_size / 32)] are the tokens that each row may draw; None: any.
+    `masks` int32[B, 1 + max_draft_tokens, ceil(vocab_size / 32)] are the tokens that each row may
+    draw next, and after each of its drafts; None: any.
     """
     controls, sizes = given.controls, given.sizes
     max_drafts = sizes.max_draft_tokens
@@ -144,7 +146,7 @@ def draw_step(
         state.token_table,
         where,
         controls.wants_logprobs,
-        None if masks is None else masks[sampled.rows],
+        None if masks is None else masks[sampled.rows, sampled.places],
     )
     new_tokens = sampled.by_row(drawn, 1 + max_drafts)
     counts = controls.samples.astype(jnp.int32)
@@ -224,7 +226,10 @@ def _place_queries(
     token_table = state.token_table
     guesses = None
     if max_drafts:
-        guesses = propose_drafts(token_table, rows, new_starts, drafts > 0, max_drafts)
+        is_guessed = controls.drafts == NO_DRAFT
+        wanted = (drafts > 0) & is_guessed[:, 0]
+        guesses = propose_drafts(token_table, rows, new_starts, wanted, max_drafts)
+        guesses = jnp.where(is_guessed, guesses, controls.drafts)
         token_table = _write_tokens(token_table, rows, new_starts, guesses, drafts)
     return token_table, Queries(kv_starts, drafts, new_starts, guesses)
 

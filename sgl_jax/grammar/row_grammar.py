@@ -18,7 +18,6 @@ class RowGrammar:
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._num_read = 0
-        self._words: Int32Array = np.zeros((1, mask_words(vocab_size)), np.int32)
         self._end: Int32Array = np.zeros(mask_words(vocab_size), np.int32)
         ids = np.array(eos_token_ids, np.int64)
         np.bitwise_or.at(
@@ -32,19 +31,39 @@ class RowGrammar:
         message: str = self._matcher.get_error()
         return message.partition("\n")[0]
 
-    def mask(self, output: Int32Array) -> Int32Array:
-        """Which tokens may follow, int32[mask_words(vocab_size)]; those that end it if none may.
-
-        `output` is all of it, int32[n]; the array is good until the next call.
-        """
+    def read(self, output: Int32Array) -> None:
+        """Read what is new of `output`, which is all of it, int32[n]."""
         fresh = output[self._num_read :].tolist()
         self._num_read = len(output)
         if fresh:
             self._matcher.consume_tokens(fresh)
-        if self._matcher.is_stopped():  # or in an error
-            return self._end
-        fill_next_token_bitmask(self._matcher, self._words, 0)
-        if self._matcher.is_error():
-            return self._end
-        allowed: Int32Array = self._words[0]
-        return allowed
+
+    def masks(self, drafts: Sequence[int], masks: Int32Array) -> None:
+        """Write to `masks` int32[1 + len(drafts), mask_words(vocab_size)] which tokens may follow
+        what was read, and each of the drafts; those that end an output where no other may.
+
+        After a draft that may not be there, nothing is written.
+        """
+        num_tried = 0
+        for place in range(1 + len(drafts)):
+            self._write_mask(masks[place])
+            if place == len(drafts) or self._matcher.is_stopped():
+                break
+            if not self._matcher.try_consume_tokens([drafts[place]]):
+                break
+            num_tried += 1
+        if num_tried:
+            self._matcher.rollback(num_tried)
+
+    def expected(self) -> list[int]:
+        """The tokens after what was read that there is no other way to go on with."""
+        if self._matcher.is_stopped():
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens
+
+    def _write_mask(self, mask: Int32Array) -> None:
+        if not self._matcher.is_stopped():  # nor in an error
+            fill_next_token_bitmask(self._matcher, mask[None], 0)
+        if self._matcher.is_stopped():
+            mask[:] = self._end

@@ -4,12 +4,15 @@ A draft that is not accepted costs a query token for nothing, so a request whose
 brought little pauses drafting, and longer each time that trying again fails. The statistics are
 columns of the running rows (`draft_gain`, `draft_from_len`, `draft_pause`); the executor chooses
 the drafts themselves.
+
+An output that is held to a grammar drafts what the grammar leaves no other way to, and nothing
+else: which tokens may follow a guess is not known before the guess is.
 """
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array, RowIndex
-from sgl_jax.scheduler.running_rows import RowColumns
+from sgl_jax.core.step_plan import NO_DRAFT, Int32Array, RowIndex
+from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 # Of each new result in the moving average of accepted tokens per step.
 _WEIGHT = 0.3
@@ -32,9 +35,29 @@ def choose_drafts(running: RowColumns, rows: RowIndex, most: int) -> Int32Array:
     is_drafting = running.known_len[rows] >= running.draft_from_len[rows]
     longest = running.planned_len[rows] + running.unread_drafts[rows] + 1
     drafts: Int32Array = np.clip(running.max_len[rows] - longest, 0, most)
-    # Which tokens a grammar allows after a draft is not known before the draft is.
     drafts[~is_drafting | running.has_grammar[rows]] = 0
     return drafts
+
+
+def choose_expected(
+    running: RunningRows, rows: RowIndex, most: int
+) -> tuple[Int32Array, Int32Array] | None:
+    """Of outputs held to grammars how many tokens each of `rows` drafts, int32[len(rows)], and
+    which, int32[len(rows), most], NO_DRAFT where there is none. None if no row drafts so."""
+    counts = np.zeros(len(rows), np.int32)
+    drafts = np.full((len(rows), most), NO_DRAFT, np.int32)
+    # What a row will have is known only if all its drafts are read.
+    is_sure = running.has_grammar[rows] & (running.unread_drafts[rows] == 0)
+    for i in is_sure.nonzero()[0].tolist():
+        row = int(rows[i])
+        first, tokens = running.request(row).expected
+        planned_len = int(running.planned_len[row])
+        room = min(most, int(running.max_len[row]) - planned_len - 1)
+        known = tokens[max(planned_len - first, 0) :][: max(room, 0)]
+        if first <= planned_len and len(known):
+            counts[i] = len(known)
+            drafts[i, : len(known)] = known
+    return (counts, drafts) if counts.any() else None
 
 
 def learn_from_drafts(

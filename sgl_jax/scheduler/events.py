@@ -26,6 +26,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import (
+    Int32Array,
     PromptLogprobs,
     RankPlan,
     RankResult,
@@ -69,6 +70,12 @@ class Aborted(Told, frozen=True, tag="abort"):
 
 class Stopped(Told, frozen=True, tag="stop"):
     message: StopRequest
+
+
+class Expected(Told, frozen=True, tag="expect"):
+    rid: str
+    first: int
+    tokens: Int32Array
 
 
 class AskedSession(Told, frozen=True, tag="session"):
@@ -132,6 +139,7 @@ Event: TypeAlias = (
     | Refused
     | Aborted
     | Stopped
+    | Expected
     | AskedSession
     | AnsweredSession
     | Flushed

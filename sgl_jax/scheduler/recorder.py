@@ -15,12 +15,13 @@ from sgl_jax.core.messages import (
     SessionMessage,
     StopRequest,
 )
-from sgl_jax.core.step_plan import RankResult, StepPlan
+from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
 from sgl_jax.scheduler.event_log import EventWriter
 from sgl_jax.scheduler.events import (
     Aborted,
     AnsweredSession,
     AskedSession,
+    Expected,
     FailedAll,
     Flushed,
     Noted,
@@ -67,6 +68,9 @@ class Recorder:
 
     def stop(self, message: StopRequest) -> None:
         self._tell(Stopped(message))
+
+    def expect(self, rid: str, first: int, tokens: Int32Array) -> None:
+        self._tell(Expected(rid, first, tokens))
 
     def session(self, message: SessionMessage) -> Reply:
         reply: Reply = self._tell(AskedSession(message))

@@ -35,6 +35,7 @@ class Request:
         "arrival",
         "cached_tokens",
         "dp_rank",
+        "expected",
         "is_prompt_told",
         "kept_by",
         "kept_len",
@@ -87,6 +88,8 @@ class Request:
         self.is_prompt_told = session is None  # then the client sent all of it
         # Follows the output in its grammar; made and read by the engine, which has grammars.
         self.matcher: Any = None
+        # Tokens that the grammar leaves no other way to, and the position of the first.
+        self.expected: tuple[int, Int32Array] = (0, np.zeros(0, np.int32))
         self.max_len = max_len  # prompt and output tokens at most
         self.state = RequestState.WAITING
         self.lease: KVLease | None = None

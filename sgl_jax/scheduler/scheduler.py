@@ -145,6 +145,13 @@ class Scheduler:
             if request is not None:
                 self._end(request, FinishReason("abort", message=message.message))
 
+    def expect(self, rid: str, first: int, tokens: Int32Array) -> None:
+        """A grammar leaves a request no other way than `tokens` int32[n], from position `first` on:
+        they are worth drafting."""
+        request = self._requests.get(rid)
+        if request is not None:
+            request.expected = (first, tokens)
+
     def stop(self, message: StopRequest) -> None:
         """The front found a stop string: keep that many output tokens, forget the rest."""
         self._amend(message)

@@ -241,6 +241,7 @@ def _plans(ranks: Ranks, builders: Sequence[StepBuilder], step: _Columns) -> tup
                     int(ranks.running.num_logprob_ids[step.rows[part]].max()) if reports else 0
                 ),
                 states=_states(ranks, builder, step, part) if ranks.has_states else None,
+                drafts=builder.drafts,
             )
         )
     return tuple(plans)

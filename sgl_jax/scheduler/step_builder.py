@@ -15,7 +15,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.release import free_tail
-from sgl_jax.scheduler.draft_policy import choose_drafts
+from sgl_jax.scheduler.draft_policy import choose_drafts, choose_expected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.runnable import Runnable, decode_ends
@@ -40,6 +40,7 @@ class StepBuilder:
         self.unservable: list[int] = []  # rows that do not fit the rank even alone
         self.decode_rows = runnable.decoding
         self.num_drafts = _NO_DRAFTS  # of each decode row; empty if there is no speculation
+        self.drafts: Int32Array | None = None  # as in `RankPlan`
         self.chunk_rows: list[int] = []
         self.chunk_lens: list[int] = []
         # Wanted, in this step or later.
@@ -171,9 +172,14 @@ class StepBuilder:
         if not self._max_draft_tokens:
             return _NO_DRAFTS
         drafts = choose_drafts(self.rank.running, rows, self._max_draft_tokens)
-        if self.rank.memory.grow_rows(rows, self._decode_ends(rows) + drafts):
-            return drafts
-        return np.zeros_like(drafts)
+        expected = choose_expected(self.rank.running, rows, self._max_draft_tokens)
+        if expected is not None:
+            drafts += expected[0]
+        if not self.rank.memory.grow_rows(rows, self._decode_ends(rows) + drafts):
+            return np.zeros_like(drafts)
+        if expected is not None:
+            self.drafts = expected[1]
+        return drafts
 
     def _retract_one(self) -> int | None:
         """Retract, of the runnable requests of the lowest priority, the one with the fewest output

@@ -25,7 +25,8 @@ class FakeExecutor(Executor):
         """Tokens that are not allowed become the lowest that is."""
         for result, mask in zip(self.result(handle), masks, strict=True):
             tokens = result.tokens[:, 0]
-            allowed = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little").astype(np.bool_)
+            of_next = np.ascontiguousarray(mask[:, 0]).view(np.uint8)
+            allowed = np.unpackbits(of_next, axis=1, bitorder="little").astype(np.bool_)
             is_wrong = (tokens >= 0) & ~allowed[np.arange(len(tokens)), tokens]
             tokens[is_wrong] = allowed[is_wrong].argmax(axis=1)
 

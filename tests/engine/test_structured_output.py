@@ -43,6 +43,12 @@ VARIANTS = {
     "two chips": {"tp_size": 2},
     "no overlap": {"disable_overlap_schedule": True},
     "drafts": {"speculative_algorithm": "NGRAM"},
+    "drafts, retract, two ranks": {
+        "speculative_algorithm": "NGRAM",
+        "dp_size": 2,
+        "test_retract": True,
+        "test_retract_interval": 3,
+    },
     "retract": {"test_retract": True, "test_retract_interval": 3},
 }
 
@@ -80,7 +86,8 @@ def test_outputs_are_valid_and_the_same(plain: list[list[int]], variant: str) ->
     with Engine(DEMO, **(SETTINGS | VARIANTS[variant])) as engine:
         assert outputs(engine) == plain
         counters = engine.server_info()["counters"]
-    assert (counters["requests_force_retracted"] > 0) == (variant == "retract")
+    assert (counters["requests_force_retracted"] > 0) == ("retract" in variant)
+    assert (counters["accepted_draft_tokens"] > 0) == ("drafts" in variant)
 
 
 def test_a_row_without_a_grammar_draws_what_it_would_alone(

@@ -4,7 +4,7 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageChanges, PageTables
-from sgl_jax.core.step_plan import RankPlan
+from sgl_jax.core.step_plan import NO_DRAFT, RankPlan, StatePlan
 from sgl_jax.executor.layout import DPLayout
 
 
@@ -60,6 +60,32 @@ def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
         assert table[:n, :3].tolist() == [listed(rank, row)[:3] for row in plan.rows.tolist()]
         assert not table[n:].any()
         assert not table[:, 3:].any()
+
+
+def test_drafts_that_the_host_knows_arrive_beside_states():
+    layout = DPLayout(
+        2, rows_per_rank=3, pages_per_row=5, num_groups=1, max_snapshots=2, max_drafts=2
+    )
+    states = StatePlan(np.array([7, 8]), np.array([1, 0]), np.array([[0, 4, 9]]))
+    known = rank_plan(2, states=states, drafts=np.array([[5, NO_DRAFT]]))
+    step_input = layout.pack([rank_plan(2), known], tables(dp_size=2, pages_per_row=5))
+    guessing, seen = (layout.unpack_controls(words) for words in step_input.controls)
+    assert (guessing.drafts == NO_DRAFT).all()
+    assert seen.drafts.shape == (3, 2)
+    assert seen.drafts[0].tolist() == [5, NO_DRAFT]
+    assert seen.states.sources[:2].tolist() == [7, 8]
+    assert seen.states.halves[:2].tolist() == [1, 0]
+    assert seen.states.snapshots.tolist() == [[0, 4, 9], [0, 0, 0]]
+    assert seen.num_decode == 1
+
+
+def test_masks_of_each_rank_and_place_arrive():
+    layout = DPLayout(2, rows_per_rank=3, pages_per_row=1, num_groups=1, max_drafts=1)
+    masks = [np.arange(8, dtype=np.int32).reshape(2, 2, 2), np.zeros((0, 2, 2), np.int32)]
+    packed = layout.pack_masks(masks).reshape(2, 3, 2, 2)
+    np.testing.assert_array_equal(packed[0, :2], masks[0])
+    assert not packed[0, 2:].any()
+    assert not packed[1].any()
 
 
 def test_results_come_back_to_their_rank_without_padding():

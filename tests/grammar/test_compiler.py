@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import Grammar
 from sgl_jax.core.step_plan import mask_words
 from sgl_jax.grammar.compiler import GrammarCompiler
+from sgl_jax.grammar.row_grammar import RowGrammar
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.tokenizers import byte_level, save
 
@@ -44,7 +46,19 @@ def compiler(folder: Path, tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(str(folder), VOCAB_SIZE, (tokenizer.eos_token_id,))
 
 
-def allowed(mask: np.ndarray) -> list[int]:
+def masks_after(row: RowGrammar, output: Sequence[int], drafts: Sequence[int] = ()) -> np.ndarray:
+    """int32[1 + len(drafts), mask_words(VOCAB_SIZE)], of which -1 is not written."""
+    masks = np.full((1 + len(drafts), mask_words(VOCAB_SIZE)), -1, np.int32)
+    row.read(np.array(output, np.int32))
+    row.masks(drafts, masks)
+    return masks
+
+
+def allowed(row: RowGrammar, output: Sequence[int]) -> list[int]:
+    return tokens_of(masks_after(row, output)[0])
+
+
+def tokens_of(mask: np.ndarray) -> list[int]:
     ids: list[int] = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
     return ids
 
@@ -53,7 +67,7 @@ def draw(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar, seed
     """A text that follows the grammar, any allowed token as likely as another."""
     rng, row, output = random.Random(seed), compiler.follow(grammar), []
     for _ in range(2000):
-        token = rng.choice(allowed(row.mask(np.array(output, np.int32))))
+        token = rng.choice(allowed(row, output))
         if token == tokenizer.eos_token_id:
             return tokenizer.decode(output)
         output.append(token)
@@ -91,28 +105,27 @@ def test_any_text_drawn_by_a_grammar_matches_it(
 def test_text_is_free_up_to_a_trigger(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     row = compiler.follow(Grammar("structural_tag", json.dumps(TAGS)))
     free = tokenizer.encode("Any words, then ")
-    assert len(allowed(row.mask(np.array(free, np.int32)))) > 200
+    assert len(allowed(row, free)) > 200
     begun = free + tokenizer.encode("<call>")
-    nexts = {tokenizer.decode([token])[:1] for token in allowed(row.mask(np.array(begun)))}
+    nexts = {tokenizer.decode([token])[:1] for token in allowed(row, begun)}
     assert nexts == {"{"}
 
 
 def test_a_mask_covers_the_vocabulary_and_nothing_past_it(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    mask = compiler.follow(Grammar("regex", "(?s).*")).mask(np.zeros(0, np.int32))
-    assert mask.shape == (mask_words(VOCAB_SIZE),)
-    assert max(allowed(mask)) < tokenizer.vocab_size
+    row = compiler.follow(Grammar("regex", "(?s).*"))
+    assert max(allowed(row, [])) < tokenizer.vocab_size
 
 
 def test_where_nothing_may_follow_the_output_ends(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     row = compiler.follow(Grammar("regex", "ab"))
-    done = np.array(tokenizer.encode("ab"), np.int32)
-    assert allowed(row.mask(done)) == [tokenizer.eos_token_id]
-    left = np.append(done, tokenizer.encode("x")).astype(np.int32)
-    assert allowed(row.mask(left)) == [tokenizer.eos_token_id]
+    assert allowed(row, tokenizer.encode("ab")) == [tokenizer.eos_token_id]
+    assert row.expected() == []
+    assert allowed(row, tokenizer.encode("abx")) == [tokenizer.eos_token_id]
+    assert row.expected() == []
 
 
 def test_outputs_of_one_grammar_do_not_disturb_each_other(
@@ -120,10 +133,48 @@ def test_outputs_of_one_grammar_do_not_disturb_each_other(
 ) -> None:
     grammar = Grammar("regex", "aaab")
     one, other = compiler.follow(grammar), compiler.follow(grammar)
-    one.mask(np.array(tokenizer.encode("aa"), np.int32))
-    assert allowed(other.mask(np.zeros(0, np.int32))) == allowed(
-        compiler.follow(grammar).mask(np.zeros(0, np.int32))
-    )
+    allowed(one, tokenizer.encode("aa"))
+    assert allowed(other, []) == allowed(compiler.follow(grammar), [])
+
+
+def test_masks_after_drafts_are_those_after_the_same_output(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = Grammar("regex", "one(two|six)x")
+    drafts = tokenizer.encode("onetwox")
+    row = compiler.follow(grammar)
+    for _ in range(2):  # what was drafted is not read
+        masks = masks_after(row, [], drafts)
+        for place, mask in enumerate(masks):
+            wanted = allowed(compiler.follow(grammar), drafts[:place])
+            assert tokens_of(mask) == wanted
+    assert tokens_of(masks[-1]) == [tokenizer.eos_token_id]
+
+
+def test_after_a_draft_that_may_not_be_there_nothing_is_written(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    row = compiler.follow(Grammar("regex", "one"))
+    right, wrong = tokenizer.encode("o"), tokenizer.encode("x")
+    masks = masks_after(row, [], [*right, *wrong, *wrong])
+    assert (masks[2:] == -1).all()
+    assert tokens_of(masks[1]) == allowed(row, right)
+
+
+def test_what_there_is_no_other_way_to_is_expected(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    # The last of the characters there is no other way to may be part of a longer token.
+    row = compiler.follow(Grammar("regex", "1234567(two|six)x"))
+    for begun in ("", "12", "1234567t"):
+        output = tokenizer.encode(begun)
+        row.read(np.array(output, np.int32))
+        expected = row.expected()
+        assert len(expected) > 1
+        assert "1234567twox".removeprefix(begun).startswith(tokenizer.decode(expected))
+        masks = masks_after(row, output, expected)
+        assert [tokens_of(mask) for mask in masks[:-1]] == [[token] for token in expected]
+        row = compiler.follow(Grammar("regex", "1234567(two|six)x"))
 
 
 @pytest.mark.parametrize(

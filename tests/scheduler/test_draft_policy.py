@@ -3,9 +3,17 @@
 import numpy as np
 import pytest
 
+from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.draft_policy import choose_drafts, learn_from_drafts, start_drafting
-from sgl_jax.scheduler.running_rows import RowColumns
+from sgl_jax.scheduler.draft_policy import (
+    choose_drafts,
+    choose_expected,
+    learn_from_drafts,
+    start_drafting,
+)
+from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 ROWS = np.array([2, 5])
 MOST = 4
@@ -82,3 +90,45 @@ def test_a_new_request_in_a_paused_row_drafts(running: RowColumns) -> None:
         learn(running, (0,), length)
     start_drafting(running, 2, MOST)
     assert choose(running, ROWS[:1], 3) == [4]
+
+
+def expecting(running: RowColumns, first: int, *tokens: int) -> RunningRows:
+    """The second of `ROWS` is held to a grammar and expects `tokens` from position `first` on."""
+    rows = RunningRows(running)
+    running.has_grammar[5] = True
+    request = Request(
+        GenerateRequest(rid="a", input_ids=[1, 2, 3], sampling=SamplingParams()), 0, 100
+    )
+    request.expected = (first, ints(*tokens))
+    rows.requests[5] = request
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("planned_len", "wanted"),
+    [(10, [6, 7, 8, 9]), (11, [7, 8, 9, -1]), (13, [9, -1, -1, -1])],
+)
+def test_an_output_by_a_grammar_drafts_what_is_expected_of_it(
+    running: RowColumns, planned_len: int, wanted: list[int]
+) -> None:
+    rows = expecting(running, 10, 6, 7, 8, 9)
+    assert choose(running, ROWS, 20, planned_len) == [4, 0]
+    chosen = choose_expected(rows, ROWS, MOST)
+    assert chosen is not None
+    counts, drafts = chosen
+    assert counts.tolist() == [0, 14 - planned_len]
+    assert drafts.tolist() == [[-1] * MOST, wanted]
+
+
+@pytest.mark.parametrize(
+    ("planned_len", "unread", "max_len"),
+    [(9, 0, 100), (14, 0, 100), (10, 1, 100), (10, 0, 11)],
+    ids=["too early", "past it", "length not known", "at its end"],
+)
+def test_nothing_is_drafted_where_what_is_expected_may_not_be_next(
+    running: RowColumns, planned_len: int, unread: int, max_len: int
+) -> None:
+    rows = expecting(running, 10, 6, 7, 8, 9)
+    running.planned_len[5], running.unread_drafts[5] = planned_len, unread
+    running.max_len[5] = max_len
+    assert choose_expected(rows, ROWS, MOST) is None
