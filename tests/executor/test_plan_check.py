@@ -54,6 +54,7 @@ BROKEN = {
     "num_decode 3 does not match": {"num_decode": 3},
     "does not match 2 rows or relayed": {"relayed": np.array([False, True])},
     "7 drafts of a row, at most 0": {"num_decode": 2},
+    r"drafts are of shape \(2, 0\), not \(1, 0\)": {"drafts": np.zeros((2, 0), np.int32)},
     "reaches 33 tokens, at most 32": {"kv_starts": ints(32, 0)},
     "num_pages 2: rows of 3 to 8 pages": {"kv_starts": ints(8, 0)},
     "num_pages 9: rows of 2 to 8 pages": {"num_pages": 9},
