@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sgl_jax.core.server_args import ServerArgs
@@ -75,6 +75,9 @@ def test_events_do_not_depend_on_cuts(
 
 
 @pytest.mark.parametrize("parser", PARSERS, ids=str)
+@example(marks=["<tool_call>", "<arg_key>", "</arg_key>"])
+@example(marks=["<tool_call>", "<arg_key>", "</arg_key><arg_value>"])
+@example(marks=["<tool_call><function=", "><parameter=", ">"])
 @given(marks=st.lists(st.sampled_from(MARKS), max_size=14))
 def test_nothing_between_marks_is_lost(parser: AnswerParser, marks: list[str]) -> None:
     words = [f"{{w{number}}}" for number in range(len(marks))]

@@ -27,6 +27,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
             key = unread.take(size).strip()
             unread.take(len(_KEY_END))
             if not (yield from unread.skip(_VALUE)):
+                yield Content(key)
                 return False
             if not (yield from values.value(key, _VALUE_END)):
                 return False

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_jax.text.output_events import Arguments, CallEnded, as_json
+from sgl_jax.text.output_events import Arguments, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
 
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -28,7 +28,8 @@ class TaggedArguments:
     def value(self, name: str, end: str) -> Reading[bool]:
         """Hand out the argument `name`, of which the value comes next, up to the tag `end`.
 
-        A string is handed out as it arrives. Returns whether `end` came.
+        A string is handed out as it arrives. Returns whether `end` came; if not, and nothing was
+        handed out, the name is content.
         """
         key = f"{self._next}{as_json(name)}: "
         self._next = ", "
@@ -37,6 +38,7 @@ class TaggedArguments:
             return (yield from self._string(end))
         size = yield from self._unread.find(end)
         if size < 0:
+            yield Content(name)
             return False
         yield Arguments(key + _as_value(self._unread.take(size).strip()))
         self._unread.take(len(end))
