@@ -17,7 +17,11 @@ class Grammar(NamedTuple):
     - ebnf: a grammar in GBNF (`root ::= ...`) or in Lark's form (`start: ...`).
     - structural_tag: JSON with `structures`, each a `begin`, a `schema` and an `end`, and
       `triggers`: free text, in which what follows a trigger is such a structure.
+
+    With `reasoning`, two marks, free text that ends with the second may come first, and spaces: if
+    it begins with the first mark, and in any case if that is "".
     """
 
     kind: GrammarKind
     text: str
+    reasoning: tuple[str, str] | None = None

@@ -94,6 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         json_schema, regex, ebnf, structural_tag: what the output is held to, one of them at most
             (`core/grammar.py`). It then ends where the grammar does, by the model's own
             end-of-sequence token, whatever `ignore_eos` says.
+        reasoning: the marks of what may come before that (`Grammar.reasoning`).
     """
 
     max_new_tokens: int | None = None
@@ -116,6 +117,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    reasoning: tuple[str, str] | None = None
 
     @property
     def grammar(self) -> Grammar | None:
@@ -123,7 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for kind in _GRAMMAR_KINDS:
             text = getattr(self, kind)
             if text is not None:
-                return Grammar(kind, text)
+                return Grammar(kind, text, self.reasoning)
         return None
 
     def checked(self, vocab_size: int) -> "SamplingParams":

@@ -19,6 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import JSON_STYLE, Grammar, GrammarKind
+from sgl_jax.grammar.reasoning_first import after_reasoning
 from sgl_jax.grammar.row_grammar import RowGrammar
 
 _MAX_KEPT = 256  # compiled grammars
@@ -83,10 +84,22 @@ class GrammarCompiler:
             text = _READERS[grammar.kind](grammar.text)
         except Exception as error:  # of any type, by what reads it
             raise _refusal(grammar.kind, str(error)) from error
+        if grammar.reasoning is not None:
+            text = after_reasoning(text, *map(self._literal, grammar.reasoning))
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _refusal(grammar.kind, matcher.get_error())
         return matcher
+
+    def _literal(self, mark: str) -> str:
+        """A text in Lark's form: a special token is not the characters that it is written as."""
+        special = self._special_ids.get(mark)
+        return json.dumps(mark, ensure_ascii=False) if special is None else f"<[{special}]>"
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        added = json.loads(self._file.read_text("utf-8")).get("added_tokens") or []
+        return {token["content"]: token["id"] for token in added if token.get("special")}
 
 
 def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:

@@ -28,6 +28,7 @@ from sgl_jax.server.text_pool import Ids, TextPool
 from sgl_jax.text.answer_parser import AnswerParser, choose_parser
 from sgl_jax.text.jobs import EncodeChat
 
+_PROMPT_TAIL_TOKENS = 16  # that say whether the prompt has opened or closed the reasoning
 # What clients and sglang-router send where only one model is known.
 _DEFAULT_MODELS = ("default", "unknown")
 
@@ -103,11 +104,9 @@ class ServerContext:
         """
         forced, grammar = body.forced_tools, self.answer_parser.call_grammar
         if forced is not None:
-            is_reasoning = self.answer_parser.reasoning_format is not None
-            if grammar is None or is_reasoning:
-                whose = "an answer that begins with reasoning" if is_reasoning else "this model"
+            if grammar is None:
                 raise InvalidRequestError(
-                    f"tool_choice: calls of {whose} cannot be forced; send auto or none",
+                    "tool_choice: calls of this model cannot be forced; send auto or none",
                     "tool_choice",
                 )
             is_single = body.parallel_tool_calls is False or body.tool_choice != "required"
@@ -119,6 +118,15 @@ class ServerContext:
                 "tools: calls of this model cannot be held to a schema; leave strict out", "tools"
             )
         return {"structural_tag": grammar.calls_amid_content(body.schemas or {})}
+
+    def reasoning_after(self, prompt: Sequence[int]) -> tuple[str, str] | None:
+        """The marks of the reasoning that a chat's answer may begin with, whatever its grammar."""
+        return self.answer_parser.reasoning_after(self.prompt_tail(prompt))
+
+    def prompt_tail(self, prompt: Sequence[int]) -> str:
+        """The last characters of a prompt, special tokens included."""
+        tokens = list(prompt[-_PROMPT_TAIL_TOKENS:])
+        return self.frontend.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def parsed_tokens(self, body: ChatRequest) -> frozenset[int]:
         """Special tokens that are read in the answer to `body`."""

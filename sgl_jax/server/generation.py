@@ -5,7 +5,7 @@ client goes away or one of them fails, the others are aborted.
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -143,6 +143,7 @@ async def prepare_all(
     options: Sequence[Mapping[str, Any]],
     *,
     grammar: Mapping[str, str] | None = None,
+    reasoning_after: Callable[[Sequence[int]], tuple[str, str] | None] | None = None,
     **shared: Any,
 ) -> list[GenerateRequest]:
     """The engine's requests for all choices of all prompts, those of one prompt together.
@@ -153,6 +154,8 @@ async def prepare_all(
         samplings, options: of each prompt; options, and what is `shared`, as
             `RequestChecks.prepare` takes them.
         grammar: the sampling parameter of one, of which the client knows nothing.
+        reasoning_after: gives, for a prompt, `SamplingParams.reasoning` of what is held to a
+            grammar.
 
     Raises:
         InvalidRequestError: one of them cannot be served.
@@ -165,6 +168,8 @@ async def prepare_all(
                 params = sampling.to_sampling(choice)
                 if grammar:
                     params = msgspec.structs.replace(params, **grammar)
+                if reasoning_after is not None and params.grammar is not None:
+                    params = msgspec.structs.replace(params, reasoning=reasoning_after(ids))
                 compiling = checks.start_grammar(params)
                 if compiling is not None:
                     await asyncio.wrap_future(compiling)

@@ -27,8 +27,6 @@ from sgl_jax.server.openai_responses import (
     Usage,
 )
 
-_PROMPT_TAIL_TOKENS = 8  # that say whether the prompt has opened or closed the reasoning
-
 
 class _Format:
     """What both kinds of answers share: name, time, model and counts of tokens."""
@@ -86,13 +84,12 @@ class ChatFormat(_Format):
 
     def __init__(self, context: ServerContext, body: ChatRequest) -> None:
         super().__init__(context, body)
-        self._parser = context.answer_parser
+        self._context, self._parser = context, context.answer_parser
         self._answers: dict[int, ChatAnswer] = {}
 
     def _answer(self, index: int, stream: RequestStream) -> ChatAnswer:
         if index not in self._answers:
-            body, tail_ids = self._body, stream.request.input_ids[-_PROMPT_TAIL_TOKENS:]
-            tail = self._tokenizer.decode(tail_ids, skip_special_tokens=False)
+            body, tail = self._body, self._context.prompt_tail(stream.request.input_ids)
             reader = self._parser.reader(body.schemas, tail, has_reasoning=body.tells_reasoning)
             is_parallel = body.parallel_tool_calls is not False
             self._answers[index] = ChatAnswer(self._parser, reader, is_parallel=is_parallel)

@@ -59,6 +59,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
         grammar=grammar,
+        reasoning_after=context.reasoning_after,
         session=turn,
     )
     return await respond(

@@ -88,6 +88,13 @@ class AnswerParser(NamedTuple):
         """That of its calls, if an answer can be held to them."""
         return None if self.tool_format is None else _call_grammar(self.tool_format)
 
+    def reasoning_after(self, prompt_tail: str) -> tuple[str, str] | None:
+        """The marks of the reasoning that an answer to this prompt may begin with; None: it begins
+        with none, or its format has no such marks."""
+        if self.reasoning_format not in REASONING_FORMATS:
+            return None
+        return REASONING_FORMATS[self.reasoning_format].marks_after(prompt_tail)
+
     def call_id(self, digits: str) -> str:
         """A call's id made of hexadecimal `digits`, such as the model's chat template takes."""
         return digits[:9] if self.tool_format == "mistral" else f"call_{digits[:24]}"

@@ -11,6 +11,17 @@ class ReasoningFormat(NamedTuple):
 
     pairs: tuple[tuple[str, str], ...]
 
+    def marks_after(self, prompt_tail: str) -> tuple[str, str] | None:
+        """The marks of the reasoning that an answer to this prompt may begin with, the first "" if
+        the prompt has it; None if the prompt has closed the reasoning."""
+        tail = prompt_tail.rstrip()
+        for opening, closing in self.pairs:
+            if tail.endswith(closing):
+                return None
+            if tail.endswith(opening):
+                return "", closing
+        return self.pairs[0]
+
     def read(self, unread: Unread, prompt_tail: str) -> Reading[None]:
         """Read reasoning if there is any, and leave the rest of the answer unread.
 

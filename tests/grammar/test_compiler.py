@@ -224,3 +224,48 @@ def test_a_model_without_text_or_without_an_end_takes_no_grammar(folder: Path) -
     for path, eos, words in ((folder / "no", (1,), "tokenizer.json"), (folder, (), "end-of-seq")):
         with pytest.raises(InvalidRequestError, match=words):
             GrammarCompiler(str(path), VOCAB_SIZE, eos).check(Grammar("regex", "a"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        ("regex", "a+b", "aab"),
+        ("ebnf", 'root ::= "yes" | "no"', "no"),
+        ("json_schema", json.dumps(SCHEMA), '{"name": "Ada", "age": 7}'),
+        ("structural_tag", json.dumps(TAGS), 'Well, <call>{"name": "Ada", "age": 7}</call>'),
+    ],
+)
+@pytest.mark.parametrize("opening", ["", "<think>"])
+def test_reasoning_may_come_before_what_a_grammar_holds(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, kind, text: str, answer: str, opening: str
+) -> None:
+    grammar = Grammar(kind, text, (opening, "</think>"))
+    thought = f"{opening}What about <b> and </thin?</think>\n\n"
+    for output in (thought, answer):
+        row = compiler.follow(grammar)
+        row.read(np.array(tokenizer.encode(output), np.int32))
+        assert not row.error
+    whole = compiler.follow(grammar)
+    whole.read(np.array(tokenizer.encode(thought + answer), np.int32))
+    assert not whole.error
+    assert tokenizer.eos_token_id in allowed(whole, tokenizer.encode(thought + answer))
+    # The answer alone does where the prompt has not opened the reasoning.
+    ends = tokenizer.eos_token_id in allowed(compiler.follow(grammar), tokenizer.encode(answer))
+    assert ends == (opening != "")
+    # What comes after the reasoning is held to the grammar.
+    wrong = compiler.follow(grammar)
+    wrong.read(np.array(tokenizer.encode(f"{thought}<call>x"), np.int32))
+    assert wrong.error
+
+
+def test_marks_of_reasoning_that_are_special_tokens_are_tokens(tmp_path: Path) -> None:
+    folder = save(byte_level(), tmp_path / "special")
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    special = next(token for token in tokens["added_tokens"] if token["special"])
+    eos = Tokenizer.load(str(folder)).eos_token_id
+    assert eos is not None
+    compiler = GrammarCompiler(str(folder), VOCAB_SIZE, (eos,))
+    row = compiler.follow(Grammar("regex", "a", ("", special["content"])))
+    written = Tokenizer.load(str(folder)).encode("a")
+    assert len(allowed(row, written)) > 200
+    assert allowed(row, [*written, special["id"], *written]) == [eos]

@@ -4,6 +4,7 @@ The scripted engine answers with what the chat template writes first, up to the 
 here the first message, so each conversation begins with what the model shall say.
 """
 
+import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -34,6 +35,7 @@ TEMPLATE = (
     "={{ c.id }}{% endfor %}"
     "{{ m.tool_call_id or '' }}</s>{% endfor %}"
     "<|assistant|>{% if enable_thinking %}<think>{% endif %}"
+    "{% if enable_thinking is false %}<think></think>\n\n{% endif %}"
 )
 DECLARED: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
@@ -232,6 +234,24 @@ async def test_reasoning_may_begin_in_the_prompt_and_may_stay_in_content(
         found, _ = await whole(client, **body, extra_body=together)
         assert found["reasoning_content"] is None
         assert found["content"] == "It rains.\n</think>\n\nTake a coat."
+
+
+async def test_what_is_forced_comes_after_the_reasoning(tools_folder: Path) -> None:
+    """By the prompt: closed, opened, or neither."""
+    schema = {"type": "json_schema", "json_schema": {"name": "any", "schema": {"type": "object"}}}
+    forced = ({"tools": DECLARED, "tool_choice": "required"}, {"response_format": schema})
+    tails = {None: ("<think>", "</think>"), True: ("", "</think>"), False: None}
+    async with served(tools_folder, "hermes", "qwen3") as (rig, client):
+        for body, (is_thinking, marks) in itertools.product(forced, tails.items()):
+            template_args = {} if is_thinking is None else {"enable_thinking": is_thinking}
+            extra: Any = {"extra_body": {"chat_template_kwargs": template_args}}
+            await whole(client, **says("x"), **body, **extra)
+            request = [m for m in rig.engine.seen if isinstance(m, GenerateRequest)][-1]
+            assert request.sampling.grammar is not None
+            assert request.sampling.grammar.reasoning == marks
+        await whole(client, **says("x"))
+        request = [m for m in rig.engine.seen if isinstance(m, GenerateRequest)][-1]
+        assert request.sampling.reasoning is None
 
 
 async def test_special_tokens_that_no_format_reads_stay_out_of_the_text(

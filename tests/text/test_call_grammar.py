@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.grammar import Grammar
+from sgl_jax.core.step_plan import mask_words
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.text.answer_parser import AnswerParser
 from sgl_jax.text.tokenizer import Tokenizer
@@ -39,8 +40,10 @@ def drawn(folder: Path, grammar: Grammar, seed: int) -> str:
     row = GrammarCompiler(str(folder), tokenizer.vocab_size, (eos,)).follow(grammar)
     rng, output = random.Random(seed), []
     for _ in range(2000):
-        mask = row.mask(np.array(output, np.int32)).view(np.uint8)
-        ids = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
+        mask = np.zeros((1, mask_words(tokenizer.vocab_size)), np.int32)
+        row.read(np.array(output, np.int32))
+        row.masks([], mask)
+        ids = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
         token = eos if eos in ids and (rng.random() < 0.5 or len(ids) == 1) else rng.choice(ids)
         if token == eos:
             return tokenizer.decode(output)
