@@ -25,6 +25,18 @@ from sgl_jax.server.openai_protocol import (
     StreamOptions,
     TextPart,
 )
+from sgl_jax.server.responses_protocol import (
+    CallItem,
+    CallOutputItem,
+    InputText,
+    MessageItem,
+    ReasoningInput,
+    ReasoningOptions,
+    ResponsesBody,
+    ResponseTool,
+    TextFormat,
+    TextOptions,
+)
 from sgl_jax.server.score_protocol import ScoreBody
 from sgl_jax.server.session_protocol import SessionParams
 from sgl_jax.server.strict_model import StrictModel
@@ -58,6 +70,16 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/v1/completions`", CompletionRequest),
     ("`stream_options` of both", StreamOptions),
     ("`response_format` of both", ResponseFormat),
+    ("`/v1/responses`", ResponsesBody),
+    ("`/v1/responses`: a message of `input`", MessageItem),
+    ("`/v1/responses`: a part of `content`", InputText),
+    ("`/v1/responses`: a call of `input`", CallItem),
+    ("`/v1/responses`: a call's result of `input`", CallOutputItem),
+    ("`/v1/responses`: reasoning of `input`", ReasoningInput),
+    ("`/v1/responses`: each of `tools`", ResponseTool),
+    ("`/v1/responses`: `text`", TextOptions),
+    ("`/v1/responses`: `format` of `text`", TextFormat),
+    ("`/v1/responses`: `reasoning`", ReasoningOptions),
     ("`/generate`", GenerateBody),
     ("`/generate`: `sampling_params`", NativeSampling),
     ("`session_params` of `/generate` and `/v1/completions`", SessionParams),

@@ -13,6 +13,7 @@ from sgl_jax.server import (
     native_routes,
     openai_routes,
     other_model_routes,
+    responses_routes,
     score_routes,
     text_routes,
 )
@@ -23,6 +24,7 @@ from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from sgl_jax.server.native_protocol import Generated
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
 from sgl_jax.server.openapi import install_openapi
+from sgl_jax.server.responses_format import ResponseObject
 from sgl_jax.server.score_protocol import Scores
 from sgl_jax.server.text_protocol import Detokenized, Tokenized
 
@@ -38,7 +40,7 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
     app.state.context = context
     for routes in (
         *(openai_routes, native_routes, call_routes, management_routes),
-        *(load_routes, text_routes, score_routes, other_model_routes),
+        *(load_routes, text_routes, score_routes, other_model_routes, responses_routes),
     ):
         # Not `include_router`: a request would be matched with every route twice.
         app.router.routes.extend(routes.router.routes)
@@ -57,6 +59,9 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
             Tokenized,
             Detokenized,
             Scores,
+            ResponseObject,
+            responses_routes.Deleted,
+            responses_routes.ItemList,
         ),
         *(call.answer for call in CALLS if is_struct_type(call.answer)),
     ]

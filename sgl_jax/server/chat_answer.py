@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from msgspec import UNSET
 
 from sgl_jax.core.messages import FinishReason
-from sgl_jax.engine.request_stream import Chunk
+from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.context import ServerContext
+from sgl_jax.server.openai_protocol import ChatRequest
 from sgl_jax.server.openai_responses import (
     AssistantMessage,
     Delta,
@@ -39,9 +41,16 @@ class ChatAnswer:
         self._num_calls = 0
         self._has_begun = False
 
+    @classmethod
+    def of(cls, context: ServerContext, chat: ChatRequest, stream: RequestStream) -> "ChatAnswer":
+        """The answer to `chat` that comes in `stream`."""
+        parser, tail = context.answer_parser, context.prompt_tail(stream.request.input_ids)
+        reader = parser.reader(chat.schemas, tail, has_reasoning=chat.tells_reasoning)
+        return cls(parser, reader, is_parallel=chat.parallel_tool_calls is not False)
+
     def deltas(self, chunk: Chunk) -> list[Delta]:
         """What a streamed chunk brings, at least one delta; the first has the role."""
-        deltas = [self._delta(event) for event in self._events(chunk)]
+        deltas = [self._delta(event) for event in self.events(chunk)]
         if not deltas:
             deltas = [Delta() if self._num_calls else Delta(content="")]
         if not self._has_begun:
@@ -52,14 +61,14 @@ class ChatAnswer:
     def message(self, chunk: Chunk) -> AssistantMessage:
         """The whole answer, which `chunk` holds."""
         content, reasoning, calls = "", "", list[ToolCallAnswer]()
-        for event in self._events(chunk):
+        for event in self.events(chunk):
             match event:
                 case Content(text):
                     content += text
                 case Reasoning(text):
                     reasoning += text
                 case CallBegun(name, given_id):
-                    calls.append(ToolCallAnswer(self._id(given_id), FunctionOfCall(name)))
+                    calls.append(ToolCallAnswer(self.call_id(given_id), FunctionOfCall(name)))
                 case Arguments(text):
                     calls[-1].function.arguments += text
         return AssistantMessage(
@@ -74,7 +83,7 @@ class ChatAnswer:
             return None
         return "tool_calls" if finish.type == "stop" and self._num_calls else finish.type
 
-    def _events(self, chunk: Chunk) -> Iterator[Event]:
+    def events(self, chunk: Chunk) -> Iterator[Event]:
         """Those of a chunk that are handed out; counts calls as they begin."""
         events = self._reader.feed(chunk.text)
         if chunk.finish is not None:
@@ -96,12 +105,12 @@ class ChatAnswer:
                 return Delta(reasoning_content=text)
             case CallBegun(name, given_id):
                 begin = FunctionDelta("", name)
-                call = ToolCallDelta(index, begin, self._id(given_id), "function")
+                call = ToolCallDelta(index, begin, self.call_id(given_id), "function")
                 return Delta(tool_calls=[call])
             case Arguments(text):
                 return Delta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))])
         raise AssertionError(event)
 
-    def _id(self, given: str | None) -> str:
+    def call_id(self, given: str | None) -> str:
         """A call's id: of the answer's own format, if it has them."""
         return given or self._parser.call_id(uuid.uuid4().hex)

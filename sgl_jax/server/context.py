@@ -24,6 +24,7 @@ from sgl_jax.server.errors import ApiError
 from sgl_jax.server.json_body import JsonBodies
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.openai_protocol import ChatRequest
+from sgl_jax.server.responses_store import ResponseStore
 from sgl_jax.server.text_pool import Ids, TextPool
 from sgl_jax.text.answer_parser import AnswerParser, choose_parser
 from sgl_jax.text.jobs import EncodeChat
@@ -49,10 +50,15 @@ class ServerContext:
     reader_timeout_s: float = 60.0  # how long a client may take to read a piece of its stream
     json_bodies: JsonBodies = dataclasses.field(init=False)
     answer_parser: AnswerParser = dataclasses.field(init=False)
+    responses: ResponseStore = dataclasses.field(init=False)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.json_bodies = JsonBodies(self.limits)
+        limits = self.limits
+        self.responses = ResponseStore(
+            limits.max_stored_responses, limits.max_stored_response_bytes
+        )
         tokenizer, args = self.frontend.tokenizer, self.args
         self.answer_parser = choose_parser(
             args.tool_call_parser, args.reasoning_parser, tokenizer.chat_template

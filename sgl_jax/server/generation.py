@@ -18,10 +18,11 @@ from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.api_keys import caller_of
 from sgl_jax.server.connection import CLIENT_GONE, LoopShare, PatientSend, while_connected
 from sgl_jax.server.context import context_of
-from sgl_jax.server.errors import abort_error, client_names, envelope, to_api_error
+from sgl_jax.server.errors import ApiError, abort_error, client_names, envelope, to_api_error
 from sgl_jax.server.sampling_fields import SamplingFields
 from sgl_jax.server.session_owner import owner_of
 
+DONE = b"data: [DONE]\n\n"
 _PIECE_BYTES = 64 * 1024  # what is sent at a time
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
@@ -35,7 +36,11 @@ class AnswerFormat(Protocol):
         ...
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
-        """Event lines after the last chunk, before `[DONE]`."""
+        """Event lines after the last chunk."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event lines that end a stream amid the answer."""
         ...
 
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
@@ -213,6 +218,16 @@ def event(value: Any) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """The same with a name."""
+    return b"event: %b\n%b" % (name.encode(), event(value))
+
+
+def failure_event(error: ApiError) -> bytes:
+    """One server-sent event with the envelope of an error."""
+    return b"data: %b\n\n" % envelope(error)
+
+
 class EventStream(Response):
     """A streamed answer. Headers wait for the first chunk, so that a refusal is a plain error.
 
@@ -248,7 +263,7 @@ class EventStream(Response):
                 if not started:
                     raise
                 failure = to_api_error(error)
-                await patient_send(_body(b"data: %b\n\n" % envelope(failure), more=False))
+                await patient_send(_body(self._format.failure(failure), more=False))
                 if failure.status_code == 500:
                     raise
             else:
@@ -263,7 +278,7 @@ class EventStream(Response):
                 yield from _cut(events)
                 events = b""
         if not group.num_open:
-            events += self._format.closing(group.streams) + b"data: [DONE]\n\n"
+            events += self._format.closing(group.streams)
         yield from _cut(events)
 
 

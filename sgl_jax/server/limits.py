@@ -19,7 +19,7 @@ _MOST_BYTES_PER_CHAR = 6  # a character as \uXXXX
 _LONG_BODY_PATHS = frozenset(
     {"/generate", "/v1/completions", "/tokenize", "/detokenize", "/score", "/v1/score"}
 )
-_CHAT_PATH = "/v1/chat/completions"
+_CHAT_PATHS = frozenset({"/v1/chat/completions", "/v1/responses"})
 
 
 def _limit(default: Any, meaning: str, flag: str | None = None) -> Any:
@@ -65,8 +65,8 @@ class Limits:
     )
     max_chat_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
-        "bytes of a body of `/v1/chat/completions` (413): 1 MiB and 6 for each of "
-        "`max_prompt_chars`, at most `max_body_bytes`",
+        "bytes of a body of `/v1/chat/completions` and `/v1/responses` (413): 1 MiB and 6 for each "
+        "of `max_prompt_chars`, at most `max_body_bytes`",
     )
     max_control_body_bytes: int = _limit(65_536, "bytes of a body of any other route (413)")
     max_held_body_bytes: int = _limit(
@@ -93,6 +93,10 @@ class Limits:
         MAX_GRAMMAR_CHARS, "characters of a schema, an expression or a grammar (400)"
     )
     max_logit_bias: int = _limit(MAX_LOGIT_BIAS, "keys of `logit_bias` (400)")
+    max_stored_responses: int = _limit(
+        1024, "responses that are kept for later requests; with more, the oldest goes"
+    )
+    max_stored_response_bytes: int = _limit(64 * _MIB, "bytes of these; with more, the oldest goes")
     text_timeout_s: float = _limit(
         10.0,
         "seconds to apply a chat template and tokenise, and as many again for each MiB of text "
@@ -121,7 +125,7 @@ class Limits:
         """Bytes that a body for route `path` may have."""
         if path in _LONG_BODY_PATHS:
             return self.max_body_bytes
-        return self.max_chat_body_bytes if path == _CHAT_PATH else self.max_control_body_bytes
+        return self.max_chat_body_bytes if path in _CHAT_PATHS else self.max_control_body_bytes
 
     def text_seconds(self, num_chars: int) -> float:
         """Seconds that work on so many characters may take."""

@@ -52,7 +52,7 @@ async def health_generate(request: Request) -> Response:
 
 @router.get("/ping", responses=answers())
 async def ping(request: Request) -> Response:
-    """As `/health`, under the name that hosting platforms ask for."""
+    """As `/health`, under the name that hosting platforms ask for; needs no key either."""
     return await health(request)
 
 

@@ -44,7 +44,7 @@ def _trim() -> None:
         trim(0)
 
 
-_OPEN_PATHS = frozenset({"/health"})  # load balancers have no key
+_OPEN_PATHS = frozenset({"/health", "/ping"})  # load balancers have no key
 # A page may read these of an answer, beside what browsers always show.
 _SHOWN_HEADERS = ("retry-after",)
 

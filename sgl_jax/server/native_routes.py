@@ -10,7 +10,8 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.api_keys import caller_of
 from sgl_jax.server.context import ServerContext, context_of
-from sgl_jax.server.generation import json_response, prepare_all, respond
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.generation import DONE, failure_event, json_response, prepare_all, respond
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.logprobs import native_logprobs
 from sgl_jax.server.meta_info import describe
@@ -94,7 +95,10 @@ class NativeFormat:
         return self._streamed[index].event(chunk)
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
-        return b""
+        return DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return failure_event(error)
 
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
         written = list(map(self._write, range(len(chunks)), chunks, streams))

@@ -11,7 +11,8 @@ from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.chat_answer import ChatAnswer
 from sgl_jax.server.context import ServerContext
-from sgl_jax.server.generation import event
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.generation import DONE, event, failure_event
 from sgl_jax.server.logprobs import CompletionLogprobsWriter, chat_logprobs, native_logprobs
 from sgl_jax.server.meta_info import MetaInfo, describe
 from sgl_jax.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
@@ -58,8 +59,11 @@ class _Format:
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         """The counts, where they are wanted at the end."""
         if not self._counts_at_end:
-            return b""
-        return event(self._event_type(*self._head, [], self._total(streams)))
+            return DONE
+        return event(self._event_type(*self._head, [], self._total(streams))) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return failure_event(error)
 
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
         choices = list(map(self._choice, range(len(chunks)), chunks, streams))
@@ -84,15 +88,12 @@ class ChatFormat(_Format):
 
     def __init__(self, context: ServerContext, body: ChatRequest) -> None:
         super().__init__(context, body)
-        self._context, self._parser = context, context.answer_parser
+        self._context = context
         self._answers: dict[int, ChatAnswer] = {}
 
     def _answer(self, index: int, stream: RequestStream) -> ChatAnswer:
         if index not in self._answers:
-            body, tail = self._body, self._context.prompt_tail(stream.request.input_ids)
-            reader = self._parser.reader(body.schemas, tail, has_reasoning=body.tells_reasoning)
-            is_parallel = body.parallel_tool_calls is not False
-            self._answers[index] = ChatAnswer(self._parser, reader, is_parallel=is_parallel)
+            self._answers[index] = ChatAnswer.of(self._context, self._body, stream)
         return self._answers[index]
 
     def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> list[ChatChunkChoice]:

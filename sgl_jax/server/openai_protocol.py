@@ -22,7 +22,7 @@ from sgl_jax.server.session_protocol import SessionParams, refuse_several
 from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
 from sgl_jax.server.tool_protocol import NamedTool, Tool, ToolCalls, ToolChoice, Tools
 
-_MAX_MESSAGES = 16_384
+MAX_MESSAGES = 16_384
 
 
 class StreamOptions(StrictModel):
@@ -158,7 +158,7 @@ class ChatRequest(GenerationFields):
     unserved = unserved_fields.CHAT
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
-        min_length=1, max_length=_MAX_MESSAGES
+        min_length=1, max_length=MAX_MESSAGES
     )
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)

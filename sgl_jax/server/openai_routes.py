@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from sgl_jax.core.messages import SessionTurn
+from sgl_jax.server.chat import answer_chat
 from sgl_jax.server.connection import LoopShare
 from sgl_jax.server.context import ServerContext, context_of
 from sgl_jax.server.generation import json_response, prepare_all, respond
@@ -40,36 +40,9 @@ async def get_model(model: str, request: Request) -> Response:
 @router.post("/chat/completions", responses=streamed_answers(ChatCompletion))
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    context = context_of(request)
-    context.check_open()
-    context.check_model(body.model)
-    context.check_tools(body)
-    turn = None if body.session_id is None else SessionTurn(id=body.session_id, is_whole=True)
-    turn = owner_of(request).own(turn)
-    options = body.options_of(1)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    grammar = context.call_grammar(body)
-    names = _names(body, limit, "messages") | dict.fromkeys(grammar, "tools")
-    requests = await prepare_all(
-        request,
-        names,
-        context.encode_chat(request, body),
-        [body],
-        options,
-        return_logprob=bool(body.logprobs),
-        top_logprobs_num=body.top_logprobs or 0,
-        grammar=grammar,
-        reasoning_after=context.reasoning_after,
-        session=turn,
-    )
-    return await respond(
-        request,
-        requests,
-        ChatFormat(context, body),
-        streaming=body.stream,
-        names=names,
-        kept_tokens=context.parsed_tokens(body),
-    )
+    names = _names(body, limit, "messages")
+    return await answer_chat(request, body, ChatFormat(context_of(request), body), names)
 
 
 @router.post("/completions", responses=streamed_answers(Completion))

@@ -229,7 +229,7 @@ _MESSAGE: Fields = {
     **_fields("function_call", NOTHING, "it is tool_calls now"),
     **_fields("tools", NOTHING, "tools stand beside the messages"),
     **_fields("prefix", (False,), "use continue_final_message"),
-    **_fields("phase", None, "templates do not know it"),
+    **_fields("phase provider_specific_fields", None, "templates do not know it"),
 }
 MESSAGE: Fields = _unlisted(_MESSAGE)
 
@@ -244,3 +244,36 @@ TOKENIZE: Fields = {
 }
 
 STREAM_OPTIONS: Fields = _fields("include_obfuscation", (False,), "events are not padded")
+
+# Of OpenAI's Responses API.
+_HOSTED = {name: field for name, field in _ACCOUNTING.items() if name not in ("store", "metadata")}
+RESPONSES: Fields = {
+    **_HOSTED,
+    **_REQUEST,
+    **_fields("include", NOTHING, "answers have all that there is"),
+    **_fields("truncation", ("disabled",), "what is too long is refused"),
+    **_fields("top_logprobs", (0,), "log-probabilities are told by /v1/chat/completions"),
+    **_fields("stream_options", None, "events are not padded, and the last has the usage"),
+    **_fields("max_tool_calls", NOTHING, "there are no tools of the server's own"),
+    **_fields("conversation", NOTHING, "a conversation goes on by previous_response_id"),
+    **_fields("prompt", NOTHING, "no prompts are kept"),
+    **_fields("background_options", NOTHING, "there are no background responses"),
+    **_fields("context_management access_programs moderation", NOTHING, "there is no such service"),
+    **_fields("image", NOTHING, "there is only text"),
+}
+RESPONSE_ITEM: Fields = _unlisted(
+    _fields("id status phase async caller namespace", None, "templates do not know it")
+)
+RESPONSE_TEXT: Fields = _unlisted(_fields("annotations logprobs", None, "templates do not know it"))
+RESPONSE_REASONING: Fields = {
+    **RESPONSE_ITEM,
+    **_unlisted(_fields("summary encrypted_content", None, "templates do not know it")),
+}
+RESPONSE_TEXT_OPTIONS: Fields = _fields("verbosity", ("medium",), "the model cannot be told")
+RESPONSE_REASONING_OPTIONS: Fields = _fields(
+    "summary generate_summary mode context", None, "reasoning is told as it is"
+)
+RESPONSE_TOOL: Fields = {
+    **_fields("defer_loading async", (False,), "all tools are told of at once"),
+    **_fields("allowed_callers output_schema", None, "templates do not know it"),
+}
