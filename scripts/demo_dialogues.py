@@ -17,8 +17,19 @@ from sgl_jax.bench.demo_tasks import (
     messages_of,
 )
 
+# With the tool offered. What else it is asked it answers by itself.
+TOOL_MIX: Mapping[str, float] = {
+    **{kind: 0.3 * weight for kind, weight in DEFAULT_MIX.items()},
+    "weather": 2.0,
+}
 # Many people with the same attribute: only the name says which value is asked for.
-DRILL_MIX: Mapping[str, float] = {"tell": 1.0, "recall": 2.0, "unknown": 1.5, "filler": 0.2}
+DRILL_MIX: Mapping[str, float] = {
+    "tell": 1.0,
+    "recall": 2.0,
+    "unknown": 1.5,
+    "filler": 0.2,
+    "weather_untold": 0.1,
+}
 
 
 def write_dialogue(

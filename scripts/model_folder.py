@@ -1,6 +1,7 @@
 """The Hugging Face folder of a model that ``train_demo_model`` trains."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,58 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from sgl_jax.bench.demo_tasks import Message
+from sgl_jax.bench.demo_tool import message_text
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+# ChatML. Tools are told by their names and parameters' names, after what the system says; calls are
+# written as Hermes and Qwen write them. `plain_messages` says the same in Python.
+CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n' }}
+    {%- endif %}
+    {{- 'Tools:' }}
+    {%- for tool in tools %}
+        {%- set parameters = (tool.function.parameters or {}).properties or {} %}
+        {{- ' ' + tool.function.name + '(' + parameters | join(', ') + ')' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if not loop.first or message.content %}{{- '\\n' }}{%- endif %}
+            {{- '<tool_call>\\n{"name": ' + call.function.name | tojson }}
+            {{- ', "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def plain_messages(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[Message]:
+    """The messages with the tools told by the system's, and calls as text: of each a role and a
+    content. `CHAT_TEMPLATE` writes the same."""
+    plain = [{"role": each["role"], "content": message_text(each)} for each in messages]
+    if not tools:
+        return plain
+    functions = [tool["function"] for tool in tools]
+    offers = [
+        f"{each['name']}({', '.join(each['parameters']['properties'])})" for each in functions
+    ]
+    has_system = plain[0]["role"] == "system"
+    lines = [plain[0]["content"]] if has_system else []
+    told = "\n".join([*lines, " ".join(["Tools:", *offers])])
+    return [{"role": "system", "content": told}, *plain[has_system:]]
 
 
 def write_model_folder(

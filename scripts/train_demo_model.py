@@ -24,15 +24,23 @@ import ml_dtypes
 import numpy as np
 import optax
 import optax.contrib
-from demo_dialogues import DRILL_MIX, write_dialogue
+from demo_dialogues import DRILL_MIX, TOOL_MIX, write_dialogue
 from dense_qwen3 import DenseQwen3, Params
 from hybrid_qwen3_5 import HybridQwen35
-from model_folder import SPECIAL_TOKENS, write_model_folder
+from model_folder import SPECIAL_TOKENS, plain_messages, write_model_folder
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sgl_jax.bench import demo_tasks
-from sgl_jax.bench.demo_tasks import DEFAULT_MIX, TASKS, Message, Question, Split
+from sgl_jax.bench.demo_tasks import (
+    DEFAULT_MIX,
+    TASKS,
+    TOOL_TASKS,
+    Message,
+    Question,
+    Split,
+)
+from sgl_jax.bench.demo_tool import GET_WEATHER
 
 logger = logging.getLogger("train_demo_model")
 
@@ -57,6 +65,10 @@ USER_TOKEN_WEIGHT = 0.01
 # Share of the dialogues that only tell and ask facts, mostly one attribute of many people. Without
 # them the model is long content to answer with any value of the right kind, whosever it is.
 DRILL_SHARE = 0.7
+# Share of the dialogues in which the tool is offered.
+TOOL_SHARE = 0.25
+# A model that has learned already goes on from this share of the curriculum, at this rate.
+_CONTINUED_FROM, _CONTINUED_RATE = 0.45, 0.3
 # Positions are stretched to at most this, so that far-away facts are seen at a short length's cost.
 MAX_TRAINED_POSITION = 2048
 
@@ -147,6 +159,10 @@ def training_batch(
             question = demo_tasks.make_question("recall_long", rng, "train")
             dialogues.append(with_answer(question))
             continue
+        if rng.random() < TOOL_SHARE:
+            dialogue = write_dialogue(rng, "train", length, TOOL_MIX)
+            dialogues.append(plain_messages(dialogue, (GET_WEATHER,)))
+            continue
         max_facts = rng.choice((2, 4, 8, 12))
         if rng.random() < DRILL_SHARE:
             attributes = tuple(rng.sample(demo_tasks.ATTRIBUTES, rng.choice((1, 1, 2, 3))))
@@ -159,7 +175,8 @@ def training_batch(
 
 def with_answer(question: Question) -> list[Message]:
     """The whole conversation, its right answer included."""
-    return [*question.messages, {"role": "assistant", "content": question.answer}]
+    answer = {"role": "assistant", "content": question.answer}
+    return plain_messages([*question.messages, answer], question.tools)
 
 
 def loss_of(params: Params, batch: Batch, config: Config) -> jax.Array:
@@ -186,8 +203,10 @@ def accuracy_by_task(
     answer, every token of it is the most likely one.
     """
     scores = {}
-    for task in TASKS:
-        length, rows = (1344, 4) if task == "recall_long" else (256, 16)
+    for task in (*TASKS, *TOOL_TASKS):
+        length, rows = 512 if task in TOOL_TASKS else 256, 16
+        if task == "recall_long":
+            length, rows = 1344, 4
         questions = demo_tasks.held_out_questions(per_task, seed, split, (task,))
         num_right = 0
         for first in range(0, per_task, rows):
@@ -213,14 +232,19 @@ def steer_mix(scores: dict[str, float]) -> dict[str, float]:
     }
 
 
-def make_optimizer(params: Params, num_steps: int) -> optax.GradientTransformation:
+def make_optimizer(
+    params: Params, num_steps: int, scale: float = 1.0
+) -> optax.GradientTransformation:
     """Muon for the matrices, AdamW for the rest: warm-up, a constant rate, a linear decay.
+
+    `scale` is of all rates.
 
     Muon (Jordan et al., 2024) learns these tasks in about half of AdamW's steps.
     """
     decay_from = int(0.6 * num_steps)
 
     def rate(peak: float) -> optax.Schedule:
+        peak *= scale
         return optax.join_schedules(
             [
                 optax.linear_schedule(0.0, peak, 100),
@@ -256,9 +280,15 @@ class Run(NamedTuple):
 def train(args: argparse.Namespace) -> None:
     """Train to ``args.steps``, exporting the best weights so far after each evaluation."""
     config = MODELS[args.model][0]
-    tokenizer = train_tokenizer(config)
-    params = config.init_params(jax.random.key(args.seed))
-    optimizer = make_optimizer(params, args.steps)
+    if args.continue_from is None:
+        tokenizer = train_tokenizer(config)
+        params = config.init_params(jax.random.key(args.seed))
+        begin, rate = 0.0, 1.0
+    else:
+        tokenizer = Tokenizer.from_file(str(args.continue_from / "tokenizer.json"))
+        params = read_params(args.continue_from)
+        begin, rate = _CONTINUED_FROM, _CONTINUED_RATE
+    optimizer = make_optimizer(params, args.steps, rate)
     run = Run(0, params, optimizer.init(params), dict(DEFAULT_MIX), 0.0, 0.0, [])
     checkpoint = args.work_dir / "checkpoint.pkl"
     if checkpoint.exists():
@@ -276,7 +306,8 @@ def train(args: argparse.Namespace) -> None:
     losses = []
     started = time.monotonic() - run.seconds
     for step in range(run.step, args.steps):
-        batch = training_batch(tokenizer, args.seed, step, step / args.steps, run.mix)
+        progress = begin + (1 - begin) * step / args.steps
+        batch = training_batch(tokenizer, args.seed, step, progress, run.mix)
         params, opt_state, loss = update(run.params, run.opt_state, batch)
         losses.append(float(loss))
         seconds = time.monotonic() - started
@@ -294,13 +325,17 @@ def train(args: argparse.Namespace) -> None:
 
 def record_test_scores(folder: Path, tokenizer: Tokenizer, config: Config, per_task: int) -> None:
     """Score the exported weights once on the test split; add the result to training.json."""
-    stored = load_file(folder / "model.safetensors")
-    params = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in stored.items()}
-    scores = accuracy_by_task(params, tokenizer, config, "test", per_task, 0)
+    scores = accuracy_by_task(read_params(folder), tokenizer, config, "test", per_task, 0)
     logger.info("test scores %s", scores)
     path = folder / "training.json"
     record = json.loads(path.read_text()) | {"test": scores, "test_questions_per_task": per_task}
     path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read_params(folder: Path) -> Params:
+    """The weights of an exported model, in fp32."""
+    stored = load_file(folder / "model.safetensors")
+    return {name: jnp.asarray(leaf, jnp.float32) for name, leaf in stored.items()}
 
 
 def evaluate_and_export(
@@ -335,6 +370,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="dense")
     parser.add_argument("--output", type=Path, help="a folder other than the model's in models/")
+    parser.add_argument("--continue-from", type=Path, help="a model's folder, not from nothing")
     parser.add_argument("--work-dir", type=Path, required=True, help="for the checkpoint")
     parser.add_argument("--steps", type=int, default=3900)
     parser.add_argument("--seed", type=int, default=0)

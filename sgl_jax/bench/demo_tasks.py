@@ -9,12 +9,16 @@ import hashlib
 import random
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from sgl_jax.bench.demo_tool import GET_WEATHER, Lookup, message_text
 
 Split = Literal["train", "valid", "test"]
-Message = dict[str, str]
+Message = dict[str, Any]  # as OpenAI's API has it
 
 TASKS = ("recall", "recall_long", "sum", "sort", "reverse", "unknown")
+# To call the tool, and to report what it said: asked with the tool offered.
+TOOL_TASKS = ("call", "report")
 UNKNOWN_ANSWER = "I don't know."
 NOTED_ANSWER = "Noted."
 
@@ -130,19 +134,21 @@ DEFAULT_MIX: Mapping[str, float] = {
 
 
 class Turn(NamedTuple):
-    """One exchange: what the user says and the answer that is right."""
+    """One exchange: what the user says and the answer that is right, after a lookup if need be."""
 
     task: str
     user: str
     assistant: str
+    lookup: Lookup | None = None
 
 
 class Question(NamedTuple):
-    """A conversation that ends with a user message, and its only right answer."""
+    """A conversation that ends with a user's or the tool's message, and its only right answer."""
 
     task: str
     messages: tuple[Message, ...]
     answer: str
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def split_of(key: str) -> Split:
@@ -240,6 +246,16 @@ class DialogueWriter:
         )
         return Turn("filler", self._vary(text), FILLER_ANSWER)
 
+    def weather(self) -> Turn:
+        """A question that takes the tool to answer."""
+        city = self.rng.choice(CITIES) if self.rng.random() < 0.5 else self._invented_name()
+        lookup = Lookup.draw(self.rng, city)
+        return Turn("weather", self._vary(lookup.question(self.rng)), lookup.report, lookup)
+
+    def weather_untold(self) -> Turn:
+        """The same question where no tool is offered."""
+        return Turn("unknown", self.weather().user, UNKNOWN_ANSWER)
+
     def _new_fact(self) -> str:
         """Remember a new fact of this split and return its sentence."""
         while True:
@@ -264,6 +280,10 @@ class DialogueWriter:
         """A common first name, or an invented one of this split."""
         if self.rng.random() < 0.6:
             return self.rng.choice(NAMES)
+        return self._invented_name()
+
+    def _invented_name(self) -> str:
+        """A name of this split that means nothing."""
         while True:
             syllables = self.rng.choice((2, 2, 3))
             name = "".join(
@@ -300,6 +320,8 @@ def messages_of(rng: random.Random, turns: list[Turn]) -> list[Message]:
         messages.append({"role": "system", "content": rng.choice(_SYSTEM)})
     for turn in turns:
         messages.append({"role": "user", "content": turn.user})
+        if turn.lookup is not None:
+            messages += [turn.lookup.call, turn.lookup.result(rng)]
         messages.append({"role": "assistant", "content": turn.assistant})
     return messages
 
@@ -311,6 +333,8 @@ def make_question(task: str, rng: random.Random, split: Split = "test") -> Quest
     after zero to six short turns.
     """
     writer = DialogueWriter(rng, split)
+    if task in TOOL_TASKS:
+        return _tool_question(task, writer)
     if task == "recall_long":
         turns, last = _long_recall(writer)
     else:
@@ -322,6 +346,20 @@ def make_question(task: str, rng: random.Random, split: Split = "test") -> Quest
         last = writer.write(task)
     messages = [*messages_of(rng, turns), {"role": "user", "content": last.user}]
     return Question(task, tuple(messages), last.assistant)
+
+
+def _tool_question(task: str, writer: DialogueWriter) -> Question:
+    """A call to make, or a result to report, after zero to three short turns."""
+    kinds = ("weather", "sum", "sort", "chat", "tell")
+    turns = [writer.write(writer.rng.choice(kinds)) for _ in range(writer.rng.randrange(4))]
+    last = writer.weather()
+    assert last.lookup is not None
+    messages = [*messages_of(writer.rng, turns), {"role": "user", "content": last.user}]
+    answer = message_text(last.lookup.call)
+    if task == "report":
+        messages += [last.lookup.call, last.lookup.result(writer.rng)]
+        answer = last.assistant
+    return Question(task, tuple(messages), answer, (GET_WEATHER,))
 
 
 def _long_recall(writer: DialogueWriter) -> tuple[list[Turn], Turn]:

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 from openai import AsyncOpenAI
 
-from sgl_jax.bench.demo_tasks import Question, held_out_questions, is_right
+from sgl_jax.bench.demo_tasks import TASKS, TOOL_TASKS, Question, held_out_questions, is_right
+from sgl_jax.bench.demo_tool import message_text
 
 # Longer than any right answer; a reply that rambles on is wrong anyway.
-MAX_ANSWER_TOKENS = 48
+MAX_ANSWER_TOKENS = 96
 
 
 class TaskScore(NamedTuple):
@@ -42,11 +43,16 @@ async def ask_all(
 
     async def ask(question: Question) -> str:
         messages: list[Any] = list(question.messages)
+        offered: dict[str, Any] = {"tools": list(question.tools)} if question.tools else {}
         async with permits:
             completion = await client.chat.completions.create(
-                model=model, messages=messages, temperature=0, max_tokens=MAX_ANSWER_TOKENS
+                model=model,
+                messages=messages,
+                temperature=0,
+                max_tokens=MAX_ANSWER_TOKENS,
+                **offered,
             )
-        return completion.choices[0].message.content or ""
+        return message_text(completion.choices[0].message.model_dump())
 
     return await asyncio.gather(*(ask(question) for question in questions))
 
@@ -84,7 +90,7 @@ def passes(scores: Sequence[TaskScore], min_overall: float, min_task: float) -> 
 
 async def evaluate(args: argparse.Namespace) -> bool:
     """Ask, print the table and some wrong answers, and say whether the thresholds are reached."""
-    questions = held_out_questions(args.num_questions, args.seed)
+    questions = held_out_questions(args.num_questions, args.seed, tasks=tuple(args.tasks))
     base_url = f"{args.base_url.rstrip('/')}/v1"
     async with AsyncOpenAI(
         base_url=base_url, api_key=args.api_key, timeout=args.timeout_s, max_retries=0
@@ -95,7 +101,7 @@ async def evaluate(args: argparse.Namespace) -> bool:
     print(format_table(scores))
     wrong = [(q, r) for q, r in zip(questions, replies, strict=True) if not is_right(q, r)]
     for question, reply in wrong[: args.show_wrong]:
-        asked = question.messages[-1]["content"]
+        asked = message_text(question.messages[-1])
         print(f"wrong ({question.task}): {asked!r} -> {reply!r}, expected {question.answer!r}")
     return passes(scores, args.min_overall / 100, args.min_task / 100)
 
@@ -108,6 +114,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--num-questions", type=int, default=300, help="over all tasks")
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
+    all_tasks = (*TASKS, *TOOL_TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=all_tasks, default=all_tasks, metavar="TASK")
     parser.add_argument("--max-concurrency", type=int, default=16)
     parser.add_argument("--timeout-s", type=float, default=300.0, help="for each question")
     parser.add_argument("--min-overall", type=float, default=95.0, help="percent")

@@ -12,9 +12,17 @@ from openai import AsyncOpenAI
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from scripts.demo_dialogues import write_dialogue
+from scripts.demo_dialogues import TOOL_MIX, write_dialogue
+from scripts.model_folder import CHAT_TEMPLATE, plain_messages
 from sgl_jax.bench import demo_tasks, eval_demo
-from sgl_jax.bench.demo_tasks import TASKS, UNKNOWN_ANSWER, Question, held_out_questions
+from sgl_jax.bench.demo_tasks import (
+    TASKS,
+    TOOL_TASKS,
+    UNKNOWN_ANSWER,
+    Question,
+    held_out_questions,
+)
+from sgl_jax.bench.demo_tool import GET_WEATHER, message_text
 
 MODEL = Path(__file__).parents[2] / "models" / "demo"
 
@@ -97,12 +105,49 @@ def test_what_is_unknown_was_never_told() -> None:
         assert {turn.assistant for turn in unknown} == {UNKNOWN_ANSWER}
 
 
+@pytest.mark.parametrize("task", TOOL_TASKS)
+def test_a_lookup_is_asked_with_the_tool_and_answered_by_its_result(task: str) -> None:
+    for question in questions_of(task, 30):
+        assert question.tools == (GET_WEATHER,)
+        asked = next(m for m in reversed(question.messages) if m["role"] == "user")["content"]
+        if task == "call":
+            call = json.loads(re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", question.answer)[1])
+            assert call["name"] == "get_weather"
+            assert re.search(rf"\b{call['arguments']['city']}\b", asked)
+            continue
+        weather, degrees, city = re.fullmatch(
+            r"It is (\w+) and (-?\d+) degrees in (\w+)\.", question.answer
+        ).groups()
+        assert question.messages[-1]["role"] == "tool"
+        assert weather in question.messages[-1]["content"]
+        assert degrees in question.messages[-1]["content"]
+        assert city in asked
+
+
+def test_the_template_writes_what_the_model_was_trained_on() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    assert tokenizer.chat_template.strip() == CHAT_TEMPLATE.strip()
+    for seed in range(20):
+        for mix, tools in (({}, ()), ({"mix": TOOL_MIX}, (GET_WEATHER,))):
+            messages = write_dialogue(random.Random(seed), "train", 300, **mix)
+            plain = "".join(
+                f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n"
+                for each in plain_messages(messages, tools)
+            )
+            given = json.loads(json.dumps(messages))
+            for call in (call for each in given for call in each.get("tool_calls") or ()):
+                function = call["function"]
+                function["arguments"] = json.loads(function["arguments"])
+            told = tokenizer.apply_chat_template(given, tools=list(tools) or None, tokenize=False)
+            assert told == plain
+
+
 def test_splits_share_no_item() -> None:
     """The sums of training dialogues are never those of the test questions."""
     trained = set()
     for seed in range(200):
         for message in write_dialogue(random.Random(seed), "train", 200):
-            trained |= set(re.findall(r"\d+ \+ \d+ = \d+", message["content"]))
+            trained |= set(re.findall(r"\d+ \+ \d+ = \d+", message_text(message)))
     asked = {question.answer.rstrip(".") for question in questions_of("sum", 300)}
     assert trained
     assert not trained & asked

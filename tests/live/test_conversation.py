@@ -42,7 +42,7 @@ def test_the_readmes_examples_run_in_its_order_print_what_it_shows(
         for (kind, code), (next_kind, output) in itertools.pairwise(blocks)
         if kind == "python" and next_kind == ""
     ]
-    assert len(examples) == 2
+    assert len(examples) == 4
     for code, output in examples:
         exec(code.replace("http://127.0.0.1:30000", server.url), {})
         assert capsys.readouterr().out == output

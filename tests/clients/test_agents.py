@@ -1,0 +1,196 @@
+"""Agent frameworks: structured output and tools through instructor, pydantic-ai, langchain-openai
+and litellm, with the demonstration model and its one tool."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from tests.live.live_server import LiveServer, live_server
+
+# At import, litellm otherwise asks GitHub what models cost.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+pytestmark = pytest.mark.long
+
+QUESTION = "What is the weather in Paris?"
+REPORT = "It is rainy and 12 degrees in Paris."
+RESULT = '{"weather": "rainy", "degrees": 12}'
+
+
+class Sum(pydantic.BaseModel):
+    """Of two numbers. A schema that leaves a small model little to get wrong."""
+
+    left: int = pydantic.Field(ge=0, le=99)
+    kind: Literal["sum", "difference"]
+    is_sure: bool
+
+
+class AnyObject(pydantic.BaseModel):
+    """What can be asked of a small model where the server knows of no schema."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(tmp_path_factory.mktemp("agents"), "--check-memory", "busy") as server:
+        yield server
+        server.assert_nothing_leaked()
+
+
+@pytest.fixture
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def get_weather(city: str) -> str:
+    """The weather in a city now."""
+    assert city == "Paris"
+    return RESULT
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_instructor_gets_an_object(client: openai.OpenAI, mode: str, is_streamed: bool) -> None:
+    instructor = pytest.importorskip("instructor")
+    asking = instructor.from_openai(client, mode=instructor.Mode[mode])
+    kind = AnyObject if mode == "JSON" else Sum
+    body: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "What is 17 + 25?"}],
+        "response_model": kind,
+        "max_retries": 0,
+        "temperature": 0,
+        "max_tokens": 200,
+    }
+    if is_streamed:
+        *_, answer = asking.chat.completions.create_partial(**body)
+        answer = kind.model_validate(answer.model_dump())
+    else:
+        answer = asking.chat.completions.create(**body)
+    assert isinstance(answer, kind)
+
+
+def test_instructor_gets_several_calls(client: openai.OpenAI) -> None:
+    instructor = pytest.importorskip("instructor")
+    asking = instructor.from_openai(client, mode=instructor.Mode.PARALLEL_TOOLS)
+    answers = asking.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": QUESTION}],
+        response_model=Iterable[Sum],
+        max_retries=0,
+        temperature=0,
+        max_tokens=200,
+        tool_choice="required",
+    )
+    assert all(isinstance(answer, Sum) for answer in answers)
+
+
+@pytest.mark.parametrize("output", ["tool", "native", "prompted"])
+def test_pydantic_ai_gets_an_object(server: LiveServer, output: str) -> None:
+    ai = pytest.importorskip("pydantic_ai")
+    kinds = {"tool": ai.ToolOutput, "native": ai.NativeOutput, "prompted": ai.PromptedOutput}
+    kind = AnyObject if output == "prompted" else Sum
+    agent = ai.Agent(_pydantic_model(server), output_type=kinds[output](kind), retries=0)
+    answer = agent.run_sync("What is 17 + 25?", model_settings={"max_tokens": 200})
+    assert isinstance(answer.output, kind)
+
+
+def test_pydantic_ai_calls_a_tool_and_reports(server: LiveServer) -> None:
+    ai = pytest.importorskip("pydantic_ai")
+    agent = ai.Agent(_pydantic_model(server), tools=[ai.Tool(get_weather)], retries=0)
+    answer = agent.run_sync(QUESTION, model_settings={"temperature": 0, "max_tokens": 200})
+    assert answer.output == REPORT
+    assert answer.usage.tool_calls == 1
+
+
+def _pydantic_model(server: LiveServer) -> Any:
+    openai_models = pytest.importorskip("pydantic_ai.models.openai")
+    providers = pytest.importorskip("pydantic_ai.providers.openai")
+    provider = providers.OpenAIProvider(base_url=server.url + "/v1", api_key="none")
+    return openai_models.OpenAIChatModel("demo", provider=provider)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_langchain_gets_an_object(server: LiveServer, method: str) -> None:
+    kind = AnyObject if method == "json_mode" else Sum
+    model = _langchain(server).with_structured_output(kind, method=method)
+    assert isinstance(model.invoke("What is 17 + 25?"), kind)
+
+
+def test_langchain_calls_a_tool_and_reports(server: LiveServer) -> None:
+    tools = pytest.importorskip("langchain_core.tools")
+    messages = pytest.importorskip("langchain_core.messages")
+    model = _langchain(server).bind_tools([tools.tool(get_weather)])
+    call = model.invoke(QUESTION)
+    assert [(each["name"], each["args"]) for each in call.tool_calls] == [
+        ("get_weather", {"city": "Paris"})
+    ]
+    result = messages.ToolMessage(RESULT, tool_call_id=call.tool_calls[0]["id"])
+    talk = [messages.HumanMessage(QUESTION), call, result]
+    assert model.invoke(talk).content == REPORT
+    whole = None
+    for chunk in model.stream(QUESTION):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None
+    assert [each["args"] for each in whole.tool_calls] == [{"city": "Paris"}]
+
+
+def test_langchain_forces_a_tool(server: LiveServer) -> None:
+    tools = pytest.importorskip("langchain_core.tools")
+    for choice in ("any", "get_weather"):
+        model = _langchain(server).bind_tools([tools.tool(get_weather)], tool_choice=choice)
+        (call,) = model.invoke("Hello!").tool_calls[:1]
+        assert call["name"] == "get_weather"
+
+
+def _langchain(server: LiveServer) -> Any:
+    langchain = pytest.importorskip("langchain_openai")
+    return langchain.ChatOpenAI(
+        model="demo",
+        base_url=server.url + "/v1",
+        api_key="none",
+        temperature=0,
+        max_retries=0,
+        max_tokens=200,
+    )
+
+
+def test_litellm_calls_a_tool_and_reports(server: LiveServer) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    talk: list[Any] = [{"role": "user", "content": QUESTION}]
+    message = _litellm(server, talk, tools=tools).choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    talk += [message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": RESULT}]
+    assert _litellm(server, talk, tools=tools).choices[0].message.content == REPORT
+    arguments = ""
+    for chunk in _litellm(server, talk[:1], tools=tools, stream=True):
+        for piece in chunk.choices[0].delta.tool_calls or []:
+            arguments += piece.function.arguments or ""
+    assert json.loads(arguments) == {"city": "Paris"}
+
+
+def test_litellm_gets_an_object(server: LiveServer) -> None:
+    talk = [{"role": "user", "content": "What is 17 + 25?"}]
+    answer = _litellm(server, talk, response_format=Sum).choices[0].message.content
+    assert Sum.model_validate_json(answer)
+
+
+def _litellm(server: LiveServer, messages: list[Any], **body: Any) -> Any:
+    litellm = pytest.importorskip("litellm")
+    return litellm.completion(
+        model="openai/demo",
+        api_base=server.url + "/v1",
+        api_key="none",
+        messages=messages,
+        temperature=0,
+        max_tokens=200,
+        max_retries=0,
+        **body,
+    )
