@@ -15,12 +15,14 @@ import msgspec
 from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
+    ContinueGeneration,
     FlushCache,
     ForkSession,
     GenerateRequest,
     GetState,
     ListSessions,
     OpenSession,
+    PauseGeneration,
     RollbackSession,
     Shutdown,
     StartProfile,
@@ -37,6 +39,14 @@ class Flushed(msgspec.Struct, frozen=True):
     """The prefix caches are empty."""
 
     flushed: bool = True
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """Whether generation is paused, and how many requests are there."""
+
+    is_paused: bool
+    num_running: int
+    num_waiting: int
 
 
 class Traced(msgspec.Struct, frozen=True):
@@ -118,6 +128,8 @@ CALLS = (
     Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),
     Call(ForkSession, "fork", Forked, "/fork_session"),
     Call(ListSessions, "list_all", SessionList, "/list_sessions", ("GET", "POST")),
+    Call(PauseGeneration, "pause", Generation, "/pause_generation", is_admin=True),
+    Call(ContinueGeneration, "resume", Generation, "/continue_generation", is_admin=True),
     Call(StartProfile, "start_profile", Traced, "/start_profile", is_admin=True, timeout_s=120.0),
     Call(StopProfile, "stop_profile", Traced, "/stop_profile", is_admin=True, timeout_s=120.0),
     Call(Shutdown, "shut_down"),

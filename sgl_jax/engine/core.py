@@ -17,13 +17,16 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from sgl_jax.core.calls import CALL_OF, Flushed, Traced
+from sgl_jax.core.calls import CALL_OF, Flushed, Generation, Traced
 from sgl_jax.core.messages import (
     AbortRequest,
+    ContinueGeneration,
+    EngineChanged,
     FlushCache,
     FrontMessage,
     GenerateRequest,
     GetState,
+    PauseGeneration,
     Reply,
     SessionMessage,
     Shutdown,
@@ -61,7 +64,8 @@ _REBUILT = (
 class EngineCore:
     """Builds the executor (and compiles its programs) and a scheduler of its sizes.
 
-    `info` holds the facts a front needs: sizes, model path, end-of-sequence ids, dtype.
+    `info` holds the facts a front needs: sizes, model path, end-of-sequence ids, dtype. It is told
+    when it changes.
     All events for the scheduler go through `events`; `scheduler` is for reading only.
     """
 
@@ -76,7 +80,9 @@ class EngineCore:
             **self.executor.info,
             "max_request_tokens": sizes.max_request_tokens,
             "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
+            "is_paused": False,
         }
+        self._told_info = self.info
         self._grammars = GrammarCompiler(
             args.tokenizer_folder, sizes.vocab_size, sizes.eos_token_ids
         )
@@ -107,7 +113,7 @@ class EngineCore:
         """
         with Watchdog(channel.send, self.args.watchdog_timeout, on_stall) as watchdog:
             while not self._is_shutting_down:
-                is_resting = self.scheduler.is_idle and not self._in_flight
+                is_resting = self.scheduler.is_resting and not self._in_flight
                 watchdog.feed()
                 messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
                 now_s = time.monotonic()
@@ -142,9 +148,9 @@ class EngineCore:
 
     def _tick(self, now_s: float) -> None:
         """Tell the scheduler the time; what that ends gave memory back, to be proved again."""
-        num_sessions = self.scheduler.num_sessions
+        before = self.scheduler.num_sessions, self.scheduler.num_running
         self.events.tick(now_s)
-        if self.scheduler.num_sessions != num_sessions:
+        if (self.scheduler.num_sessions, self.scheduler.num_running) != before:
             self._is_audited = False
 
     def _turn(self) -> None:
@@ -160,7 +166,7 @@ class EngineCore:
                 return
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             self._read_oldest()
-        elif plan is None and not self.scheduler.is_idle:
+        elif plan is None and not self.scheduler.is_resting:
             time.sleep(_STARVED_POLL_S)
 
     def _draw(self, plan: StepPlan, handle: StepHandle) -> bool:
@@ -175,6 +181,11 @@ class EngineCore:
             return True
 
         return bool(self._on_device(draw))
+
+    def _read_all(self) -> None:
+        """Wait for all that is in flight, so that no token of it is lost."""
+        while self._in_flight:
+            self._read_oldest()
 
     def _read_oldest(self) -> bool:
         """Wait for the oldest step in flight, and apply what it gave; False after an error."""
@@ -259,6 +270,9 @@ class EngineCore:
             self._answer_defect(error)
             is_asked = call.answer is not None
             reply = _refused(message, _REBUILT, status_code=500) if is_asked else None
+        if self.info is not self._told_info:
+            channel.send(EngineChanged(info=self.info))
+            self._told_info = self.info
         if reply is not None:
             channel.send(reply)
 
@@ -271,10 +285,12 @@ class EngineCore:
 
     def abort(self, message: AbortRequest) -> None:
         """End requests, wherever they are."""
+        self._is_audited = False
         self.events.abort(message)
 
     def stop(self, message: StopRequest) -> None:
         """A request's output ended earlier."""
+        self._is_audited = False
         self.events.stop(message)
 
     def shut_down(self, message: Shutdown) -> None:
@@ -293,11 +309,28 @@ class EngineCore:
             self._audit()
 
     def flush(self, message: FlushCache) -> Reply:
-        """Empty the prefix caches, at rest."""
+        """Empty the prefix caches, while nothing runs."""
         if self.events.flush():
             return _answer(message, Flushed())
-        text = "requests are running or waiting; the cache was not flushed"
-        return _refused(message, text, code="busy")
+        return _refused(message, "requests are running; the cache was not flushed", code="busy")
+
+    def pause(self, message: PauseGeneration) -> Reply:
+        """Launch nothing more; what was launched still gives its tokens."""
+        self._read_all()
+        self._is_audited = False
+        self.events.pause(message.mode)
+        return self._answer_generation(message)
+
+    def resume(self, message: ContinueGeneration) -> Reply:
+        """Launch steps again."""
+        self.events.resume()
+        return self._answer_generation(message)
+
+    def _answer_generation(self, message: PauseGeneration | ContinueGeneration) -> Reply:
+        scheduler = self.scheduler
+        self.info = self.info | {"is_paused": scheduler.is_paused}
+        now = Generation(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
+        return _answer(message, now)
 
     def _ask_session(self, message: SessionMessage) -> Reply:
         self._is_audited = False

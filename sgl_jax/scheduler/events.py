@@ -17,6 +17,7 @@ from sgl_jax.core.messages import (
     AbortRequest,
     GenerateRequest,
     OutputBatch,
+    PauseMode,
     Reply,
     RequestOutput,
     SessionMessage,
@@ -79,6 +80,14 @@ class Flushed(Told, frozen=True, tag="flush"):
     pass
 
 
+class Paused(Told, frozen=True, tag="pause"):
+    mode: PauseMode
+
+
+class Resumed(Told, frozen=True, tag="resume"):
+    pass
+
+
 class FailedAll(Told, frozen=True, tag="fail_all"):
     reason: str
 
@@ -135,6 +144,8 @@ Event: TypeAlias = (
     | AskedSession
     | AnsweredSession
     | Flushed
+    | Paused
+    | Resumed
     | FailedAll
     | Rebuilt
     | Ticked

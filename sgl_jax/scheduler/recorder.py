@@ -11,6 +11,7 @@ from sgl_jax.core.messages import (
     AbortRequest,
     GenerateRequest,
     OutputBatch,
+    PauseMode,
     Reply,
     SessionMessage,
     StopRequest,
@@ -24,11 +25,13 @@ from sgl_jax.scheduler.events import (
     FailedAll,
     Flushed,
     Noted,
+    Paused,
     Planned,
     Raised,
     Rebuilt,
     Refused,
     ResultRead,
+    Resumed,
     Started,
     Stopped,
     Submitted,
@@ -76,6 +79,12 @@ class Recorder:
     def flush(self) -> bool:
         return bool(self._tell(Flushed()))
 
+    def pause(self, mode: PauseMode) -> None:
+        self._tell(Paused(mode))
+
+    def resume(self) -> None:
+        self._tell(Resumed())
+
     def fail_all(self, reason: str) -> None:
         self._tell(FailedAll(reason))
 
@@ -86,7 +95,7 @@ class Recorder:
         self._tell(Ticked(now_s))
 
     def plan(self) -> StepPlan | None:
-        if self._scheduler.is_idle:
+        if self._scheduler.is_resting:
             return self._scheduler.plan()  # there is nothing to decide, many times a second
         try:
             plan = self._scheduler.plan()

@@ -28,7 +28,7 @@ async def health(request: Request) -> Response:
     """200 while the server takes requests; else 503 and why. Asks nothing of the engine, needs no
     key."""
     context = context_of(request)
-    return health_answer(context.check_open, context.health)
+    return health_answer(context.check_open, context.health, is_paused=context.is_paused)
 
 
 @router.get("/health_generate", responses=answers())

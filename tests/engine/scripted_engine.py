@@ -18,6 +18,8 @@ import numpy as np
 from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
+    ContinueGeneration,
+    EngineChanged,
     EngineMessage,
     FinishReason,
     FlushCache,
@@ -28,6 +30,7 @@ from sgl_jax.core.messages import (
     ListSessions,
     OpenSession,
     OutputBatch,
+    PauseGeneration,
     Reply,
     RequestOutput,
     RollbackSession,
@@ -76,6 +79,7 @@ class ScriptedEngine:
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
+    is_paused: bool = False
     _may_go_on: threading.Event = field(default_factory=threading.Event)
     _stands_still: threading.Event = field(default_factory=threading.Event)
 
@@ -100,6 +104,7 @@ class ScriptedEngine:
             "dp_size": DP_SIZE,
             "max_running_requests": MAX_RUNNING,
             "eos_token_ids": [EOS],
+            "is_paused": self.is_paused,
         }
 
     def run(self, channel: Channel, *, after_turn: object = None) -> None:
@@ -112,14 +117,16 @@ class ScriptedEngine:
                 self._stands_still.set()
                 self._may_go_on.wait(0.05)  # or it is stopped
                 continue
-            for message in channel.poll(0 if self.running else 0.05):
+            for message in channel.poll(0 if self.running and not self.is_paused else 0.05):
                 self.seen.append(message)
                 if isinstance(message, Shutdown):
                     return
                 answer = self.answer(message)
+                if isinstance(message, PauseGeneration | ContinueGeneration):
+                    channel.send(EngineChanged(info=self.info))
                 if answer is not None:
                     channel.send(answer)
-            if self.running:
+            if self.running and not self.is_paused:
                 channel.send(self.step())
                 time.sleep(self.step_s)
 
@@ -148,6 +155,10 @@ class ScriptedEngine:
                 OpenSession() | CloseSession() | RollbackSession() | ForkSession() | ListSessions()
             ):
                 return self.ask_session(message)
+            case PauseGeneration() | ContinueGeneration():
+                self.is_paused = isinstance(message, PauseGeneration)
+                data = {"is_paused": self.is_paused, "num_running": 0, "num_waiting": 0}
+                return Reply(rid=message.rid, ok=True, data=data)
             case StartProfile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": message.output_dir})
             case StopProfile():

@@ -219,6 +219,8 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
         for method, path in (
             ("POST", "/flush_cache"),
             ("GET", "/flush_cache"),
+            ("POST", "/pause_generation"),
+            ("POST", "/continue_generation"),
             ("GET", "/get_server_info"),
         ):
             assert (await rig.http.request(method, path, headers=client)).status_code == 401
@@ -228,8 +230,8 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
         routes |= {route.path for route in call_routes.router.routes}
         routes |= {route.path for route in native_routes.router.routes}
         assert routes - ADMIN_PATHS == {
-            *("/health", "/health_generate", "/get_model_info", "/metrics", "/generate"),
-            "/abort_request",
+            *("/health", "/health_generate", "/ping", "/version", "/metrics"),
+            *("/model_info", "/get_model_info", "/generate", "/abort_request"),
             *("/open_session", "/close_session", "/list_sessions"),
             *("/fork_session", "/rollback_session"),
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_jax.core.messages import Heartbeat, StartProfile
+from sgl_jax.core.messages import Heartbeat, PauseGeneration, StartProfile
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import MAX_RUNNING
@@ -172,6 +172,29 @@ async def test_the_cache_is_flushed_only_when_idle(rig: Rig) -> None:
     assert (busy.status_code, busy.json()["error"]["code"]) == (400, "busy")
     running.cancel()
     await rig.until_idle()
+
+
+async def test_a_paused_server_is_healthy_and_takes_requests_that_wait(rig: Rig) -> None:
+    paused = await rig.http.post("/pause_generation", json={"mode": "in_place"})
+    assert paused.json() == {"is_paused": True, "num_running": 0, "num_waiting": 0}
+    health = await rig.http.get("/health")
+    assert (health.status_code, health.json()) == (200, {"status": "paused"})
+    waiting = asyncio.create_task(rig.http.post("/generate", json={"text": "a"}))
+    await meanwhile_until(lambda: rig.engine.running, "the request is there")
+    assert not waiting.done()
+    assert not (await rig.http.post("/continue_generation")).json()["is_paused"]
+    assert (await waiting).status_code == 200
+    assert (await rig.http.get("/health")).json() == {"status": "ready"}
+
+
+async def test_a_pause_aborts_unless_another_mode_is_asked_for(rig: Rig) -> None:
+    for body in (None, {}, {"mode": "retract"}):
+        assert (await rig.http.post("/pause_generation", json=body)).status_code == 200
+    modes = [m.mode for m in rig.engine.seen if isinstance(m, PauseGeneration)]
+    assert modes == ["abort", "abort", "retract"]
+    bad = await rig.http.post("/pause_generation", json={"mode": "gently"})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "mode")
+    assert all(mode in bad.json()["error"]["message"] for mode in ("abort", "retract", "in_place"))
 
 
 async def test_traces_go_where_the_operator_says(rig: Rig, tmp_path: Path) -> None:
