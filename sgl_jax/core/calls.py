@@ -28,6 +28,7 @@ from sgl_jax.core.messages import (
     StartProfile,
     StopProfile,
     StopRequest,
+    UpdateWeightsFromDisk,
 )
 
 
@@ -47,6 +48,14 @@ class Generation(msgspec.Struct, frozen=True):
     is_paused: bool
     num_running: int
     num_waiting: int
+
+
+class WeightsUpdated(msgspec.Struct, frozen=True):
+    """The new weights are served. `num_paused_requests` ran before, and go on with them."""
+
+    success: bool
+    message: str
+    num_paused_requests: int
 
 
 class Traced(msgspec.Struct, frozen=True):
@@ -130,6 +139,14 @@ CALLS = (
     Call(ListSessions, "list_all", SessionList, "/list_sessions", ("GET", "POST")),
     Call(PauseGeneration, "pause", Generation, "/pause_generation", is_admin=True),
     Call(ContinueGeneration, "resume", Generation, "/continue_generation", is_admin=True),
+    Call(
+        UpdateWeightsFromDisk,
+        "update_weights",
+        WeightsUpdated,
+        "/update_weights_from_disk",
+        is_admin=True,
+        timeout_s=3600.0,
+    ),
     Call(StartProfile, "start_profile", Traced, "/start_profile", is_admin=True, timeout_s=120.0),
     Call(StopProfile, "stop_profile", Traced, "/stop_profile", is_admin=True, timeout_s=120.0),
     Call(Shutdown, "shut_down"),

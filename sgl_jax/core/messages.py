@@ -215,6 +215,19 @@ class ContinueGeneration(Question, frozen=True, kw_only=True, tag=True):
     """Run steps again after a pause; does nothing if there is none."""
 
 
+class UpdateWeightsFromDisk(Question, frozen=True, kw_only=True, tag=True):
+    """Go on with the weights of another folder of the same model. Requests that run give up their
+    KV, and go on with the same tokens; if loading fails, with the old weights."""
+
+    model_path: Annotated[
+        str, MinLen(1), MaxLen(_MAX_PATH_CHARS), doc("folder on the server's machine")
+    ]
+    flush_cache: Annotated[
+        bool, doc("empty the prefix caches, sessions' too; else KV of the old weights is used on")
+    ] = True
+    abort_all_requests: Annotated[bool, doc("end all requests first")] = False
+
+
 class StartProfile(Question, frozen=True, kw_only=True, tag=True):
     """Start a device trace, to be read with TensorBoard or xprof."""
 
@@ -238,6 +251,7 @@ Asked = (
     | SessionMessage
     | PauseGeneration
     | ContinueGeneration
+    | UpdateWeightsFromDisk
     | StartProfile
     | StopProfile
 )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from sgl_jax.core.calls import CALL_OF, Flushed, Generation, Traced
+from sgl_jax.core.calls import CALL_OF, Flushed, Generation, Traced, WeightsUpdated
 from sgl_jax.core.messages import (
     AbortRequest,
     ContinueGeneration,
@@ -33,6 +33,7 @@ from sgl_jax.core.messages import (
     StartProfile,
     StopProfile,
     StopRequest,
+    UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Int32Array, StepHandle, StepPlan, mask_words
@@ -40,9 +41,10 @@ from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
-from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.errors import MemoryDefectError
+from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.event_log import EventWriter
 from sgl_jax.scheduler.recorder import Recorder
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -111,7 +113,8 @@ class EngineCore:
         `on_stall` is called, from another thread, if a step takes longer than the watchdog allows;
         `after_turn` after each turn of the loop, with whether there was nothing to do in it.
         """
-        with Watchdog(channel.send, self.args.watchdog_timeout, on_stall) as watchdog:
+        watchdog = Watchdog(channel.send, self.args.watchdog_timeout, on_stall)
+        with watchdog as self._watchdog:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_resting and not self._in_flight
                 watchdog.feed()
@@ -326,15 +329,42 @@ class EngineCore:
         self.events.resume()
         return self._answer_generation(message)
 
+    def _change_info(self, **facts: Any) -> None:
+        self.info = self.info | facts
+
     def _answer_generation(self, message: PauseGeneration | ContinueGeneration) -> Reply:
         scheduler = self.scheduler
-        self.info = self.info | {"is_paused": scheduler.is_paused}
+        self._change_info(is_paused=scheduler.is_paused)
         now = Generation(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
         return _answer(message, now)
 
     def _ask_session(self, message: SessionMessage) -> Reply:
         self._is_audited = False
         return self.events.session(message)
+
+    def update_weights(self, message: UpdateWeightsFromDisk) -> Reply:
+        """Load other weights between two steps; whatever comes of it, requests go on."""
+        path = message.model_path
+        try:
+            self.executor.check_model(path)
+        except ModelConfigError as error:
+            return _refused(message, str(error), code="other_model", param="model_path")
+        self._read_all()
+        self._is_audited = False
+        if message.abort_all_requests:
+            self.events.abort(AbortRequest(abort_all=True, message="the weights were updated"))
+        num_running = self.scheduler.num_running
+        if message.flush_cache:
+            self.events.retract_all()
+            self.events.flush()
+        try:
+            with self._watchdog.patience():
+                self.executor.update_weights(path, keeps_kv=not message.flush_cache)
+        except WeightsError as error:
+            return _refused(message, str(error), code="weights_refused", param="model_path")
+        self._change_info(model_path=path)
+        text = f"serving the weights in {path!r}"
+        return _answer(message, WeightsUpdated(True, text, num_running))
 
     def start_profile(self, message: StartProfile) -> Reply:
         """Trace the devices; a folder that was made for it goes if that is refused."""

@@ -88,6 +88,10 @@ class Resumed(Told, frozen=True, tag="resume"):
     pass
 
 
+class RetractedAll(Told, frozen=True, tag="retract_all"):
+    pass
+
+
 class FailedAll(Told, frozen=True, tag="fail_all"):
     reason: str
 
@@ -146,6 +150,7 @@ Event: TypeAlias = (
     | Flushed
     | Paused
     | Resumed
+    | RetractedAll
     | FailedAll
     | Rebuilt
     | Ticked

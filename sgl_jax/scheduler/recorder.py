@@ -32,6 +32,7 @@ from sgl_jax.scheduler.events import (
     Refused,
     ResultRead,
     Resumed,
+    RetractedAll,
     Started,
     Stopped,
     Submitted,
@@ -84,6 +85,9 @@ class Recorder:
 
     def resume(self) -> None:
         self._tell(Resumed())
+
+    def retract_all(self) -> None:
+        self._tell(RetractedAll())
 
     def fail_all(self, reason: str) -> None:
         self._tell(FailedAll(reason))

@@ -58,6 +58,11 @@ class ServerContext:
         )
 
     @property
+    def model_path(self) -> str:
+        """Folder of the weights that are served."""
+        return str(self.engine_info["model_path"])
+
+    @property
     def is_paused(self) -> bool:
         """Whether requests wait until generation is continued."""
         return bool(self.engine_info["is_paused"])

@@ -40,6 +40,7 @@ from sgl_jax.core.messages import (
     StopProfile,
     StopRequest,
     TokenLogprobs,
+    UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
@@ -60,6 +61,7 @@ DP_SIZE = 2
 MAX_RUNNING = 4  # what the front is told; the script runs all that comes
 LOGPROB = -0.5
 EOS = 1
+CHANGES = (PauseGeneration, ContinueGeneration, UpdateWeightsFromDisk)
 
 
 @dataclass
@@ -80,6 +82,7 @@ class ScriptedEngine:
     sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
     is_paused: bool = False
+    model_path: str = "scripted"
     _may_go_on: threading.Event = field(default_factory=threading.Event)
     _stands_still: threading.Event = field(default_factory=threading.Event)
 
@@ -105,6 +108,7 @@ class ScriptedEngine:
             "max_running_requests": MAX_RUNNING,
             "eos_token_ids": [EOS],
             "is_paused": self.is_paused,
+            "model_path": self.model_path,
         }
 
     def run(self, channel: Channel, *, after_turn: object = None) -> None:
@@ -122,7 +126,7 @@ class ScriptedEngine:
                 if isinstance(message, Shutdown):
                     return
                 answer = self.answer(message)
-                if isinstance(message, PauseGeneration | ContinueGeneration):
+                if isinstance(message, CHANGES):
                     channel.send(EngineChanged(info=self.info))
                 if answer is not None:
                     channel.send(answer)
@@ -158,6 +162,10 @@ class ScriptedEngine:
             case PauseGeneration() | ContinueGeneration():
                 self.is_paused = isinstance(message, PauseGeneration)
                 data = {"is_paused": self.is_paused, "num_running": 0, "num_waiting": 0}
+                return Reply(rid=message.rid, ok=True, data=data)
+            case UpdateWeightsFromDisk():
+                self.model_path = message.model_path
+                data = {"success": True, "message": "loaded", "num_paused_requests": 0}
                 return Reply(rid=message.rid, ok=True, data=data)
             case StartProfile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": message.output_dir})
