@@ -15,17 +15,20 @@ import msgspec
 from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
+    ContinueGeneration,
     FlushCache,
     ForkSession,
     GenerateRequest,
     GetState,
     ListSessions,
     OpenSession,
+    PauseGeneration,
     RollbackSession,
     Shutdown,
     StartProfile,
     StopProfile,
     StopRequest,
+    UpdateWeightsFromDisk,
 )
 
 
@@ -37,6 +40,22 @@ class Flushed(msgspec.Struct, frozen=True):
     """The prefix caches are empty."""
 
     flushed: bool = True
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """Whether generation is paused, and how many requests are there."""
+
+    is_paused: bool
+    num_running: int
+    num_waiting: int
+
+
+class WeightsUpdated(msgspec.Struct, frozen=True):
+    """The new weights are served. `num_paused_requests` ran before, and go on with them."""
+
+    success: bool
+    message: str
+    num_paused_requests: int
 
 
 class Traced(msgspec.Struct, frozen=True):
@@ -118,6 +137,16 @@ CALLS = (
     Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),
     Call(ForkSession, "fork", Forked, "/fork_session"),
     Call(ListSessions, "list_all", SessionList, "/list_sessions", ("GET", "POST")),
+    Call(PauseGeneration, "pause", Generation, "/pause_generation", is_admin=True),
+    Call(ContinueGeneration, "resume", Generation, "/continue_generation", is_admin=True),
+    Call(
+        UpdateWeightsFromDisk,
+        "update_weights",
+        WeightsUpdated,
+        "/update_weights_from_disk",
+        is_admin=True,
+        timeout_s=3600.0,
+    ),
     Call(StartProfile, "start_profile", Traced, "/start_profile", is_admin=True, timeout_s=120.0),
     Call(StopProfile, "stop_profile", Traced, "/stop_profile", is_admin=True, timeout_s=120.0),
     Call(Shutdown, "shut_down"),

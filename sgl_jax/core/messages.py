@@ -31,6 +31,7 @@ NewSessionId = Annotated[SessionId, doc("default: a new one")]
 Namespace = Annotated[str, MaxLen(MAX_NAMESPACE_CHARS)]
 
 FinishType = Literal["stop", "length", "abort"]
+PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -142,7 +143,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FlushCache(Question, frozen=True, kw_only=True, tag=True):
-    """Empty the prefix caches; refused while requests run or wait."""
+    """Empty the prefix caches; refused while requests run."""
 
 
 class GetState(Question, frozen=True, kw_only=True, tag=True):
@@ -198,6 +199,35 @@ class ListSessions(Question, frozen=True, kw_only=True, tag=True):
 SessionMessage = OpenSession | CloseSession | RollbackSession | ForkSession | ListSessions
 
 
+class PauseGeneration(Question, frozen=True, kw_only=True, tag=True):
+    """Run no step until generation is continued. Requests are taken meanwhile, and wait."""
+
+    mode: Annotated[
+        PauseMode,
+        doc(
+            "of running requests, `in_place` leaves all as it is; `retract` takes their KV, and "
+            "they go on with the same tokens afterwards; `abort` ends them and those that wait"
+        ),
+    ] = "abort"
+
+
+class ContinueGeneration(Question, frozen=True, kw_only=True, tag=True):
+    """Run steps again after a pause; does nothing if there is none."""
+
+
+class UpdateWeightsFromDisk(Question, frozen=True, kw_only=True, tag=True):
+    """Go on with the weights of another folder of the same model. Requests that run give up their
+    KV, and go on with the same tokens; if loading fails, with the old weights."""
+
+    model_path: Annotated[
+        str, MinLen(1), MaxLen(_MAX_PATH_CHARS), doc("folder on the server's machine")
+    ]
+    flush_cache: Annotated[
+        bool, doc("empty the prefix caches, sessions' too; else KV of the old weights is used on")
+    ] = True
+    abort_all_requests: Annotated[bool, doc("end all requests first")] = False
+
+
 class StartProfile(Question, frozen=True, kw_only=True, tag=True):
     """Start a device trace, to be read with TensorBoard or xprof."""
 
@@ -215,7 +245,16 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the engine; requests in flight are aborted. To finish them, wait before sending this."""
 
 
-Asked = FlushCache | GetState | SessionMessage | StartProfile | StopProfile
+Asked = (
+    FlushCache
+    | GetState
+    | SessionMessage
+    | PauseGeneration
+    | ContinueGeneration
+    | UpdateWeightsFromDisk
+    | StartProfile
+    | StopProfile
+)
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | Asked | Shutdown
 
 
@@ -290,6 +329,12 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     info: dict[str, Any]
 
 
+class EngineChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Some of what `EngineReady` told is other now; sent before the reply to what changed it."""
+
+    info: dict[str, Any]
+
+
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine cannot go on; the process ends after this message.
 
@@ -309,4 +354,4 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     turn_s: float | None
 
 
-EngineMessage = OutputBatch | Reply | EngineReady | EngineFailed | Heartbeat
+EngineMessage = OutputBatch | Reply | EngineReady | EngineChanged | EngineFailed | Heartbeat

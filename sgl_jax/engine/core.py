@@ -17,19 +17,23 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from sgl_jax.core.calls import CALL_OF, Flushed, Traced
+from sgl_jax.core.calls import CALL_OF, Flushed, Generation, Traced, WeightsUpdated
 from sgl_jax.core.messages import (
     AbortRequest,
+    ContinueGeneration,
+    EngineChanged,
     FlushCache,
     FrontMessage,
     GenerateRequest,
     GetState,
+    PauseGeneration,
     Reply,
     SessionMessage,
     Shutdown,
     StartProfile,
     StopProfile,
     StopRequest,
+    UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Int32Array, StepHandle, StepPlan, mask_words
@@ -37,9 +41,10 @@ from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
-from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.errors import MemoryDefectError
+from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.event_log import EventWriter
 from sgl_jax.scheduler.recorder import Recorder
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -61,7 +66,8 @@ _REBUILT = (
 class EngineCore:
     """Builds the executor (and compiles its programs) and a scheduler of its sizes.
 
-    `info` holds the facts a front needs: sizes, model path, end-of-sequence ids, dtype.
+    `info` holds the facts a front needs: sizes, model path, end-of-sequence ids, dtype. It is told
+    when it changes.
     All events for the scheduler go through `events`; `scheduler` is for reading only.
     """
 
@@ -76,7 +82,9 @@ class EngineCore:
             **self.executor.info,
             "max_request_tokens": sizes.max_request_tokens,
             "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
+            "is_paused": False,
         }
+        self._told_info = self.info
         self._grammars = GrammarCompiler(
             args.tokenizer_folder, sizes.vocab_size, sizes.eos_token_ids
         )
@@ -105,9 +113,10 @@ class EngineCore:
         `on_stall` is called, from another thread, if a step takes longer than the watchdog allows;
         `after_turn` after each turn of the loop, with whether there was nothing to do in it.
         """
-        with Watchdog(channel.send, self.args.watchdog_timeout, on_stall) as watchdog:
+        watchdog = Watchdog(channel.send, self.args.watchdog_timeout, on_stall)
+        with watchdog as self._watchdog:
             while not self._is_shutting_down:
-                is_resting = self.scheduler.is_idle and not self._in_flight
+                is_resting = self.scheduler.is_resting and not self._in_flight
                 watchdog.feed()
                 messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
                 now_s = time.monotonic()
@@ -142,9 +151,9 @@ class EngineCore:
 
     def _tick(self, now_s: float) -> None:
         """Tell the scheduler the time; what that ends gave memory back, to be proved again."""
-        num_sessions = self.scheduler.num_sessions
+        before = self.scheduler.num_sessions, self.scheduler.num_running
         self.events.tick(now_s)
-        if self.scheduler.num_sessions != num_sessions:
+        if (self.scheduler.num_sessions, self.scheduler.num_running) != before:
             self._is_audited = False
 
     def _turn(self) -> None:
@@ -160,7 +169,7 @@ class EngineCore:
                 return
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             self._read_oldest()
-        elif plan is None and not self.scheduler.is_idle:
+        elif plan is None and not self.scheduler.is_resting:
             time.sleep(_STARVED_POLL_S)
 
     def _draw(self, plan: StepPlan, handle: StepHandle) -> bool:
@@ -175,6 +184,11 @@ class EngineCore:
             return True
 
         return bool(self._on_device(draw))
+
+    def _read_all(self) -> None:
+        """Wait for all that is in flight, so that no token of it is lost."""
+        while self._in_flight:
+            self._read_oldest()
 
     def _read_oldest(self) -> bool:
         """Wait for the oldest step in flight, and apply what it gave; False after an error."""
@@ -266,6 +280,9 @@ class EngineCore:
             self._answer_defect(error)
             is_asked = call.answer is not None
             reply = _refused(message, _REBUILT, status_code=500) if is_asked else None
+        if self.info is not self._told_info:
+            channel.send(EngineChanged(info=self.info))
+            self._told_info = self.info
         if reply is not None:
             channel.send(reply)
 
@@ -278,10 +295,12 @@ class EngineCore:
 
     def abort(self, message: AbortRequest) -> None:
         """End requests, wherever they are."""
+        self._is_audited = False
         self.events.abort(message)
 
     def stop(self, message: StopRequest) -> None:
         """A request's output ended earlier."""
+        self._is_audited = False
         self.events.stop(message)
 
     def shut_down(self, message: Shutdown) -> None:
@@ -300,15 +319,59 @@ class EngineCore:
             self._audit()
 
     def flush(self, message: FlushCache) -> Reply:
-        """Empty the prefix caches, at rest."""
+        """Empty the prefix caches, while nothing runs."""
         if self.events.flush():
             return _answer(message, Flushed())
-        text = "requests are running or waiting; the cache was not flushed"
-        return _refused(message, text, code="busy")
+        return _refused(message, "requests are running; the cache was not flushed", code="busy")
+
+    def pause(self, message: PauseGeneration) -> Reply:
+        """Launch nothing more; what was launched still gives its tokens."""
+        self._read_all()
+        self._is_audited = False
+        self.events.pause(message.mode)
+        return self._answer_generation(message)
+
+    def resume(self, message: ContinueGeneration) -> Reply:
+        """Launch steps again."""
+        self.events.resume()
+        return self._answer_generation(message)
+
+    def _change_info(self, **facts: Any) -> None:
+        self.info = self.info | facts
+
+    def _answer_generation(self, message: PauseGeneration | ContinueGeneration) -> Reply:
+        scheduler = self.scheduler
+        self._change_info(is_paused=scheduler.is_paused)
+        now = Generation(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
+        return _answer(message, now)
 
     def _ask_session(self, message: SessionMessage) -> Reply:
         self._is_audited = False
         return self.events.session(message)
+
+    def update_weights(self, message: UpdateWeightsFromDisk) -> Reply:
+        """Load other weights between two steps; whatever comes of it, requests go on."""
+        path = message.model_path
+        try:
+            self.executor.check_model(path)
+        except ModelConfigError as error:
+            return _refused(message, str(error), code="other_model", param="model_path")
+        self._read_all()
+        self._is_audited = False
+        if message.abort_all_requests:
+            self.events.abort(AbortRequest(abort_all=True, message="the weights were updated"))
+        num_running = self.scheduler.num_running
+        if message.flush_cache:
+            self.events.retract_all()
+            self.events.flush()
+        try:
+            with self._watchdog.patience():
+                self.executor.update_weights(path, keeps_kv=not message.flush_cache)
+        except WeightsError as error:
+            return _refused(message, str(error), code="weights_refused", param="model_path")
+        self._change_info(model_path=path)
+        text = f"serving the weights in {path!r}"
+        return _answer(message, WeightsUpdated(True, text, num_running))
 
     def start_profile(self, message: StartProfile) -> Reply:
         """Trace the devices; a folder that was made for it goes if that is refused."""

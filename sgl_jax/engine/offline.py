@@ -299,7 +299,7 @@ class Engine:
         return self._ask(GetState()).data
 
     def flush_cache(self) -> bool:
-        """Empty the prefix caches; False while requests are running or waiting."""
+        """Empty the prefix caches; False while requests are running."""
         return self._ask(FlushCache()).ok
 
     def shutdown(self) -> None:

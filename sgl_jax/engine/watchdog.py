@@ -9,7 +9,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sgl_jax.core.messages import Heartbeat
 
@@ -41,12 +42,23 @@ class Watchdog:
         self._stall_timeout_s = stall_timeout_s
         self._on_stall = on_stall
         self._fed_at = time.monotonic()
+        self._is_patient = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def feed(self) -> None:
         """The loop begins a turn."""
         self._fed_at = time.monotonic()
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """Within, a turn may take as long as it does; the heartbeats go on."""
+        self._is_patient = True
+        try:
+            yield
+        finally:
+            self.feed()
+            self._is_patient = False
 
     def __enter__(self) -> "Watchdog":
         self.feed()
@@ -65,7 +77,7 @@ class Watchdog:
         while True:
             turn_s = time.monotonic() - self._fed_at
             self._beat(Heartbeat(turn_s=None if timeout_s is None else turn_s))
-            if timeout_s is not None and turn_s > timeout_s:
+            if timeout_s is not None and turn_s > timeout_s and not self._is_patient:
                 logger.critical("no step ended for %.0f s; the engine is stuck", turn_s)
                 self._on_stall()
                 return

@@ -7,8 +7,10 @@ Knows nothing of requests, pages' owners or sessions: what a plan says is done a
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,13 @@ from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_kv_pool
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
+from sgl_jax.models.same_model import check_same_model
 
 logger = logging.getLogger(__name__)
+
+
+class WeightsError(ValueError):
+    """Other weights could not be loaded; the engine has those that it had."""
 
 
 class ModelExecutor(Executor):
@@ -68,14 +75,15 @@ class ModelExecutor(Executor):
         args, decided = config.args, config.decided(given)
         logger.info("settings: %s", ", ".join(f"{name}={decided[name]}" for name in decided))
         placed = place_model(model, self._mesh, config.build_options)
-        params = load_params(
+        self._model = model
+        self._load_params = partial(
+            load_params,
             placed,
-            args.model_path,
-            args.load_format,
             seed=args.random_seed,
             kv_cache_scales=args.kv_cache_scales,
             check_all_weights=args.check_weights == "all",
         )
+        params = self._load_params(args.model_path, args.load_format)
         self._weights = tuple(jax.tree.leaves(params))
         self._pool_layouts, self._state_layout = config.pool_layouts, config.state_layout
         self._buckets = config.buckets
@@ -179,14 +187,49 @@ class ModelExecutor(Executor):
     def reset(self) -> None:
         """Start over after a failed step: empty pool and tables, nothing in flight."""
         self._in_flight.clear()
+        with self._without_state():
+            pass
+
+    def check_model(self, model_path: str) -> None:
+        """Raise ModelConfigError, saying what differs, unless the folder's weights can be served
+        by the programs that there are."""
+        check_same_model(self._model, ModelConfig.from_path(model_path))
+
+    def update_weights(self, model_path: str, *, keeps_kv: bool) -> None:
+        """Compute with the weights of another folder, in the same shapes and places.
+
+        Nothing may be in flight. The old weights stay until all new ones are there, so both are on
+        the devices for a while. Unless `keeps_kv`, pools and tables make room for that, and are
+        new and empty afterwards, as after `reset`, whether or not it succeeds.
+
+        Raises WeightsError, saying why, if they could not be loaded: then the old ones stay.
+        """
+        with nullcontext() if keeps_kv else self._without_state(), self._watch.paused():
+            problem = self._try_to_update(model_path)
+        if problem is not None:
+            raise WeightsError(problem)
+        self.info["model_path"] = model_path
+
+    def _try_to_update(self, model_path: str) -> str | None:
+        """Why not, in words: an exception would keep what was loaded, where the pools must go."""
+        try:
+            params = self._load_params(model_path, detect_format(Path(model_path)))
+            self._weights = jax.block_until_ready(tuple(jax.tree.leaves(params)))
+        except Exception as error:  # of any type: files, their contents, the devices' memory
+            logger.exception("the weights in %r could not be loaded", model_path)
+            return f"the weights in {model_path!r} could not be loaded: {error}"
+        return None
+
+    @contextmanager
+    def _without_state(self) -> Iterator[None]:
+        """Within, pools and tables are gone: there may not be room for two of them. Afterwards
+        there are new ones."""
         self._page_tables = PageTables(self.sizes)
-        was_ready = self._watch.disarm()
-        # The old pool must be gone before there is room for the new one.
         del self._state, self._row_params
-        self._state, self._row_params = self._make_state()
-        jax.block_until_ready(self._state)
-        if was_ready:
-            self._watch.arm()
+        yield
+        with self._watch.paused():
+            self._state, self._row_params = self._make_state()
+            jax.block_until_ready(self._state)
 
     def time_bare_steps(self, plan: StepPlan, num_steps: int) -> float:
         """Seconds for `num_steps` runs of one plan's program with nothing between them.

@@ -17,6 +17,7 @@ from sgl_jax.scheduler.events import (
     Event,
     FailedAll,
     Noted,
+    Paused,
     Planned,
     Raised,
     Rebuilt,
@@ -29,7 +30,7 @@ from sgl_jax.scheduler.recorder import describe
 from sgl_jax.scheduler.scheduler import Scheduler
 
 # Events after which the scheduler may have come to rest.
-_MAY_REST = (ResultRead, Aborted, FailedAll, AskedSession)
+_MAY_REST = (ResultRead, Aborted, Paused, FailedAll, AskedSession)
 
 
 class DifferenceError(Exception):

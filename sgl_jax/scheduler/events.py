@@ -17,6 +17,7 @@ from sgl_jax.core.messages import (
     AbortRequest,
     GenerateRequest,
     OutputBatch,
+    PauseMode,
     Reply,
     RequestOutput,
     SessionMessage,
@@ -86,6 +87,18 @@ class Flushed(Told, frozen=True, tag="flush"):
     pass
 
 
+class Paused(Told, frozen=True, tag="pause"):
+    mode: PauseMode
+
+
+class Resumed(Told, frozen=True, tag="resume"):
+    pass
+
+
+class RetractedAll(Told, frozen=True, tag="retract_all"):
+    pass
+
+
 class FailedAll(Told, frozen=True, tag="fail_all"):
     reason: str
 
@@ -143,6 +156,9 @@ Event: TypeAlias = (
     | AskedSession
     | AnsweredSession
     | Flushed
+    | Paused
+    | Resumed
+    | RetractedAll
     | FailedAll
     | Rebuilt
     | Ticked

@@ -65,5 +65,7 @@ class InFlight:
         theirs, start = running.known_tokens(row)[: running.score_start[row]], cursor.matched
         shared = common_prefix_len(theirs[start:], tokens[start:])
         length = start + shared // self._rank.memory.page_size * self._rank.memory.page_size
-        # What the tree has and cannot go on from is saved by waiting as well.
-        return Leader(row, length) if length - cursor.length >= self._min_tokens else None
+        # What the tree has and cannot go on from is saved by waiting as well, if there is an end to
+        # wait for: what the row has computed already is no such.
+        is_worth_it = length > start and length - cursor.length >= self._min_tokens
+        return Leader(row, length) if is_worth_it else None

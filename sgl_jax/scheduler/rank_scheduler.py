@@ -307,7 +307,7 @@ class RankScheduler:
         return request
 
     def retract(
-        self, row: int, cause: Literal["short", "forced", "preempted"] = "short"
+        self, row: int, cause: Literal["short", "forced", "preempted", "asked"] = "short"
     ) -> Request:
         """Take the memory of the request in `row` away; it keeps its tokens, to run again.
 

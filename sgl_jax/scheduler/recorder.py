@@ -11,6 +11,7 @@ from sgl_jax.core.messages import (
     AbortRequest,
     GenerateRequest,
     OutputBatch,
+    PauseMode,
     Reply,
     SessionMessage,
     StopRequest,
@@ -25,11 +26,14 @@ from sgl_jax.scheduler.events import (
     FailedAll,
     Flushed,
     Noted,
+    Paused,
     Planned,
     Raised,
     Rebuilt,
     Refused,
     ResultRead,
+    Resumed,
+    RetractedAll,
     Started,
     Stopped,
     Submitted,
@@ -80,6 +84,15 @@ class Recorder:
     def flush(self) -> bool:
         return bool(self._tell(Flushed()))
 
+    def pause(self, mode: PauseMode) -> None:
+        self._tell(Paused(mode))
+
+    def resume(self) -> None:
+        self._tell(Resumed())
+
+    def retract_all(self) -> None:
+        self._tell(RetractedAll())
+
     def fail_all(self, reason: str) -> None:
         self._tell(FailedAll(reason))
 
@@ -90,7 +103,7 @@ class Recorder:
         self._tell(Ticked(now_s))
 
     def plan(self) -> StepPlan | None:
-        if self._scheduler.is_idle:
+        if self._scheduler.is_resting:
             return self._scheduler.plan()  # there is nothing to decide, many times a second
         try:
             plan = self._scheduler.plan()

@@ -1,8 +1,9 @@
 """Decides what every rank computes in each step, and what the results mean.
 
-The scheduler is a function of its event stream: messages (`submit`, `abort`, `stop`, `flush`),
-the time (`tick`), planned steps (`plan`) and results (`apply_result`). It reads no clock and draws
-nothing at random, so several hosts can run it in lockstep and a run can be replayed.
+The scheduler is a function of its event stream: messages (`submit`, `abort`, `stop`, `flush`,
+`pause`, `resume`), the time (`tick`), planned steps (`plan`) and results (`apply_result`). It reads
+no clock and draws nothing at random, so several hosts can run it in lockstep and a run can be
+replayed.
 
 The caller launches what `plan` returns, and may plan and launch the next step before it applies
 the result of the last: input tokens come from the device, so nothing waits for the host.
@@ -18,6 +19,7 @@ from sgl_jax.core.messages import (
     FinishReason,
     GenerateRequest,
     OutputBatch,
+    PauseMode,
     Reply,
     RequestOutput,
     SessionMessage,
@@ -87,6 +89,7 @@ class Scheduler:
             args.max_session_tokens,
         )
         self._admission = Admission(self._waiting, args, self._sessions.home_of)
+        self.is_paused = False
         self._arrivals = 0
         self._steps = 0
         self._finished = 0
@@ -197,11 +200,30 @@ class Scheduler:
         return len(self._sessions.store)
 
     def flush(self) -> bool:
-        """Empty all prefix caches; False, changing nothing, while requests are in flight."""
-        if self._requests:
+        """Empty all prefix caches; False, changing nothing, while requests run."""
+        if self.num_running:
             return False
         self._reset_caches()
         return True
+
+    def pause(self, mode: PauseMode) -> None:
+        """Plan no step until `resume`. What runs is left as it is, retracted, or ended with all
+        that waits."""
+        self.is_paused = True
+        if mode == "retract":
+            self.retract_all()
+        elif mode == "abort":
+            self.abort(AbortRequest(abort_all=True, message="generation was paused"))
+
+    def resume(self) -> None:
+        """Plan steps again."""
+        self.is_paused = False
+
+    def retract_all(self) -> None:
+        """Take the memory of every running request; with its tokens, it waits to run again."""
+        for rank in self.ranks:
+            for row in rank.running.active.tolist():
+                self._waiting.add(rank.retract(row, "asked"))
 
     def fail_all(self, reason: str) -> None:
         """The device lost its state: end every request, and keep no cached page."""
@@ -249,6 +271,8 @@ class Scheduler:
 
     def count_waiting(self) -> dict[WaitKind, int]:
         """How many requests wait for what, since the last step was planned; see `WaitReason`."""
+        if self.is_paused:
+            return {"paused": len(self._waiting)}
         return self._admission.count_waiting(self.ranks, self._steps)
 
     def why_waiting(self, rid: str) -> WaitReason:
@@ -256,6 +280,8 @@ class Scheduler:
         request = self._requests[rid]
         if request.state is not RequestState.WAITING:
             raise KeyError(f"{rid} does not wait")
+        if self.is_paused:
+            return WaitReason("paused")
         reason = self._admission.why_waiting(request, self.ranks, self._steps)
         if reason.kind == "step" and not self._forced_retract.may_start(self.ranks):
             return WaitReason("paused")
@@ -271,12 +297,17 @@ class Scheduler:
         """Whether no request is waiting or running."""
         return not self._requests
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether no step can be planned before something else happens."""
+        return self.is_paused or self.is_idle
+
     def plan(self) -> StepPlan | None:
         """The next step, its memory taken and its lengths committed; None if nothing can run.
 
         The caller must launch what it gets, or call `fail_all`.
         """
-        if not self._requests:
+        if self.is_resting:
             return None
         for rank in self.ranks:
             rank.publish_awaited()

@@ -16,7 +16,8 @@ class WaitReason(NamedTuple):
     "prefix": what request `behind` is computing, which it will read;
     "rank": room on rank `dp_rank`, which has more of its prefix than those that have room;
     "order": request `behind`, for which the rank is held since it was passed over too often;
-    "paused": fewer requests to run, which forced retracts (a test's setting) ask for.
+    "paused": the end of a pause, or fewer requests to run, which forced retracts (a test's setting)
+    ask for.
     """
 
     kind: WaitKind

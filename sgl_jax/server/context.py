@@ -36,7 +36,7 @@ _DEFAULT_MODELS = ("default", "unknown")
 
 @dataclasses.dataclass
 class ServerContext:
-    """One per server; of all this only `draining` changes while it serves."""
+    """One per server; while it serves, `draining` changes, and `engine_info` as the engine says."""
 
     args: ServerArgs
     frontend: Frontend
@@ -63,6 +63,16 @@ class ServerContext:
         self.answer_parser = choose_parser(
             args.tool_call_parser, args.reasoning_parser, tokenizer.chat_template
         )
+
+    @property
+    def model_path(self) -> str:
+        """Folder of the weights that are served."""
+        return str(self.engine_info["model_path"])
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait until generation is continued."""
+        return bool(self.engine_info["is_paused"])
 
     @functools.cached_property
     def model_name(self) -> str:

@@ -2,6 +2,7 @@
 
     starting   503   the engine loads and compiles
     ready      200
+    paused     200   requests are taken, and wait until generation is continued
     stuck      503   the engine's process is silent: stopped, or swapped out
     draining   503   the server finishes what runs, and ends
     dead       503   the engine has ended; the server ends, too
@@ -35,7 +36,9 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     error: ErrorBody | None = None
 
 
-def health_answer(check: Callable[[], None], health: EngineHealth) -> Response:
+def health_answer(
+    check: Callable[[], None], health: EngineHealth, *, is_paused: bool = False
+) -> Response:
     """200 if `check` passes; else what it raises, in words and with since when."""
     try:
         check()
@@ -51,7 +54,8 @@ def health_answer(check: Callable[[], None], health: EngineHealth) -> Response:
         )
         headers = dict(error.headers or {})
         return Response(msgspec.json.encode(body), error.status_code, headers, _JSON)
-    return Response(msgspec.json.encode(Health("ready")), media_type=_JSON)
+    status = "paused" if is_paused else "ready"
+    return Response(msgspec.json.encode(Health(status)), media_type=_JSON)
 
 
 class Gate:

@@ -29,7 +29,15 @@ import uvloop
 from starlette.types import ASGIApp
 
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
-from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
+from sgl_jax.core.messages import (
+    ContinueGeneration,
+    EngineChanged,
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    Heartbeat,
+    Shutdown,
+)
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, ZmqEngineClient
 from sgl_jax.engine.frontend import Frontend
@@ -225,6 +233,8 @@ class _Server:
         context.draining = True
         frontend = context.frontend
         logger.info("shutting down: %d requests to finish", frontend.num_open)
+        if context.is_paused:
+            frontend.ask(ContinueGeneration(), lambda reply: None)
         deadline = time.monotonic() + self._args.drain_timeout
 
         def is_busy() -> bool:
@@ -260,6 +270,8 @@ class _Server:
         if isinstance(message, EngineReady):
             if not self._ready.done():
                 self._ready.set_result(message)
+        elif isinstance(message, EngineChanged):
+            self._ready.result().info.update(message.info)  # which the context has
         elif isinstance(message, Heartbeat):
             self._health.hear(message)
         elif isinstance(message, EngineFailed):

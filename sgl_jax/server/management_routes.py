@@ -28,7 +28,7 @@ async def health(request: Request) -> Response:
     """200 while the server takes requests; else 503 and why. Asks nothing of the engine, needs no
     key."""
     context = context_of(request)
-    return health_answer(context.check_open, context.health)
+    return health_answer(context.check_open, context.health, is_paused=context.is_paused)
 
 
 @router.get("/health_generate", responses=answers())
@@ -70,7 +70,7 @@ async def get_model_info(request: Request) -> Response:
     facts = context.frontend.facts
     return json_response(
         {
-            "model_path": context.args.model_path,
+            "model_path": context.model_path,
             "tokenizer_path": context.args.tokenizer_folder,
             "served_model_name": context.model_name,
             "is_generation": True,
@@ -90,6 +90,7 @@ async def get_server_info(request: Request) -> Response:
     return json_response(
         {
             **settings,
+            "model_path": context.model_path,
             "served_model_name": context.model_name,
             "version": request.app.version,
             "dp_size": context.frontend.facts.dp_size,

@@ -18,6 +18,8 @@ import numpy as np
 from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
+    ContinueGeneration,
+    EngineChanged,
     EngineMessage,
     FinishReason,
     FlushCache,
@@ -28,6 +30,7 @@ from sgl_jax.core.messages import (
     ListSessions,
     OpenSession,
     OutputBatch,
+    PauseGeneration,
     Reply,
     RequestOutput,
     RollbackSession,
@@ -37,6 +40,7 @@ from sgl_jax.core.messages import (
     StopProfile,
     StopRequest,
     TokenLogprobs,
+    UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
@@ -57,6 +61,7 @@ DP_SIZE = 2
 MAX_RUNNING = 4  # what the front is told; the script runs all that comes
 LOGPROB = -0.5
 EOS = 1
+CHANGES = (PauseGeneration, ContinueGeneration, UpdateWeightsFromDisk)
 
 
 @dataclass
@@ -76,6 +81,8 @@ class ScriptedEngine:
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
     stopped: bool = False  # set from outside
+    is_paused: bool = False
+    model_path: str = "scripted"
     _may_go_on: threading.Event = field(default_factory=threading.Event)
     _stands_still: threading.Event = field(default_factory=threading.Event)
 
@@ -100,6 +107,8 @@ class ScriptedEngine:
             "dp_size": DP_SIZE,
             "max_running_requests": MAX_RUNNING,
             "eos_token_ids": [EOS],
+            "is_paused": self.is_paused,
+            "model_path": self.model_path,
         }
 
     def run(self, channel: Channel, *, after_turn: object = None) -> None:
@@ -112,14 +121,16 @@ class ScriptedEngine:
                 self._stands_still.set()
                 self._may_go_on.wait(0.05)  # or it is stopped
                 continue
-            for message in channel.poll(0 if self.running else 0.05):
+            for message in channel.poll(0 if self.running and not self.is_paused else 0.05):
                 self.seen.append(message)
                 if isinstance(message, Shutdown):
                     return
                 answer = self.answer(message)
+                if isinstance(message, CHANGES):
+                    channel.send(EngineChanged(info=self.info))
                 if answer is not None:
                     channel.send(answer)
-            if self.running:
+            if self.running and not self.is_paused:
                 channel.send(self.step())
                 time.sleep(self.step_s)
 
@@ -148,6 +159,14 @@ class ScriptedEngine:
                 OpenSession() | CloseSession() | RollbackSession() | ForkSession() | ListSessions()
             ):
                 return self.ask_session(message)
+            case PauseGeneration() | ContinueGeneration():
+                self.is_paused = isinstance(message, PauseGeneration)
+                data = {"is_paused": self.is_paused, "num_running": 0, "num_waiting": 0}
+                return Reply(rid=message.rid, ok=True, data=data)
+            case UpdateWeightsFromDisk():
+                self.model_path = message.model_path
+                data = {"success": True, "message": "loaded", "num_paused_requests": 0}
+                return Reply(rid=message.rid, ok=True, data=data)
             case StartProfile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": message.output_dir})
             case StopProfile():

@@ -30,6 +30,16 @@ def test_a_loop_that_stands_still_is_told_of_and_ends_the_engine_once() -> None:
     assert max(turns) > 0.2
 
 
+def test_what_takes_long_on_purpose_ends_nothing() -> None:
+    beats: queue.Queue[Heartbeat] = queue.Queue()
+    stalled = threading.Event()
+    with Watchdog(beats.put, 0.2, stalled.set) as watchdog:
+        with watchdog.patience():
+            while (beats.get(timeout=5).turn_s or 0.0) < 0.4:
+                assert not stalled.is_set()
+        assert stalled.wait(5)
+
+
 def test_silence_counts_from_the_last_heartbeat() -> None:
     now_s = [0.0]
     health = EngineHealth(20.0, lambda: now_s[0])

@@ -14,6 +14,7 @@ from sgl_jax.core.messages import (
     ForkSession,
     GenerateRequest,
     OpenSession,
+    PauseMode,
     Reply,
     SessionMessage,
     TokenLogprobs,
@@ -156,6 +157,10 @@ class Driver:
 
     def abort(self, rid: str) -> None:
         self.events.abort(AbortRequest(rid=rid))
+        self.collect()
+
+    def pause(self, mode: PauseMode) -> None:
+        self.events.pause(mode)
         self.collect()
 
     def session(self, message: SessionMessage) -> Reply:

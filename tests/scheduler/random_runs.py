@@ -96,7 +96,10 @@ def run(
             machine.driver.abort(rng.choice(machine.live()))
         elif dice < load + 0.05:
             machine.time_goes_on(6 * rng.random())
-        elif dice < load + 0.06:
+        elif dice < load + 0.065:
+            mode = rng.choice(["abort", "retract", "retract", "in_place"])
+            machine.pause(mode, rng.randrange(2**32), rng.random() < 0.5)
+        elif dice < load + 0.075:
             machine.steps_while_a_rank_gets_no_pages(rng.randint(0, 3), rng.randint(1, 3))
         elif machine.driver.scheduler.is_idle:
             machine.submit(rng.randrange(2**32), rng.randint(1, 8))

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sgl_jax.core.messages import AbortRequest, StopRequest
+from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest
 from sgl_jax.scheduler.admission import AGED_PRIORITY
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
@@ -158,10 +158,35 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        was_idle = self.driver.scheduler.is_idle
-        assert self.driver.events.flush() == was_idle
-        if was_idle:
+        was_free = not self.driver.scheduler.num_running
+        assert self.driver.events.flush() == was_free
+        if was_free:
             assert all(view.cached_pages == 0 for view in self.driver.scheduler.memory_views())
+
+    @rule(
+        mode=st.sampled_from(["abort", "retract", "in_place"]),
+        seed=st.integers(0, 2**32),
+        flushes=st.booleans(),
+    )
+    def pause(self, mode: PauseMode, seed: int, flushes: bool) -> None:
+        """No step is planned; what ran is left, or has no memory. It all goes on afterwards."""
+        driver, scheduler = self.driver, self.driver.scheduler
+        live, running, num_plans = self.live(), scheduler.num_running, len(driver.plans)
+        driver.pause(mode)
+        self.check_ledger()
+        scheduler.audit()
+        assert scheduler.num_running == (running if mode == "in_place" else 0)
+        if mode != "in_place":
+            assert all(view.leased_pages == 0 for view in scheduler.memory_views())
+        ended = [rid for rid in live if rid in driver.finish]
+        assert ended == (live if mode == "abort" else [])
+        self.submit(seed, 2)
+        if flushes:
+            self.flush()
+        self.step(driver.max_unread + 2)
+        assert not driver.in_flight
+        assert len(driver.plans) == num_plans
+        driver.events.resume()
 
     @rule(rank=st.integers(0, 3), count=st.integers(1, 3))
     def steps_while_a_rank_gets_no_pages(self, rank: int, count: int) -> None:

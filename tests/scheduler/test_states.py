@@ -10,6 +10,7 @@ import pytest
 from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.messages import OpenSession, SessionTurn
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.liveness import Liveness
 
 PAGE = 4
 HYBRID = (*FULL_ATTENTION, CacheGroup(LAST_VALUE, 1, is_recurrent=True))
@@ -140,3 +141,15 @@ def test_waiting_for_the_last_page_of_a_prefix_saves_all_of_it_where_no_state_wa
     for rid in ("first", "second"):
         driver.check_tokens(rid)
     assert driver.cached["second"] == 68
+
+
+def test_nothing_waits_for_a_prompt_of_which_only_what_is_scored_is_left():
+    """There is no state to go on from after what the tree has, and none will come of waiting."""
+    driver, prompt = make_driver(multiple=64, max_prompt_logprob_tokens=2), numbers(3, 30)
+    Liveness(driver.scheduler)
+    driver.submit(generate("scored", prompt, 3, logprob_start_len=8))
+    for _ in range(3):
+        driver.step()
+    driver.submit(generate("late", [*prompt[:26], 1, 2], 3))
+    driver.run()
+    driver.check_tokens("late")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from sgl_jax.core.messages import EngineFailed, EngineMessage, Heartbeat
+from sgl_jax.core.messages import EngineChanged, EngineFailed, EngineMessage, Heartbeat
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ZmqChannel, ZmqEngineClient
 from sgl_jax.engine.frontend import Frontend
@@ -114,6 +114,8 @@ async def serving(
     def on_message(message: EngineMessage) -> None:
         if isinstance(message, EngineFailed):
             front.fail(message.message)
+        elif isinstance(message, EngineChanged):
+            context.engine_info.update(message.info)
         elif isinstance(message, Heartbeat):
             health.hear(message)
         else:

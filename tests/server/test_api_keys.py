@@ -219,6 +219,8 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
         for method, path in (
             ("POST", "/flush_cache"),
             ("GET", "/flush_cache"),
+            ("POST", "/pause_generation"),
+            ("POST", "/continue_generation"),
             ("GET", "/get_server_info"),
             ("GET", "/server_info"),
         ):

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_jax.core.messages import Heartbeat, StartProfile
+from sgl_jax.core.messages import (
+    Heartbeat,
+    PauseGeneration,
+    StartProfile,
+    UpdateWeightsFromDisk,
+)
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import MAX_RUNNING
@@ -68,7 +73,8 @@ async def test_each_prompt_of_a_list_counts_for_the_queue(rig: Rig) -> None:
     waiting = asyncio.create_task(
         rig.http.post("/generate", json={"text": ["hi"] * (MAX_QUEUED + MAX_RUNNING - 1)})
     )
-    await meanwhile_until(lambda: rig.front.num_open, "the requests are sent")
+    num_sent = MAX_QUEUED + MAX_RUNNING - 1
+    await meanwhile_until(lambda: rig.front.num_open == num_sent, "the requests are sent")
     both = await rig.http.post("/v1/completions", json={"prompt": ["a", "b"]})
     assert (both.status_code, both.json()["error"]["code"]) == (503, "queue_full")
     assert "retry-after" in both.headers
@@ -84,7 +90,8 @@ async def test_what_a_full_queue_refuses_is_not_tokenised(
     waiting = asyncio.create_task(
         rig.http.post("/generate", json={"text": ["hi"] * (MAX_QUEUED + MAX_RUNNING)})
     )
-    await meanwhile_until(lambda: rig.front.num_open, "the requests are sent")
+    num_sent = MAX_QUEUED + MAX_RUNNING
+    await meanwhile_until(lambda: rig.front.num_open == num_sent, "the requests are sent")
     asked: list[str] = []
     for name in ("encode", "encode_chat"):
         monkeypatch.setattr(rig.context.texts, name, lambda *args, **kwargs: asked.append("text"))
@@ -172,6 +179,41 @@ async def test_the_cache_is_flushed_only_when_idle(rig: Rig) -> None:
     assert (busy.status_code, busy.json()["error"]["code"]) == (400, "busy")
     running.cancel()
     await rig.until_idle()
+
+
+async def test_a_paused_server_is_healthy_and_takes_requests_that_wait(rig: Rig) -> None:
+    paused = await rig.http.post("/pause_generation", json={"mode": "in_place"})
+    assert paused.json() == {"is_paused": True, "num_running": 0, "num_waiting": 0}
+    health = await rig.http.get("/health")
+    assert (health.status_code, health.json()) == (200, {"status": "paused"})
+    waiting = asyncio.create_task(rig.http.post("/generate", json={"text": "a"}))
+    await meanwhile_until(lambda: rig.engine.running, "the request is there")
+    assert not waiting.done()
+    assert not (await rig.http.post("/continue_generation")).json()["is_paused"]
+    assert (await waiting).status_code == 200
+    assert (await rig.http.get("/health")).json() == {"status": "ready"}
+
+
+async def test_a_pause_aborts_unless_another_mode_is_asked_for(rig: Rig) -> None:
+    for body in (None, {}, {"mode": "retract"}):
+        assert (await rig.http.post("/pause_generation", json=body)).status_code == 200
+    modes = [m.mode for m in rig.engine.seen if isinstance(m, PauseGeneration)]
+    assert modes == ["abort", "abort", "retract"]
+    bad = await rig.http.post("/pause_generation", json={"mode": "gently"})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "mode")
+    assert all(mode in bad.json()["error"]["message"] for mode in ("abort", "retract", "in_place"))
+
+
+async def test_the_model_info_tells_which_weights_are_served(rig: Rig) -> None:
+    body = {"model_path": "/models/next"}
+    updated = await rig.http.post("/update_weights_from_disk", json=body)
+    assert updated.json() == {"success": True, "message": "loaded", "num_paused_requests": 0}
+    (sent,) = (m for m in rig.engine.seen if isinstance(m, UpdateWeightsFromDisk))
+    assert (sent.flush_cache, sent.abort_all_requests) == (True, False)
+    for path in ("/model_info", "/get_model_info", "/server_info"):
+        assert (await rig.http.get(path)).json()["model_path"] == "/models/next"
+    missing = await rig.http.post("/update_weights_from_disk", json={})
+    assert missing.json()["error"]["param"] == "model_path"
 
 
 async def test_traces_go_where_the_operator_says(rig: Rig, tmp_path: Path) -> None:

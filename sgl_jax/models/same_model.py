@@ -1,0 +1,39 @@
+"""Whether two folders hold the same model, but for its weights."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.config_fields import ModelConfigError
+
+_MAX_NAMED = 8  # a model of another kind differs in every layer
+
+
+def check_same_model(served: ModelConfig, given: ModelConfig) -> None:
+    """Raise ModelConfigError, naming what differs, unless weights of `given` fit the programs that
+    were compiled for `served`."""
+    # Says how dummy weights are drawn, and nothing of those that are loaded.
+    given = replace(given, initializer_range=served.initializer_range)
+    found = list(_differences("", served, given))
+    if found:
+        more = [f"and {len(found) - _MAX_NAMED} more"] if len(found) > _MAX_NAMED else []
+        raise ModelConfigError(
+            f"it is not the model that is served: {'; '.join(found[:_MAX_NAMED] + more)}"
+        )
+
+
+def _differences(name: str, served: Any, given: Any) -> Iterator[str]:
+    if served == given:
+        return
+    if is_dataclass(served) and type(served) is type(given):
+        for field in fields(served):
+            own = f"{name}.{field.name}" if name else field.name
+            yield from _differences(own, getattr(served, field.name), getattr(given, field.name))
+    elif isinstance(served, tuple) and isinstance(given, tuple):
+        if len(served) != len(given):
+            yield f"{name}: {len(given)} instead of {len(served)}"
+        for i, (old, new) in enumerate(zip(served, given, strict=False)):
+            yield from _differences(f"{name}[{i}]", old, new)
+    else:
+        yield f"{name} is {given!r} instead of {served!r}"

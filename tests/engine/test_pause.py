@@ -1,0 +1,103 @@
+"""Generation is paused and continued on a real model: every token is as without a pause."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sgl_jax.core.messages import (
+    AbortRequest,
+    ContinueGeneration,
+    EngineChanged,
+    FlushCache,
+    FrontMessage,
+    PauseGeneration,
+    PauseMode,
+    Reply,
+)
+from sgl_jax.replay.__main__ import main as replay
+from tests.engine.scripted_channel import ScriptedChannel
+from tests.engine.test_faults import Rig, outputs, requests
+
+PAUSED_TURNS = 5
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recording") / "engine.events"
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory, recording: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path_factory.mktemp("model"), dp_size=2, record_events=str(recording))
+    yield rig
+    rig.core._close()
+    assert replay([str(recording), "--check-memory", "busy"]) == 0
+
+
+@pytest.fixture(scope="module")
+def expected(rig: Rig) -> list[list[int]]:
+    return outputs(rig.run(rig.until_idle(requests("calm"))), "calm")
+
+
+def paused(
+    rig: Rig, channel_turns: int, mode: PauseMode, meanwhile: list[FrontMessage]
+) -> Iterator[list[FrontMessage]]:
+    """Requests that are paused after some turns, and continued after some more."""
+    yield requests("a")
+    yield from ([] for _ in range(channel_turns))
+    yield [PauseGeneration(rid="pause", mode=mode)]
+    num_steps = rig.core.scheduler.counters()["steps_planned"]
+    yield meanwhile
+    for _ in range(PAUSED_TURNS):
+        yield []
+    assert rig.core.scheduler.counters()["steps_planned"] == num_steps
+    assert rig.core._is_audited
+    yield from rig.until_idle([ContinueGeneration(rid="continue")])
+
+
+def replies(channel: ScriptedChannel) -> dict[str, Reply]:
+    return {reply.rid: reply for reply in channel.sent if isinstance(reply, Reply)}
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("turns", [0, 1, 6])
+def test_tokens_are_the_same_as_without_a_pause(
+    rig: Rig, expected: list[list[int]], mode: PauseMode, turns: int
+) -> None:
+    channel = rig.run(paused(rig, turns, mode, [FlushCache(rid="flush")]))
+    assert outputs(channel, "a") == expected
+    told = replies(channel)
+    assert told["pause"].data["is_paused"]
+    assert told["pause"].data["num_running"] + told["pause"].data["num_waiting"] == 6
+    assert not told["continue"].data["is_paused"]
+    assert (told["pause"].data["num_running"] > 0) == (mode == "in_place")
+    assert told["flush"].ok == (mode == "retract")
+    changes = [m.info["is_paused"] for m in channel.sent if isinstance(m, EngineChanged)]
+    assert changes == [True, False]
+
+
+def test_an_abort_ends_all_and_what_comes_meanwhile_waits(
+    rig: Rig, expected: list[list[int]]
+) -> None:
+    channel = rig.run(paused(rig, 4, "abort", requests("late")))
+    assert {channel.ends()[f"a{i}"].type for i in range(6)} == {"abort"}
+    for tokens, whole in zip(outputs(channel, "a"), expected, strict=True):
+        assert tokens == whole[: len(tokens)]
+    assert outputs(channel, "late") == expected
+
+
+def test_clients_may_leave_during_a_pause(rig: Rig, expected: list[list[int]]) -> None:
+    channel = rig.run(paused(rig, 4, "in_place", [AbortRequest(rid="a0")]))
+    assert channel.ends()["a0"].type == "abort"
+    assert outputs(channel, "a")[1:] == expected[1:]
+
+
+def test_a_paused_engine_ends_when_it_is_told_to(rig: Rig) -> None:
+    def script() -> Iterator[list[FrontMessage]]:
+        yield requests("cut")
+        yield [PauseGeneration(rid="pause", mode="in_place")]
+
+    channel = rig.run(script())
+    rig.core.events.resume()
+    assert {end.message for end in channel.ends().values()} == {"the engine was shut down"}
