@@ -1,7 +1,7 @@
 """The table of messages to the engine: what each does, and how a client sends it.
 
 A new call is a message (`core/messages.py`), a row here and the method that the row names: the
-engine finds the method by the row (`EngineCore`, for sessions `SessionService`), and the server
+engine finds the method by the row (`Call.handler`), and the server
 makes the route, its body and its description of row and message (`server/call_routes.py`).
 
 The body of a `route` holds the message's fields but `rid`, by their annotations; those with a
@@ -24,6 +24,7 @@ from sgl_jax.core.messages import (
     OpenSession,
     PauseGeneration,
     RollbackSession,
+    SetInternalState,
     Shutdown,
     StartProfile,
     StopProfile,
@@ -56,6 +57,13 @@ class WeightsUpdated(msgspec.Struct, frozen=True):
     success: bool
     message: str
     num_paused_requests: int
+
+
+class SettingsChanged(msgspec.Struct, frozen=True):
+    """The settings that were named, as they are now."""
+
+    updated: bool
+    server_args: dict[str, Any]
 
 
 class Traced(msgspec.Struct, frozen=True):
@@ -107,7 +115,9 @@ class Call(NamedTuple):
     """One kind of message to the engine."""
 
     message: type[msgspec.Struct]
-    handler: str  # method of `EngineCore`, or of `SessionService` for a `SessionMessage`
+    # Method of `EngineCore`; of `SessionService` for a `SessionMessage`, of `Controls` for a
+    # `ControlMessage`.
+    handler: str
     answer: Any = None  # type of what a `Reply` brings; None: there is no reply
     route: str | None = None  # made of this row
     methods: tuple[str, ...] = ("POST",)
@@ -147,6 +157,7 @@ CALLS = (
         is_admin=True,
         timeout_s=3600.0,
     ),
+    Call(SetInternalState, "set_settings", SettingsChanged, "/set_internal_state", is_admin=True),
     Call(StartProfile, "start_profile", Traced, "/start_profile", is_admin=True, timeout_s=120.0),
     Call(StopProfile, "stop_profile", Traced, "/stop_profile", is_admin=True, timeout_s=120.0),
     Call(Shutdown, "shut_down"),

@@ -228,8 +228,26 @@ class UpdateWeightsFromDisk(Question, frozen=True, kw_only=True, tag=True):
     abort_all_requests: Annotated[bool, doc("end all requests first")] = False
 
 
+class SetInternalState(Question, frozen=True, kw_only=True, tag=True):
+    """Change settings while the server runs, under the names of its flags; the others stay."""
+
+    server_args: Annotated[
+        dict[str, str | float],
+        doc(
+            "`schedule_policy`, `load_balance_method`, `waiting_timeout`, `request_timeout`, "
+            "`priority_scheduling_preemption_threshold`, `chunked_prefill_size` up to that of the "
+            "start"
+        ),
+    ]
+
+
 class StartProfile(Question, frozen=True, kw_only=True, tag=True):
     """Start a device trace, to be read with TensorBoard or xprof."""
+
+    num_steps: Annotated[
+        Annotated[int, Ge(1), Lt(INT32)] | None,
+        doc("steps after which it ends by itself; default: it ends at `/stop_profile`"),
+    ] = None
 
     output_dir: Annotated[
         Annotated[str, MinLen(1), MaxLen(_MAX_PATH_CHARS)] | None,
@@ -245,16 +263,15 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the engine; requests in flight are aborted. To finish them, wait before sending this."""
 
 
-Asked = (
-    FlushCache
-    | GetState
-    | SessionMessage
-    | PauseGeneration
+ControlMessage = (
+    PauseGeneration
     | ContinueGeneration
     | UpdateWeightsFromDisk
+    | SetInternalState
     | StartProfile
     | StopProfile
 )
+Asked = FlushCache | GetState | SessionMessage | ControlMessage
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | Asked | Shutdown
 
 

@@ -5,46 +5,38 @@ server, or in a thread behind the offline `Engine`, with the same code.
 """
 
 import logging
-import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
-from sgl_jax.core.calls import CALL_OF, Flushed, Generation, Traced, WeightsUpdated
+from sgl_jax.core.calls import CALL_OF, Flushed
 from sgl_jax.core.messages import (
     AbortRequest,
-    ContinueGeneration,
+    ControlMessage,
     EngineChanged,
     FlushCache,
     FrontMessage,
     GenerateRequest,
     GetState,
-    PauseGeneration,
     Reply,
     SessionMessage,
     Shutdown,
-    StartProfile,
-    StopProfile,
     StopRequest,
-    UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Int32Array, StepHandle, StepPlan, mask_words
 from sgl_jax.engine.channels import Channel
+from sgl_jax.engine.controls import Controls, answer, refusal
 from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
-from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
+from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.errors import MemoryDefectError
-from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.event_log import EventWriter
 from sgl_jax.scheduler.recorder import Recorder
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -95,6 +87,7 @@ class EngineCore:
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._log = StepLog(args.decode_log_interval)
         self._defects = DefectRecord(args.memory_dump_dir)
+        self._controls = Controls(self)
         self._is_shutting_down = False
         self._is_audited = True
 
@@ -114,7 +107,7 @@ class EngineCore:
         `after_turn` after each turn of the loop, with whether there was nothing to do in it.
         """
         watchdog = Watchdog(channel.send, self.args.watchdog_timeout, on_stall)
-        with watchdog as self._watchdog:
+        with watchdog as self.watchdog:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_resting and not self._in_flight
                 watchdog.feed()
@@ -185,8 +178,9 @@ class EngineCore:
 
         return bool(self._on_device(draw))
 
-    def _read_all(self) -> None:
+    def settle(self) -> None:
         """Wait for all that is in flight, so that no token of it is lost."""
+        self._is_audited = False
         while self._in_flight:
             self._read_oldest()
 
@@ -260,6 +254,10 @@ class EngineCore:
         self.events.rebuild(_REBUILT)
         self._is_audited = False
 
+    def change_info(self, **facts: Any) -> None:
+        """Let the front know other facts."""
+        self.info = self.info | facts
+
     def _audit(self) -> None:
         """At rest: prove by a full walk that nothing leaked since the last time."""
         if self._is_audited or self.args.check_memory == "off":
@@ -272,14 +270,16 @@ class EngineCore:
     def _handle(self, message: FrontMessage, channel: Channel) -> None:
         """Let the method that the table of calls names do it; what it returns is the answer."""
         call = CALL_OF[type(message)]
+        is_control = isinstance(message, ControlMessage)
         is_session = isinstance(message, SessionMessage)
-        handle: Any = self._ask_session if is_session else getattr(self, call.handler)
+        owner = self._controls if is_control else self
+        handle: Any = self._ask_session if is_session else getattr(owner, call.handler)
         try:
             reply = handle(message)
         except MemoryDefectError as error:
             self._answer_defect(error)
             is_asked = call.answer is not None
-            reply = _refused(message, _REBUILT, status_code=500) if is_asked else None
+            reply = refusal(message, _REBUILT, status_code=500) if is_asked else None
         if self.info is not self._told_info:
             channel.send(EngineChanged(info=self.info))
             self._told_info = self.info
@@ -321,81 +321,16 @@ class EngineCore:
     def flush(self, message: FlushCache) -> Reply:
         """Empty the prefix caches, while nothing runs."""
         if self.events.flush():
-            return _answer(message, Flushed())
-        return _refused(message, "requests are running; the cache was not flushed", code="busy")
-
-    def pause(self, message: PauseGeneration) -> Reply:
-        """Launch nothing more; what was launched still gives its tokens."""
-        self._read_all()
-        self._is_audited = False
-        self.events.pause(message.mode)
-        return self._answer_generation(message)
-
-    def resume(self, message: ContinueGeneration) -> Reply:
-        """Launch steps again."""
-        self.events.resume()
-        return self._answer_generation(message)
-
-    def _change_info(self, **facts: Any) -> None:
-        self.info = self.info | facts
-
-    def _answer_generation(self, message: PauseGeneration | ContinueGeneration) -> Reply:
-        scheduler = self.scheduler
-        self._change_info(is_paused=scheduler.is_paused)
-        now = Generation(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
-        return _answer(message, now)
+            return answer(message, Flushed())
+        return refusal(message, "requests are running; the cache was not flushed", code="busy")
 
     def _ask_session(self, message: SessionMessage) -> Reply:
         self._is_audited = False
         return self.events.session(message)
 
-    def update_weights(self, message: UpdateWeightsFromDisk) -> Reply:
-        """Load other weights between two steps; whatever comes of it, requests go on."""
-        path = message.model_path
-        try:
-            self.executor.check_model(path)
-        except ModelConfigError as error:
-            return _refused(message, str(error), code="other_model", param="model_path")
-        self._read_all()
-        self._is_audited = False
-        if message.abort_all_requests:
-            self.events.abort(AbortRequest(abort_all=True, message="the weights were updated"))
-        num_running = self.scheduler.num_running
-        if message.flush_cache:
-            self.events.retract_all()
-            self.events.flush()
-        try:
-            with self._watchdog.patience():
-                self.executor.update_weights(path, keeps_kv=not message.flush_cache)
-        except WeightsError as error:
-            return _refused(message, str(error), code="weights_refused", param="model_path")
-        self._change_info(model_path=path)
-        text = f"serving the weights in {path!r}"
-        return _answer(message, WeightsUpdated(True, text, num_running))
-
-    def start_profile(self, message: StartProfile) -> Reply:
-        """Trace the devices; a folder that was made for it goes if that is refused."""
-        folder = message.output_dir or tempfile.mkdtemp(prefix="sgl_jax-profile-")
-        try:
-            self.executor.profiler.start(Path(folder))
-        except (RuntimeError, OSError, ValueError) as error:
-            if message.output_dir is None:
-                shutil.rmtree(folder, ignore_errors=True)
-            param = None if isinstance(error, RuntimeError) else "output_dir"
-            return _refused(message, str(error), code="profile_refused", param=param)
-        return _answer(message, Traced(folder))
-
-    def stop_profile(self, message: StopProfile) -> Reply:
-        """Write the trace."""
-        try:
-            folder = self.executor.profiler.stop()
-        except (RuntimeError, OSError) as error:
-            return _refused(message, str(error), code="profile_refused")
-        return _answer(message, Traced(str(folder)))
-
     def tell_state(self, message: GetState) -> Reply:
         """See `state`."""
-        return _answer(message, self.state())
+        return answer(message, self.state())
 
     def state(self) -> dict[str, Any]:
         """The memory view of each rank and counters since the start."""
@@ -421,11 +356,3 @@ class EngineCore:
             "num_sessions": scheduler.num_sessions,
             "counters": counters,
         }
-
-
-def _answer(message: Any, data: Any) -> Reply:
-    return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(data))
-
-
-def _refused(message: Any, why: str, **data: Any) -> Reply:
-    return Reply(rid=message.rid, ok=False, message=why, data=data)

@@ -182,7 +182,9 @@ class ModelExecutor(Executor):
                 f"step {handle.plan.step_id}: results are read once each, in launch order"
             )
         self._in_flight.popleft()
-        return unpack_results(handle)
+        results = unpack_results(handle)
+        self.profiler.after_step()
+        return results
 
     def reset(self) -> None:
         """Start over after a failed step: empty pool and tables, nothing in flight."""

@@ -1,14 +1,18 @@
 """Device traces, into folders that clients name.
 
 JAX looks at the folder only when a trace is written, and a trace that could not be written stays
-open for good: so it is tried first.
+open for good: so it is tried first. What it writes is `plugins/profile/TIME/HOST.xplane.pb` below
+the folder, as TensorBoard's profile plugin and xprof look for it.
 """
 
 import contextlib
+import logging
 import tempfile
 from pathlib import Path
 
 import jax
+
+logger = logging.getLogger(__name__)
 
 
 class Profiler:
@@ -16,9 +20,10 @@ class Profiler:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        self._steps_left: int | None = None
 
-    def start(self, folder: Path) -> None:
-        """Trace into `folder`, which is made, until `stop`.
+    def start(self, folder: Path, num_steps: int | None = None) -> None:
+        """Trace into `folder`, which is made, until `stop`, or until `num_steps` have ended.
 
         Raises RuntimeError if a trace runs already, OSError if nothing can be written there; then
         the folder is not made.
@@ -34,7 +39,20 @@ class Profiler:
                 with contextlib.suppress(OSError):  # others have put something there meanwhile
                     path.rmdir()
             raise
-        self._folder = folder
+        self._folder, self._steps_left = folder, num_steps
+
+    def after_step(self) -> None:
+        """A step has ended on the devices: the trace ends with the last that was asked for."""
+        if self._folder is None or self._steps_left is None:
+            return
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return
+        self._steps_left = None
+        try:
+            logger.info("the trace is in %s", self.stop())
+        except OSError as error:
+            logger.error("the trace runs on, until it is stopped: %s", error)
 
     def stop(self) -> Path:
         """Write the trace; its folder. Raises RuntimeError if none runs; OSError if it cannot be
@@ -43,7 +61,7 @@ class Profiler:
             raise RuntimeError("no trace runs")
         _try_to_write(self._folder)
         jax.profiler.stop_trace()
-        folder, self._folder = self._folder, None
+        folder, self._folder, self._steps_left = self._folder, None, None
         return folder
 
 

@@ -47,7 +47,7 @@ class Admission:
 
     Args:
         waiting: the queue.
-        args: the scheduler's.
+        args: the scheduler's; may be others later.
         home_of: the memory with the lease of a request's session, if any.
     """
 
@@ -58,7 +58,7 @@ class Admission:
         home_of: Callable[[Request], RankMemory | None],
     ) -> None:
         self._waiting = waiting
-        self._args = args
+        self.args = args
         self._home_of = home_of
         self._holds: dict[str, int] = {}  # rid of a request that is due -> the rank held for it
         self._next_rank = 0  # of round_robin
@@ -73,7 +73,7 @@ class Admission:
         highest = self._waiting.highest_priority
         if highest is None:
             return []
-        below = highest - self._args.priority_scheduling_preemption_threshold
+        below = highest - self.args.priority_scheduling_preemption_threshold
         lowest = [rank.running.priorities.lowest for rank in ranks]
         if not any(priority is not None and priority < below for priority in lowest):
             return []
@@ -178,7 +178,7 @@ class Admission:
             if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):
                 continue  # not due any more: an older one that was due has just started
             if fitting := self._fitting_options(rooms, request):
-                if self._args.enable_priority_scheduling:
+                if self.args.enable_priority_scheduling:
                     request.priority = AGED_PRIORITY
                 self._start(rooms, request, min(fitting).dp_rank)
                 continue
@@ -226,7 +226,7 @@ class Admission:
         if not fitting:
             return None
         stayed = self._waiting.stays_for(request)
-        if self._args.load_balance_method == "round_robin" and self._home_of(request) is None:
+        if self.args.load_balance_method == "round_robin" and self._home_of(request) is None:
             # One that waited for a prefix in flight goes where that is, if it can.
             in_turn = min(fitting, key=lambda o: (o.dp_rank < self._next_rank, o.dp_rank))
             return next((o for o in fitting if o.dp_rank == stayed), in_turn)

@@ -4,6 +4,7 @@ Owns when each request arrived, counted from the last tick before it. Must never
 several hosts, and a replay, must come to the same answer.
 """
 
+import math
 from typing import NamedTuple
 
 
@@ -18,20 +19,20 @@ class Deadlines:
     """Arrivals in order. A limit of 0 s is none."""
 
     def __init__(self, waiting_timeout_s: float, request_timeout_s: float) -> None:
-        self._waiting_timeout_s = waiting_timeout_s
-        self._request_timeout_s = request_timeout_s
+        self.set_limits(waiting_timeout_s, request_timeout_s)
         self._now_s: float | None = None  # until the first tick
-        # rid -> arrival, oldest first; without an entry where the limit is none or has passed.
+        # rid -> arrival, oldest first; without an entry where the limit has passed.
         self._to_start: dict[str, float] = {}
         self._to_finish: dict[str, float] = {}
 
+    def set_limits(self, waiting_timeout_s: float, request_timeout_s: float) -> None:
+        """From now on, also for those that are there."""
+        self._waiting_timeout_s = waiting_timeout_s or math.inf
+        self._request_timeout_s = request_timeout_s or math.inf
+
     def add(self, rid: str) -> None:
         """A request arrived, at the time of the last tick (or of the first)."""
-        now_s = self._now_s or 0.0
-        if self._waiting_timeout_s > 0:
-            self._to_start[rid] = now_s
-        if self._request_timeout_s > 0:
-            self._to_finish[rid] = now_s
+        self._to_start[rid] = self._to_finish[rid] = self._now_s or 0.0
 
     def forget(self, rid: str) -> None:
         """A request ended."""
@@ -41,7 +42,8 @@ class Deadlines:
     def needs_tick(self, now_s: float) -> bool:
         """Whether a tick would do more than to tell the time."""
         if self._now_s is None:
-            return bool(self._to_start or self._to_finish)
+            has_limit = min(self._waiting_timeout_s, self._request_timeout_s) < math.inf
+            return has_limit and bool(self._to_finish)
         return any(
             next(iter(arrivals.values()), now_s) < now_s - timeout_s
             for arrivals, timeout_s in (

@@ -99,6 +99,11 @@ class RetractedAll(Told, frozen=True, tag="retract_all"):
     pass
 
 
+class Configured(Told, frozen=True, tag="configure"):
+    args: SchedulerArgs
+    chunk_tokens: int
+
+
 class FailedAll(Told, frozen=True, tag="fail_all"):
     reason: str
 
@@ -158,6 +163,7 @@ Event: TypeAlias = (
     | Flushed
     | Paused
     | Resumed
+    | Configured
     | RetractedAll
     | FailedAll
     | Rebuilt

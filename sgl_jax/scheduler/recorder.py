@@ -16,12 +16,14 @@ from sgl_jax.core.messages import (
     SessionMessage,
     StopRequest,
 )
+from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
 from sgl_jax.scheduler.event_log import EventWriter
 from sgl_jax.scheduler.events import (
     Aborted,
     AnsweredSession,
     AskedSession,
+    Configured,
     Expected,
     FailedAll,
     Flushed,
@@ -89,6 +91,9 @@ class Recorder:
 
     def resume(self) -> None:
         self._tell(Resumed())
+
+    def configure(self, args: SchedulerArgs, chunk_tokens: int) -> None:
+        self._tell(Configured(args, chunk_tokens))
 
     def retract_all(self) -> None:
         self._tell(RetractedAll())

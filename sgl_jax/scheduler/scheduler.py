@@ -90,6 +90,7 @@ class Scheduler:
         )
         self._admission = Admission(self._waiting, args, self._sessions.home_of)
         self.is_paused = False
+        self._chunk_tokens = sizes.max_chunk_tokens
         self._arrivals = 0
         self._steps = 0
         self._finished = 0
@@ -171,6 +172,14 @@ class Scheduler:
     def session(self, message: SessionMessage) -> Reply:
         """A client asks about sessions. Changes nothing if the answer is not ok."""
         return self._sessions.answer(message)
+
+    def configure(self, args: SchedulerArgs, chunk_tokens: int) -> None:
+        """Other settings from the next step on: order, balance, deadlines, the threshold of
+        preemption, and the prompt tokens of a step on a rank, no more than the sizes allow."""
+        self.args = self._admission.args = args
+        self._waiting.set_policy(args.schedule_policy)
+        self._deadlines.set_limits(args.waiting_timeout, args.request_timeout)
+        self._chunk_tokens = min(chunk_tokens, self.sizes.max_chunk_tokens)
 
     def tick(self, now_s: float) -> None:
         """The time, in seconds from any origin: end what has taken too long.
@@ -315,7 +324,7 @@ class Scheduler:
         may_start = not taken and self._forced_retract.may_start(self.ranks)
         preempted = self._admission.preempt(self.ranks) if may_start else []
         builders = [
-            StepBuilder(rank, self.sizes, runnable)
+            StepBuilder(rank, self.sizes, runnable, self._chunk_tokens)
             for rank, runnable in zip(self.ranks, choose_runnable(self._all_ranks), strict=True)
         ]
         for builder in builders:

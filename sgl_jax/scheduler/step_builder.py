@@ -32,9 +32,12 @@ class StepBuilder:
         rank: whose memory the step takes pages from.
         sizes: of the engine.
         runnable: the rank's share of `choose_runnable`.
+        chunk_tokens: of prompts that the step may hold, at most `sizes.max_chunk_tokens`.
     """
 
-    def __init__(self, rank: RankScheduler, sizes: EngineSizes, runnable: Runnable) -> None:
+    def __init__(
+        self, rank: RankScheduler, sizes: EngineSizes, runnable: Runnable, chunk_tokens: int
+    ) -> None:
         self.rank = rank
         self.retracted: list[Request] = []
         self.unservable: list[int] = []  # rows that do not fit the rank even alone
@@ -49,7 +52,7 @@ class StepBuilder:
         self._prefilling = runnable.prefilling
         self._max_draft_tokens = sizes.max_draft_tokens
         self._shapes = sizes.step_token_shapes
-        self.chunk_size = sizes.max_chunk_tokens  # of prompts; what is left of it:
+        self.chunk_size = chunk_tokens  # of prompts; what is left of it:
         self._budget = self.chunk_size
         self._score_budget = sizes.max_prompt_logprob_tokens
 

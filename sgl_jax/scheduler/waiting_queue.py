@@ -58,7 +58,7 @@ class WaitingQueue:
         max_passed_over: int = MAX_PASSED_OVER,
     ) -> None:
         self._max_passed_over = max_passed_over
-        self._uses_cached_len = policy == "lpm"
+        self.set_policy(policy)
         self._memories = memories
         self._tables = tables
         self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
@@ -89,6 +89,10 @@ class WaitingQueue:
         # The rank that a request waits for though another has room, and the step it gives up at.
         self._stay_rank = np.full(capacity, NO_RANK, np.int32)
         self._stay_until = np.zeros(capacity, np.int64)
+
+    def set_policy(self, policy: str) -> None:
+        """The order from now on: fcfs or lpm."""
+        self._uses_cached_len = policy == "lpm"
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -35,6 +35,7 @@ from sgl_jax.core.messages import (
     RequestOutput,
     RollbackSession,
     SessionMessage,
+    SetInternalState,
     Shutdown,
     StartProfile,
     StopProfile,
@@ -61,7 +62,7 @@ DP_SIZE = 2
 MAX_RUNNING = 4  # what the front is told; the script runs all that comes
 LOGPROB = -0.5
 EOS = 1
-CHANGES = (PauseGeneration, ContinueGeneration, UpdateWeightsFromDisk)
+CHANGES = (PauseGeneration, ContinueGeneration, UpdateWeightsFromDisk, SetInternalState)
 
 
 @dataclass
@@ -83,6 +84,7 @@ class ScriptedEngine:
     stopped: bool = False  # set from outside
     is_paused: bool = False
     model_path: str = "scripted"
+    settings: dict[str, Any] = field(default_factory=dict)
     _may_go_on: threading.Event = field(default_factory=threading.Event)
     _stands_still: threading.Event = field(default_factory=threading.Event)
 
@@ -109,6 +111,7 @@ class ScriptedEngine:
             "eos_token_ids": [EOS],
             "is_paused": self.is_paused,
             "model_path": self.model_path,
+            "settings": self.settings,
         }
 
     def run(self, channel: Channel, *, after_turn: object = None) -> None:
@@ -162,6 +165,10 @@ class ScriptedEngine:
             case PauseGeneration() | ContinueGeneration():
                 self.is_paused = isinstance(message, PauseGeneration)
                 data = {"is_paused": self.is_paused, "num_running": 0, "num_waiting": 0}
+                return Reply(rid=message.rid, ok=True, data=data)
+            case SetInternalState():
+                self.settings = self.settings | message.server_args
+                data = {"updated": True, "server_args": message.server_args}
                 return Reply(rid=message.rid, ok=True, data=data)
             case UpdateWeightsFromDisk():
                 self.model_path = message.model_path

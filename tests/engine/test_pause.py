@@ -1,4 +1,4 @@
-"""Generation is paused and continued on a real model: every token is as without a pause."""
+"""Pauses and other settings on a real model: every token is as without them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +14,7 @@ from sgl_jax.core.messages import (
     PauseGeneration,
     PauseMode,
     Reply,
+    SetInternalState,
 )
 from sgl_jax.replay.__main__ import main as replay
 from tests.engine.scripted_channel import ScriptedChannel
@@ -101,3 +102,38 @@ def test_a_paused_engine_ends_when_it_is_told_to(rig: Rig) -> None:
     channel = rig.run(script())
     rig.core.events.resume()
     assert {end.message for end in channel.ends().values()} == {"the engine was shut down"}
+
+
+def test_settings_are_changed_all_or_none(rig: Rig, expected: list[list[int]]) -> None:
+    most = rig.core.executor.sizes.max_chunk_tokens
+    good = {
+        "chunked_prefill_size": 4.0,
+        "request_timeout": 60,
+        "load_balance_method": "round_robin",
+    }
+    bad = {
+        "page_size": ("page_size cannot be changed while the server runs; schedule_policy,", 16),
+        "chunked_prefill_size": (f"chunked_prefill_size must be in [1, {most}]", most + 1),
+        "request_timeout": ("request_timeout must be a number, got 'soon'", "soon"),
+        "waiting_timeout": ("--waiting-timeout must be in [0.0, 1000000000.0]", -1.0),
+        "schedule_policy": ("--schedule-policy must be one of fcfs, lpm", "random"),
+    }
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield [SetInternalState(rid="good", server_args=good)]
+        args = rig.core.args
+        yield [
+            SetInternalState(rid=name, server_args={"request_timeout": 9.0} | {name: value})
+            for name, (_, value) in bad.items()
+        ]
+        assert rig.core.args == args
+        assert rig.core.scheduler.args == args.for_scheduler()
+        yield from rig.until_idle(requests("a"))
+
+    channel = rig.run(script())
+    told = replies(channel)
+    assert told["good"].data["server_args"] == good
+    assert rig.core.info["settings"].items() >= good.items()
+    for name, (why, _) in bad.items():
+        assert why in told[name].message
+    assert outputs(channel, "a") == expected

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from sgl_jax.executor.profiler import Profiler
@@ -53,3 +54,42 @@ def test_a_folder_that_went_away_is_made_again(tmp_path: Path, traces: list[str 
     (tmp_path / "trace").rmdir()
     profiler.stop()
     assert (tmp_path / "trace").is_dir()
+
+
+def test_a_trace_ends_after_as_many_steps_as_were_asked_for(
+    tmp_path: Path, traces: list[str | None]
+) -> None:
+    profiler = Profiler()
+    profiler.start(tmp_path / "a", num_steps=2)
+    profiler.after_step()
+    assert traces == [str(tmp_path / "a")]
+    profiler.after_step()
+    assert traces == [str(tmp_path / "a"), None]
+    with pytest.raises(RuntimeError, match="no trace runs"):
+        profiler.stop()
+    profiler.start(tmp_path / "b")
+    for _ in range(5):
+        profiler.after_step()
+    assert profiler.stop() == tmp_path / "b"
+
+
+def test_a_trace_that_cannot_be_written_when_its_steps_have_ended_can_be_stopped_later(
+    tmp_path: Path, traces: list[str | None]
+) -> None:
+    profiler, folder = Profiler(), tmp_path / "trace"
+    profiler.start(folder, num_steps=1)
+    folder.rmdir()
+    folder.write_text("in the way")
+    profiler.after_step()
+    assert traces == [str(folder)]
+    folder.unlink()
+    assert profiler.stop() == folder
+
+
+def test_a_trace_lies_where_tensorboard_looks_for_it(tmp_path: Path) -> None:
+    profiler = Profiler()
+    profiler.start(tmp_path, num_steps=1)
+    jnp.ones(3).block_until_ready()
+    profiler.after_step()
+    (trace,) = tmp_path.glob("plugins/profile/*/*.xplane.pb")
+    assert trace.stat().st_size > 0

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from sgl_jax.core.calls import CALLS, Call
-from sgl_jax.core.messages import FrontMessage, OpenSession, SessionMessage
+from sgl_jax.core.messages import ControlMessage, FrontMessage, OpenSession, SessionMessage
+from sgl_jax.engine.controls import Controls
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.server.api_keys import ANONYMOUS, Caller
 from sgl_jax.server.call_routes import body_of, message_of
@@ -36,7 +37,9 @@ def test_each_message_has_one_row() -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.message.__name__)
 def test_its_handler_takes_that_message(call: Call) -> None:
-    owner = SessionService if call in SESSION_CALLS else EngineCore
+    owner: type = SessionService if call in SESSION_CALLS else EngineCore
+    if call.message in typing.get_args(ControlMessage):
+        owner = Controls
     hints = typing.get_type_hints(getattr(owner, call.handler))
     assert hints["message"] is call.message
     assert (hints["return"] is type(None)) == (call.answer is None)

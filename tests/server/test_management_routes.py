@@ -216,6 +216,16 @@ async def test_the_model_info_tells_which_weights_are_served(rig: Rig) -> None:
     assert missing.json()["error"]["param"] == "model_path"
 
 
+async def test_settings_that_were_changed_are_told(rig: Rig) -> None:
+    body = {"server_args": {"schedule_policy": "fcfs", "request_timeout": 5}}
+    changed = await rig.http.post("/set_internal_state", json=body)
+    assert changed.json() == {"updated": True, **body}
+    info = (await rig.http.get("/server_info")).json()
+    assert (info["schedule_policy"], info["request_timeout"]) == ("fcfs", 5)
+    bad = await rig.http.post("/set_internal_state", json={"schedule_policy": "fcfs"})
+    assert bad.status_code == 400
+
+
 async def test_traces_go_where_the_operator_says(rig: Rig, tmp_path: Path) -> None:
     started = await rig.http.post("/start_profile", json={"output_dir": str(tmp_path)})
     assert started.json() == {"output_dir": str(tmp_path)}
