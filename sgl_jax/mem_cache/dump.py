@@ -96,6 +96,7 @@ def _rows(memory: RankMemory) -> list[dict[str, Any]]:
             "kv_allocated_len": int(rows.kv_allocated_len[row]),
             "first_pages": rows.first_pages[:, row].tolist(),
             "state_lens": rows.state_lens[:, row].tolist(),
+            "state_drafts": rows.state_drafts[:, row].tolist(),
             "state_half": int(rows.state_half[row]),
             "resumed_len": int(rows.resumed_len[row]),
             # By cache group.

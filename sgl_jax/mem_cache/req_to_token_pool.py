@@ -13,8 +13,9 @@ from sgl_jax.mem_cache.errors import LeaseError
 
 NULL_ROW = 0
 NO_STATE = -1
-# Of a row that has written none: both halves, the half written last, the length it went back to.
-_NO_STATES = np.array([NO_STATE, NO_STATE, 0, 0], np.int32)
+# Of a row that has written none: both halves, the half written last, the length it went back to,
+# the drafts of both halves.
+_NO_STATES = np.array([NO_STATE, NO_STATE, 0, 0, 0, 0], np.int32)
 
 
 class PageChangeLog:
@@ -63,7 +64,8 @@ class RowTables:
 
     With recurrent layers, of the two halves of a row's own states: `state_lens` int32[2, num_rows]
     (how many tokens the first state of a half is after; `NO_STATE` if there is none, or if that is
-    not known yet), `state_half` int32[num_rows] (the half that was written last), and `resumed_len`
+    not known yet), `state_drafts` int32[2, num_rows] (and how many more states it has, after one
+    draft each), `state_half` int32[num_rows] (the half that was written last), and `resumed_len`
     int32[num_rows] (tokens that the row had when it last went back: what a half written before that
     holds for more tokens is of no use). `row_states.py` says what can be read from these.
 
@@ -91,6 +93,7 @@ class RowTables:
         self.epoch = epoch
         self.states = states
         self.state_lens, self.state_half, self.resumed_len = states[:2], states[2], states[3]
+        self.state_drafts = states[4:]
         self.page_log = page_log
         self.first_row = first_row
 

@@ -192,16 +192,17 @@ def _states_held(memory: "RankMemory", row: int) -> dict[int, tuple[int, int]]:
     So it is because a row that generates computes no chunk again before it goes back (`go_back`): a
     step after one with drafts begins where that ended, and its first state is after one token more.
     """
-    rows, num_drafts = memory.rows, memory.sizes.max_draft_tokens
+    rows = memory.rows
     latest, resumed_len = int(rows.state_half[row]), int(rows.resumed_len[row])
+    drafts = rows.state_drafts[:, row]
     if rows.state_lens[latest, row] == NO_STATE:
         # Of the step before, no more is known than that its first token was kept.
-        num_drafts = 0
+        drafts = np.zeros_like(drafts)
     held: dict[int, tuple[int, int]] = {}
     for half in (latest, 1 - latest):
         first = int(rows.state_lens[half, row])
         if first != NO_STATE:
-            last = first + num_drafts
+            last = first + int(drafts[half])
             held[half] = first, min(last, resumed_len) if first <= resumed_len else last
     return held
 

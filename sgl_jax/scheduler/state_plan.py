@@ -44,7 +44,9 @@ def plan_states(
     tables.state_half[rows] = halves
     # After how many tokens the first of the states is that the step writes; where it is not known
     # yet, the result of the step before tells it.
-    firsts = np.where(np.arange(len(rows)) < num_decode, kv_starts + 1, ends)
+    is_decode = np.arange(len(rows)) < num_decode
+    firsts = np.where(is_decode, kv_starts + 1, ends)
+    tables.state_drafts[halves, rows] = np.where(is_decode, q_lens - 1, 0)
     tables.state_lens[halves, rows] = np.where(unread_drafts > 0, NO_STATE, firsts)
     wanted = []
     if rank.keeps_snapshots:

@@ -174,6 +174,7 @@ class Device:
         sizes, rows, row = self.sizes, self.memory.rows, request.lease.row
         half = (own - sizes.own_slot(row, 0)) // (1 + sizes.max_draft_tokens)
         rows.state_half[row], rows.state_lens[half, row] = half, first
+        rows.state_drafts[half, row] = len(states) - 1
         self.written.update(enumerate(states, own))
 
 

@@ -299,6 +299,20 @@ def test_states_past_where_a_turn_went_back_to_are_not_gone_on_from_later() -> N
     assert resumable_len(device.memory, lease, 15) != 15
 
 
+def test_a_chunk_of_a_prompt_leaves_one_state() -> None:
+    """Its half has room for those of a step with drafts, too."""
+    device = Device(make_memory(max_draft_tokens=3, page_size=32))
+    request = device.open(numbers())
+    device.memory.sessions.bind("s", request.lease)
+    device.prefill(request, 8)
+    device.prefill(request, 14)
+    device.end(request, 14)
+    lease = device.memory.sessions.idle_lease("s")
+    assert lease is not None
+    lengths = [resumable_len(device.memory, lease, length) for length in (7, 8, 9, 11, 13, 14)]
+    assert lengths == [0, 8, 8, 8, 8, 14]
+
+
 def test_a_draft_that_may_reach_a_length_and_the_step_that_does_take_one_slot() -> None:
     device = Device(make_memory(max_draft_tokens=3))
     request = device.open(numbers())

@@ -2099,8 +2099,14 @@ MUTATIONS = (
     Mutation(
         "states: read drafts of a step whose end is not known",
         _STATES,
-        "        num_drafts = 0\n",
+        "        drafts = np.zeros_like(drafts)\n",
         "        pass\n",
+    ),
+    Mutation(
+        "states: count on states after drafts that a step had not",
+        _STATES,
+        "    drafts = rows.state_drafts[:, row]\n",
+        "    drafts = np.full(2, memory.sizes.max_draft_tokens)\n",
     ),
     Mutation(
         "states: read refused drafts rather than what the next step wrote",
