@@ -609,7 +609,7 @@ MUTATIONS = (
     Mutation(
         "plan chunks that a step cannot hold beside its decode rows",
         _PLANNER,
-        "self.chunk_size = sizes.max_chunk_tokens",
+        "self.chunk_size = chunk_tokens",
         "self.chunk_size = sizes.max_step_tokens",
     ),
     Mutation(
@@ -1287,7 +1287,7 @@ MUTATIONS = (
     Mutation(
         "preempt for any difference of priority",
         _ADMISSION,
-        "below = highest - self._args.priority_scheduling_preemption_threshold",
+        "below = highest - self.args.priority_scheduling_preemption_threshold",
         "below = highest",
     ),
     Mutation(
@@ -1372,8 +1372,8 @@ MUTATIONS = (
     Mutation(
         "wait for however little is shared",
         _IN_FLIGHT,
-        "return Leader(row, length) if length - cursor.length >= self._min_tokens else None",
-        "return Leader(row, length)",
+        "length > start and length - cursor.length >= self._min_tokens",
+        "length > start",
     ),
     Mutation(
         "share nothing with what starts in the same step",

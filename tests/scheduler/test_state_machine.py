@@ -162,6 +162,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.driver.events.flush() == was_free
         if was_free:
             assert all(view.cached_pages == 0 for view in self.driver.scheduler.memory_views())
+            self.after_flush()
+
+    def after_flush(self) -> None:
+        """All caches are empty."""
 
     @rule(
         mode=st.sampled_from(["abort", "retract", "in_place"]),

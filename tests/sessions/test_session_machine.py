@@ -386,6 +386,10 @@ class SessionMachine(SchedulerMachine):
             if is_idle and used_at + TIMEOUT_S < self.now_s:
                 del self.timed[session_id], self.talk.of[session_id]
 
+    def after_flush(self) -> None:
+        """Turns that wait have lost the leases that they would have gone on with."""
+        self.lease_at_begin.clear()
+
     def note_use(self, session_id: str) -> None:
         if session_id in self.timed:
             self.timed[session_id] = None
