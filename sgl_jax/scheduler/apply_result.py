@@ -52,7 +52,7 @@ def apply_result(
     if tokens.shape[1] > 1:
         _count_drafts(ranks, plan, launched.rows, gains.counts, tokens)
         if ranks.has_states:
-            _learn_starts(ranks, plan, launched.rows, gains.counts)
+            _learn_starts(ranks, plan, launched.rows, gains.counts, tokens)
     outputs.add_plain(ranks, gains.plain_rows, gains.plain_bounds.tolist(), gains.plain_tokens)
 
     done = []
@@ -97,13 +97,20 @@ def _count_drafts(
     learn_from_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)
 
 
-def _learn_starts(ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array) -> None:
-    """Of the rows of a step, those with new tokens by `counts`."""
+def _learn_starts(
+    ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array, tokens: Int32Array
+) -> None:
+    """Of the rows of a step, those with new tokens by `counts`.
+
+    On the device a row that ended goes on from all of `tokens`, its overshoot included.
+    """
     states = [rank_plan.states for rank_plan in plan.ranks]
     halves = np.concatenate([each.halves for each in states if each is not None])
     index = counts.nonzero()[0]
     gained = rows[index]
-    learn_starts(ranks, gained, halves[index], ranks.running.known_len[gained])
+    overshoot = (tokens[index] >= 0).sum(axis=1) - counts[index]
+    lens = ranks.running.known_len[gained] + overshoot.astype(np.int32)
+    learn_starts(ranks, gained, halves[index], lens)
 
 
 def _output(

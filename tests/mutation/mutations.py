@@ -2103,6 +2103,12 @@ MUTATIONS = (
         "        pass\n",
     ),
     Mutation(
+        "states: take a stop amid drafts for where the step in flight began",
+        _COMMIT,
+        "    lens = ranks.running.known_len[gained] + overshoot.astype(np.int32)\n",
+        "    lens = ranks.running.known_len[gained]\n",
+    ),
+    Mutation(
         "states: count on states after drafts that a step had not",
         _STATES,
         "    drafts = rows.state_drafts[:, row]\n",

@@ -95,6 +95,26 @@ def test_a_turn_goes_on_where_the_last_one_ended(num_unread, max_draft_tokens):
         history += new + driver.tokens[rid]
 
 
+def test_a_turn_goes_on_where_a_stop_amid_accepted_drafts_was():
+    """The step after it was launched before the stop was known, and began past it."""
+    driver, prompt = make_driver(max_draft_tokens=4), numbers(1, 9)
+    run(driver, "whole", prompt, num_new=40)
+    output = driver.tokens["whole"]
+    for count in range(2, 40):
+        stop = output[count - 1]
+        if stop in output[: count - 1]:
+            continue
+        driver = make_driver(max_draft_tokens=4)
+        assert driver.session(OpenSession(rid="", session_id="s", streaming=True)).ok
+        turn = SessionTurn(id="s")
+        driver.submit(generate("a", prompt, 40, session=turn, stop_token_ids=(stop,)))
+        driver.run()
+        assert driver.tokens["a"] == output[:count]
+        driver.submit(generate("b", numbers(2, 3), 4, session=turn), prompt + driver.tokens["a"])
+        driver.run()
+        driver.check_tokens("b")
+
+
 def test_a_retracted_request_goes_on_from_its_last_whole_page():
     driver = make_driver()
     driver.submit(generate("a", numbers(1, 9), 20))
