@@ -1,7 +1,7 @@
 """Other people's benchmarks and evaluations, as their commands run, on a server of the model.
 
-Their packages cannot be installed beside each other, so each is looked for on the PATH: install it in
-a virtual environment of its own, and put that one's `bin` at the end of the PATH.
+Their packages cannot be installed beside each other, so each is looked for on the PATH: install it
+in a virtual environment of its own, and put that one's `bin` at the end of the PATH.
 """
 
 import json
