@@ -7,6 +7,10 @@ Each file is about one client and is skipped where that client is not installed:
 
 - `test_router.py`: sglang-router before two workers, asked by the `openai` client and by httpx
 - `test_too_long.py`: litellm and langchain-openai tell a prompt that is too long from other errors
+- `test_agents.py`: instructor, pydantic-ai, langchain-openai and litellm with schemas and tools
+- `test_node.py`: npm's `openai` in node; needs node and npm (which asks its registry)
+- `test_benches.py`: lm-eval, guidellm and aiperf, looked for on the PATH, and SGLang's
+  `bench_serving` from its wheel, which pip downloads
 - `test_bench_bodies.py`: the request bodies of SGLang's and sglang-jax's `bench_serving`; needs no
   package, since these benches are no packages of their own
 - `test_browser.py`: npm's `openai` in headless Chromium, in a page of another origin; needs node,
