@@ -158,7 +158,11 @@ def drop_snapshots_past(memory: "RankMemory", lease: KVLease, length: int) -> in
 
 def forget_states_past(memory: "RankMemory", lease: KVLease, length: int) -> None:
     """The tokens past the first `length` are the row's no more: nor is what lies past them."""
-    state_lens = memory.rows.state_lens[:, lease.row]
+    rows, row = memory.rows, lease.row
+    state_lens, latest = rows.state_lens[:, row], int(rows.state_half[row])
+    if state_lens[latest] > length:
+        # What was written before it is known to be right up to where it began.
+        rows.state_half[row] = 1 - latest
     state_lens[state_lens > length] = NO_STATE
 
 

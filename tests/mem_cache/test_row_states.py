@@ -299,6 +299,21 @@ def test_states_past_where_a_turn_went_back_to_are_not_gone_on_from_later() -> N
     assert resumable_len(device.memory, lease, 15) != 15
 
 
+def test_a_turn_that_ends_amid_accepted_drafts_goes_on_from_there() -> None:
+    """The step after them has begun past the end: what they left is known to be right."""
+    device = Device(make_memory(max_draft_tokens=3, page_size=32))
+    request = device.open(numbers())
+    device.memory.sessions.bind("s", request.lease)
+    device.prefill(request, 13)
+    device.decode(request, 3, 3)  # states after 14, 15, 16 and 17 tokens
+    device.accept(request, 3)
+    device.decode(request, 3, 0)  # after 18
+    device.end(request, 16)
+    second = resume(device, request, 16, then=1)
+    assert second.lease.kv_committed_len == 16
+    assert device.prefill(second, 20)
+
+
 def test_a_chunk_of_a_prompt_leaves_one_state() -> None:
     """Its half has room for those of a step with drafts, too."""
     device = Device(make_memory(max_draft_tokens=3, page_size=32))
