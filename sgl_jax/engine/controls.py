@@ -72,6 +72,8 @@ class Controls:
             self._core.executor.check_model(path)
         except ModelConfigError as error:
             return refusal(message, str(error), code="other_model", param="model_path")
+        except (OSError, ValueError) as error:  # no file can have such a name
+            return refusal(message, str(error), code="weights_refused", param="model_path")
         self._core.settle()
         if message.abort_all_requests:
             self._core.events.abort(

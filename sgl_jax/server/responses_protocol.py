@@ -76,9 +76,11 @@ class ReasoningInput(StrictModel):
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
 
 
-def _type_of(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else item.type
-    return str(kind)
+def _type_of(item: Any) -> str | None:
+    """None for what is no item at all."""
+    if isinstance(item, dict):
+        return str(item.get("type", "message"))
+    return getattr(item, "type", None)
 
 
 InputItem = Annotated[

@@ -72,7 +72,7 @@ def test_scales_are_found_for_each_layer_and_head(scales):
         array = np.array(content[kind])
         assert array.shape == (4, 2)
         assert (np.log2(array) % 1 == 0).all()
-        assert len(set(array.flat)) > 1
+        assert (array != 1.0).all()  # as it would be without
 
 
 def test_questions_are_answered_right(calm):

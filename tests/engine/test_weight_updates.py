@@ -313,3 +313,10 @@ def test_another_model_is_refused_by_what_differs_and_disturbs_nothing(
     assert reply(channel).data == {"code": "other_model", "param": "model_path"}
     assert outputs(channel, "a") == of_old
     assert core.scheduler.counters()["requests_retracted"] == retracted
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "/nowhere"])
+def test_a_path_that_cannot_be_is_refused(core: EngineCore, path: str) -> None:
+    channel = run(core, until_idle(core, [update(path)]))
+    assert not reply(channel).ok
+    assert reply(channel).data["param"] == "model_path"

@@ -219,6 +219,7 @@ def test_a_repeated_request_id_is_refused() -> None:
 def test_flush_is_refused_while_requests_are_in_flight() -> None:
     driver = Driver(make_sizes())
     driver.submit(generate("a", list(range(9)), 2))
+    driver.step()
     assert not driver.events.flush()
     driver.run()
     assert driver.scheduler.memory_views()[0].cached_pages > 0

@@ -120,7 +120,7 @@ MALFORMED = [
         "messages[0].content[0].text",
         messages=message(content=[{"type": "text"}]),
     ),
-    chat("tools", "tools", tools=[{"type": "function", "function": {"name": "f"}}]),
+    chat("a tool of another type", "tools[0].type", tools=[{"type": "web_search"}]),
     chat("a forced tool", "tool_choice", tool_choice="required"),
     chat("functions", "functions", functions=[{"name": "f"}]),
     chat("an unknown format", "response_format.type", response_format={"type": "yaml"}),

@@ -198,6 +198,8 @@ async def test_an_answer_that_is_cut_off_is_incomplete(rig: Served) -> None:
         ("tools", {"tools": [{"type": "web_search"}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("input", {"input": [{"type": "item_reference", "id": "a"}]}),
+        ("input", {"input": [["no item"]]}),
+        ("input", {"input": [{"type": ["message"]}]}),
         ("input", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
         ("invented", {"invented": 1}),
     ],
