@@ -25,17 +25,19 @@ async def answer_chat(
     turn = None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True)
     grammar = context.call_grammar(chat)
     names = {**names, **dict.fromkeys(grammar, "tools")}
+    options = chat.options_of(1)
+    session = owner_of(request).own(turn)
     requests = await prepare_all(
         request,
         names,
         context.encode_chat(request, chat),
         [chat],
-        chat.options_of(1),
+        options,
         return_logprob=bool(chat.logprobs),
         top_logprobs_num=chat.top_logprobs or 0,
         grammar=grammar,
         reasoning_after=context.reasoning_after,
-        session=owner_of(request).own(turn),
+        session=session,
     )
     return await respond(
         request,
