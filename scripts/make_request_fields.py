@@ -16,6 +16,20 @@ from pydantic.fields import FieldInfo
 
 from sgl_jax.core.calls import CALLS
 from sgl_jax.server.call_routes import body_of
+from sgl_jax.server.messages_protocol import (
+    CountTokensBody,
+    Message,
+    MessagesBody,
+    MessagesTool,
+    MessagesToolChoice,
+    OutputConfig,
+    OutputFormat,
+    TextBlock,
+    Thinking,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from sgl_jax.server.native_protocol import AbortBody, GenerateBody, NativeSampling
 from sgl_jax.server.openai_protocol import (
     ChatMessage,
@@ -80,6 +94,18 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/v1/responses`: `text`", TextOptions),
     ("`/v1/responses`: `format` of `text`", TextFormat),
     ("`/v1/responses`: `reasoning`", ReasoningOptions),
+    ("`/v1/messages`", MessagesBody),
+    ("`/v1/messages`: each of `messages`", Message),
+    ("`/v1/messages`: a text of `content`", TextBlock),
+    ("`/v1/messages`: a thought of `content`", ThinkingBlock),
+    ("`/v1/messages`: a call of `content`", ToolUseBlock),
+    ("`/v1/messages`: a call's result of `content`", ToolResultBlock),
+    ("`/v1/messages`: each of `tools`", MessagesTool),
+    ("`/v1/messages`: `tool_choice`", MessagesToolChoice),
+    ("`/v1/messages`: `thinking`", Thinking),
+    ("`/v1/messages`: `output_config`", OutputConfig),
+    ("`/v1/messages`: `format` of `output_config`", OutputFormat),
+    ("`/v1/messages/count_tokens`", CountTokensBody),
     ("`/generate`", GenerateBody),
     ("`/generate`: `sampling_params`", NativeSampling),
     ("`session_params` of `/generate` and `/v1/completions`", SessionParams),

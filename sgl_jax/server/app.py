@@ -10,6 +10,7 @@ from sgl_jax.server import (
     call_routes,
     load_routes,
     management_routes,
+    messages_routes,
     native_routes,
     openai_routes,
     other_model_routes,
@@ -19,7 +20,8 @@ from sgl_jax.server import (
 )
 from sgl_jax.server.api_keys import ApiKeys
 from sgl_jax.server.context import ServerContext
-from sgl_jax.server.errors import install_error_handlers
+from sgl_jax.server.errors import MessagesError, install_error_handlers
+from sgl_jax.server.messages_format import InputTokens, MessageObject
 from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from sgl_jax.server.native_protocol import Generated
 from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
@@ -34,13 +36,14 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
     app = FastAPI(
         title="sgl_jax",
         version=metadata.version("sgl-jax"),
-        description="Serves one language model: the OpenAI API, and SGLang's own.",
+        description="Serves one language model: the APIs of OpenAI, Anthropic and SGLang.",
         redirect_slashes=False,
     )
     app.state.context = context
     for routes in (
         *(openai_routes, native_routes, call_routes, management_routes),
         *(load_routes, text_routes, score_routes, other_model_routes, responses_routes),
+        messages_routes,
     ):
         # Not `include_router`: a request would be matched with every route twice.
         app.router.routes.extend(routes.router.routes)
@@ -62,6 +65,9 @@ def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
             ResponseObject,
             responses_routes.Deleted,
             responses_routes.ItemList,
+            MessageObject,
+            InputTokens,
+            MessagesError,
         ),
         *(call.answer for call in CALLS if is_struct_type(call.answer)),
     ]

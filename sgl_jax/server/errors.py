@@ -1,4 +1,5 @@
-"""Every refusal and failure leaves as `{"error": {"message", "type", "param", "code"}}`.
+"""Every refusal and failure leaves as `{"error": {"message", "type", "param", "code"}}`, or on
+Anthropic's routes as `{"type": "error", "error": {"type", "message"}}`.
 
 Owns the mapping from exceptions to HTTP answers. Must never show a traceback or the client's own
 data back to it.
@@ -34,6 +35,17 @@ _UNAVAILABLE: Mapping[type[Exception], str] = {
     QueueFullError: "queue_full",
     ShuttingDownError: "shutting_down",
 }
+# Anthropic's routes begin with it.
+MESSAGES_PATH = "/v1/messages"
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 # Pydantic puts the branch of a union into the path of an error; clients know no branches.
 _UNION_BRANCH = re.compile(r"^(str|int|float|bool|constrained-.*|list\[.*|dict\[.*|[A-Z]\w*)$")
 
@@ -51,6 +63,19 @@ class ErrorResponse(msgspec.Struct, frozen=True):
     """The envelope of every 4xx and 5xx answer, and of an error event within a stream."""
 
     error: ErrorBody
+
+
+class MessagesErrorBody(msgspec.Struct, frozen=True):
+    """What was wrong, of the kinds that Anthropic's clients know."""
+
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """The envelope on Anthropic's routes."""
+
+    error: MessagesErrorBody
 
 
 class ApiError(HTTPException):
@@ -115,10 +140,22 @@ def envelope(error: ApiError) -> bytes:
     return msgspec.json.encode(ErrorResponse(error_body(error)))
 
 
-def error_response(error: ApiError) -> Response:
-    """An error as a whole HTTP answer."""
-    headers = dict(error.headers or {})
-    return Response(envelope(error), error.status_code, headers, "application/json")
+def messages_error(error: ApiError) -> MessagesError:
+    """The same for Anthropic's clients. The field at fault is named in the message."""
+    status, message = error.status_code, str(error.detail)
+    other = "invalid_request_error" if status < 500 else "api_error"
+    return MessagesError(MessagesErrorBody(_MESSAGES_KINDS.get(status, other), message))
+
+
+def is_of_messages(path: str) -> bool:
+    """Whether a route is one of Anthropic's."""
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+def error_response(error: ApiError, path: str) -> Response:
+    """An error as a whole HTTP answer of route `path`."""
+    body = msgspec.json.encode(messages_error(error)) if is_of_messages(path) else envelope(error)
+    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
 
 def install_error_handlers(app: FastAPI, methods: Mapping[str, Sequence[str]]) -> None:
@@ -136,7 +173,7 @@ def install_error_handlers(app: FastAPI, methods: Mapping[str, Sequence[str]]) -
             answer.headers = {"allow": ", ".join(methods[path])}
         if answer.status_code == 500:
             logger.error("%s %r failed", request.method, path, exc_info=error)
-        return error_response(answer)
+        return error_response(answer, path)
 
     kinds = (HTTPException, RequestValidationError, InvalidRequestError)
     for kind in (*kinds, *_UNAVAILABLE, Exception):

@@ -78,7 +78,7 @@ class Gate:
         elif scope["type"] == "http" and scope["path"] == "/health":
             await health_answer(self._refuse, self._health)(scope, receive, send)
         elif scope["type"] == "http":
-            await error_response(_starting())(scope, receive, send)
+            await error_response(_starting(), scope["path"])(scope, receive, send)
 
     def _refuse(self) -> None:
         self._health.check()

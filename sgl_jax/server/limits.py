@@ -19,7 +19,9 @@ _MOST_BYTES_PER_CHAR = 6  # a character as \uXXXX
 _LONG_BODY_PATHS = frozenset(
     {"/generate", "/v1/completions", "/tokenize", "/detokenize", "/score", "/v1/score"}
 )
-_CHAT_PATHS = frozenset({"/v1/chat/completions", "/v1/responses"})
+_CHAT_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
+)
 
 
 def _limit(default: Any, meaning: str, flag: str | None = None) -> Any:
@@ -65,8 +67,8 @@ class Limits:
     )
     max_chat_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
-        "bytes of a body of `/v1/chat/completions` and `/v1/responses` (413): 1 MiB and 6 for each "
-        "of `max_prompt_chars`, at most `max_body_bytes`",
+        "bytes of a body of `/v1/chat/completions`, `/v1/responses` and `/v1/messages` (413): 1 "
+        "MiB and 6 for each of `max_prompt_chars`, at most `max_body_bytes`",
     )
     max_control_body_bytes: int = _limit(65_536, "bytes of a body of any other route (413)")
     max_held_body_bytes: int = _limit(

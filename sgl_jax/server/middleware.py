@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_jax.server.api_keys import ADMIN_PATHS, ApiKeys, note_caller
-from sgl_jax.server.errors import ApiError, error_response
+from sgl_jax.server.errors import ApiError, error_response, is_of_messages
 from sgl_jax.server.limits import Limits
 
 _LONG_BYTES = 2**20
@@ -74,20 +74,31 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            given = [value for name, value in scope["headers"] if name == b"authorization"]
+            given = _authorization(scope)
             caller = self._keys.admit(scope["path"], given)
             if caller is None:
                 whose = "an admin API key" if scope["path"] in ADMIN_PATHS else "an API key"
+                or_header = ", or x-api-key the key," if is_of_messages(scope["path"]) else ""
                 refusal = ApiError(
                     401,
-                    f"the Authorization header must be 'Bearer ' and {whose} of this server",
+                    f"the Authorization header must be 'Bearer ' and {whose}{or_header} of this "
+                    "server",
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
-                await error_response(refusal)(scope, receive, send)
+                await error_response(refusal, scope["path"])(scope, receive, send)
                 return
             note_caller(scope, caller)
         await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> list[bytes]:
+    """Values of the `Authorization` header; Anthropic's clients may send `x-api-key` instead."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not given and is_of_messages(scope["path"]):
+        keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        given = [b"Bearer " + key for key in keys]
+    return given
 
 
 class BodyLimitMiddleware:
@@ -111,7 +122,7 @@ class BodyLimitMiddleware:
             # would take too long.
             is_endless = int(announced) > self._limits.max_held_body_bytes
             refusal = _too_large(most, closes=is_endless)
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope["path"])(scope, receive, send)
             return
         num_bytes = 0
 

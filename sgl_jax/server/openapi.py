@@ -21,13 +21,16 @@ _ERRORS = {
 Responses = dict[int | str, dict[str, Any]]
 
 
-def answers(kind: type[msgspec.Struct] | type[str] | None = None) -> Responses:
-    """What a route may answer: `kind` as JSON (None: any object), and the errors."""
+def answers(
+    kind: type[msgspec.Struct] | type[str] | None = None,
+    failure: type[msgspec.Struct] = ErrorResponse,
+) -> Responses:
+    """What a route may answer: `kind` as JSON (None: any object), and the errors as `failure`."""
     responses: Responses = {
         200: {"description": "done", "content": {"application/json": _of(kind)}}
     }
     for status, text in _ERRORS.items():
-        content = {"application/json": _of(ErrorResponse)}
+        content = {"application/json": _of(failure)}
         responses[status] = {"description": text, "content": content}
     responses["405"]["headers"] = {
         "Allow": {"description": "the methods that the route knows", "schema": {"type": "string"}}
@@ -38,14 +41,16 @@ def answers(kind: type[msgspec.Struct] | type[str] | None = None) -> Responses:
     # FastAPI would document a 422 of its own; all other faults of the client are like a 400.
     responses["4XX"] = {
         "description": "any other fault of the request",
-        "content": {"application/json": _of(ErrorResponse)},
+        "content": {"application/json": _of(failure)},
     }
     return responses
 
 
-def streamed_answers(kind: type[msgspec.Struct]) -> Responses:
-    """As `answers`, or a stream of server-sent events that ends with `data: [DONE]`."""
-    responses = answers(kind)
+def streamed_answers(
+    kind: type[msgspec.Struct], failure: type[msgspec.Struct] = ErrorResponse
+) -> Responses:
+    """As `answers`, or a stream of server-sent events."""
+    responses = answers(kind, failure)
     responses[200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return responses
 

@@ -10,13 +10,13 @@ from sgl_jax.server import unserved_fields
 from sgl_jax.server.strict_model import StrictModel
 
 MAX_TOOLS = 1024
-_FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class FunctionDefinition(StrictModel):
     """What a tool does, and the JSON schema of its arguments."""
 
-    name: _FunctionName
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(
@@ -34,7 +34,7 @@ class Tool(StrictModel):
 class CalledFunction(StrictModel):
     """`arguments` is the text of a JSON object."""
 
-    name: _FunctionName
+    name: FunctionName
     arguments: str
 
     @field_validator("arguments")
@@ -67,7 +67,7 @@ class ToolCall(StrictModel):
 class NamedFunction(StrictModel):
     """Of a tool."""
 
-    name: _FunctionName
+    name: FunctionName
 
 
 class NamedTool(StrictModel):

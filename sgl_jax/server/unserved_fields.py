@@ -277,3 +277,45 @@ RESPONSE_TOOL: Fields = {
     **_fields("defer_loading async", (False,), "all tools are told of at once"),
     **_fields("allowed_callers output_schema", None, "templates do not know it"),
 }
+
+# Of Anthropic's Messages API.
+MESSAGES: Fields = {
+    **_fields(
+        "metadata service_tier inference_geo user_profile_id workspace_id diagnostics betas",
+        None,
+        "it is for the accounting of a hosted service",
+    ),
+    **_fields("cache_control", None, "all prefixes are cached"),
+    **_fields("speed", ("standard",), "there is one speed"),
+    **_fields("container mcp_servers context_management", NOTHING, "there is no such service"),
+    **_fields("output_format", NOTHING, "it is format of output_config now"),
+}
+MESSAGES_BLOCK: Fields = _unlisted(
+    {
+        **_fields("cache_control", None, "all prefixes are cached"),
+        **_fields("caller toolset_name", None, "templates do not know it"),
+    }
+)
+MESSAGES_TEXT: Fields = {
+    **MESSAGES_BLOCK,
+    **_unlisted(_fields("citations parsed_output", None, "templates do not know it")),
+}
+MESSAGES_THINKING: Fields = _unlisted(
+    _fields("signature cache_control", None, "templates do not know it")
+)
+MESSAGES_TOOL_RESULT: Fields = {
+    **MESSAGES_BLOCK,
+    **_unlisted(_fields("is_error", None, "templates do not know it")),
+}
+MESSAGES_THINKING_OPTIONS: Fields = {
+    **_fields("budget_tokens", None, "reasoning cannot be bounded apart from max_tokens"),
+    **_fields("display", None, "reasoning is told as it is"),
+}
+MESSAGES_TOOL: Fields = {
+    **_fields("cache_control", None, "all prefixes are cached"),
+    **_fields("defer_loading", (False,), "all tools are told of at once"),
+    **_fields(
+        "eager_input_streaming input_examples allowed_callers", None, "templates do not know it"
+    ),
+}
+MESSAGES_OUTPUT: Fields = _fields("task_budget", NOTHING, "there is no such service")

@@ -211,6 +211,26 @@ async def test_a_request_is_aborted_by_the_key_that_sent_it_or_an_admins(
 
 
 @pytest.mark.anyio
+async def test_anthropics_clients_send_their_key_in_a_header_of_its_own(
+    model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    async with rig_with(model_folder, tokenizer, api_key="a") as rig:
+        for path, headers, status in (
+            ("/v1/messages/count_tokens", {"x-api-key": "a"}, 200),
+            ("/v1/messages/count_tokens", {"authorization": "Bearer a"}, 200),
+            ("/v1/messages/count_tokens", {"x-api-key": "b"}, 401),
+            ("/v1/messages/count_tokens", {"x-api-key": "a", "authorization": "Bearer b"}, 401),
+            ("/v1/messages", {}, 401),
+            ("/tokenize", {"x-api-key": "a"}, 401),
+        ):
+            answer = await rig.http.post(path, json=body, headers=headers)
+            assert answer.status_code == status, (path, headers, answer.text)
+            is_anthropics = "error" in answer.json() and answer.json().get("type") == "error"
+            assert is_anthropics == (status == 401 and path != "/tokenize")
+
+
+@pytest.mark.anyio
 async def test_routes_of_the_operator_ask_for_the_admin_key(
     model_folder: Path, tokenizer: Tokenizer
 ) -> None:

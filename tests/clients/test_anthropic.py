@@ -1,0 +1,109 @@
+"""Anthropic's own client against a server, with the demonstration model and its one tool."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.clients.test_agents import QUESTION, REPORT, RESULT
+from tests.live.live_server import LiveServer, live_server
+
+pytestmark = pytest.mark.long
+
+TOOL = {
+    "name": "get_weather",
+    "description": "The weather in a city now.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(tmp_path_factory.mktemp("anthropic"), "--check-memory", "busy") as server:
+        yield server
+        server.assert_nothing_leaked()
+
+
+def asking(client: Any, text: str, **fields: Any) -> dict[str, Any]:
+    talk = [{"role": "user", "content": text}]
+    return {"model": "demo", "max_tokens": 100, "messages": talk} | fields
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Any:
+    anthropic = pytest.importorskip("anthropic")
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def test_a_message_whole_streamed_and_counted(client: Any) -> None:
+    body = asking(client, "What is 17 + 25?", extra_body={"temperature": 0})
+    whole = client.messages.create(**body)
+    (block,) = whole.content
+    assert (block.type, whole.stop_reason) == ("text", "end_turn")
+    with client.messages.stream(**body) as stream:
+        told = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert told == block.text == final.content[0].text
+    assert final.stop_reason == "end_turn"
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    counted = client.messages.count_tokens(model="demo", messages=body["messages"])
+    usage = final.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+
+
+def test_a_tool_is_called_and_its_result_reported(client: Any) -> None:
+    body = asking(client, QUESTION, tools=[TOOL], extra_body={"temperature": 0})
+    for is_streamed in (False, True):
+        if is_streamed:
+            with client.messages.stream(**body) as stream:
+                called = stream.get_final_message()
+        else:
+            called = client.messages.create(**body)
+        assert called.stop_reason == "tool_use"
+        (call,) = (block for block in called.content if block.type == "tool_use")
+        assert (call.name, call.input) == ("get_weather", {"city": "Paris"})
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": RESULT}
+        talk = [
+            *body["messages"],
+            {"role": "assistant", "content": called.content},
+            {"role": "user", "content": [result]},
+        ]
+        (report,) = client.messages.create(**body | {"messages": talk}).content
+        assert report.text == REPORT
+
+
+@pytest.mark.parametrize(
+    "choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}], ids=str
+)
+def test_a_tool_is_forced(client: Any, choice: dict[str, str]) -> None:
+    answer = client.messages.create(**asking(client, "Hello!", tools=[TOOL], tool_choice=choice))
+    assert answer.content[0].type == "tool_use"
+    assert answer.content[0].name == "get_weather"
+
+
+def test_an_answer_is_json_by_its_schema(client: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    wanted = {"format": {"type": "json_schema", "schema": schema}}
+    (block,) = client.messages.create(**asking(client, "17 + 25?", output_config=wanted)).content
+    assert block.text.startswith('{"sum"')
+
+
+def test_failures_are_the_clients_own(client: Any) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    for fields, kind in (
+        ({"model": "other"}, anthropic.NotFoundError),
+        ({"max_tokens": 0}, anthropic.BadRequestError),
+        ({"tools": [TOOL | {"type": "bash_20250124"}]}, anthropic.BadRequestError),
+    ):
+        with pytest.raises(kind) as refused:
+            client.messages.create(**asking(client, "x", **fields))
+        assert refused.value.body["type"] == "error"
