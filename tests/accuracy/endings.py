@@ -20,7 +20,7 @@ from tests.accuracy.workload import Outcome, client_of, generations, questions
 from tests.live.live_server import DEMO
 
 REQUEST_TIMEOUT_S = 3
-NUM_OF_EACH = 8
+NUM_OF_EACH = 5
 # Beside 8 that run at once, so that some wait.
 CONCURRENCY = 12
 # Far more tokens than any CPU generates within the time limit.

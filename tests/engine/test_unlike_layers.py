@@ -42,7 +42,7 @@ def greedy(num_tokens):
     return SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *WITH_STATES])
+@pytest.mark.parametrize("family", [*long("gemma3", "gpt_oss"), *FAMILIES[2:], *WITH_STATES])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -115,23 +115,19 @@ def test_retracted_requests_end_as_if_they_had_not_been(family):
     assert answers[2].output_ids[: len(expected) - 3] == expected[3:]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", STATES)
 @pytest.mark.parametrize(
-    ("family", "settings"),
+    "settings",
     [
-        ("qwen3_5", {"test_retract": True}),
-        *[
-            pytest.param(family, settings, marks=pytest.mark.long)
-            for family in STATES
-            for settings in (
-                {"page_size": 1},
-                {"page_size": 128},
-                {"tp_size": 2},
-                {"dp_size": 2},
-                {"dp_size": 2, "speculative_algorithm": "NGRAM", "test_retract": True},
-                {"speculative_algorithm": "NGRAM"},
-                {"recurrent_snapshot_interval": 64},
-            )
-        ],
+        {"page_size": 1},
+        {"page_size": 128},
+        {"tp_size": 2},
+        {"dp_size": 2},
+        {"dp_size": 2, "speculative_algorithm": "NGRAM", "test_retract": True},
+        {"speculative_algorithm": "NGRAM"},
+        {"recurrent_snapshot_interval": 64},
+        {"test_retract": True},
     ],
     ids=str,
 )
