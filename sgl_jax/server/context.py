@@ -119,21 +119,22 @@ class ServerContext:
         Raises `InvalidRequestError` where it is not known how they are written.
         """
         forced, grammar = body.forced_tools, self.answer_parser.call_grammar
-        if forced is not None:
-            if grammar is None:
-                raise InvalidRequestError(
-                    "tool_choice: calls of this model cannot be forced; send auto or none",
-                    "tool_choice",
-                )
-            is_single = body.parallel_tool_calls is False or body.tool_choice != "required"
-            return {"ebnf": grammar.calls(forced, is_single=is_single)}
-        if not body.has_strict_tools:
+        if forced is None and not body.has_strict_tools:
             return {}
-        if grammar is None or not grammar.begin:
+        if grammar is None:
+            field, without = ("tools", "strict") if forced is None else ("tool_choice", "it")
             raise InvalidRequestError(
-                "tools: calls of this model cannot be held to a schema; leave strict out", "tools"
+                f"{field}: calls of this model cannot be forced; leave {without} out", field
             )
-        return {"structural_tag": grammar.calls_amid_content(body.schemas or {})}
+        try:
+            if forced is None:
+                return {"structural_tag": grammar.calls_amid_content(body.schemas or {})}
+            is_single = body.parallel_tool_calls is False or body.tool_choice != "required"
+            marks = self.answer_parser.marks(has_tools=True, has_reasoning=False)
+            special = self.frontend.tokenizer.special_ids_of(marks)
+            return {"ebnf": grammar.calls(forced, special, is_single=is_single)}
+        except ValueError as error:
+            raise InvalidRequestError(f"tools: {error}", "tools") from error
 
     def reasoning_after(self, prompt: Sequence[int]) -> tuple[str, str] | None:
         """The marks of the reasoning that a chat's answer may begin with, whatever its grammar."""
@@ -149,7 +150,7 @@ class ServerContext:
         marks = self.answer_parser.marks(
             has_tools=bool(body.told_tools), has_reasoning=body.tells_reasoning
         )
-        return self.frontend.tokenizer.special_ids_of(marks)
+        return frozenset(self.frontend.tokenizer.special_ids_of(marks).values())
 
     async def encode_prompts(
         self, request: Request, prompts: Sequence[str | list[int]]

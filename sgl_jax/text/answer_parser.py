@@ -5,7 +5,7 @@ The formats are named by flags, or chosen by what the chat template says, where 
 
 from typing import NamedTuple
 
-from sgl_jax.text.harmony import HARMONY_MARKS, read_harmony
+from sgl_jax.text.harmony import HARMONY_CALLS, HARMONY_MARKS, read_harmony
 from sgl_jax.text.output_events import Content
 from sgl_jax.text.reader import AnswerReader, Reading, Unread
 from sgl_jax.text.reasoning import REASONING_FORMATS
@@ -86,7 +86,9 @@ class AnswerParser(NamedTuple):
     @property
     def call_grammar(self) -> CallGrammar | None:
         """That of its calls, if an answer can be held to them."""
-        return None if self.tool_format is None else _call_grammar(self.tool_format)
+        if self.is_harmony:
+            return HARMONY_CALLS
+        return TOOL_FORMATS[self.tool_format].grammar if self.tool_format else None
 
     def reasoning_after(self, prompt_tail: str) -> tuple[str, str] | None:
         """The marks of the reasoning that an answer to this prompt may begin with; None: it begins
@@ -121,10 +123,6 @@ class AnswerParser(NamedTuple):
             yield from unread.pass_on(Content, [])
 
         return AnswerReader(read)
-
-
-def _call_grammar(tool_format: str) -> CallGrammar | None:
-    return TOOL_FORMATS[tool_format].grammar if tool_format in TOOL_FORMATS else None
 
 
 def choose_parser(tool_format: str, reasoning_format: str, template: str) -> AnswerParser:

@@ -12,11 +12,24 @@ import re
 
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, Reasoning
 from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_MARKS = (_START, _MESSAGE, _CHANNEL, *_ENDS, "<|constrain|>")
 _FUNCTIONS = "functions."
+# A call ends with the answer. It may be thought about first.
+HARMONY_CALLS = CallGrammar(
+    (
+        CallForm(
+            f"{_CHANNEL}commentary to={_FUNCTIONS}",
+            f" <|constrain|>json{_MESSAGE}",
+            "",
+            between=None,
+        ),
+    ),
+    thought=(f"{_CHANNEL}analysis{_MESSAGE}", f"<|end|>{_START}assistant"),
+)
 _BEGINS = ("assistant", "to=", _CHANNEL)
 _HEAD = re.compile(
     r"\s*(?:assistant)?\s*(?:to=(?P<to>[^\s<]+))?\s*<\|channel\|>\s*(?P<channel>\w+)"

@@ -134,10 +134,10 @@ class Tokenizer:
         """Characters of the longest token: bounds how few tokens a long text can have."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
-    def _special_ids_of(self, texts: frozenset[str]) -> frozenset[int]:
-        """Special tokens whose text is one of `texts`."""
-        tokens = {i: self._backend.id_to_token(i) for i in self.special_ids}
-        return frozenset(i for i, token in tokens.items() if token in texts)
+    def _special_ids_of(self, texts: frozenset[str]) -> Mapping[str, int]:
+        """Of those of `texts` that are special tokens, the ids."""
+        tokens = {self._backend.id_to_token(i): i for i in self.special_ids}
+        return {text: tokens[text] for text in texts if text in tokens}
 
     def check_knows_text(self) -> None:
         """Raise `InvalidRequestError` if there is no tokenizer that could encode a text."""

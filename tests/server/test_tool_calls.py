@@ -16,6 +16,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.text.answer_parser import TOOL_FORMATS
 from sgl_jax.text.output_events import Arguments, CallBegun, Content, Event, Reasoning
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving, text_workers
@@ -41,6 +42,7 @@ DECLARED: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in TOOLS.items()
 ]
+UNFORCED = ("gemma", "pythonic")
 ROOM = 1000  # tokens of a request
 # Formats with and without special tokens, ids of their own, and reasoning.
 FORMATS = ("hermes", "qwen3_coder", "mistral since 2025", "kimi_k2", "glm45", "gpt-oss", "pythonic")
@@ -252,6 +254,23 @@ async def test_what_is_forced_comes_after_the_reasoning(tools_folder: Path) -> N
         await whole(client, **says("x"))
         request = [m for m in rig.engine.seen if isinstance(m, GenerateRequest)][-1]
         assert request.sampling.reasoning is None
+
+
+@pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS if name not in UNFORCED])
+async def test_calls_can_be_forced(tools_folder: Path, tool_format: str) -> None:
+    async with served(tools_folder, tool_format) as (rig, client):
+        await whole(client, **says("x"), tools=DECLARED, tool_choice="required")
+        (request,) = (m for m in rig.engine.seen if isinstance(m, GenerateRequest))
+        assert "get_weather" in (request.sampling.ebnf or "")
+
+
+@pytest.mark.parametrize("tool_format", UNFORCED)
+async def test_of_formats_without_a_grammar_force_is_refused(
+    tools_folder: Path, tool_format: str
+) -> None:
+    async with served(tools_folder, tool_format) as (_, client):
+        with pytest.raises(openai.BadRequestError, match="cannot be forced"):
+            await whole(client, **says("x"), tools=DECLARED, tool_choice="required")
 
 
 async def test_special_tokens_that_no_format_reads_stay_out_of_the_text(

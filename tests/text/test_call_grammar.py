@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,21 @@ import pytest
 from sgl_jax.core.grammar import Grammar
 from sgl_jax.core.step_plan import mask_words
 from sgl_jax.grammar.compiler import GrammarCompiler
+from sgl_jax.grammar.row_grammar import RowGrammar
 from sgl_jax.text.answer_parser import AnswerParser
 from sgl_jax.text.tokenizer import Tokenizer
+from tests.text.recorded_answers import ANSWERS, PARIS
+from tests.text.recorded_answers import TOOLS as WEATHER_TOOLS
 from tests.tokenizers import byte_level, save
 
+# Of the marks of formats some are special tokens, and some only text.
+SPECIALS = ["[TOOL_CALLS]", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>"]
+SPECIALS += ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<arg_value>", "</arg_value>"]
+SPECIALS += ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>"]
+FORMATS = ("hermes", "llama3", "mistral", "deepseekv3", "kimi_k2", "qwen3_coder", "glm45")
+FORMATS += ("gpt-oss",)
 TOOLS: dict[str, dict[str, Any]] = {
-    'find "it"': {
+    "find-it": {
         "type": "object",
         "properties": {"where": {"$ref": "#/$defs/place"}, "most": {"enum": [1, 2]}},
         "required": ["where"],
@@ -30,29 +40,56 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(byte_level(), tmp_path_factory.mktemp("calls") / "tokenizer")
+    rust = byte_level()
+    rust.add_special_tokens(SPECIALS)
+    folder = save(rust, tmp_path_factory.mktemp("calls") / "tokenizer")
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["extra_special_tokens"] += SPECIALS
+    file.write_text(json.dumps(config))
+    return folder
+
+
+def follow(folder: Path, grammar: Grammar) -> tuple[Tokenizer, RowGrammar]:
+    tokenizer = Tokenizer.load(str(folder))
+    assert tokenizer.eos_token_id is not None
+    ends = (tokenizer.eos_token_id,)
+    return tokenizer, GrammarCompiler(str(folder), tokenizer.vocab_size, ends).follow(grammar)
+
+
+def allowed(tokenizer: Tokenizer, row: RowGrammar) -> list[int]:
+    mask = np.zeros((1, mask_words(tokenizer.vocab_size)), np.int32)
+    row.masks([], mask)
+    ids: list[int] = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+    return ids
 
 
 def drawn(folder: Path, grammar: Grammar, seed: int) -> str:
-    tokenizer = Tokenizer.load(str(folder))
-    assert tokenizer.eos_token_id is not None
-    eos = tokenizer.eos_token_id
-    row = GrammarCompiler(str(folder), tokenizer.vocab_size, (eos,)).follow(grammar)
-    rng, output = random.Random(seed), []
+    tokenizer, row = follow(folder, grammar)
+    eos, rng, output = tokenizer.eos_token_id, random.Random(seed), list[int]()
     for _ in range(2000):
-        mask = np.zeros((1, mask_words(tokenizer.vocab_size)), np.int32)
         row.read(np.array(output, np.int32))
-        row.masks([], mask)
-        ids = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        ids = allowed(tokenizer, row)
         token = eos if eos in ids and (rng.random() < 0.5 or len(ids) == 1) else rng.choice(ids)
         if token == eos:
-            return tokenizer.decode(output)
+            return tokenizer.decode(output, skip_special_tokens=False)
+        assert token is not None
         output.append(token)
     raise AssertionError(tokenizer.decode(output))
 
 
-def calls_in(tool_format: str, text: str) -> list[tuple[str, Any]]:
-    reader = AnswerParser(tool_format).reader(TOOLS, "", has_reasoning=False)
+def grammar_of(
+    folder: Path, tool_format: str, tools: dict[str, Any], *, is_single: bool = False
+) -> Grammar:
+    parser = AnswerParser(tool_format)
+    assert parser.call_grammar is not None
+    marks = parser.marks(has_tools=True, has_reasoning=False)
+    special = Tokenizer.load(str(folder)).special_ids_of(marks)
+    return Grammar("ebnf", parser.call_grammar.calls(tools, special, is_single=is_single))
+
+
+def calls_in(tool_format: str, text: str, tools: dict[str, Any] = TOOLS) -> list[tuple[str, Any]]:
+    reader = AnswerParser(tool_format).reader(tools, "", has_reasoning=False)
     calls: list[list[str]] = []
     for event in [*reader.feed(text), *reader.finish()]:
         name = type(event).__name__
@@ -67,16 +104,115 @@ def calls_in(tool_format: str, text: str) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("is_single", [True, False])
-@pytest.mark.parametrize("tool_format", ["hermes", "llama3"])
+@pytest.mark.parametrize("tool_format", FORMATS)
 def test_calls_that_are_drawn_are_read_and_valid(
     folder: Path, tool_format: str, is_single: bool, seed: int
 ) -> None:
-    grammar = AnswerParser(tool_format).call_grammar
-    assert grammar is not None
-    text = drawn(folder, Grammar("ebnf", grammar.calls(TOOLS, is_single=is_single)), seed)
-    calls = calls_in(tool_format, text)
+    grammar = grammar_of(folder, tool_format, TOOLS, is_single=is_single)
+    calls = calls_in(tool_format, drawn(folder, without_thought(grammar), seed))
     assert calls
     assert len(calls) == 1 or not is_single
     for name, arguments in calls:
         assert jsonschema_rs.is_valid(TOOLS[name], arguments)
         assert TOOLS[name] or arguments == {}
+
+
+def without_thought(grammar: Grammar) -> Grammar:
+    """Free text that is drawn at random would hardly end."""
+    start, _, rest = grammar.text.partition("\n")
+    return Grammar(grammar.kind, f"{re.sub(r' .* thought.[?]', '', start)}\n{rest}")
+
+
+THOUGHT = "<|channel|>analysis<|message|>Rain < sun?<|end|><|start|>assistant"
+TO_FUNCTION = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+# Of recorded answers the calls.
+WRITTEN = [
+    ("hermes", ANSWERS["hermes"].text.removeprefix("Let me see.\n").rstrip()),
+    ("qwen3_coder", ANSWERS["qwen3_coder"].text),
+    ("glm45", ANSWERS["glm45"].text.partition("look.\n")[2].replace("now<", "now\n<")),
+    ("mistral", ANSWERS["mistral"].text.replace(', "id": "abc"', "")),
+    ("mistral", ANSWERS["mistral since 2025"].text[4:].replace("[CALL_ID]Xy1", "")),
+    ("deepseekv3", ANSWERS["deepseekv3"].text.partition("look.")[2]),
+    ("deepseekv3", ANSWERS["deepseek 3.1"].text),
+    ("kimi_k2", ANSWERS["kimi_k2"].text.partition("look. ")[2]),
+    ("gpt-oss", TO_FUNCTION + PARIS),
+    ("gpt-oss", THOUGHT + TO_FUNCTION + PARIS),
+]
+
+
+@pytest.mark.parametrize(("tool_format", "text"), WRITTEN, ids=str)
+def test_calls_as_models_write_them_are_let_through(
+    folder: Path, tool_format: str, text: str
+) -> None:
+    tools: dict[str, Any] = WEATHER_TOOLS | {"now": {}}
+    tokenizer, row = follow(folder, grammar_of(folder, tool_format, tools))
+    row.read(np.array(tokenizer.encode(text), np.int32))
+    assert not row.error
+    assert tokenizer.eos_token_id in allowed(tokenizer, row)
+    for wrong in (text.replace("get_weather", "get_money"), text.replace("days", "dags")):
+        tokenizer, row = follow(folder, grammar_of(folder, tool_format, closed(tools)))
+        row.read(np.array(tokenizer.encode(wrong), np.int32))
+        assert row.error
+
+
+def closed(tools: dict[str, Any]) -> dict[str, Any]:
+    return {name: schema | {"additionalProperties": False} for name, schema in tools.items()}
+
+
+@pytest.mark.parametrize("tool_format", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(
+    ("value", "schema"),
+    [
+        ("red", {"type": "string", "enum": ["red", "dark blue"]}),
+        ("dark blue", {"type": "string", "const": "dark blue"}),
+        ('two\nlines <b>, "quoted" ü', {"type": "string"}),
+        ("", {"type": "string"}),
+        ([1, {"a": None}], {"type": "array"}),
+        ("a string", {"type": ["string", "null"]}),
+        (-1.5, {"type": "number"}),
+        (True, {"$ref": "#/$defs/flag"}),
+    ],
+    ids=str,
+)
+def test_values_between_tags_are_what_the_schema_says(
+    folder: Path, tool_format: str, value: Any, schema: dict[str, Any]
+) -> None:
+    whole = {
+        "type": "object",
+        "properties": {"it": schema, "more": {"type": "integer"}},
+        "required": ["it"],
+        "$defs": {"flag": {"type": "boolean"}},
+    }
+    written = value if isinstance(value, str) and schema["type"] == "string" else json.dumps(value)
+    texts = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=it>\n{}\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "glm45": "<tool_call>f\n<arg_key>it</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    }
+    text = texts[tool_format].replace("{}", written)
+    tokenizer, row = follow(folder, grammar_of(folder, tool_format, {"f": whole}))
+    row.read(np.array(tokenizer.encode(text), np.int32))
+    assert not row.error
+    assert tokenizer.eos_token_id in allowed(tokenizer, row)
+    assert calls_in(tool_format, text, {"f": whole}) == [("f", {"it": value})]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "tools"),
+    [
+        ("kimi_k2", {'find "it"': {}}),
+        ("glm45", {"f": {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}}),
+        ("qwen3_coder", {"f": {"type": "object", "required": ["a"]}}),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused(
+    folder: Path, tool_format: str, tools: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="format"):
+        grammar_of(folder, tool_format, tools)
+
+
+def test_a_name_with_quotes_is_one_in_json(folder: Path) -> None:
+    tools: dict[str, Any] = {'find "it"': {}}
+    text = drawn(folder, grammar_of(folder, "hermes", tools, is_single=True), 0)
+    assert calls_in("hermes", text, tools) == [('find "it"', {})]

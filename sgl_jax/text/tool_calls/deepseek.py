@@ -6,6 +6,7 @@ V3.1 writes `f<｜tool▁sep｜>{"a": 1}`. Calls stand in a section.
 import re
 
 from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
 from sgl_jax.text.tool_calls.json_object import headed_call
 from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools, sections_amid_content
 
@@ -27,4 +28,12 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from sections_amid_content(unread, _SECTION, _CALL, call)
 
 
-DEEPSEEK_V3 = ToolFormat(_read, (*_SECTION, *_CALL, _SEPARATOR))
+_V3 = CallForm(
+    f"{_CALL[0]}function{_SEPARATOR}",
+    "\n```json\n",
+    f"\n```{_CALL[1]}",
+    "\n",
+    *_SECTION,
+)
+_V3_1 = CallForm(_CALL[0], _SEPARATOR, _CALL[1], "", *_SECTION)
+DEEPSEEK_V3 = ToolFormat(_read, (*_SECTION, *_CALL, _SEPARATOR), CallGrammar((_V3, _V3_1)))

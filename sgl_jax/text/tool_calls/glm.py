@@ -2,6 +2,8 @@
 
 from sgl_jax.text.output_events import CallBegun, Content
 from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
+from sgl_jax.text.tool_calls.tagged_grammar import Tags
 from sgl_jax.text.tool_calls.tagged_values import TaggedArguments
 from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools, calls_amid_content
 
@@ -39,4 +41,10 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from calls_amid_content(unread, _BEGIN, call)
 
 
-GLM45 = ToolFormat(_read, (_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END))
+_FORM = CallForm(_BEGIN, "\n", _END, "\n")
+_TAGS = Tags(_KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n")
+GLM45 = ToolFormat(
+    _read,
+    (_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END),
+    CallGrammar((_FORM,), _TAGS.arguments),
+)

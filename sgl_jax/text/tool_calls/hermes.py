@@ -1,7 +1,7 @@
 """Hermes, Qwen 2.5 and 3: `<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>`."""
 
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_grammar import CallGrammar
+from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
 from sgl_jax.text.tool_calls.json_object import json_call
 from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools, calls_amid_content
 
@@ -18,6 +18,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from calls_amid_content(unread, _BEGIN, call)
 
 
-HERMES = ToolFormat(
-    _read, (_BEGIN, _END), CallGrammar(f"{_BEGIN}\n", f"\n{_END}", "\n", "arguments")
+_FORM = CallForm(
+    f'{_BEGIN}\n{{"name": "', '", "arguments": ', f"}}\n{_END}", between="\n", is_json=True
 )
+HERMES = ToolFormat(_read, (_BEGIN, _END), CallGrammar((_FORM,)))

@@ -6,6 +6,7 @@ What stands before the arguments is the call's id.
 import re
 
 from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.call_grammar import NUMBER, CallForm, CallGrammar
 from sgl_jax.text.tool_calls.json_object import headed_call
 from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools, sections_amid_content
 
@@ -24,4 +25,5 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from sections_amid_content(unread, _SECTION, _CALL, call)
 
 
-KIMI_K2 = ToolFormat(_read, (*_SECTION, *_CALL, _ARGUMENTS))
+_FORM = CallForm(f"{_CALL[0]}functions.", f":{NUMBER}{_ARGUMENTS}", _CALL[1], "", *_SECTION)
+KIMI_K2 = ToolFormat(_read, (*_SECTION, *_CALL, _ARGUMENTS), CallGrammar((_FORM,)))

@@ -5,7 +5,7 @@ with, and that names a tool of the request, is a call.
 """
 
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_grammar import CallGrammar
+from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
 from sgl_jax.text.tool_calls.json_object import json_call
 from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools, calls_amid_content
 
@@ -27,4 +27,5 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from calls_amid_content(unread, _BEGIN, calls)
 
 
-LLAMA3 = ToolFormat(_read, (_BEGIN,), CallGrammar("", "", ";", "parameters"))
+_FORM = CallForm('{"name": "', '", "parameters": ', "}", between=";", is_json=True)
+LLAMA3 = ToolFormat(_read, (_BEGIN,), CallGrammar((_FORM,)))

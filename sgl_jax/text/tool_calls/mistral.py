@@ -6,6 +6,7 @@ Since 2025 `[TOOL_CALLS]f[ARGS]{"a": 1}`, perhaps with an id: `[TOOL_CALLS]f[CAL
 import re
 
 from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
 from sgl_jax.text.tool_calls.json_object import headed_call, json_call
 from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools, calls_amid_content
 
@@ -28,4 +29,14 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from calls_amid_content(unread, _BEGIN, calls)
 
 
-MISTRAL = ToolFormat(_read, (_BEGIN, "[ARGS]", "[CALL_ID]"))
+_LIST = CallForm(
+    '{"name": "',
+    '", "arguments": ',
+    "}",
+    between=", ",
+    begin=f"{_BEGIN}[",
+    end="]",
+    is_json=True,
+)
+_HEADED = CallForm(_BEGIN, "[ARGS]", "", between="")
+MISTRAL = ToolFormat(_read, (_BEGIN, "[ARGS]", "[CALL_ID]"), CallGrammar((_LIST, _HEADED)))

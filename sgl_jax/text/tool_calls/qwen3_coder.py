@@ -5,6 +5,8 @@ All of it stands in `<tool_call>`, and each value has lines of its own.
 
 from sgl_jax.text.output_events import CallBegun, Content
 from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
+from sgl_jax.text.tool_calls.tagged_grammar import Tags
 from sgl_jax.text.tool_calls.tagged_values import TaggedArguments
 from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools, calls_amid_content
 
@@ -43,6 +45,10 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from calls_amid_content(unread, _BEGIN, call)
 
 
+_FORM = CallForm(f"{_BEGIN}\n{_FUNCTION}", ">\n", f"{_FUNCTION_END}\n{_END}", "\n")
+_TAGS = Tags(_PARAMETER, ">\n", f"\n{_PARAMETER_END}\n")
 QWEN3_CODER = ToolFormat(
-    _read, (_BEGIN, _END, _FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END)
+    _read,
+    (_BEGIN, _END, _FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END),
+    CallGrammar((_FORM,), _TAGS.arguments),
 )
