@@ -116,22 +116,18 @@ class ServerContext:
     def call_grammar(self, body: ChatRequest) -> dict[str, str]:
         """The sampling parameter that holds the answer to calls, if `body` asks for that.
 
-        Raises `InvalidRequestError` where it is not known how they are written.
+        Raises `InvalidRequestError` for tools whose calls cannot be held to their schemas.
         """
         forced, grammar = body.forced_tools, self.answer_parser.call_grammar
         if forced is None and not body.has_strict_tools:
             return {}
-        if grammar is None:
-            field, without = ("tools", "strict") if forced is None else ("tool_choice", "it")
-            raise InvalidRequestError(
-                f"{field}: calls of this model cannot be forced; leave {without} out", field
-            )
+        assert grammar is not None, "tools are refused where it is not known how calls are written"
         try:
-            if forced is None:
-                return {"structural_tag": grammar.calls_amid_content(body.schemas or {})}
-            is_single = body.parallel_tool_calls is False or body.tool_choice != "required"
             marks = self.answer_parser.marks(has_tools=True, has_reasoning=False)
             special = self.frontend.tokenizer.special_ids_of(marks)
+            if forced is None:
+                return {"ebnf": grammar.calls_amid_content(body.schemas or {}, special)}
+            is_single = body.parallel_tool_calls is False or body.tool_choice != "required"
             return {"ebnf": grammar.calls(forced, special, is_single=is_single)}
         except ValueError as error:
             raise InvalidRequestError(f"tools: {error}", "tools") from error

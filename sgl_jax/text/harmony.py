@@ -12,23 +12,27 @@ import re
 
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, Reasoning
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
+from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar, Messages
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_MARKS = (_START, _MESSAGE, _CHANNEL, *_ENDS, "<|constrain|>")
 _FUNCTIONS = "functions."
-# A call ends with the answer. It may be thought about first.
+# A call ends with the answer. Thoughts and what is told before it may come first.
 HARMONY_CALLS = CallGrammar(
     (
         CallForm(
-            f"{_CHANNEL}commentary to={_FUNCTIONS}",
-            f" <|constrain|>json{_MESSAGE}",
-            "",
+            head=f"{_CHANNEL}commentary to={_FUNCTIONS}",
+            after_name=f" <|constrain|>json{_MESSAGE}",
+            tail="",
             between=None,
         ),
     ),
-    thought=(f"{_CHANNEL}analysis{_MESSAGE}", f"<|end|>{_START}assistant"),
+    messages=Messages(
+        texts=(f"{_CHANNEL}analysis{_MESSAGE}", f"{_CHANNEL}commentary{_MESSAGE}"),
+        text_end=f"<|end|>{_START}assistant",
+        last=f"{_CHANNEL}final{_MESSAGE}",
+    ),
 )
 _BEGINS = ("assistant", "to=", _CHANNEL)
 _HEAD = re.compile(

@@ -42,7 +42,6 @@ DECLARED: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in TOOLS.items()
 ]
-UNFORCED = ("gemma", "pythonic")
 ROOM = 1000  # tokens of a request
 # Formats with and without special tokens, ids of their own, and reasoning.
 FORMATS = ("hermes", "qwen3_coder", "mistral since 2025", "kimi_k2", "glm45", "gpt-oss", "pythonic")
@@ -256,21 +255,34 @@ async def test_what_is_forced_comes_after_the_reasoning(tools_folder: Path) -> N
         assert request.sampling.reasoning is None
 
 
-@pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS if name not in UNFORCED])
-async def test_calls_can_be_forced(tools_folder: Path, tool_format: str) -> None:
+@pytest.mark.parametrize("tool_format", [*TOOL_FORMATS, "gpt-oss"])
+async def test_calls_can_be_forced_and_strict(tools_folder: Path, tool_format: str) -> None:
+    strict: list[Any] = [
+        {**tool, "function": {**tool["function"], "strict": True}} for tool in DECLARED
+    ]
     async with served(tools_folder, tool_format) as (rig, client):
         await whole(client, **says("x"), tools=DECLARED, tool_choice="required")
-        (request,) = (m for m in rig.engine.seen if isinstance(m, GenerateRequest))
-        assert "get_weather" in (request.sampling.ebnf or "")
+        await whole(client, **says("x"), tools=strict)
+        requests = [m for m in rig.engine.seen if isinstance(m, GenerateRequest)]
+        assert len(requests) == 2
+        for request in requests:
+            assert "get_weather" in (request.sampling.ebnf or "")
 
 
-@pytest.mark.parametrize("tool_format", UNFORCED)
-async def test_of_formats_without_a_grammar_force_is_refused(
-    tools_folder: Path, tool_format: str
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_tools_whose_calls_cannot_be_held_are_refused(
+    tools_folder: Path, choice: str
 ) -> None:
-    async with served(tools_folder, tool_format) as (_, client):
-        with pytest.raises(openai.BadRequestError, match="cannot be forced"):
-            await whole(client, **says("x"), tools=DECLARED, tool_choice="required")
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    async with served(tools_folder, "glm45") as (_, client):
+        with pytest.raises(openai.BadRequestError, match="each that is required"):
+            await whole(
+                client,
+                **says("x"),
+                tools=[{"type": "function", "function": function}],
+                tool_choice=choice,
+            )
 
 
 async def test_special_tokens_that_no_format_reads_stay_out_of_the_text(

@@ -2,7 +2,7 @@
 
 import json
 import random
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.grammar.row_grammar import RowGrammar
 from sgl_jax.text.answer_parser import AnswerParser
 from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.tool_calls.call_grammar import CallGrammar
 from tests.text.recorded_answers import ANSWERS, PARIS
 from tests.text.recorded_answers import TOOLS as WEATHER_TOOLS
 from tests.tokenizers import byte_level, save
@@ -25,9 +26,9 @@ SPECIALS = ["[TOOL_CALLS]", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁e
 SPECIALS += ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<arg_value>", "</arg_value>"]
 SPECIALS += ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>"]
 FORMATS = ("hermes", "llama3", "mistral", "deepseekv3", "kimi_k2", "qwen3_coder", "glm45")
-FORMATS += ("gpt-oss",)
+FORMATS += ("gpt-oss", "pythonic", "gemma")
 TOOLS: dict[str, dict[str, Any]] = {
-    "find-it": {
+    "find_it": {
         "type": "object",
         "properties": {"where": {"$ref": "#/$defs/place"}, "most": {"enum": [1, 2]}},
         "required": ["where"],
@@ -81,11 +82,20 @@ def drawn(folder: Path, grammar: Grammar, seed: int) -> str:
 def grammar_of(
     folder: Path, tool_format: str, tools: dict[str, Any], *, is_single: bool = False
 ) -> Grammar:
+    grammar, special = written_by(folder, tool_format)
+    return Grammar("ebnf", grammar.calls(tools, special, is_single=is_single))
+
+
+def amid_content(folder: Path, tool_format: str, tools: dict[str, Any]) -> Grammar:
+    grammar, special = written_by(folder, tool_format)
+    return Grammar("ebnf", grammar.calls_amid_content(tools, special))
+
+
+def written_by(folder: Path, tool_format: str) -> tuple[CallGrammar, Mapping[str, int]]:
     parser = AnswerParser(tool_format)
     assert parser.call_grammar is not None
     marks = parser.marks(has_tools=True, has_reasoning=False)
-    special = Tokenizer.load(str(folder)).special_ids_of(marks)
-    return Grammar("ebnf", parser.call_grammar.calls(tools, special, is_single=is_single))
+    return parser.call_grammar, Tokenizer.load(str(folder)).special_ids_of(marks)
 
 
 def calls_in(tool_format: str, text: str, tools: dict[str, Any] = TOOLS) -> list[tuple[str, Any]]:
@@ -119,8 +129,7 @@ def test_calls_that_are_drawn_are_read_and_valid(
 
 def without_thought(grammar: Grammar) -> Grammar:
     """Free text that is drawn at random would hardly end."""
-    start, _, rest = grammar.text.partition("\n")
-    return Grammar(grammar.kind, f"{re.sub(r' .* thought.[?]', '', start)}\n{rest}")
+    return Grammar(grammar.kind, grammar.text.replace("start: message* ", "start: "))
 
 
 THOUGHT = "<|channel|>analysis<|message|>Rain < sun?<|end|><|start|>assistant"
@@ -137,6 +146,9 @@ WRITTEN = [
     ("kimi_k2", ANSWERS["kimi_k2"].text.partition("look. ")[2]),
     ("gpt-oss", TO_FUNCTION + PARIS),
     ("gpt-oss", THOUGHT + TO_FUNCTION + PARIS),
+    ("gemma", ANSWERS["functiongemma"].text),
+    ("pythonic", ANSWERS["pythonic"].text.strip()),
+    ("pythonic", '<|python_start|>[get_weather(city="Paris", days=2)]<|python_end|>'),
 ]
 
 
@@ -153,6 +165,47 @@ def test_calls_as_models_write_them_are_let_through(
         tokenizer, row = follow(folder, grammar_of(folder, tool_format, closed(tools)))
         row.read(np.array(tokenizer.encode(wrong), np.int32))
         assert row.error
+
+
+AFTER_REASONING = {
+    name: ANSWERS[name].text.partition("</think>")[2] or ANSWERS[name].text
+    for name in FORMATS
+    if name in ANSWERS and name not in ("kimi_k2", "gpt-oss")
+}
+TOLD = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+AMID_CONTENT = [
+    *AFTER_REASONING.items(),
+    ("hermes", "No < call"),
+    ("hermes", ANSWERS["hermes"].text + "{done}"),
+    ("llama3", ANSWERS["llama3 with its tag"].text.replace('"type": "function", ', "")),
+    ("llama3", " \n"),
+    ("llama3", "No {call};"),
+    ("mistral", ANSWERS["mistral since 2025"].text.replace("[CALL_ID]Xy1", "")),
+    ("kimi_k2", "look" + ANSWERS["kimi_k2"].text.partition("look")[2]),
+    ("gpt-oss", THOUGHT + TOLD + TO_FUNCTION + PARIS),
+    ("gpt-oss", THOUGHT + "<|channel|>final<|message|>It rains."),
+    ("gemma", "I look. " + ANSWERS["functiongemma"].text + "It rains."),
+    ("gemma", '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2}<tool_call|>'),
+    ("pythonic", ANSWERS["pythonic with marks"].text),
+    ("pythonic", "It is [sunny]."),
+]
+
+
+@pytest.mark.parametrize(("tool_format", "text"), AMID_CONTENT, ids=str)
+def test_strict_calls_are_held_amid_content(folder: Path, tool_format: str, text: str) -> None:
+    tools: dict[str, Any] = WEATHER_TOOLS | {"now": {}}
+    text = text.replace(', "id": "abc"', "").replace("now<", "now\n<").rstrip("\n")
+    if tool_format == "llama3":
+        text = text.replace("}; {", "};{")
+    tokenizer, row = follow(folder, amid_content(folder, tool_format, tools))
+    row.read(np.array(tokenizer.encode(text), np.int32))
+    assert not row.error
+    assert tokenizer.eos_token_id in allowed(tokenizer, row)
+    for wrong in (text.replace("get_weather", "get_money"), text.replace("days", "dags")):
+        if wrong != text:
+            tokenizer, row = follow(folder, amid_content(folder, tool_format, closed(tools)))
+            row.read(np.array(tokenizer.encode(wrong), np.int32))
+            assert row.error
 
 
 def closed(tools: dict[str, Any]) -> dict[str, Any]:
@@ -203,13 +256,111 @@ def test_values_between_tags_are_what_the_schema_says(
         ("kimi_k2", {'find "it"': {}}),
         ("glm45", {"f": {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}}),
         ("qwen3_coder", {"f": {"type": "object", "required": ["a"]}}),
+        ("pythonic", {"get-it": {}}),
+        ("pythonic", {"f": {"type": "object", "properties": {"class": {"type": "null"}}}}),
+        ("pythonic", {"f": {"type": "object", "properties": {"a": {"not": {}}}}}),
+        ("gemma", {"f": {"type": "object", "properties": {"a b": {"type": "null"}}}}),
+        ("gemma", {"f": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}}}),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused(
     folder: Path, tool_format: str, tools: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match="format"):
+    with pytest.raises(ValueError, match=r"format|parameters"):
         grammar_of(folder, tool_format, tools)
+
+
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "array", "items": {"enum": [True, None, 1.5, "x y", [0], {"b": "c"}]}},
+        "two": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
+        "maybe": {"anyOf": [{"const": "yes"}, {"type": "null"}]},
+        "deep": {"$ref": "#/$defs/node"},
+        "limit": {"type": ["integer", "boolean"], "minimum": 3, "maximum": 12},
+        "empty": {"type": "object", "additionalProperties": False},
+        "counts": {"type": "object", "additionalProperties": {"const": 1}},
+    },
+    "required": ["two", "deep"],
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+                "kind": {"enum": ["leaf", "twig"]},
+                "last": {"type": "integer", "minimum": 0, "maximum": 9},
+            },
+            "required": ["kind"],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("tool_format", ["pythonic", "gemma"])
+def test_nested_values_are_drawn_valid(folder: Path, tool_format: str, seed: int) -> None:
+    tools = {"f": NESTED}
+    text = drawn(folder, grammar_of(folder, tool_format, tools, is_single=True), seed)
+    ((name, arguments),) = calls_in(tool_format, text, tools)
+    assert name == "f"
+    assert jsonschema_rs.is_valid(NESTED, arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_valid"),
+    [
+        ('two=[True, False], deep={"kind": "leaf"}', True),
+        ('a=["x y", None, {"b": "c"}], two=[True, True], deep={"kind": "twig"}', True),
+        ('two=[True, False], maybe=None, deep={"kind": "leaf", "last": 3}, limit=5', True),
+        ('two=[True, False], deep={"kind": "leaf"}, counts={"k": 1, "l m": 1}', True),
+        ("two=[True, False]", False),
+        ('two=[True], deep={"kind": "leaf"}', False),
+        ('two=[true, false], deep={"kind": "leaf"}', False),
+        ('two=[True, False], deep={"kind": "stem"}', False),
+        ('two=[True, False], deep={"kind": "leaf"}, limit=2', False),
+        ('two=[True, False], deep={"kind": "leaf"},', False),
+        (', two=[True, False], deep={"kind": "leaf"}', False),
+        ('deep={"kind": "leaf"}, two=[True, False]', False),
+    ],
+)
+def test_values_as_python_writes_them(folder: Path, text: str, is_valid: bool) -> None:
+    tokenizer, row = follow(folder, grammar_of(folder, "pythonic", {"f": NESTED}))
+    row.read(np.array(tokenizer.encode(f"[f({text})]"), np.int32))
+    assert (not row.error and tokenizer.eos_token_id in allowed(tokenizer, row)) == is_valid
+
+
+@pytest.mark.parametrize("tool_format", ["pythonic", "gemma"])
+def test_values_of_any_kind(folder: Path, tool_format: str) -> None:
+    tools: dict[str, Any] = {"f": {"type": "object", "properties": {"a": {}, "b": True}}}
+    text = {
+        "pythonic": """[f(a='it\\'s "x"', b={"a": [1, -2e3, {}], "b": False})]""",
+        "gemma": '<|tool_call>call:f{a:<|"|>it\'s "x"<|"|>,b:{a:[1,-2e3,{}],b:false}}<tool_call|>',
+    }[tool_format]
+    tokenizer, row = follow(folder, grammar_of(folder, tool_format, tools))
+    row.read(np.array(tokenizer.encode(text), np.int32))
+    assert not row.error
+    (call,) = calls_in(tool_format, text, tools)
+    assert call == ("f", {"a": 'it\'s "x"', "b": {"a": [1, -2000.0, {}], "b": False}})
+
+
+@pytest.mark.parametrize("tool_format", FORMATS)
+def test_what_would_be_too_long_is_refused_at_once(folder: Path, tool_format: str) -> None:
+    definitions = {f"d{number}": {"const": number} for number in range(2000)}
+    properties: dict[str, Any] = {
+        f"p{number}": {"$ref": f"#/$defs/d{number}"} for number in range(2000)
+    }
+    schema = {"type": "object", "properties": properties, "$defs": definitions}
+    with pytest.raises(ValueError, match="longer than"):
+        grammar_of(folder, tool_format, {"f": schema})
+
+
+@pytest.mark.parametrize("tool_format", ["pythonic", "gemma"])
+def test_nesting_does_not_multiply(folder: Path, tool_format: str) -> None:
+    schema: dict[str, Any] = {"type": "boolean"}
+    for _ in range(30):
+        schema = {"type": "array", "items": {"type": "object", "additionalProperties": schema}}
+    tools = {"f": {"type": "object", "properties": {"a": schema}}}
+    assert len(grammar_of(folder, tool_format, tools).text) < 20_000
 
 
 def test_a_name_with_quotes_is_one_in_json(folder: Path) -> None:

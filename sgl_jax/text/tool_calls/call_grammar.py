@@ -1,26 +1,28 @@
 """Calls whose names and arguments are valid: what an answer is held to that must call a tool.
 
 A format is described by texts around names and arguments; the grammar is made from it for the
-tools of a request. Texts of special tokens are written by their ids, since no grammar can spell
-them.
+tools of a request, in Lark's form.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
-from sgl_jax.core.grammar import JSON_STYLE
+from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS
+from sgl_jax.text.tool_calls.lark import SpecialIds, free_text, literal, of_json
 
-NUMBER = "\0"  # within a text: digits
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_PLAIN_NAME = re.compile(r"[\w.-]+")
 
 Schema = Mapping[str, Any]
 # The name of each tool -> the JSON schema of its arguments.
 Schemas = Mapping[str, Schema]
-# The text of each special token that a format has -> its id.
-SpecialIds = Mapping[str, int]
+
+
+def json_arguments(rule: str, schema: Schema, special: SpecialIds) -> Iterator[str]:
+    """The lines of rule `rule`: the arguments as a JSON object."""
+    yield f"{rule}: {of_json(schema or _NO_ARGUMENTS)}"
 
 
 class CallForm(NamedTuple):
@@ -29,7 +31,10 @@ class CallForm(NamedTuple):
     head, after_name, tail: before a call's name, before its arguments, after them.
     between: what stands between two calls; None where an answer has only one.
     begin, end: what stands around all calls.
-    is_json: a call is one JSON object: its name is the inside of a string.
+    mark: what calls begin with amid text; "" where they stand at the beginning of an answer only.
+    arguments: writes the lines of a rule for those of one tool; raises ValueError for a schema
+        that the form has no way to hold.
+    names: pattern of the names that are read; None where a name is the inside of a JSON string.
     """
 
     head: str
@@ -38,114 +43,137 @@ class CallForm(NamedTuple):
     between: str | None
     begin: str = ""
     end: str = ""
-    is_json: bool = False
+    mark: str = ""
+    arguments: Callable[[str, Schema, SpecialIds], Iterator[str]] = json_arguments
+    names: str | None = r"[\w.-]+"
 
     def named(self, tool: str) -> str:
         """What stands before the arguments of `tool`.
 
         Raises ValueError for a name that would not be read.
         """
-        if self.is_json:
+        if self.names is None:
             return self.head + json.dumps(tool, ensure_ascii=False)[1:-1] + self.after_name
-        if not _PLAIN_NAME.fullmatch(tool):
-            raise ValueError(
-                f"{tool!r}: names are letters, digits and _.- in calls of this model's format"
-            )
+        if not re.fullmatch(self.names, tool):
+            raise ValueError(f"{tool!r}: names are {self.names} in calls of this model's format")
         return self.head + tool + self.after_name
 
+    def after_mark(self) -> "CallForm":
+        """The same where `mark` has been written, which each call or all of them begin with."""
+        if self.begin:
+            return self._replace(begin=self.begin.removeprefix(self.mark))
+        if self.mark and self.head.startswith(self.mark):
+            return self._replace(head=self.head.removeprefix(self.mark), between=None)
+        return self
 
-def json_arguments(rule: str, schema: Schema, special: SpecialIds) -> Iterator[str]:
-    """The lines of rule `rule`: the arguments as a JSON object."""
-    # Each schema is a root of its own, which references in it begin with.
-    yield f"{rule}: {of_json(schema or _NO_ARGUMENTS)}"
+
+class Messages(NamedTuple):
+    """How an answer that consists of messages is written.
+
+    texts: what may stand before the texts of messages that come before a call or the last text.
+    text_end: after each of these texts.
+    last: before a text that ends the answer without a call.
+    """
+
+    texts: tuple[str, ...]
+    text_end: str
+    last: str
 
 
 class CallGrammar(NamedTuple):
     """How the calls of a format are written, in one of several forms.
 
-    arguments: writes the lines of a rule for those of one tool; raises ValueError for a schema
-        that the format has no way to hold.
-    thought: what stands around free text that may come before the calls.
+    first_of_calls: where calls without a mark may stand at the beginning, the characters that they
+        begin or go on with: no text begins with these.
+    messages: where an answer consists of such; calls then have no mark.
     """
 
     forms: tuple[CallForm, ...]
-    arguments: Callable[[str, Schema, SpecialIds], Iterator[str]] = json_arguments
-    thought: tuple[str, str] | None = None
+    first_of_calls: str = ""
+    messages: Messages | None = None
 
     def calls(self, tools: Schemas, special: SpecialIds, *, is_single: bool) -> str:
         """Nothing but calls of `tools`, one or several, in Lark's form.
 
         Raises ValueError, saying why, for tools whose calls cannot be held to this format.
         """
-        forms = [f"form_{number}" for number in range(len(self.forms))]
-        start = f"({' | '.join(forms)})"
-        lines = list[str]()
-        if self.thought is not None:
-            opening, closing = self.thought
-            start = f"({literal(opening, special)} thought)? {start}"
-            lines += free_text("thought", closing, special)
-        for name, form in zip(forms, self.forms, strict=True):
-            call = f"{name}_call"
-            more = ""
-            if form.between is not None and not is_single:
+        forms = self.forms
+        if is_single:
+            forms = tuple(form._replace(between=None) for form in forms)
+        text = "" if self.messages is None else "message*"
+        lines = [f"start: {text} calls", *self._calls("calls", forms, tools, special)]
+        return _joined(lines, self._messages(special), self._arguments(tools, special))
+
+    def calls_amid_content(self, tools: Schemas, special: SpecialIds) -> str:
+        """Any text, in which whatever begins as a call is one of `tools`, in Lark's form.
+
+        Raises ValueError as `calls` does.
+        """
+        text = rf"/\s*([^\s{re.escape(self.first_of_calls)}](?s:.*))?/"
+        lines, marked = [f"text: {text}"], list[str]()
+        for number, mark in enumerate(dict.fromkeys(form.mark for form in self.forms)):
+            forms = tuple(form.after_mark() for form in self.forms if form.mark == mark)
+            lines += self._calls(f"calls_{number}", forms, tools, special)
+            if mark:
+                lines += free_text(f"text_{number}", mark, special, text)
+                marked.append(f"text_{number} calls_{number}")
+        if self.messages is not None:
+            start = f"message* (calls_0 | {literal(self.messages.last, special)} text)"
+        else:
+            first = "calls_0?" if self.first_of_calls else ""
+            later = f"({' | '.join(marked)})*" if marked else ""
+            start = f"{first} {later} text"
+        lines = [f"start: {start}", *lines]
+        return _joined(lines, self._messages(special), self._arguments(tools, special))
+
+    def _messages(self, special: SpecialIds) -> Iterator[str]:
+        if self.messages is not None:
+            texts = " | ".join(literal(text, special) for text in self.messages.texts)
+            yield f"message: ({texts}) message_text"
+            yield from free_text("message_text", self.messages.text_end, special)
+
+    def _calls(
+        self, rule: str, forms: tuple[CallForm, ...], tools: Schemas, special: SpecialIds
+    ) -> Iterator[str]:
+        """The lines of rule `rule`: one or several calls in one of `forms`."""
+        names = [f"{rule}_{number}" for number in range(len(forms))]
+        yield f"{rule}: {' | '.join(names)}"
+        for name, form in zip(names, forms, strict=True):
+            call, more = f"{name}_call", ""
+            if form.between is not None:
                 more = f"({literal(form.between, special)} {call})*"
             begin, end = literal(form.begin, special), literal(form.end, special)
-            lines.append(f"{name}: {begin} {call} {more} {end}")
+            yield f"{name}: {begin} {call} {more} {end}"
             of_tools = [f"{call}_{number}" for number in range(len(tools))]
-            lines.append(f"{call}: {' | '.join(of_tools)}")
-            tail = literal(form.tail, special)
-            for number, (rule, tool) in enumerate(zip(of_tools, tools, strict=True)):
+            yield f"{call}: {' | '.join(of_tools)}"
+            tail, writer = literal(form.tail, special), self._writers.index(form.arguments)
+            for number, (of_tool, tool) in enumerate(zip(of_tools, tools, strict=True)):
                 named = literal(form.named(tool), special)
-                lines.append(f"{rule}: {named} arguments_{number} {tail}")
+                yield f"{of_tool}: {named} arguments_{writer}_{number} {tail}"
+
+    def _arguments(self, tools: Schemas, special: SpecialIds) -> Iterator[str]:
         for number, schema in enumerate(tools.values()):
-            lines += self.arguments(f"arguments_{number}", schema, special)
-        return "\n".join([f"start: {start}", *lines])
+            for index, writer in enumerate(self._writers):
+                yield from writer(f"arguments_{index}_{number}", schema, special)
 
-    def calls_amid_content(self, tools: Schemas) -> str:
-        """Any text, in which what follows the mark of a call is one of `tools`: a structural tag.
-
-        Raises ValueError for a format whose calls are not JSON after a mark.
-        """
-        form = self.forms[0]
-        mark = form.head.partition("\n")[0]
-        if not form.is_json or form.begin or mark == form.head:
-            raise ValueError("calls of this model cannot be held to a schema amid text")
-        structures = [
-            {"begin": form.named(tool), "schema": schema or _NO_ARGUMENTS, "end": form.tail}
-            for tool, schema in tools.items()
-        ]
-        return json.dumps({"structures": structures, "triggers": [mark]})
+    @property
+    def _writers(self) -> list[Callable[[str, Schema, SpecialIds], Iterator[str]]]:
+        """Of arguments, those that the forms have."""
+        return [*dict.fromkeys(form.arguments for form in self.forms)]
 
 
-def literal(text: str, special: SpecialIds) -> str:
-    """A text in Lark's form, special tokens by their ids."""
-    marks = [*map(re.escape, sorted(special, key=len, reverse=True)), NUMBER]
-    pieces = re.split(f"({'|'.join(marks)})", text)
-    return " ".join(_piece(piece, special) for piece in pieces if piece) or '""'
+def _joined(*lines: Iterable[str]) -> str:
+    """A grammar of these lines.
 
-
-def _piece(piece: str, special: SpecialIds) -> str:
-    if piece == NUMBER:
-        return "/[0-9]{1,3}/"
-    return f"<[{special[piece]}]>" if piece in special else quoted(piece)
-
-
-def free_text(rule: str, end: str, special: SpecialIds) -> Iterator[str]:
-    """The lines of rule `rule`: any text up to `end`, and `end`."""
-    mark = next((mark for mark in special if end.startswith(mark)), None)
-    if mark is not None:  # a token, which is no text
-        yield f"{rule}: /(?s:.*)/ {literal(end, special)}"
-        return
-    cut = min((end.find(mark) for mark in special if mark in end), default=len(end))
-    yield f"{rule}: {rule}_text {literal(end[cut:], special)}"
-    yield f"{rule}_text[suffix={quoted(end[:cut])}]: /(?s:.*)/"
-
-
-def quoted(text: str) -> str:
-    """A text without special tokens in Lark's form."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def of_json(schema: Schema) -> str:
-    """JSON that `schema` allows, in Lark's form."""
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE})}"
+    Raises ValueError before there are more than one may have: those of arguments may be many times
+    as long as their schemas, which tell each of common definitions.
+    """
+    num_chars, grammar = 0, list[str]()
+    for line in chain(*lines):
+        num_chars += len(line) + 1
+        if num_chars > MAX_GRAMMAR_CHARS:
+            raise ValueError(
+                f"the grammar of their calls is longer than {MAX_GRAMMAR_CHARS} characters"
+            )
+        grammar.append(line)
+    return "\n".join(grammar)

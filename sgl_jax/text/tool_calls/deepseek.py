@@ -28,12 +28,19 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from sections_amid_content(unread, _SECTION, _CALL, call)
 
 
-_V3 = CallForm(
-    f"{_CALL[0]}function{_SEPARATOR}",
-    "\n```json\n",
-    f"\n```{_CALL[1]}",
-    "\n",
-    *_SECTION,
+_V3_1 = CallForm(
+    head=_CALL[0],
+    after_name=_SEPARATOR,
+    tail=_CALL[1],
+    between="",
+    begin=_SECTION[0],
+    end=_SECTION[1],
+    mark=_SECTION[0],
 )
-_V3_1 = CallForm(_CALL[0], _SEPARATOR, _CALL[1], "", *_SECTION)
+_V3 = _V3_1._replace(
+    head=f"{_CALL[0]}function{_SEPARATOR}",
+    after_name="\n```json\n",
+    tail=f"\n```{_CALL[1]}",
+    between="\n",
+)
 DEEPSEEK_V3 = ToolFormat(_read, (*_SECTION, *_CALL, _SEPARATOR), CallGrammar((_V3, _V3_1)))

@@ -6,18 +6,23 @@ between marks. They are handed out when the call is complete.
 
 import json
 import re
+from collections.abc import Iterator
 
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
+from sgl_jax.text.tool_calls.lark import SpecialIds, free_text, literal
 from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools
+from sgl_jax.text.tool_calls.value_grammar import Notation
 
 # Begin of a call -> its end and the mark around strings.
 _MARKS = {
     "<start_function_call>": ("<end_function_call>", "<escape>"),
     "<|tool_call>": ("<tool_call|>", '<|"|>'),
 }
-_CALL = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*", re.DOTALL)
-_KEY = re.compile(r"([{,]\s*)([\w.-]+)\s*:")
+_NAME = r"[\w.-]+"
+_CALL = re.compile(rf"\s*call:({_NAME})(\{{.*\}})\s*", re.DOTALL)
+_KEY = re.compile(rf"([{{,]\s*)({_NAME})\s*:")
 
 
 def _read(unread: Unread, tools: Tools) -> Reading[None]:
@@ -50,4 +55,43 @@ def _as_json(text: str, quote: str) -> str | None:
         return None
 
 
-GEMMA = ToolFormat(_read, (*_MARKS, *(mark for marks in _MARKS.values() for mark in marks)))
+def _form(begin: str, end: str, quote: str) -> CallForm:
+    def strings(rule: str, special: SpecialIds) -> Iterator[str]:
+        yield f"{rule}: {literal(quote, special)} {rule}_quoted"
+        yield from free_text(f"{rule}_quoted", quote, special)
+
+    notation = Notation(
+        string=lambda text: quote + text + quote,
+        strings=strings,
+        true="true",
+        false="false",
+        null="null",
+        separator=",",
+        argument=_key,
+        key=_key,
+        keys="/[A-Za-z0-9_.-]+:/",
+        begin="{",
+        end="}",
+    )
+    return CallForm(
+        head=f"{begin}call:",
+        after_name="",
+        tail=end,
+        between="",
+        mark=begin,
+        arguments=notation.arguments,
+        names=_NAME,
+    )
+
+
+def _key(name: str) -> str:
+    if not re.fullmatch(_NAME, name):
+        raise ValueError(f"{name!r}: arguments are {_NAME} in calls of this model's format")
+    return f"{name}:"
+
+
+GEMMA = ToolFormat(
+    _read,
+    (*_MARKS, *(mark for marks in _MARKS.values() for mark in marks)),
+    CallGrammar(tuple(_form(begin, end, quote) for begin, (end, quote) in _MARKS.items())),
+)

@@ -41,10 +41,16 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from calls_amid_content(unread, _BEGIN, call)
 
 
-_FORM = CallForm(_BEGIN, "\n", _END, "\n")
-_TAGS = Tags(_KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n")
+_FORM = CallForm(
+    head=_BEGIN,
+    after_name="\n",
+    tail=_END,
+    between="\n",
+    mark=_BEGIN,
+    arguments=Tags(_KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n").arguments,
+)
 GLM45 = ToolFormat(
     _read,
     (_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END),
-    CallGrammar((_FORM,), _TAGS.arguments),
+    CallGrammar((_FORM,)),
 )

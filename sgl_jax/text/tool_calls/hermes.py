@@ -19,6 +19,11 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
 
 
 _FORM = CallForm(
-    f'{_BEGIN}\n{{"name": "', '", "arguments": ', f"}}\n{_END}", between="\n", is_json=True
+    head=f'{_BEGIN}\n{{"name": "',
+    after_name='", "arguments": ',
+    tail=f"}}\n{_END}",
+    between="\n",
+    mark=_BEGIN,
+    names=None,
 )
 HERMES = ToolFormat(_read, (_BEGIN, _END), CallGrammar((_FORM,)))

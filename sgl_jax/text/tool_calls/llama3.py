@@ -27,5 +27,12 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from calls_amid_content(unread, _BEGIN, calls)
 
 
-_FORM = CallForm('{"name": "', '", "parameters": ', "}", between=";", is_json=True)
-LLAMA3 = ToolFormat(_read, (_BEGIN,), CallGrammar((_FORM,)))
+_FORM = CallForm(
+    head='{"name": "',
+    after_name='", "parameters": ',
+    tail="}",
+    between=";",
+    mark=_BEGIN,
+    names=None,
+)
+LLAMA3 = ToolFormat(_read, (_BEGIN,), CallGrammar((_FORM,), first_of_calls="{;"))

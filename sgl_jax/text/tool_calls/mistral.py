@@ -30,13 +30,14 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
 
 
 _LIST = CallForm(
-    '{"name": "',
-    '", "arguments": ',
-    "}",
+    head='{"name": "',
+    after_name='", "arguments": ',
+    tail="}",
     between=", ",
     begin=f"{_BEGIN}[",
     end="]",
-    is_json=True,
+    mark=_BEGIN,
+    names=None,
 )
-_HEADED = CallForm(_BEGIN, "[ARGS]", "", between="")
+_HEADED = CallForm(head=_BEGIN, after_name="[ARGS]", tail="", between="", mark=_BEGIN)
 MISTRAL = ToolFormat(_read, (_BEGIN, "[ARGS]", "[CALL_ID]"), CallGrammar((_LIST, _HEADED)))

@@ -5,6 +5,8 @@ when it is complete.
 """
 
 import ast
+import keyword
+from collections.abc import Iterator
 
 from sgl_jax.text.output_events import (
     Arguments,
@@ -14,8 +16,11 @@ from sgl_jax.text.output_events import (
     as_json,
 )
 from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
 from sgl_jax.text.tool_calls.json_object import ObjectEnd, find_end
+from sgl_jax.text.tool_calls.lark import SpecialIds
 from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools
+from sgl_jax.text.tool_calls.value_grammar import Notation
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
 
@@ -56,11 +61,48 @@ def _call(node: ast.expr) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")
     values = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
+    for argument in node.keywords:
+        if argument.arg is None:
             raise ValueError("arguments must have names")
-        values[keyword.arg] = ast.literal_eval(keyword.value)
+        values[argument.arg] = ast.literal_eval(argument.value)
     return ast.unparse(node.func), as_json(values)
 
 
-PYTHONIC = ToolFormat(_read, (_BEGIN, _END))
+_IDENTIFIER = r"[^\W\d]\w*"
+
+
+def _argument(name: str) -> str:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{name!r}: arguments are Python's names in calls of this model's format")
+    return f"{name}="
+
+
+def _strings(rule: str, special: SpecialIds) -> Iterator[str]:
+    """Without escapes by numbers, of which JSON has others than Python."""
+    quotes = (rf"/{q}([^{q}\\\x00-\x1f]|\\[{q}\\nrt])*{q}/" for q in "\"'")
+    yield f"{rule}: {' | '.join(quotes)}"
+
+
+_NOTATION = Notation(
+    string=as_json,
+    strings=_strings,
+    true="True",
+    false="False",
+    null="None",
+    separator=", ",
+    argument=_argument,
+    key=lambda name: f"{as_json(name)}: ",
+    keys=r'/"[^"\\\x00-\x1f]*": /',
+)
+_LIST = CallForm(
+    head="",
+    after_name="(",
+    tail=")",
+    between=", ",
+    begin="[",
+    end="]",
+    arguments=_NOTATION.arguments,
+    names=rf"{_IDENTIFIER}(\.{_IDENTIFIER})*",
+)
+_MARKED = _LIST._replace(begin=f"{_BEGIN}[", end=f"]{_END}")
+PYTHONIC = ToolFormat(_read, (_BEGIN, _END), CallGrammar((_LIST, _MARKED), first_of_calls="["))

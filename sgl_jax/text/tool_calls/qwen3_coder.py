@@ -45,10 +45,16 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     yield from calls_amid_content(unread, _BEGIN, call)
 
 
-_FORM = CallForm(f"{_BEGIN}\n{_FUNCTION}", ">\n", f"{_FUNCTION_END}\n{_END}", "\n")
-_TAGS = Tags(_PARAMETER, ">\n", f"\n{_PARAMETER_END}\n")
+_FORM = CallForm(
+    head=f"{_BEGIN}\n{_FUNCTION}",
+    after_name=">\n",
+    tail=f"{_FUNCTION_END}\n{_END}",
+    between="\n",
+    mark=_BEGIN,
+    arguments=Tags(_PARAMETER, ">\n", f"\n{_PARAMETER_END}\n").arguments,
+)
 QWEN3_CODER = ToolFormat(
     _read,
     (_BEGIN, _END, _FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END),
-    CallGrammar((_FORM,), _TAGS.arguments),
+    CallGrammar((_FORM,)),
 )

@@ -16,12 +16,12 @@ class ToolFormat(NamedTuple):
 
     read: the generator that reads an answer, from after its reasoning.
     marks: texts of the tokens that it reads, special ones among them.
-    grammar: of its calls; None where an answer cannot be held to them.
+    grammar: of its calls.
     """
 
     read: Callable[[Unread, Tools], Reading[None]]
     marks: tuple[str, ...]
-    grammar: CallGrammar | None = None
+    grammar: CallGrammar
 
 
 def calls_amid_content(
