@@ -1,6 +1,7 @@
-"""Agent frameworks: structured output and tools through instructor, pydantic-ai, langchain-openai
-and litellm, with the demonstration model and its one tool."""
+"""Agent frameworks: structured output and tools through instructor, pydantic-ai, langchain-openai,
+litellm and OpenAI's agents, with the demonstration model and its one tool."""
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -188,3 +189,36 @@ def _litellm(server: LiveServer, messages: list[Any], **body: Any) -> Any:
         max_retries=0,
         **body,
     )
+
+
+@pytest.mark.parametrize("choice", [None, "required"])
+@pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_openai_agents_call_a_strict_tool_and_report(
+    server: LiveServer, model: str, choice: str | None, is_streamed: bool
+) -> None:
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+
+    async def run() -> Any:
+        client = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        agent = agents.Agent(
+            name="weather",
+            tools=[agents.function_tool(get_weather)],
+            model=getattr(agents, model)(model="demo", openai_client=client),
+            model_settings=agents.ModelSettings(temperature=0, max_tokens=200, tool_choice=choice),
+        )
+        if not is_streamed:
+            return await agents.Runner.run(agent, QUESTION)
+        answer = agents.Runner.run_streamed(agent, QUESTION)
+        async for _ in answer.stream_events():
+            pass
+        return answer
+
+    answer = asyncio.run(run())
+    assert answer.final_output == REPORT
+    assert [item.type for item in answer.new_items] == [
+        "tool_call_item",
+        "tool_call_output_item",
+        "message_output_item",
+    ]
