@@ -1,12 +1,38 @@
 """A grammar that an output is held to, as clients name it."""
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 MAX_GRAMMAR_CHARS = 1 << 16
-# Under "x-guidance" of a schema: as Python writes JSON. Where spaces are free, a model that is not
-# sure writes nothing else.
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Where spaces are free, a model that is not sure writes nothing else.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OPTIONS = "x-guidance"  # the key under which a schema tells llguidance how to take it
+
+
+def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` of JSON as Python writes it, unless it says itself how."""
+    return _with_options(schema, _JSON_STYLE, {})
+
+
+def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` of which what no grammar can hold, such as `not`, counts for nothing."""
+    return _with_options(schema, {}, {"lenient": True, "coerce_one_of": True})
+
+
+def is_lenient(schema: Mapping[str, Any]) -> bool:
+    """Whether it was made by `lenient`."""
+    options = schema.get(_OPTIONS)
+    return isinstance(options, Mapping) and options.get("lenient") is True
+
+
+def _with_options(
+    schema: Mapping[str, Any], defaults: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    own = schema.get(_OPTIONS, {})
+    if not isinstance(own, Mapping):
+        return dict(schema)  # llguidance says what is wrong
+    return {**schema, _OPTIONS: {**defaults, **own, **options}}
 
 
 class Grammar(NamedTuple):

@@ -12,13 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import JSON_STYLE, Grammar, GrammarKind
+from sgl_jax.core.grammar import Grammar, GrammarKind, styled
 from sgl_jax.grammar.reasoning_first import after_reasoning
 from sgl_jax.grammar.row_grammar import RowGrammar
 
@@ -125,7 +124,7 @@ def _structural_tag(text: str) -> str:
             StructTag(
                 trigger=trigger,
                 begin=each["begin"],
-                grammar=_styled(each["schema"]),
+                grammar=styled(each["schema"]),
                 end=each["end"],
             )
         )
@@ -133,15 +132,11 @@ def _structural_tag(text: str) -> str:
     return lark
 
 
-def _styled(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"x-guidance": JSON_STYLE, **schema}
-
-
 def _json_schema(text: str) -> str:
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
-    grammar: str = LLMatcher.grammar_from_json_schema(_styled(schema))
+    grammar: str = LLMatcher.grammar_from_json_schema(styled(schema))
     return grammar
 
 

@@ -126,7 +126,7 @@ class ServerContext:
             marks = self.answer_parser.marks(has_tools=True, has_reasoning=False)
             special = self.frontend.tokenizer.special_ids_of(marks)
             if forced is None:
-                return {"ebnf": grammar.calls_amid_content(body.schemas or {}, special)}
+                return {"ebnf": grammar.calls_amid_content(body.held_schemas, special)}
             is_single = body.parallel_tool_calls is False or body.tool_choice != "required"
             return {"ebnf": grammar.calls(forced, special, is_single=is_single)}
         except ValueError as error:

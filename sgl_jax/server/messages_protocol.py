@@ -267,5 +267,5 @@ def _chat_tool_choice(choice: MessagesToolChoice | None) -> Any:
 def _response_format(wanted: OutputFormat | None) -> dict[str, Any] | None:
     if wanted is None:
         return None
-    schema = {"name": "answer", "schema": wanted.json_value}
+    schema = {"name": "answer", "schema": wanted.json_value, "strict": True}
     return {"type": "json_schema", "json_schema": schema}

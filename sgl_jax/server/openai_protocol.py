@@ -12,6 +12,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.grammar import lenient
 from sgl_jax.core.messages import SessionId
 from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
@@ -35,12 +36,17 @@ class StreamOptions(StrictModel):
 
 
 class JsonSchema(StrictModel):
-    """A schema with a name. It is kept whether `strict` or not."""
+    """A schema with a name. Without `strict`, what of it no grammar can hold counts for nothing."""
 
     name: str
     description: str | None = None
     json_value: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """The schema that the answer is held to."""
+        return _held(self.json_value, is_strict=self.strict)
 
 
 class ResponseFormat(StrictModel):
@@ -65,7 +71,7 @@ class ResponseFormat(StrictModel):
                 raise InvalidRequestError(
                     "a response_format of type json_schema has a json_schema", "response_format"
                 )
-            return {"json_schema": json.dumps(self.json_schema.json_value or {})}
+            return {"json_schema": json.dumps(self.json_schema.held)}
         return {}
 
 
@@ -205,12 +211,18 @@ class ChatRequest(GenerationFields):
         return {function.name: function.parameters or {} for function in functions} or None
 
     @property
+    def held_schemas(self) -> dict[str, dict[str, Any]]:
+        """By name of each told tool the schema that arguments are held to if they are."""
+        functions = [tool.function for tool in self.told_tools]
+        return {each.name: _held(each.parameters, is_strict=each.strict) for each in functions}
+
+    @property
     def forced_tools(self) -> dict[str, dict[str, Any]] | None:
         """Of the tools one of which must be called the schemas; None if none must be.
 
         Raises `InvalidRequestError` if there is no such tool.
         """
-        choice, schemas = self.tool_choice, self.schemas or {}
+        choice, schemas = self.tool_choice, self.held_schemas
         if choice in (None, "auto", "none"):
             return None
         if isinstance(choice, NamedTool):
@@ -273,3 +285,7 @@ class CompletionRequest(GenerationFields):
         prompts: list[str | list[int]] = [prompt] if is_one else prompt
         check_num_requests(len(prompts), self.num_choices, "prompt")
         return prompts
+
+
+def _held(schema: dict[str, Any] | None, *, is_strict: bool | None) -> dict[str, Any]:
+    return lenient(schema) if schema and not is_strict else schema or {}

@@ -204,7 +204,10 @@ class ResponsesBody(RequestFields):
             return {"type": given.type}
         if given.json_value is None:
             raise InvalidRequestError("text.format: a json_schema has a schema", "text")
-        schema = {"name": given.name or "answer", "schema": given.json_value}
+        schema = given.model_dump(include={"strict"}) | {
+            "name": given.name or "answer",
+            "schema": given.json_value,
+        }
         return {"type": "json_schema", "json_schema": schema}
 
 

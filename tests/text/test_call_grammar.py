@@ -9,8 +9,11 @@ from typing import Any
 import jsonschema_rs
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sgl_jax.core.grammar import Grammar
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.grammar import Grammar, lenient
 from sgl_jax.core.step_plan import mask_words
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.grammar.row_grammar import RowGrammar
@@ -361,6 +364,60 @@ def test_nesting_does_not_multiply(folder: Path, tool_format: str) -> None:
         schema = {"type": "array", "items": {"type": "object", "additionalProperties": schema}}
     tools = {"f": {"type": "object", "properties": {"a": schema}}}
     assert len(grammar_of(folder, tool_format, tools).text) < 20_000
+
+
+# Each of them holds what no grammar can.
+BEYOND: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"not": {"const": 1}}}, "required": ["a", "b"]},
+    {"type": "object", "properties": {"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}},
+    {"type": "object", "properties": {"a": {"$ref": "https://elsewhere"}}, "if": {}},
+]
+
+
+@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize("schema", BEYOND, ids=["not", "oneOf", "$ref"])
+def test_what_cannot_be_held_counts_for_nothing_where_that_is_allowed(
+    folder: Path, tool_format: str, schema: dict[str, Any]
+) -> None:
+    def call() -> str:
+        return grammar_of(folder, tool_format, {"f": schema}).text
+
+    def compiled(text: str) -> object:
+        ends = (Tokenizer.load(str(folder)).eos_token_id or 0,)
+        return GrammarCompiler(str(folder), 600, ends).check(Grammar("ebnf", text))
+
+    with pytest.raises((ValueError, InvalidRequestError)):
+        compiled(call())
+    if "https" not in str(schema) or tool_format in ("pythonic", "gemma"):
+        schema = lenient(schema)
+        compiled(call())
+
+
+words = st.sampled_from(
+    ["type", "properties", "required", "items", "anyOf", "enum", "$ref", "$defs", "minItems"]
+)
+keys = words | st.sampled_from(["additionalProperties", "maxItems", "const", "oneOf", "minimum"])
+values = st.sampled_from([None, True, 3, -1, 0.5, "string", "object", "array", "#/$defs/a", "a"])
+anything = st.recursive(
+    values, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4)
+)
+
+
+@given(
+    schema=st.dictionaries(keys, anything, max_size=5),
+    tool_format=st.sampled_from(FORMATS),
+    is_lenient=st.booleans(),
+)
+def test_any_parameters_make_a_grammar_or_are_refused(
+    schema: dict[str, Any], tool_format: str, is_lenient: bool
+) -> None:
+    grammar = AnswerParser(tool_format).call_grammar
+    assert grammar is not None
+    try:
+        text = grammar.calls({"f": lenient(schema) if is_lenient else schema}, {}, is_single=False)
+    except ValueError:
+        return
+    assert text.startswith("start: ")
 
 
 def test_a_name_with_quotes_is_one_in_json(folder: Path) -> None:

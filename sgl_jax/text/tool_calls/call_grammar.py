@@ -22,7 +22,7 @@ Schemas = Mapping[str, Schema]
 
 def json_arguments(rule: str, schema: Schema, special: SpecialIds) -> Iterator[str]:
     """The lines of rule `rule`: the arguments as a JSON object."""
-    yield f"{rule}: {of_json(schema or _NO_ARGUMENTS)}"
+    yield f"{rule}: {of_json({'type': 'object', **schema} if schema else _NO_ARGUMENTS)}"
 
 
 class CallForm(NamedTuple):
@@ -152,9 +152,12 @@ class CallGrammar(NamedTuple):
                 yield f"{of_tool}: {named} arguments_{writer}_{number} {tail}"
 
     def _arguments(self, tools: Schemas, special: SpecialIds) -> Iterator[str]:
-        for number, schema in enumerate(tools.values()):
+        for number, (tool, schema) in enumerate(tools.items()):
             for index, writer in enumerate(self._writers):
-                yield from writer(f"arguments_{index}_{number}", schema, special)
+                try:
+                    yield from writer(f"arguments_{index}_{number}", schema, special)
+                except (AttributeError, TypeError) as error:  # by what stands where it cannot
+                    raise ValueError(f"{tool!r}: parameters are no JSON schema: {error}") from error
 
     @property
     def _writers(self) -> list[Callable[[str, Schema, SpecialIds], Iterator[str]]]:

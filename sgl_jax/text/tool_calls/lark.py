@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sgl_jax.core.grammar import JSON_STYLE
+from sgl_jax.core.grammar import styled
 
 NUMBER = "\0"  # within a text: digits
 
@@ -47,4 +47,4 @@ def quoted(text: str) -> str:
 
 def of_json(schema: Mapping[str, Any]) -> str:
     """JSON that `schema` allows. Each is a root of its own, which references in it begin with."""
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE})}"
+    return f"%json {json.dumps(styled(schema))}"

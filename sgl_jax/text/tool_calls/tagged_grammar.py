@@ -29,10 +29,10 @@ class Tags(NamedTuple):
         yield f"{rule}: {' '.join(each)}" if names else f'{rule}: ""'
         for name, (key, value) in zip(names, parts.properties.items(), strict=True):
             yield f"{name}: {literal(self.begin + key + self.after_name, special)} {name}_value"
-            yield from self._value(f"{name}_value", value, parts.definitions, special)
+            yield from self._value(f"{name}_value", value, parts.root, special)
 
     def _value(
-        self, rule: str, schema: Any, definitions: Mapping[str, Any], special: SpecialIds
+        self, rule: str, schema: Any, root: Mapping[str, Any], special: SpecialIds
     ) -> Iterator[str]:
         """An argument's value and what ends it."""
         end = literal(self.end, special)
@@ -40,7 +40,7 @@ class Tags(NamedTuple):
             schema = {}
         if schema.get("type") != "string":
             yield f"{rule}: {rule}_json {end}"
-            yield f"{rule}_json: {of_json({**definitions, **schema})}"
+            yield f"{rule}_json: {of_json({**root, **schema})}"
         elif "enum" in schema or "const" in schema:
             allowed = schema.get("enum", [schema.get("const")])
             texts = [literal(text, special) for text in allowed if isinstance(text, str)]

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from sgl_jax.core.grammar import is_lenient, lenient
 from sgl_jax.text.tool_calls.argument_schema import ArgumentSchema
 from sgl_jax.text.tool_calls.lark import SpecialIds, literal, of_json, quoted
 
@@ -78,6 +79,7 @@ class _Rules:
         self._prefix = prefix
         self._special = special
         self._root = root
+        self._is_lenient = is_lenient(root)
         self._shared: dict[str, str] = {}  # what has a rule of its own -> its name
         self._count = 0
         self.lines: list[str] = []
@@ -138,6 +140,10 @@ class _Rules:
         if not isinstance(schema, dict):
             raise ValueError(f"parameters: no value is of schema {schema!r}")
         beyond = [name for name in _NOT_HELD if name in schema]
+        if beyond and self._is_lenient:
+            kept = {key: value for key, value in schema.items() if key not in _NOT_HELD}
+            either = {"anyOf": schema["oneOf"]} if "oneOf" in schema else {}
+            return self._value(either | kept)
         if beyond:
             raise ValueError(f"{beyond[0]} is not held in calls of this model's format")
         if "$ref" in schema:
@@ -158,6 +164,8 @@ class _Rules:
             for name in reference.removeprefix("#/").split("/"):
                 found = found.get(name) if isinstance(found, dict) else None
             if not reference.startswith("#/") or found is None:
+                if self._is_lenient:
+                    return self._value(True)
                 raise ValueError(f"parameters: there is no {reference}")
             return self._value(found)
 
@@ -181,7 +189,7 @@ class _Rules:
             case "array":
                 return self._array(schema)
             case "object" if "properties" in schema:
-                parts = ArgumentSchema.of(schema)
+                parts = ArgumentSchema.of(lenient(schema) if self._is_lenient else schema)
                 return f'"{{" {self.members(parts.properties, parts.required, notation.key)} "}}"'
             case "object" if schema.get("additionalProperties") is False:
                 return '"{" "}"'
