@@ -162,7 +162,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "backend",
-    ["sglang", "sglang-native", "sglang-oai", "sglang-oai-chat", "vllm", "vllm-chat", "lmdeploy"],
+    [
+        *("sglang", "sglang-native", "sglang-oai", "sglang-oai-chat"),
+        *("vllm", "vllm-chat", "lmdeploy", "lmdeploy-chat"),
+    ],
 )
 def test_sglangs_bench_serving_measures(
     server: LiveServer, wheel: Path, tmp_path: Path, backend: str
