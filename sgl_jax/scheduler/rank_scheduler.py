@@ -149,6 +149,7 @@ class RankScheduler:
             num_reserved = self.reserve.pages(memory, self.running)
         self.evict_sessions_for(needed + num_reserved)
         request.lease, request.dp_rank = lease, self.dp_rank
+        request.num_lost += max(request.computed_len - lease.kv_committed_len, 0)
         if request.num_retractions == 0:
             request.cached_tokens = lease.kv_committed_len
             self.num_prompt_tokens += request.prompt_len
@@ -317,7 +318,10 @@ class RankScheduler:
         assert lease is not None, "a running request holds a lease"
         # A session does not keep the lease: the retract is there to free memory.
         self.memory.sessions.unbind(lease)
-        request = self._leave(row)
+        request = self.running.request(row)
+        request.computed_len = lease.kv_committed_len
+        request.num_lost = max(int(self.running.regained_len[row] - self.running.known_len[row]), 0)
+        self._leave(row)
         request.state = RequestState.WAITING
         request.num_retractions += 1
         request.dp_rank = request.message.dp_rank

@@ -46,6 +46,7 @@ class RowColumns:
     prompt_len: Int32Array
     min_len: Int32Array  # no stop before this many tokens
     max_len: Int32Array
+    regained_len: Int32Array  # at which it has gained as many tokens as it lost by retracts
     priority: NDArray[np.int64]
     stop_ids: Int32Array  # [n, MAX_STOP_TOKEN_IDS], NO_TOKEN where there are fewer
     has_grammar: BoolArray
@@ -65,7 +66,7 @@ class RowColumns:
     @classmethod
     def empty(cls, num_rows: int, max_context_len: int) -> "RowColumns":
         """Columns of `num_rows` rows that nothing runs in."""
-        lens = np.zeros((8, num_rows), np.int32)
+        lens = np.zeros((9, num_rows), np.int32)
         return cls(
             tokens=_zeros(num_rows, -(-max_context_len // TOKEN_BLOCK) * TOKEN_BLOCK),
             latest=np.zeros((num_rows, TOKEN_BLOCK), np.int32),
@@ -75,6 +76,7 @@ class RowColumns:
             prompt_len=lens[3],
             min_len=lens[4],
             max_len=lens[5],
+            regained_len=lens[8],
             priority=np.zeros(num_rows, np.int64),
             stop_ids=np.full((num_rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32),
             has_grammar=np.zeros(num_rows, np.bool_),
@@ -285,6 +287,7 @@ class RunningRows(RowColumns):
         self.prompt_len[row] = request.prompt_len
         self.min_len[row] = request.prompt_len + sampling.min_new_tokens
         self.max_len[row] = request.max_len
+        self.regained_len[row] = count + request.num_lost
         self.priority[row] = request.priority
         self.priorities.add(request.priority)
         self.stop_ids[row] = NO_TOKEN

@@ -6,7 +6,7 @@ drafts where these are useful and memory allows. Prefill chunks, oldest request 
 of them while the chunk budget lasts; of a prompt whose log-probabilities are wanted, only so many
 tokens as the step may score, so that a row that is scored holds up no other.
 
-Short of pages is ordinary: evict, then retract on this rank, fewest output tokens first.
+Short of pages is ordinary: evict, then retract on this rank what costs least to compute again.
 """
 
 import numpy as np
@@ -19,6 +19,7 @@ from sgl_jax.scheduler.draft_policy import choose_drafts, choose_expected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.runnable import Runnable, decode_ends
+from sgl_jax.scheduler.victims import by_cost
 
 _NO_DRAFTS = np.zeros(0, np.int32)
 
@@ -185,16 +186,14 @@ class StepBuilder:
         return drafts
 
     def _retract_one(self) -> int | None:
-        """Retract, of the runnable requests of the lowest priority, the one with the fewest output
-        tokens; never the only one."""
+        """Retract, of the runnable requests of the lowest priority, the one that costs least to
+        bring back; never the only one."""
         running = self.rank.running
         candidates = running.runnable()
         if len(candidates) <= 1:
             return None
         candidates = candidates[running.priority[candidates] == running.priority[candidates].min()]
-        outputs = running.planned_len[candidates] - running.prompt_len[candidates]
-        # Of equals the youngest goes: reversed, argmin finds it first.
-        victim = int(candidates[::-1][int(outputs[::-1].argmin())])
+        victim = int(candidates[by_cost(self.rank.memory, running, candidates)[0]])
         self.retracted.append(self.rank.retract(victim))
         return victim
 
