@@ -26,6 +26,7 @@ from sgl_jax.server.limits import Limits
 from sgl_jax.server.openai_protocol import ChatRequest
 from sgl_jax.server.responses_store import ResponseStore
 from sgl_jax.server.text_pool import Ids, TextPool
+from sgl_jax.server.tool_protocol import NamedTool
 from sgl_jax.text.answer_parser import AnswerParser, choose_parser
 from sgl_jax.text.jobs import EncodeChat
 
@@ -118,17 +119,17 @@ class ServerContext:
 
         Raises `InvalidRequestError` for tools whose calls cannot be held to their schemas.
         """
-        forced, grammar = body.forced_tools, self.answer_parser.call_grammar
-        if forced is None and not body.has_strict_tools:
+        if not body.must_call and not body.holds_calls:
             return {}
+        schemas, grammar = body.held_schemas, self.answer_parser.call_grammar
         assert grammar is not None, "tools are refused where it is not known how calls are written"
         try:
             marks = self.answer_parser.marks(has_tools=True, has_reasoning=False)
             special = self.frontend.tokenizer.special_ids_of(marks)
-            if forced is None:
-                return {"ebnf": grammar.calls_amid_content(body.held_schemas, special)}
-            is_single = body.parallel_tool_calls is False or body.tool_choice != "required"
-            return {"ebnf": grammar.calls(forced, special, is_single=is_single)}
+            if not body.must_call:
+                return {"ebnf": grammar.calls_amid_content(schemas, special)}
+            is_single = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
+            return {"ebnf": grammar.calls(schemas, special, is_single=is_single)}
         except ValueError as error:
             raise InvalidRequestError(f"tools: {error}", "tools") from error
 
