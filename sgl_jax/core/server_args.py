@@ -47,6 +47,12 @@ class SchedulerArgs:
         "with it, a request is retracted only for one that is more important by more than this",
         bounds=(0, 2**31 - 1),
     )
+    fair_share: str = setting(
+        "off",
+        "how tenants of one priority share the engine: by order of arrival alone, or by the "
+        "tokens served to each",
+        ("off", "tokens"),
+    )
     load_balance_method: str = setting(
         "prefix_aware",
         "which rank gets a request: the one where it costs least, or each in turn",
