@@ -142,6 +142,15 @@ class CursorIndex:
         cursors = {} if stop is None else stop.filed.get(key, {})
         return list(islice(cursors.values(), most))
 
+    def num_awaiting(self, node: TreeNode, key: bytes) -> int:
+        """How many cursors would go on from `node` if a child came under `key`; or if more of the
+        child that is there could be resumed, where its path cannot."""
+        child = node.children.get(key)
+        if child is not None:
+            return len(self._watchers.get(child.node_id, ()))
+        stop = self._stops.get(node.node_id)
+        return 0 if stop is None else len(stop.filed.get(key, ()))
+
     # -- what the tree reports ----------------------------------------------------------------
 
     def child_added(self, parent: TreeNode, child: TreeNode) -> None:

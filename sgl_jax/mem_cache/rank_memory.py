@@ -143,6 +143,14 @@ class RankMemory:
         num_parked = self.cache.num_protected[0] - self.locked[0].num_running
         return self.num_available_pages + num_parked + self.session_held[0]
 
+    @property
+    def can_keep_state(self) -> bool:
+        """Whether a slot can be had for another state of recurrent layers; True without these."""
+        pool = self.state_pool
+        return (
+            pool is None or self.allocators[pool].num_free > 0 or self.cache.num_evictable[pool] > 0
+        )
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages of a group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)

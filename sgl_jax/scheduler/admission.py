@@ -127,6 +127,7 @@ class Admission:
                 continue
             if chosen.leader is not None:
                 self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
+                rooms[chosen.dp_rank].rank.keep_branch(*chosen.leader)
             rooms[chosen.dp_rank].num_staying += 1
             num_put_off += 1
             if num_put_off == MAX_PUT_OFF:

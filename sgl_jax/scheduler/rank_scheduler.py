@@ -74,10 +74,10 @@ class RankScheduler:
         self._unsent_admissions: dict[int, RowAdmission] = {}
         # Rows whose prompts were computed in part, and what their leases' nodes lack of them.
         self._unpublished: dict[int, bytes | None] = {}
-        # With recurrent layers: rows whose first step was not launched yet, and how much the tree
-        # held of rows' prompts.
+        # With recurrent layers: rows whose first step was not launched yet, and where other prompts
+        # are known to branch off from rows' prompts.
         self._starting: set[int] = set()
-        self._branch_len: dict[int, int] = {}
+        self._branch_lens: dict[int, set[int]] = {}
 
     # -- room for a request -------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class RankScheduler:
         self.running.add(lease.row, request, stop_ids)
         if self._has_states:
             self._starting.add(lease.row)
-            self._branch_len[lease.row] = num_on_tree
+            self._branch_lens[lease.row] = {num_on_tree}
         start_drafting(self.running, lease.row, self._max_draft_tokens)
         self._unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
@@ -243,10 +243,15 @@ class RankScheduler:
             elif row not in self._unpublished:
                 self._unpublished[row] = self._next_key(row)
 
+    def keep_branch(self, row: int, length: int) -> None:
+        """A waiting request will go on from the first `length` tokens of `row`."""
+        if self._has_states:
+            self._branch_lens[row].add(length)
+
     def branch_lens(self, row: int) -> list[int]:
         """Where other prompts branch off from that of `row`: what the tree held of it when it was
         admitted, and what waiting requests have in common with it."""
-        lens = [self._branch_len.get(row, 0)]
+        lens = list(self._branch_lens[row])
         if not self.running.request(row).kept_len:  # else nothing is published yet
             lease = self.memory.leases[row]
             tokens = self.running.known_tokens(row)[lease.cache_protected_len :]
@@ -340,14 +345,14 @@ class RankScheduler:
         self._unsent_admissions.clear()
         self._unpublished.clear()
         self._starting.clear()
-        self._branch_len.clear()
+        self._branch_lens.clear()
 
     def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
         self._unpublished.pop(row, None)
         self._starting.discard(row)
-        self._branch_len.pop(row, None)
+        self._branch_lens.pop(row, None)
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         unsent = self._unsent_admissions.pop(row, None)

@@ -79,6 +79,11 @@ class StepBuilder:
         return self._budget > 0 and not self.retracted
 
     @property
+    def num_tokens_left(self) -> int:
+        """Prompt tokens that the step has room for beside those planned."""
+        return self._budget
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether any row had more than one token to compute, in this step or later."""
         return bool(self._prefilling)

@@ -14,9 +14,6 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 
-# A prefix in flight is worth waiting for from this share of a step's prompt tokens on.
-_MIN_SHARED_PART = 8
-
 
 class Option(NamedTuple):
     """A rank that a request may run on. Options compare by cost, then by load, then by rank."""
@@ -91,11 +88,10 @@ class RankRoom:
         """
         may_fit_next = self._has_row and not self.is_open and not self._is_held
         has_room = fits or (may_fit_next and self._has_pages(request, cursor))
-        num_read, leader = self.rank.reusable_len(request, cursor), self.leader(request, cursor)
-        if leader is not None and leader.length > num_read:
+        num_read = self.rank.reusable_len(request, cursor)
+        leader = self._leader(request, cursor, num_read)
+        if leader is not None:
             num_read = leader.length
-        else:
-            leader = None
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self.chunk_size * (self.num_running - num_unskewed)
@@ -104,14 +100,15 @@ class RankRoom:
         cost = len(request.tokens) - num_read + num_ahead
         return Option(cost, self.num_running, self.rank.dp_rank, fits, leader)
 
-    def leader(self, request: Request, cursor: PrefixCursor) -> Leader | None:
-        """The row computing more of the request's tokens here than the tree has."""
+    def _leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
+        """The row computing more of the request's tokens here than the `num_read` that are there,
+        if that is worth waiting for."""
         if not self._builder.is_prefilling:
             return None
         if self._in_flight is None:
-            min_tokens = self.chunk_size // _MIN_SHARED_PART
-            self._in_flight = InFlight(self.rank, self._builder.prefilling_rows(), min_tokens)
-        return self._in_flight.leader(request, cursor)
+            rows = self._builder.prefilling_rows()
+            self._in_flight = InFlight(self.rank, rows, self.chunk_size)
+        return self._in_flight.leader(request, cursor, num_read, self._builder.num_tokens_left)
 
     def hold(self) -> None:
         """Nothing more starts here in this step."""
