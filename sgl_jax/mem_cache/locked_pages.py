@@ -51,6 +51,11 @@ class LockedPages:
         """Whether a running request has locked `page`."""
         return bool(self._running[page])
 
+    def num_running_locks(self, pages: Int32Array) -> Int32Array:
+        """How many running requests have locked each of `pages`, int32[len(pages)]."""
+        counts: Int32Array = self._running[pages]
+        return counts
+
     def num_shared(self, table: Int32Array, rows: RowIndex, num_pages: Int32Array) -> Int32Array:
         """How many of its first `num_pages` pages each row shares with another lease: int32[n].
 

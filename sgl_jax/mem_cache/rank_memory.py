@@ -235,6 +235,14 @@ class RankMemory:
         """
         return min(cursor.length, self.in_use_len(cursor.node)) // self.page_size
 
+    def prefix_pages(self, cursor: PrefixCursor) -> Int32Array:
+        """The tree's pages of the cursor's prefix, of full attention alone: int32[n]."""
+        node, length = cursor.node, cursor.length
+        if self.groups[0].sliding_window is not None or node is None or not length:
+            return np.zeros(0, np.int32)
+        pages: Int32Array = self.cache.pages_to(node)[0, : length // self.page_size]
+        return pages
+
     def in_use_len(self, node: TreeNode | None) -> int:
         """Tokens of the path to `node` that running requests have locked, from the root on."""
         if self.groups[0].sliding_window is not None:

@@ -8,8 +8,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.server_args import SchedulerArgs
@@ -114,26 +112,6 @@ class RankScheduler:
         """In how many steps each of the running requests may end, if they generate half of what
         they still may."""
         return self.running.expected_steps_to_ends(self.running.active)
-
-    def victims_for(self, request: Request, cursor: PrefixCursor, below: int) -> list[int] | None:
-        """Rows of running requests of a priority lower than `below` that must go for `request`.
-
-        None if it would not fit even without all of these. Lowest priority first, then the fewest
-        output tokens, then the youngest.
-        """
-        running, memory = self.running, self.memory
-        rows = running.runnable()
-        rows = rows[running.priority[rows] < below]
-        outputs = running.planned_len[rows] - running.prompt_len[rows]
-        rows = rows[::-1][np.lexsort((outputs[::-1], running.priority[rows][::-1]))]
-        num_short = self.num_pages_needed(request, cursor) - self.num_pages_to_give()
-        victims: list[int] = []
-        for row in rows.tolist():
-            victims.append(row)
-            num_short -= memory.num_held(memory.leases[row])
-            if num_short <= 0:
-                return victims
-        return None
 
     def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int | None = None) -> int:
         """Give a waiting request that fits a row, and what is cached of its prefix; the row.

@@ -55,6 +55,7 @@ class Request:
         "rid",
         "session",
         "state",
+        "tenant",
         "tokens",
     )
 
@@ -79,6 +80,7 @@ class Request:
         self.session = session
         self.namespace = message.namespace if session is None else session.namespace
         self.priority = 0  # larger is more important; set by the scheduler if it uses priorities
+        self.tenant = 0  # number of the tenant that it belongs to; set by the scheduler
         # Id of the streaming session that keeps the lease at the end, and how much of the prompt
         # is that session's history: if the turn fails, so much is kept.
         self.kept_by: str | None = None

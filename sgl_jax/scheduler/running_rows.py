@@ -48,6 +48,7 @@ class RowColumns:
     max_len: Int32Array
     regained_len: Int32Array  # at which it has gained as many tokens as it lost by retracts
     priority: NDArray[np.int64]
+    tenant: Int32Array  # number of the tenant that the request belongs to
     stop_ids: Int32Array  # [n, MAX_STOP_TOKEN_IDS], NO_TOKEN where there are fewer
     has_grammar: BoolArray
     return_logprob: BoolArray
@@ -78,6 +79,7 @@ class RowColumns:
             max_len=lens[5],
             regained_len=lens[8],
             priority=np.zeros(num_rows, np.int64),
+            tenant=np.zeros(num_rows, np.int32),
             stop_ids=np.full((num_rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32),
             has_grammar=np.zeros(num_rows, np.bool_),
             return_logprob=np.zeros(num_rows, np.bool_),
@@ -290,6 +292,7 @@ class RunningRows(RowColumns):
         self.regained_len[row] = count + request.num_lost
         self.priority[row] = request.priority
         self.priorities.add(request.priority)
+        self.tenant[row] = request.tenant
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
