@@ -1481,8 +1481,8 @@ MUTATIONS = (
     ),
     Mutation(
         "forget where a cursor went",
-        _QUEUE,
-        "            self._place[dp_rank, lines] = [cursor.place for cursor in moved]\n",
+        _LINES,
+        "        line_place[line] = place[number]\n",
         "",
     ),
     Mutation(
@@ -1493,15 +1493,15 @@ MUTATIONS = (
     ),
     Mutation(
         "learn of no prefix that is cached later",
-        _QUEUE,
-        "            self._cached_pages[dp_rank, lines] = lengths // memory.page_size\n",
+        _LINES,
+        "        cached_pages[line] = usable_pages[number]\n",
         "",
     ),
     Mutation(
         "take what one rank has cached for what all have",
         _QUEUE,
-        "            self._cached_pages[dp_rank, lines] =",
-        "            self._cached_pages[:, lines] =",
+        "            self._cached_pages[dp_rank, start:end],\n",
+        "            self._cached_pages[0, start:end],\n",
     ),
     Mutation(
         "try the least important first",
@@ -1639,8 +1639,8 @@ MUTATIONS = (
     Mutation(
         "keep a stem where prompts part no more",
         _CURSORS,
-        "and len(cursor.children) < 2:",
-        "and not cursor.children:",
+        "not cursor.num_followers and len(cursor.children) < 2:\n            rest",
+        "not cursor.num_followers and not cursor.children:\n            rest",
     ),
     Mutation(
         "what continues a stem that is gone forgets where it stood",
