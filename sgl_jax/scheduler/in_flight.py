@@ -98,8 +98,8 @@ class InFlight:
             if length <= node.end or num_saved <= 0:
                 continue
             num_starts = -(-num_left // (len(request.tokens) - num_read))
-            num_alike = self._rank.memory.cache.cursors.num_awaiting(node, key)
-            if min(num_starts, num_alike) * num_saved >= min(num_left, self._step_price):
+            num_alike = self._rank.memory.cache.cursors.num_awaiting(node, key, num_starts)
+            if num_alike * num_saved >= min(num_left, self._step_price):
                 return Leader(row, length)
         return None
 
@@ -127,8 +127,9 @@ def _places(cursor: PrefixCursor) -> Iterator[tuple[TreeNode, bytes]]:
 
     From where the walk ends, up to where what can be resumed of it ends: between the two is a gap.
     """
-    node, key = cursor.node, cursor.next_key
+    node: TreeNode | None = cursor.node
+    key = cursor.next_key
     while node is not None and node.end >= cursor.length:
         if key is not None:
             yield node, key
-        node, key = node.parent, node.child_key
+        key, node = node.child_key, node.parent

@@ -18,7 +18,8 @@ def recompute_cost(memory: RankMemory, rows: RowIndex) -> Int32Array:
     tables = memory.rows
     committed = tables.kv_committed_len[rows]
     if memory.groups[0].sliding_window is not None:
-        return np.asarray(committed)  # windows are locked page by page, so no whole prefix is shared
+        # Windows are locked page by page, so no whole prefix is shared.
+        return np.asarray(committed)
     protected = tables.cache_protected_len[rows] // np.int32(memory.page_size)
     shared = memory.locked[0].num_shared(tables.pages, rows, protected)
     cost: Int32Array = committed - shared * np.int32(memory.page_size)

@@ -24,6 +24,42 @@ MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
 LAST = np.iinfo(np.int64).max  # no order key
 
 
+@compiled("(int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])")
+def read_cursors(
+    cursor: Int32Array,
+    above: Int32Array,
+    usable_pages: Int32Array,
+    place: Int32Array,
+    cached_pages: Int32Array,
+    line_place: Int32Array,
+) -> None:
+    """Write to the lines' last two columns where their cursors stand on one rank's tree.
+
+    `cursor` are the lines' cursors, by number; the next three are the columns of the cursors.
+    """
+    assert len(cursor) == len(cached_pages) == len(line_place)
+    for line in range(len(cursor)):
+        number = cursor[line]
+        assert 0 <= number < len(above)
+        while above[number] >= 0:
+            number = above[number]
+        cached_pages[line] = usable_pages[number]
+        line_place[line] = place[number]
+
+
+@compiled("(int64, int64, boolean[:, ::1], int32[:, ::1], int32[::1])")
+def most_cached(
+    start: int, end: int, may_run: BoolArray, cached_pages: Int32Array, most: Int32Array
+) -> None:
+    """The pages of each line that are cached on a rank where it may run, at most, to `most`."""
+    assert end <= len(most)
+    for line in range(start, end):
+        most[line] = 0
+        for dp_rank in range(len(may_run)):
+            if may_run[dp_rank, line]:
+                most[line] = max(most[line], cached_pages[dp_rank, line])
+
+
 @compiled("(boolean[::1], int32[:, ::1], int32[::1], int32[::1])")
 def drop_leaders(
     has_leader: BoolArray, leader: Int32Array, epoch: Int32Array, protected_len: Int32Array

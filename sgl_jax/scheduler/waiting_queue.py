@@ -33,8 +33,10 @@ from sgl_jax.scheduler.waiting_lines import (
     drop_leaders,
     least_pages,
     lines_due,
+    most_cached,
     order_keys,
     pass_over,
+    read_cursors,
     rule_out,
 )
 
@@ -91,7 +93,8 @@ class WaitingQueue:
         self._num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
         self._cached_pages = np.zeros((ranks, capacity), np.int32)  # of these, on each rank's tree
         self._most_cached = np.zeros(capacity, np.int32)  # of that, on a rank where it may run
-        self._place = np.zeros((ranks, capacity), np.int32)  # of the cursor on each rank's tree
+        self._cursor = np.zeros((ranks, capacity), np.int32)  # its number on each rank's tree
+        self._place = np.zeros((ranks, capacity), np.int32)  # of where that stands
         self._may_run = np.zeros((ranks, capacity), np.bool_)
         self._arrival = np.zeros(capacity, np.int64)
         self._priority = np.zeros(capacity, np.int64)
@@ -125,23 +128,24 @@ class WaitingQueue:
         """A request waits, new or retracted."""
         line = request.line = self._take_line()
         self._requests[request.rid] = self._by_line[line] = request
-        tokens, page_size = request.matchable(), self._memories[0].page_size
+        tokens = request.matchable()
         cursors = []
         for memory in self._memories:
             # What a session's lease has locked need not be walked again.
             lease = request.session_lease(memory)
             known = lease.node if lease else None
-            cursors.append(memory.cache.cursors.follow(tokens, request.namespace, line, known))
+            cursors.append(memory.cache.cursors.follow(tokens, request.namespace, known))
         self._cursors[line] = cursors
         self._is_waiting[line] = True
         self._num_pages[line] = self._memories[0].request_pages(len(request.tokens) + 1)
-        self._cached_pages[:, line] = [cursor.length // page_size for cursor in cursors]
-        self._place[:, line] = [cursor.place for cursor in cursors]
+        self._cursor[:, line] = [cursor.number for cursor in cursors]
         pinned = request.message.dp_rank
         self._may_run[:, line] = pinned is None
         if pinned is not None:
             self._may_run[pinned, line] = True
-        self._note_most_cached(np.array([line]))
+        for dp_rank in range(len(self._memories)):
+            self._read_cursors(dp_rank, line, line + 1)
+        self._note_most_cached(line, line + 1)
         self._arrival[line] = request.arrival
         self._priority[line] = request.priority
         self._priorities.add(request.priority)
@@ -397,20 +401,26 @@ class WaitingQueue:
 
     def _take_moves(self) -> None:
         """Take over what has changed on the ranks' trees."""
-        for dp_rank, memory in enumerate(self._memories):
-            moved = memory.cache.cursors.take_moved()
-            if not moved:
-                continue
-            lines = np.array([cursor.tag for cursor in moved])
-            lengths = np.array([cursor.length for cursor in moved])
-            self._cached_pages[dp_rank, lines] = lengths // memory.page_size
-            self._place[dp_rank, lines] = [cursor.place for cursor in moved]
-            self._note_most_cached(lines)
+        have_moved = [memory.cache.cursors.take_has_moved() for memory in self._memories]
+        for dp_rank, has_moved in enumerate(have_moved):
+            if has_moved:
+                self._read_cursors(dp_rank, 0, self._end)
+        if any(have_moved):
+            self._note_most_cached(0, self._end)
 
-    def _note_most_cached(self, lines: Int64Array) -> None:
-        self._most_cached[lines] = np.maximum.reduce(
-            self._cached_pages[:, lines] * self._may_run[:, lines]
+    def _read_cursors(self, dp_rank: int, start: int, end: int) -> None:
+        columns = self._memories[dp_rank].cache.cursors.columns
+        read_cursors(
+            self._cursor[dp_rank, start:end],
+            columns.above,
+            columns.usable_pages,
+            columns.place,
+            self._cached_pages[dp_rank, start:end],
+            self._place[dp_rank, start:end],
         )
+
+    def _note_most_cached(self, start: int, end: int) -> None:
+        most_cached(start, end, self._may_run, self._cached_pages, self._most_cached)
 
     def _pages_needed(self, lines: Int64Array, ranks: IntpArray) -> Int32Array:
         """Pages that each of `lines` takes beside what is in use of its prefix.
