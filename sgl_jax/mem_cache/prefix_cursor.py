@@ -142,14 +142,17 @@ class CursorIndex:
         cursors = {} if stop is None else stop.filed.get(key, {})
         return list(islice(cursors.values(), most))
 
-    def num_awaiting(self, node: TreeNode, key: bytes) -> int:
-        """How many cursors would go on from `node` if a child came under `key`; or if more of the
-        child that is there could be resumed, where its path cannot."""
-        child = node.children.get(key)
-        if child is not None:
-            return len(self._watchers.get(child.node_id, ()))
-        stop = self._stops.get(node.node_id)
-        return 0 if stop is None else len(stop.filed.get(key, ()))
+    def num_alike(self, cursor: PrefixCursor, start: int, most: int) -> int:
+        """How many cursors, `most` at most, have the page of `cursor` behind its first `start`
+        tokens, and cannot resume it: its own included.
+
+        `start` is where its walk ends, or the end of a node between that and its `length`.
+        """
+        if start < cursor.matched:
+            below = next(node for node in cursor.watched if node.end - len(node.key) == start)
+            return min(len(self._watchers[below.node_id]), most)
+        assert cursor.node is not None, "the cursor was taken out before"
+        return min(len(self._stops[cursor.node.node_id].filed[cursor.next_key]), most)
 
     # -- what the tree reports ----------------------------------------------------------------
 

@@ -168,7 +168,12 @@ def make_gap_driver(groups, states):
     """Of a driver whose tree has a prompt and cannot resume its first 36 tokens, the driver, those
     tokens, and how many of them it can resume."""
     sizes = make_sizes(
-        page_size=PAGE, groups=groups, states=states, num_pages=200, num_rows=5, max_chunk_tokens=128
+        page_size=PAGE,
+        groups=groups,
+        states=states,
+        num_pages=200,
+        num_rows=5,
+        max_chunk_tokens=128,
     )
     driver, prompt = Driver(sizes, SchedulerArgs(radix_eviction_policy="lru")), numbers(3, 58)
     run(driver, "first", prompt)
