@@ -21,8 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest
-from sgl_jax.scheduler.admission import AGED_PRIORITY
+from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
 from tests.scheduler.liveness import Liveness
@@ -56,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.executor = FaultyExecutor(self.driver.oracle)
         self.driver.executor = self.executor
         self.is_replayed = setup.is_replayed
+        self.num_tenants = setup.num_tenants
         self.now_s = 100.0
         self.driver.tick(self.now_s)
         self.arrived_s: dict[str, float] = {}
@@ -94,14 +94,31 @@ class SchedulerMachine(RuleBasedStateMachine):
                 min_new_tokens=min_new_tokens,
                 namespace=rng.choice(["", *NAMESPACES]),
                 priority=rng.choice(VALUES),
+                tenant=self.draw_tenant(rng),
             )
         )
         fits = len(prompt) + max_new_tokens <= sizes.max_request_tokens
-        assert (rid in driver.finish) == (is_full or not fits)
+        assert (rid in driver.finish) == (is_full or not fits) or self.is_refused(rid)
         self.arrived_s[rid] = self.now_s
         self.num_tokens_wanted[rid] = self.expected_count(
             prompt, max_new_tokens, num_stop_ids, min_new_tokens
         )
+
+    def draw_tenant(self, rng: random.Random) -> Tenant | None:
+        """None, or one of the tenants: some have limits, and weights differ."""
+        number = rng.randint(0, self.num_tenants)
+        if not number:
+            return None
+        return Tenant(
+            name=f"t{number}",
+            weight=(0.5, 1.0, 3.0)[number % 3],
+            max_queued=6 if number == 2 else 0,
+            max_running=2 if number == 3 else 0,
+        )
+
+    def is_refused(self, rid: str) -> bool:
+        """Whether as many requests of its tenant waited as may."""
+        return rid in self.driver.finish and self.driver.finish[rid].status_code == 429
 
     def expected_count(
         self, prompt: list[int], max_new_tokens: int, num_stop_ids: int, min_new_tokens: int
@@ -279,8 +296,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         sign = -1 if config.schedule_low_priority_values_first else 1
         for request in self.driver.scheduler._requests.values():
             expected = sign * request.message.priority if config.enable_priority_scheduling else 0
-            # Unless it was passed over so often that it is preempted by none.
-            assert request.priority in (expected, AGED_PRIORITY)
+            if config.priority_aging_s:
+                expected -= int(self.arrived_s[request.rid] // config.priority_aging_s)
+            assert request.priority == expected
 
     def teardown(self) -> None:
         """Let all that lives run to its end: it does end, as it should, and leaves nothing."""
@@ -299,7 +317,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 driver.check_prompt_logprobs(rid, prompt)
                 driver.check_logprobs(rid)
             else:
-                assert driver.finish[rid].status_code in (None, 400, 500, 503, 504)
+                assert driver.finish[rid].status_code in (None, 400, 429, 500, 503, 504)
         assert driver.events.flush()
         for view in driver.scheduler.memory_views():
             assert view.free_pages == view.total_pages - view.reserved_pages
