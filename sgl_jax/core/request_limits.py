@@ -11,7 +11,8 @@ from sgl_jax.core.errors import InvalidRequestError
 MAX_RID_CHARS = 256
 MAX_NAMESPACE_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
-MAX_OWNER_CHARS = 1024  # what a server may put before it to tell the sessions of its callers apart
+MAX_USER_CHARS = 256
+MAX_OWNER_CHARS = 4096  # what a server may put before it to tell the sessions of its callers apart
 INT32 = 2**31  # counts and offsets lie below it
 MIN_PRIORITY, MAX_PRIORITY = -INT32, INT32 - 1
 MAX_CHOICES = 128  # answers to one prompt
@@ -68,17 +69,23 @@ def check_namespace(namespace: str) -> None:
             f"characters, got {len(namespace)}",
             "namespace",
         )
-    if any("\ud800" <= char <= "\udfff" for char in namespace):
-        raise InvalidRequestError(
-            "a namespace (cache_salt, extra_key) must be valid Unicode, without lone surrogates",
-            "namespace",
-        )
+    _check_unicode("a namespace (cache_salt, extra_key)", namespace, "namespace")
+
+
+def check_tenant_name(name: str) -> None:
+    """It can be encoded for the engine, and as a label of a metric."""
+    _check_unicode("user", name, "user")
 
 
 def check_between(name: str, value: int, low: int, high: int) -> None:
     """It is in [low, high]."""
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
+
+
+def _check_unicode(what: str, text: str, param: str) -> None:
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise InvalidRequestError(f"{what} must be valid Unicode, without lone surrogates", param)
 
 
 def _check_length(what: str, name: str, most: int, param: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, SessionTurn
+from sgl_jax.core.messages import GenerateRequest, SessionTurn, Tenant
 from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
     MIN_PRIORITY,
@@ -20,6 +20,7 @@ from sgl_jax.core.request_limits import (
     check_namespace,
     check_rid,
     check_session_id,
+    check_tenant_name,
 )
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.grammar.compiler import GrammarCompiler
@@ -109,6 +110,7 @@ class RequestChecks:
         session: SessionTurn | None = None,
         namespace: str = "",
         priority: int | None = None,
+        tenant: Tenant | None = None,
     ) -> GenerateRequest:
         """Check everything that can be checked before the engine sees it.
 
@@ -120,6 +122,7 @@ class RequestChecks:
             session: of which the request is a turn, `prompt_ids` what it adds.
             namespace: of the cached prefixes that it may find and leave behind.
             priority: None is 0.
+            tenant: for which it is served, if any.
 
         Raises:
             InvalidRequestError: names the field and what is allowed.
@@ -145,6 +148,7 @@ class RequestChecks:
             is_prompt_only=is_prompt_only,
             namespace=namespace,
             priority=priority or 0,
+            tenant=tenant,
         )
         self._check_options(request)
         return request
@@ -167,6 +171,8 @@ class RequestChecks:
         if request.dp_rank is not None:
             check_between("dp_rank", request.dp_rank, 0, self._facts.dp_size - 1)
         check_namespace(request.namespace)
+        if request.tenant is not None:
+            check_tenant_name(request.tenant.name)
         check_between("priority", request.priority, MIN_PRIORITY, MAX_PRIORITY)
 
     def _checked_sampling(

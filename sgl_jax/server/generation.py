@@ -72,7 +72,7 @@ class StreamGroup:
         self._names = names
         self._kept_tokens = kept_tokens
         self._sender = caller_of(request).name
-        self._as_told = owner_of(request).as_told
+        self._as_told = owner_of(request, requests[0].tenant).as_told
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
         self._waiting: asyncio.Future[None] | None = None  # for something to be ready
         self.streams: list[RequestStream] = []

@@ -13,6 +13,7 @@ from sgl_jax.server.openai_formats import usage_of
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.sampling_fields import SamplingFields
 from sgl_jax.server.score_protocol import ScoreBody, Scores
+from sgl_jax.server.tenants import tenant_of
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 
@@ -37,6 +38,7 @@ async def score(body: ScoreBody, request: Request) -> Response:
         default_max_new_tokens=1,
         return_logprob=True,
         token_ids_logprob=body.label_token_ids,
+        tenant=tenant_of(request, body.user),
     )
     group = StreamGroup(request, requests, streaming=False, names=names)
     chunks = await while_connected(request.receive, gather(group))
