@@ -72,7 +72,7 @@ def check_namespace(namespace: str) -> None:
     _check_unicode("a namespace (cache_salt, extra_key)", namespace, "namespace")
 
 
-def check_tenant_name(name: str) -> None:
+def check_user(name: str) -> None:
     """It can be encoded for the engine, and as a label of a metric."""
     _check_unicode("user", name, "user")
 

@@ -20,7 +20,6 @@ from sgl_jax.core.request_limits import (
     check_namespace,
     check_rid,
     check_session_id,
-    check_tenant_name,
 )
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.grammar.compiler import GrammarCompiler
@@ -171,8 +170,6 @@ class RequestChecks:
         if request.dp_rank is not None:
             check_between("dp_rank", request.dp_rank, 0, self._facts.dp_size - 1)
         check_namespace(request.namespace)
-        if request.tenant is not None:
-            check_tenant_name(request.tenant.name)
         check_between("priority", request.priority, MIN_PRIORITY, MAX_PRIORITY)
 
     def _checked_sampling(

@@ -79,7 +79,7 @@ class StreamGroup:
         self.num_open = len(requests)
 
     async def __aenter__(self) -> Self:
-        self._frontend.check_room(len(self._requests))  # all or none
+        self._frontend.check_room(len(self._requests), self._requests[0].tenant)  # all or none
         share = LoopShare()
         try:
             for index, request in enumerate(self._requests):

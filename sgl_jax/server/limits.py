@@ -125,9 +125,12 @@ class Limits:
 
     def body_bytes_of(self, path: str) -> int:
         """Bytes that a body for route `path` may have."""
+        most = self.max_control_body_bytes
         if path in _LONG_BODY_PATHS:
-            return self.max_body_bytes
-        return self.max_chat_body_bytes if path in _CHAT_PATHS else self.max_control_body_bytes
+            most = self.max_body_bytes
+        elif path in _CHAT_PATHS:
+            most = self.max_chat_body_bytes
+        return min(most, self.max_held_body_bytes)
 
     def text_seconds(self, num_chars: int) -> float:
         """Seconds that work on so many characters may take."""

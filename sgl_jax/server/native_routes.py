@@ -48,7 +48,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     requests = await prepare_all(
         request,
         names,
-        context.encode_prompts(request, prompts),
+        context.encode_prompts(request, prompts, tenant),
         samplings,
         options,
         default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,

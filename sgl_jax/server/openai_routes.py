@@ -60,7 +60,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     requests = await prepare_all(
         request,
         names,
-        context.encode_prompts(request, prompts),
+        context.encode_prompts(request, prompts, tenant),
         [body] * len(prompts),
         options,
         default_max_new_tokens=_DEFAULT_COMPLETION_TOKENS,
