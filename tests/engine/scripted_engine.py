@@ -55,6 +55,7 @@ SLOW_START_SEED = 668  # the server's own seed: it takes `SLOW_START_S` to start
 SLOW_START_S = 4.0
 MAX_SESSIONS = 8
 FULL_SEED = 503  # and with this one, the queue is full, or if it is a turn's, all sessions are
+TENANT_FULL_SEED = 429  # here the tenant's queue is full
 LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
 LATE_TOKENS = 3
 HISTORY = 100  # tokens of every session
@@ -216,6 +217,14 @@ class ScriptedEngine:
             finish = FinishReason(type="abort", message="the queue is full", status_code=503)
             if request.session is not None:
                 finish = msgspec.structs.replace(finish, code="too_many_sessions")
+            return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
+        if seed == TENANT_FULL_SEED:
+            finish = FinishReason(
+                type="abort",
+                message="the tenant's queue is full",
+                status_code=429,
+                code="tenant_queue_full",
+            )
             return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
         if request.session is not None and request.session.id not in self.sessions:
             text = f"there is no such session: {request.session.id!r}"

@@ -304,7 +304,6 @@ def test_weights_that_cannot_be_loaded_leave_requests_and_caches(
     assert outputs(channel, "b") == of_old
     assert core.scheduler.counters()["requests_retracted"] == retracted
     assert 0 < cached[0] <= cached[1]
-    assert core.executor.num_compiles_after_ready == 0
 
 
 def cached_pages(core: EngineCore) -> int:
@@ -325,7 +324,7 @@ def test_pools_make_room_for_the_new_weights_where_the_devices_have_none(
     load = core.executor._load_params
 
     def without_room(path: str, load_format: str) -> Any:
-        if core.executor.has_pools:
+        if hasattr(core.executor, "_state"):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return load(path, load_format)
 
