@@ -69,23 +69,17 @@ def check_namespace(namespace: str) -> None:
             f"characters, got {len(namespace)}",
             "namespace",
         )
-    _check_unicode("a namespace (cache_salt, extra_key)", namespace, "namespace")
-
-
-def check_user(name: str) -> None:
-    """It can be encoded for the engine, and as a label of a metric."""
-    _check_unicode("user", name, "user")
+    if any("\ud800" <= char <= "\udfff" for char in namespace):
+        raise InvalidRequestError(
+            "a namespace (cache_salt, extra_key) must be valid Unicode, without lone surrogates",
+            "namespace",
+        )
 
 
 def check_between(name: str, value: int, low: int, high: int) -> None:
     """It is in [low, high]."""
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
-
-
-def _check_unicode(what: str, text: str, param: str) -> None:
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise InvalidRequestError(f"{what} must be valid Unicode, without lone surrogates", param)
 
 
 def _check_length(what: str, name: str, most: int, param: str) -> None:

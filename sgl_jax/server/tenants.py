@@ -3,7 +3,6 @@
 from fastapi import Request
 
 from sgl_jax.core.messages import Tenant
-from sgl_jax.core.request_limits import check_user
 from sgl_jax.server.api_keys import caller_of
 
 # No name of a key holds a space, so a client cannot name the tenant of a key.
@@ -11,13 +10,9 @@ _USER_PREFIX = "user "
 
 
 def tenant_of(request: Request, user: str | None) -> Tenant | None:
-    """The tenant of `request`, whose body has this field `user`.
-
-    Raises `InvalidRequestError` for a `user` that is no valid Unicode.
-    """
+    """The tenant of `request`, whose body has this field `user`."""
     tenant = caller_of(request).tenant
     if tenant is None and user:
-        check_user(user)
         return Tenant(name=_USER_PREFIX + user)
     return tenant
 

@@ -1,12 +1,10 @@
 """Namespaces, priorities and tenants over HTTP: what reaches the engine from each route."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -164,25 +162,17 @@ async def test_the_tenant_is_the_key_of_a_file_else_the_user(keyed: Rig, path: s
 
 
 @pytest.mark.parametrize("path", list(TENANT_BODIES))
-@pytest.mark.parametrize("user", [7, ["a"], {"a": 1}, "u" * 257, "\ud800"], ids=str)
+@pytest.mark.parametrize("user", [7, ["a"], {"a": 1}, "u" * 257], ids=str)
 async def test_a_user_is_a_short_text(rig: Rig, path: str, user: Any) -> None:
-    body = json.dumps(TENANT_BODIES[path] | {"user": user})
-    json_type = {"content-type": "application/json"}
-    answer = await rig.http.post(path, content=body, headers=json_type)
+    answer = await rig.http.post(path, json=TENANT_BODIES[path] | {"user": user})
     assert answer.status_code == 400
     assert "user" in answer.text
     assert tenants(rig) == []
 
 
-async def test_anthropics_client_names_it_in_metadata(rig: Rig) -> None:
-    client = anthropic.AsyncAnthropic(
-        base_url="http://test", api_key="none", http_client=rig.http, max_retries=0
-    )
-    message: Any = {"role": "user", "content": "hi"}
+async def test_anthropics_clients_name_it_in_metadata(rig: Rig) -> None:
     for metadata in ({"user_id": "u"}, {"user_id": None}, {}):
-        await client.messages.create(
-            model="default", max_tokens=1, messages=[message], metadata=metadata
-        )
+        await post(rig, MESSAGES, **TENANT_BODIES[MESSAGES], metadata=metadata)
     assert tenants(rig) == [Tenant(name="user u"), None, None]
     for wrong in ({"user_id": 1}, {"user_id": "u" * 257}, {"more": 1}, "u"):
         answer = await rig.http.post(MESSAGES, json=TENANT_BODIES[MESSAGES] | {"metadata": wrong})
