@@ -11,9 +11,8 @@ from urllib.parse import quote
 from fastapi import Request
 from msgspec.structs import replace
 
-from sgl_jax.core.messages import SessionTurn, Tenant
+from sgl_jax.core.messages import USER_PREFIX, SessionTurn, Tenant
 from sgl_jax.server.api_keys import Caller, caller_of
-from sgl_jax.server.tenants import is_named_by_user
 
 
 class SessionOwner:
@@ -21,7 +20,7 @@ class SessionOwner:
 
     def __init__(self, caller: Caller, tenant: Tenant | None = None) -> None:
         names = [] if caller.is_admin else [caller.name]
-        if tenant is not None and is_named_by_user(tenant.name):
+        if tenant is not None and tenant.name.startswith(USER_PREFIX):
             names.append(tenant.name)
         self._prefix = "".join(f"{quote(name, safe='')}:" for name in names)
 

@@ -307,6 +307,22 @@ class ScriptedEngine:
             "waiting_for": {"rows": 0, "pages": 3},
             "num_sessions": len(self.sessions),
             "counters": counters,
+            "tenants": self.tenants(),
+        }
+
+    def tenants(self) -> dict[str, dict[str, int]]:
+        """Figures of each tenant: requests and their prompts count, and 7 tokens for each."""
+        seen = [m for m in self.seen if isinstance(m, GenerateRequest) and m.tenant is not None]
+        return {
+            name: {
+                "num_queued": 1,
+                "num_running": 2,
+                "prompt_tokens": sum(len(request.input_ids) for request in own),
+                "cached_tokens": 3 * len(own),
+                "generated_tokens": 7 * len(own),
+            }
+            for name in dict.fromkeys(request.tenant.name for request in seen if request.tenant)
+            for own in ([r for r in seen if r.tenant is not None and r.tenant.name == name],)
         }
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_jax.core.messages import GenerateRequest, OpenSession, Tenant
+from sgl_jax.metrics.tenant_metrics import MAX_USERS
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import TENANT_FULL_SEED
 from tests.server.conftest import Rig, serving
@@ -249,3 +251,26 @@ async def test_a_user_beside_a_key_of_a_file_changes_no_owner(keyed: Rig) -> Non
     await post_with(keyed, "a1", "/open_session", session_id="s", user="x")
     turn = await post_with(keyed, "a1", GENERATE, session_params={"id": "s"}, user="y")
     assert turn.status_code == 200
+
+
+async def test_metrics_have_a_label_for_each_key_and_a_hundred_users(keyed: Rig) -> None:
+    await post_with(keyed, "b2", COMPLETIONS, prompt=["abc", "abcd"])
+    for i in range(2 * MAX_USERS):
+        await post_with(keyed, "shared", COMPLETIONS, prompt="abc", user=f'{i}"\n')
+    await post_with(keyed, "a1", COMPLETIONS, prompt="abc")
+    for _ in range(2):
+        exposed = (await keyed.http.get("/metrics", headers={"authorization": "Bearer b2"})).text
+        samples = {
+            (sample.name, sample.labels["tenant"]): sample.value
+            for family in text_string_to_metric_families(exposed)
+            for sample in family.samples
+            if "tenant" in sample.labels
+        }
+        labels = {tenant for _, tenant in samples}
+        assert {"ann", "bob", 'user 0"\n', "other users"} <= labels
+        assert len(labels) == MAX_USERS + 3
+        assert samples["sglang:tenant_num_queue_reqs", "bob"] == 1
+        assert samples["sglang:tenant_num_running_reqs", "bob"] == 2
+        assert samples["sglang:tenant_generation_tokens_total", "bob"] == 14
+        assert samples["sglang:tenant_generation_tokens_total", "other users"] == 7 * MAX_USERS
+        assert samples["sglang:tenant_cached_tokens_total", 'user 0"\n'] == 3
