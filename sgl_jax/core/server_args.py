@@ -47,6 +47,12 @@ class SchedulerArgs:
         "with it, a request is retracted only for one that is more important by more than this",
         bounds=(0, 2**31 - 1),
     )
+    priority_aging_s: float = setting(
+        0.0,
+        "with --enable-priority-scheduling, a request that arrived so many seconds before another "
+        "counts as one more important; 0: it never does, and low priorities may starve",
+        bounds=(0.0, 1e9),
+    )
     fair_share: str = setting(
         "off",
         "how tenants of one priority share the engine: by order of arrival alone, or by the "
@@ -107,6 +113,8 @@ class SchedulerArgs:
             raise ValueError(
                 "--schedule-low-priority-values-first needs --enable-priority-scheduling"
             )
+        if self.priority_aging_s and not self.enable_priority_scheduling:
+            raise ValueError("--priority-aging-s needs --enable-priority-scheduling")
 
     def importance(self, priority: int) -> int:
         """A request's priority so that larger is more important; 0 unless priorities count."""

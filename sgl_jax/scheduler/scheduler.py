@@ -40,6 +40,7 @@ from sgl_jax.scheduler.request import Request, RequestState, max_request_len
 from sgl_jax.scheduler.runnable import choose_runnable
 from sgl_jax.scheduler.step_arrays import LaunchedRows, build_plan
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.tenants import TenantCounts
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from sgl_jax.sessions.service import SessionService
@@ -76,6 +77,7 @@ class Scheduler:
             memories,
             self._all_ranks.tables,
             self._max_requests,
+            self._all_ranks.tenants,
             max_passed_over,
         )
         self._deadlines = Deadlines(args.waiting_timeout, args.request_timeout)
@@ -88,7 +90,9 @@ class Scheduler:
             args.max_sessions,
             args.max_session_tokens,
         )
-        self._admission = Admission(self._waiting, args, self._sessions.home_of)
+        self._admission = Admission(
+            self._waiting, args, self._sessions.home_of, self._all_ranks.tenants
+        )
         self.is_paused = False
         self._chunk_tokens = sizes.max_chunk_tokens
         self._arrivals = 0
@@ -112,6 +116,9 @@ class Scheduler:
             )
             self.refuse(message, text, 503)
             return
+        if not self._all_ranks.tenants.may_queue(message.tenant):
+            self.refuse(message, _too_many_queued(message), 429, "tenant_queue_full")
+            return
         try:
             request = self._make_request(message)
         except InvalidRequestError as error:
@@ -121,7 +128,8 @@ class Scheduler:
             self.refuse(message, str(error), 503, code="too_many_sessions")
             return
         self._arrivals += 1
-        request.priority = self.args.importance(message.priority)
+        request.priority = self.args.importance(message.priority) - self._age()
+        request.tenant = self._all_ranks.tenants.enter(message.tenant)
         self._requests[request.rid] = request
         self._deadlines.add(request.rid)
         self._waiting.add(request)
@@ -321,23 +329,21 @@ class Scheduler:
         for rank in self.ranks:
             rank.publish_awaited()
         taken = self._forced_retract.take(self.ranks, self._steps)
-        may_start = not taken and self._forced_retract.may_start(self.ranks)
-        preempted = self._admission.preempt(self.ranks) if may_start else []
         builders = [
             StepBuilder(rank, self.sizes, runnable, self._chunk_tokens)
             for rank, runnable in zip(self.ranks, choose_runnable(self._all_ranks), strict=True)
         ]
         for builder in builders:
-            builder.continue_running()
-        for request in taken + preempted:
-            self._waiting.add(request)
-        for builder in builders:
-            for request in builder.retracted:
-                self._waiting.add(request)
-            for row in builder.unservable:
-                self._end_unservable(builder.rank, row)
-        if may_start:
+            builder.grow_decoding()
+            self._end_unservable(builder)
+        if not taken and self._forced_retract.may_start(self.ranks):
             self._admission.admit_into(self._all_ranks, builders, self._steps)
+        for builder in builders:
+            builder.choose_rows()
+            self._end_unservable(builder)
+            taken += builder.retracted + builder.preempted
+        for request in taken:
+            self._waiting.add(request)
         if all(builder.is_empty for builder in builders):
             return None
         plan, launched = build_plan(self._all_ranks, builders, self._steps)
@@ -393,6 +399,10 @@ class Scheduler:
         """Where every page is, per rank."""
         return [rank.memory.view() for rank in self.ranks]
 
+    def tenants(self) -> dict[str, TenantCounts]:
+        """Requests and tokens of each tenant, by name; under the empty one those that name none."""
+        return self._all_ranks.tenants.counts()
+
     def counters(self) -> dict[str, int]:
         """Counts since the start."""
         return {
@@ -431,6 +441,12 @@ class Scheduler:
             self._replace(request)
         self._sessions.begin_turn(session, message, prompt)
         return Request(message, self._arrivals, max_len, prompt=prompt, session=session)
+
+    def _age(self) -> int:
+        """The intervals of ageing that have passed. A request that arrived so much earlier than
+        another counts as so much more important, while it waits as well as while it runs."""
+        interval_s = self.args.priority_aging_s
+        return int(self._deadlines.now_s // interval_s) if interval_s else 0
 
     def _reset_caches(self) -> None:
         """Empty the caches, and release the leases of idle sessions, which hold parts of them."""
@@ -473,18 +489,23 @@ class Scheduler:
         self._timed_out += 1
         self._end(self._requests[rid], FinishReason("abort", message=text, status_code=status_code))
 
-    def _end_unservable(self, rank: RankScheduler, row: int) -> None:
-        view = rank.memory.view()
-        text = (
-            f"the request needs more KV memory than rank {rank.dp_rank} can free: "
-            f"{view.leased_pages} of {view.total_pages} pages are its own"
-        )
-        reason = FinishReason("abort", message=text, status_code=500)
-        self._end(rank.running.request(row), reason)
+    def _end_unservable(self, builder: StepBuilder) -> None:
+        """End the requests that do not fit their rank even alone."""
+        rank = builder.rank
+        for row in builder.unservable:
+            view = rank.memory.view()
+            text = (
+                f"the request needs more KV memory than rank {rank.dp_rank} can free: "
+                f"{view.leased_pages} of {view.total_pages} pages are its own"
+            )
+            reason = FinishReason("abort", message=text, status_code=500)
+            self._end(rank.running.request(row), reason)
+        builder.unservable.clear()
 
     def _forget(self, request: Request, *, succeeded: bool = False) -> None:
         del self._requests[request.rid]
         self._finished += 1
+        self._all_ranks.tenants.leave(request.tenant)
         self._deadlines.forget(request.rid)
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
@@ -501,6 +522,12 @@ def _last_output(request: Request, finish: FinishReason) -> RequestOutput:
         finish=finish,
         prompt_tokens=request.tell_prompt_len(),
     )
+
+
+def _too_many_queued(message: GenerateRequest) -> str:
+    tenant = message.tenant
+    assert tenant is not None, "requests of no tenant have no limit"
+    return f"{tenant.max_queued} requests of tenant {tenant.name!r} wait already, as many as may"
 
 
 def _row(request: Request) -> int:

@@ -37,7 +37,7 @@ from tests.mem_cache.tree_model import NAMESPACES, in_namespace
 
 def num_in_use(memory: RankMemory, tokens: np.ndarray, namespace: str = "") -> int:
     """Pages of what the tree has of `tokens` that running requests have locked."""
-    cursor = memory.cache.cursors.follow(tokens, namespace, tag=0)
+    cursor = memory.cache.cursors.follow(tokens, namespace)
     num_pages = memory.num_pages_in_use(cursor)
     memory.cache.cursors.unfollow(cursor)
     return num_pages

@@ -55,6 +55,7 @@ _QUEUE = "sgl_jax/scheduler/waiting_queue.py"
 _LINES = "sgl_jax/scheduler/waiting_lines.py"
 _RESERVE = "sgl_jax/scheduler/reserve.py"
 _CURSOR = "sgl_jax/mem_cache/prefix_cursor.py"
+_CURSORS = "sgl_jax/mem_cache/cursor_index.py"
 _GROWTH = "sgl_jax/mem_cache/row_growth.py"
 _SIZES = "sgl_jax/core/engine_sizes.py"
 
@@ -324,7 +325,7 @@ MUTATIONS = (
     Mutation(
         "namespaces: look edges up by tokens alone",
         _TREE,
-        "return first_page + namespace.encode() if parent is self.root else first_page",
+        "return first_page if start else first_page + namespace.encode()",
         "return first_page",
     ),
     Mutation(
@@ -372,14 +373,20 @@ MUTATIONS = (
     Mutation(
         "namespaces: order the queue by what the default one has",
         _QUEUE,
-        "memory.cache.cursors.follow(tokens, request.namespace, line, known)",
-        'memory.cache.cursors.follow(tokens, "", line, known)',
+        "memory.cache.cursors.follow(tokens, request.namespace, known)",
+        'memory.cache.cursors.follow(tokens, "", known)',
     ),
     Mutation(
         "namespaces: a cursor goes on in the default one",
         _CURSOR,
-        "path = self._walk(cursor.tokens, cursor.namespace, start)",
-        'path = self._walk(cursor.tokens, "", start)',
+        "return self._key_at(matched, self.tokens[matched:], self.namespace)",
+        'return self._key_at(matched, self.tokens[matched:], "")',
+    ),
+    Mutation(
+        "namespaces: prompts of different ones share a cursor",
+        _CURSORS,
+        "key = self._key_at(cursor.end, tokens[cursor.end :], namespace)",
+        'key = self._key_at(cursor.end, tokens[cursor.end :], "")',
     ),
     Mutation(
         "namespaces: wait for what a request of another one computes",
@@ -1474,8 +1481,8 @@ MUTATIONS = (
     ),
     Mutation(
         "forget where a cursor went",
-        _QUEUE,
-        "            self._place[dp_rank, lines] = [cursor.place for cursor in moved]\n",
+        _LINES,
+        "        line_place[line] = place[number]\n",
         "",
     ),
     Mutation(
@@ -1486,15 +1493,15 @@ MUTATIONS = (
     ),
     Mutation(
         "learn of no prefix that is cached later",
-        _QUEUE,
-        "            self._cached_pages[dp_rank, lines] = lengths // memory.page_size\n",
+        _LINES,
+        "        cached_pages[line] = usable_pages[number]\n",
         "",
     ),
     Mutation(
         "take what one rank has cached for what all have",
         _QUEUE,
-        "            self._cached_pages[dp_rank, lines] =",
-        "            self._cached_pages[:, lines] =",
+        "            self._cached_pages[dp_rank, start:end],\n",
+        "            self._cached_pages[0, start:end],\n",
     ),
     Mutation(
         "try the least important first",
@@ -1547,9 +1554,9 @@ MUTATIONS = (
     ),
     Mutation(
         "leave a cursor below a split that is made where it ends",
-        _CURSOR,
-        "is_above = cursor.matched <= upper.end",
-        "is_above = cursor.matched < upper.end",
+        _CURSORS,
+        "if cursor.reached <= upper.end:",
+        "if cursor.reached < upper.end:",
     ),
     Mutation(
         "leave the cursors of an edge that is merged",
@@ -1571,10 +1578,21 @@ MUTATIONS = (
     ),
     Mutation(
         "shorten a cursor without a report",
-        _CURSOR,
-        "            self._move(cursor, end, min(cursor.matched, end.end))\n",
-        "            cursor.length = cursor.matched = min(cursor.matched, end.end)\n"
-        "            self._file(cursor, end)\n",
+        _CURSORS,
+        "            return []\n        self._has_moved = True\n",
+        "            return []\n",
+    ),
+    Mutation(
+        "leave a stem live though the walk does not get past its parent",
+        _CURSORS,
+        "            if cursor.start < end.end:\n",
+        "            if cursor.start <= end.end:\n",
+    ),
+    Mutation(
+        "shorten those alone that stand at the end of a leaf",
+        _CURSORS,
+        "        return [*at_end, *self.within.values()]\n",
+        "        return [*at_end]\n",
     ),
     Mutation(
         "leave a cursor though a new child continues it",
@@ -1584,51 +1602,75 @@ MUTATIONS = (
     ),
     Mutation(
         "extend a cursor without a report",
-        _CURSOR,
-        "        if not cursor.is_moved and (length, cursor.place) != before:\n",
-        "        if not cursor.is_moved and length < before[0]:\n",
+        _CURSORS,
+        "            self._has_moved = True\n            self._go_along(",
+        "            self._go_along(",
     ),
     Mutation(
-        "move a cursor to another place without a report",
-        _CURSOR,
-        "        if not cursor.is_moved and (length, cursor.place) != before:\n",
-        "        if not cursor.is_moved and length != before[0]:\n",
+        "extend a stem, but not those that continue it",
+        _CURSORS,
+        "            if start < cursor.end or not len(edge):\n                return\n",
+        "            return\n",
     ),
     Mutation(
         "give the place of a node where cursors are away",
-        _CURSOR,
-        "        if not stop.filed:\n",
-        "        if True:\n",
+        _CURSORS,
+        "        if stop.at_end is None and not stop.within:\n",
+        "        if stop.at_end is None:\n",
     ),
     Mutation(
         "extend a cursor by a part of a page",
-        _CURSOR,
-        "self._move(cursor, child, start + matched // self._page_size * self._page_size)",
-        "self._move(cursor, child, start + matched)",
+        _CURSORS,
+        "return common_prefix_len(a, b) // self._page_size * self._page_size",
+        "return common_prefix_len(a, b)",
     ),
     Mutation(
-        "tell of a cursor's first move alone",
-        _CURSOR,
-        "            cursor.is_moved = False\n",
+        "a stem that parts below its walk's end is not live",
+        _CURSORS,
+        "            self._file(upper, node, end)\n",
         "            pass\n",
     ),
     Mutation(
-        "tell of a cursor that was taken out",
-        _CURSOR,
-        "[cursor for cursor in self._moved if cursor.node is not None]",
-        "list(self._moved)",
+        "a stem that parts behind its walk's end stays live",
+        _CURSORS,
+        "        elif lower.reached <= end:\n",
+        "        elif lower.reached < end:\n",
+    ),
+    Mutation(
+        "keep a stem where prompts part no more",
+        _CURSORS,
+        "not cursor.num_followers and len(cursor.children) < 2:\n            rest",
+        "not cursor.num_followers and not cursor.children:\n            rest",
+    ),
+    Mutation(
+        "what continues a stem that is gone forgets where it stood",
+        _CURSORS,
+        "                    self._take_over(rest, cursor)\n",
+        "                    pass\n",
+    ),
+    Mutation(
+        "a line reads its own cursor though that is not live",
+        _LINES,
+        "        while above[number] >= 0:\n            number = above[number]\n",
+        "",
+    ),
+    Mutation(
+        "a line reads the moves of one rank alone",
+        _QUEUE,
+        "            if has_moved:\n                self._read_cursors(",
+        "            if has_moved and not dp_rank:\n                self._read_cursors(",
     ),
     Mutation(
         "a cursor ends before the last page of its tokens",
-        _CURSOR,
-        "len(cursor.tokens) - length < self._page_size:",
-        "len(cursor.tokens) - length <= self._page_size:",
+        _CURSORS,
+        "        tokens = tokens[: len(tokens) // self._page_size * self._page_size]\n",
+        "        tokens = tokens[: (len(tokens) - 1) // self._page_size * self._page_size]\n",
     ),
     Mutation(
         "look for all that a cursor follows from the root",
-        _CURSOR,
-        "        self._advance(cursor, below or self._root)\n",
-        "        self._advance(cursor, self._root)\n",
+        _CURSORS,
+        "if below is not None and node.end < below.end <= cursor.end:",
+        "if False:",
     ),
     # -- sliding windows
     Mutation(
@@ -1801,27 +1843,27 @@ MUTATIONS = (
     ),
     Mutation(
         "windows: a cursor hears nothing of tombstones",
-        _CURSOR,
+        _CURSORS,
         "        for node in nodes:\n            self._measure_watchers(node)\n",
         "",
     ),
     Mutation(
         "windows: a cursor is as long as its walk",
-        _CURSOR,
-        "cursor.length, cursor.watched = self._usable_len(cursor.node, cursor.matched)",
-        "cursor.length, cursor.watched = cursor.matched, []",
+        _CURSORS,
+        "length, cursor.watched = self._usable_len(cursor.at, cursor.reached)",
+        "length, cursor.watched = cursor.reached, []",
     ),
     Mutation(
         "windows: a cursor is measured anew without a report",
-        _CURSOR,
-        "            if cursor.length != before and not cursor.is_moved:\n",
-        "            if False:\n",
+        _CURSORS,
+        "        if self._measure_all():\n            self._has_moved = True\n",
+        "        self._measure_all()\n",
     ),
     Mutation(
         "windows: a cursor that is not needed is watched for",
-        _CURSOR,
-        "        if self._usable_len is not None:\n            self._unwatch(cursor)\n",
-        "        if self._usable_len is not None:\n",
+        _CURSORS,
+        "        self._take_out(cursor)\n        self._unwatch(cursor)\n",
+        "        self._take_out(cursor)\n",
     ),
     Mutation(
         "windows: pass a token that the next query sees",
