@@ -107,8 +107,8 @@ class Frontend:
         """
         num_rows = self.facts.max_running_requests
         if tenant is not None and tenant.max_queued:
+            _check_fits(num_requests, tenant.max_queued, f"tenant {tenant.name!r} may queue")
             most = tenant.max_queued + min(tenant.max_running or num_rows, num_rows)
-            _check_fits(num_requests, most, f"tenant {tenant.name!r} may have in the engine")
             if self._num_unheard_of[tenant.name] + num_requests > most:
                 raise TenantQueueFullError(
                     f"{self._num_unheard_of[tenant.name]} requests of tenant {tenant.name!r} wait "

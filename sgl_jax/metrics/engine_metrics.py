@@ -36,6 +36,7 @@ class EngineMetrics:
     def update(self, state: Mapping[str, Any]) -> None:
         """Take in `Reply.data` of a `GetState`: `ranks`, `num_sessions`, `counters`, `tenants`."""
         self._state = state
+        self._tenants.update(state.get("tenants", {}))
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at each scrape."""
@@ -71,7 +72,7 @@ class EngineMetrics:
             ("cache_hit_rate", "share of prompt tokens found cached", requests.cache_hit_rate()),
         ):
             yield GaugeMetricFamily(f"sglang:{name}", help_text, value=value)
-        yield from self._tenants.collect(state.get("tenants", {}))
+        yield from self._tenants.collect()
         for name, value in state.get("counters", {}).items():
             # The engine counts in whole numbers; a fraction is a rate or a share.
             kind = CounterMetricFamily if isinstance(value, int) else GaugeMetricFamily

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from sgl_jax.core.messages import USER_PREFIX
 
+Figures = Mapping[str, Mapping[str, int]]  # by tenant, by name of the figure
 MAX_USERS = 100
 OTHER_USERS = "other users"  # no name of a key has a space
 _GAUGES = {
@@ -21,20 +22,42 @@ _COUNTERS = {
 
 
 class TenantMetrics:
-    """The first `MAX_USERS` users that were seen have a label each, as has every key."""
+    """The first `MAX_USERS` users that were seen have a label each, as has every key.
+
+    Requests of no tenant have the empty label. Tokens of a tenant that the engine forgot stay in
+    the total of its label, so that no counter goes back.
+    """
 
     def __init__(self) -> None:
         self._users: set[str] = set()
+        self._seen: Figures = {}
+        self._now: dict[str, Counter[str]] = {}  # by label
+        self._total: dict[str, Counter[str]] = {}
 
-    def collect(self, tenants: Mapping[str, Mapping[str, int]]) -> Iterable[Metric]:
-        """The families of all figures; `tenants` holds those of the engine by tenant."""
-        totals: dict[str, Counter[str]] = {}
+    def update(self, tenants: Figures) -> None:
+        """Take in the engine's figures of each tenant; of one that is new, tokens since then."""
+        self._now = {label: Counter() for label in self._total}
         for name, figures in tenants.items():
-            totals.setdefault(self._label(name), Counter()).update(figures)
-        for kind, families in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            label = self._label(name)
+            now = self._now.setdefault(label, Counter())
+            total = self._total.setdefault(label, Counter())
+            before = self._seen.get(name, {})
+            for key in _GAUGES:
+                now[key] += figures[key]
+            for key in _COUNTERS:
+                gained = figures[key] - before.get(key, 0)
+                total[key] += gained if gained >= 0 else figures[key]
+        self._seen = tenants
+
+    def collect(self) -> Iterable[Metric]:
+        """The families of all figures."""
+        for kind, families, values in (
+            (GaugeMetricFamily, _GAUGES, self._now),
+            (CounterMetricFamily, _COUNTERS, self._total),
+        ):
             for key, (name, help_text) in families.items():
                 family = kind(f"sglang:{name}", f"{help_text}, by tenant", labels=["tenant"])
-                for label, figures in totals.items():
+                for label, figures in values.items():
                     family.add_metric([label], figures[key])
                 yield family
 

@@ -30,8 +30,8 @@ TENANT_BODIES: dict[str, dict[str, Any]] = BODIES | {
     MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
     SCORE: {"query": "a", "items": ["b"], "label_token_ids": [5]},
 }
-KEYS = "ann a1 weight=2 max_queued=3 max_running=2\nbob b2\n"
-ANN = Tenant(name="ann", weight=2.0, max_queued=3, max_running=2)
+KEYS = "ann a1 weight=2 max_queued=5 max_running=2\nbob b2\n"
+ANN = Tenant(name="ann", weight=2.0, max_queued=5, max_running=2)
 FIELD = {CHAT: "cache_salt", COMPLETIONS: "cache_salt", GENERATE: "extra_key"}
 
 
@@ -184,8 +184,11 @@ async def test_anthropics_clients_name_it_in_metadata(rig: Rig) -> None:
 async def test_a_tenant_with_a_full_queue_comes_back_later(keyed: Rig) -> None:
     """Others are served meanwhile: the limits are its own."""
     keyed.engine.stand_still()
-    waiting = asyncio.create_task(post_with(keyed, "a1", COMPLETIONS, prompt=["hi"] * 5))
-    await meanwhile_until(lambda: keyed.front.num_open == 5, "the requests are sent")
+    waiting = [
+        asyncio.create_task(post_with(keyed, "a1", COMPLETIONS, prompt=["hi"] * count))
+        for count in (5, 2)
+    ]
+    await meanwhile_until(lambda: keyed.front.num_open == 7, "the requests are sent")
     for path, extra in ((CHAT, {}), (COMPLETIONS, {"stream": True}), (GENERATE, {}), (SCORE, {})):
         refused = await post_with(keyed, "a1", path, **extra)
         error = refused.json()["error"]
@@ -195,9 +198,9 @@ async def test_a_tenant_with_a_full_queue_comes_back_later(keyed: Rig) -> None:
     refused = await post_with(keyed, "a1", MESSAGES)
     assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
     other = asyncio.create_task(post_with(keyed, "b2", GENERATE))
-    await meanwhile_until(lambda: keyed.front.num_open == 6, "the other's is sent")
+    await meanwhile_until(lambda: keyed.front.num_open == 8, "the other's is sent")
     keyed.engine.go_on()
-    assert (await waiting).status_code == (await other).status_code == 200
+    assert {(await each).status_code for each in (*waiting, other)} == {200}
     assert (await post_with(keyed, "a1", GENERATE)).status_code == 200
 
 
