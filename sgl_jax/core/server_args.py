@@ -269,7 +269,9 @@ class ServerArgs(SchedulerArgs):
         env="SGL_JAX_API_KEY",
         secret=True,
     )
-    api_key_file: str | None = setting(None, "file of such keys, a line each: KEY or NAME KEY")
+    api_key_file: str | None = setting(
+        None, "file of such keys, a line each: KEY, or NAME KEY and limits of its tenant"
+    )
     admin_api_key: str | None = setting(
         None,
         "key that the routes of the operator ask for, instead of those above",

@@ -354,5 +354,6 @@ class EngineCore:
             "num_waiting": scheduler.num_waiting,
             "waiting_for": scheduler.count_waiting(),
             "num_sessions": scheduler.num_sessions,
+            "tenants": {name: each._asdict() for name, each in scheduler.tenants().items()},
             "counters": counters,
         }

@@ -7,12 +7,12 @@ Knows nothing of requests, pages' owners or sessions: what a plan says is done a
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -52,6 +52,11 @@ logger = logging.getLogger(__name__)
 
 class WeightsError(ValueError):
     """Other weights could not be loaded; the engine has those that it had."""
+
+
+class _LoadFailure(NamedTuple):
+    reason: str
+    lacks_room: bool  # on the devices
 
 
 class ModelExecutor(Executor):
@@ -197,29 +202,39 @@ class ModelExecutor(Executor):
         by the programs that there are."""
         check_same_model(self._model, ModelConfig.from_path(model_path))
 
-    def update_weights(self, model_path: str, *, keeps_kv: bool) -> None:
+    def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
         """Compute with the weights of another folder, in the same shapes and places.
 
         Nothing may be in flight. The old weights stay until all new ones are there, so both are on
-        the devices for a while. Unless `keeps_kv`, pools and tables make room for that, and are
-        new and empty afterwards, as after `reset`, whether or not it succeeds.
+        the devices for a while.
+
+        Args:
+            give_up_kv: called if the devices have no room for both beside the pools. Then pools
+                and tables make room, and are new and empty afterwards, as after `reset`, whether
+                or not it succeeds.
 
         Raises WeightsError, saying why, if they could not be loaded: then the old ones stay.
         """
-        with nullcontext() if keeps_kv else self._without_state(), self._watch.paused():
-            problem = self._try_to_update(model_path)
-        if problem is not None:
-            raise WeightsError(problem)
+        with self._watch.paused():
+            failure = self._try_to_update(model_path)
+            if failure is not None and failure.lacks_room and give_up_kv is not None:
+                logger.info("the KV pools make room for the weights in %r", model_path)
+                give_up_kv()
+                with self._without_state():
+                    failure = self._try_to_update(model_path)
+        if failure is not None:
+            raise WeightsError(failure.reason)
         self.info["model_path"] = model_path
 
-    def _try_to_update(self, model_path: str) -> str | None:
-        """Why not, in words: an exception would keep what was loaded, where the pools must go."""
+    def _try_to_update(self, model_path: str) -> _LoadFailure | None:
+        """The failure in words: an exception would keep the arrays that were loaded so far."""
         try:
             params = self._load_params(model_path, detect_format(Path(model_path)))
             self._weights = jax.block_until_ready(tuple(jax.tree.leaves(params)))
         except Exception as error:  # of any type: files, their contents, the devices' memory
             logger.exception("the weights in %r could not be loaded", model_path)
-            return f"the weights in {model_path!r} could not be loaded: {error}"
+            reason = f"the weights in {model_path!r} could not be loaded: {error}"
+            return _LoadFailure(reason, lacks_room="RESOURCE_EXHAUSTED" in str(error))
         return None
 
     @contextmanager

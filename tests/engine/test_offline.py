@@ -187,10 +187,10 @@ def test_more_prompts_than_a_server_would_queue_are_all_served(engine: Engine) -
     assert len({tuple(result.output_ids) for result in results}) == 1
 
 
-def test_a_request_the_engine_gives_up_on_is_an_error() -> None:
+def test_more_prompts_than_the_engine_holds_are_refused() -> None:
     settings = {"device": "cpu", "context_length": 64, "max_running_requests": 1}
     with Engine(DEMO, skip_warmup=True, max_queued_requests=1, **settings) as engine:
-        with pytest.raises(GenerationError, match="the queue is full"):
+        with pytest.raises(InvalidRequestError, match="at most 2, got 5"):
             engine.generate(["a"] * 5, GREEDY)
         assert_at_rest(engine)
 
