@@ -435,10 +435,18 @@ class SessionMachine(SchedulerMachine):
                 assert pool_view.session_held_pages == held
             for session_id, lease in memory.sessions.idle():
                 known = len(self.talk.of[session_id].tokens)
-                assert lease.cache_protected_len <= lease.kv_committed_len <= known
-                # Of a turn that failed nothing is left; of one that succeeded, slots ahead.
-                num_ahead = lease.kv_allocated_len - lease.kv_committed_len
-                assert num_ahead <= 3 * (1 + self.driver.scheduler.sizes.max_draft_tokens)
+                assert 1 <= lease.kv_committed_len == lease.kv_allocated_len <= known
+                # The next turn can go on with all of it, and finds room in the windows' pools.
+                length = lease.kv_committed_len
+                assert resumable_len(memory, lease, length) == length
+                self.check_resting_windows(memory, lease)
+
+    def check_resting_windows(self, memory: RankMemory, lease: KVLease) -> None:
+        """An idle lease lists no more of a window than a pool of windows has for each row."""
+        listed = (lease.pages(memory.page_size) > 0).sum(axis=1)
+        for group, num_pages in zip(memory.groups, listed.tolist(), strict=True):
+            if group.sliding_window is not None and not group.is_recurrent:
+                assert num_pages <= memory.sizes.resting_pages(group)
 
     def check_trees(self) -> None:
         listed = self.talk.listed().items()
