@@ -6,8 +6,8 @@
 `adopt_prefix` those whose tokens the tree turns out to have as well;
 `release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
 retract, disconnect, error and shutdown all end a lease here. Unless the cache takes the lease
-over: the session keeps that of its turn, and nothing is freed. `resume_lease` hands it to the next
-turn, and `release_idle_lease` ends it when the session is closed or evicted.
+over: the session keeps of it as much as the next turn can go on with. `resume_lease` hands it to
+that turn, and `release_idle_lease` ends it when the session is closed or evicted.
 
 Pages may be freed while a launched step still reads or writes them: steps run on the device in
 launch order, so the next owner of such a page writes to it only afterwards.

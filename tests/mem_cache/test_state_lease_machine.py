@@ -151,7 +151,7 @@ class StateLeaseMachine(RuleBasedStateMachine):
             lent[lease.row] = f"s{self.num_sessions}"
             sessions.bind(lent[lease.row], lease)
         self.running.remove(request)
-        num_known, page_size = max(num_known, lease.cache_protected_len), self.device.sizes.page_size
+        num_known, page_size = max(num_known, lease.cache_protected_len), self.memory.page_size
         expected = self.check_resumable(request, num_known)
         num_published = min(num_known, lease.kv_committed_len) // page_size * page_size
         least = max(num_published if self.radix else 0, 1)

@@ -996,8 +996,8 @@ MUTATIONS = (
     Mutation(
         "keep what was generated past a stop string",
         _RELEASE,
-        "    length = resumable_len(memory, lease, num_tokens)\n    if length < 1:\n        memory.s",
-        "    length = lease.kv_committed_len\n    if length < 1:\n        memory.s",
+        "    length = resumable_len(memory, lease, num_tokens)\n    if length < 1:\n        mem",
+        "    length = lease.kv_committed_len\n    if length < 1:\n        mem",
     ),
     Mutation(
         "tell the prompt of a turn twice",

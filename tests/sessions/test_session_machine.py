@@ -8,6 +8,7 @@ which tree of turns each regular one must be (`turn_trees.py`).
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck
@@ -36,6 +37,12 @@ from tests.sessions.turn_trees import TurnTrees
 
 MAX_SESSIONS = 6
 TIMEOUT_S = 8.0
+# The default run's share of examples.
+OPTIONS: dict[str, Any] = {
+    "max_examples": 60,
+    "stateful_step_count": 25,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
 
 
 class SessionMachine(SchedulerMachine):
@@ -480,13 +487,7 @@ class SessionMachine(SchedulerMachine):
 def test_random_conversations_among_random_events_remember_what_they_should(
     tmp_path: Path,
 ) -> None:
-    run_machine(
-        tmp_path,
-        SessionMachine,
-        max_examples=60,
-        stateful_step_count=25,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    run_machine(tmp_path, SessionMachine, **OPTIONS)
 
 
 def sees_its_windows(memory: RankMemory, lease: KVLease, length: int) -> bool:
