@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -30,6 +30,12 @@ from tests.scheduler.setups import MAX_QUEUED, Setup, setups
 NAMESPACES = ("", "red", "blue")
 # Priorities; some requests are as important as may be.
 VALUES = (0, 0, 1, -7, 50, 2**31 - 1, -(2**31))
+# The default run's share of examples.
+OPTIONS: dict[str, Any] = {
+    "max_examples": 100,
+    "stateful_step_count": 20,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
 STEMS = [[stem * 10 + i % (5 + stem) for i in range(40)] for stem in range(3)]
 
 
@@ -332,9 +338,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def run_machine(
-    folder: Path, kind: type[SchedulerMachine] = SchedulerMachine, **options: Any
+    folder: Path,
+    kind: type[SchedulerMachine] = SchedulerMachine,
+    *,
+    random_seed: int | None = None,
+    **options: Any,
 ) -> int:
-    """Run it; should it fail, say where the events of the smallest failing run are.
+    """Run it, with `random_seed` or a fresh one; should it fail, say where the events of the
+    smallest failing run are.
 
     Returns how many steps all its runs took together.
     """
@@ -351,6 +362,8 @@ def run_machine(
         machines[:] = [kind()]
         return machines[0]
 
+    if random_seed is not None:
+        seed(random_seed)(make)
     try:
         run_state_machine_as_test(make, settings=settings(deadline=None, **options))
     except BaseException as error:
@@ -363,9 +376,4 @@ def run_machine(
 
 
 def test_random_events_leave_the_ledger_balancesd_and_the_tokens_right(tmp_path: Path) -> None:
-    run_machine(
-        tmp_path,
-        max_examples=100,
-        stateful_step_count=20,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    run_machine(tmp_path, **OPTIONS)
