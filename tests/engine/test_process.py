@@ -33,9 +33,7 @@ def running(
 ) -> Iterator[tuple[EngineProcess, ZmqEngineClient, Reports]]:
     client = ZmqEngineClient()
     reports: Reports = queue.Queue()
-    args = ServerArgs(
-        model_path=model_path, random_seed=seed, max_total_tokens=1024, skip_warmup=True
-    )
+    args = ServerArgs(model_path=model_path, random_seed=seed, max_total_tokens=1024, warmup="none")
     process = EngineProcess(args, client.folder, reports.put, command)
     try:
         yield process, client, reports
