@@ -64,20 +64,18 @@ def test_what_frees_nothing_is_not_preempted() -> None:
         beside.check_tokens(rid)
 
 
-def test_a_request_that_stays_for_a_rank_preempts_on_no_other() -> None:
-    """Rank 0 has its prefix, and a low request that leaves no room; rank 1 has room."""
-    driver = priority_driver(dp_size=2, max_context_len=600, num_pages=161)
+def test_what_is_preempted_on_a_rank_makes_room_for_a_request_that_starts_there() -> None:
+    """Rank 0 has the prefix and soon has room, too; on rank 1 a low request is in the way."""
+    driver = priority_driver(dp_size=2, max_context_len=640, num_pages=161)
     stem = [i % 47 for i in range(320)]
-    driver.submit(generate("before", stem, 1, dp_rank=0))
-    driver.run()
-    driver.submit(generate("busy 0", [3] * 300, 250, priority=HIGH, dp_rank=0))
-    driver.submit(generate("low 1", [4] * 20, 250, priority=LOW, dp_rank=1))
-    step_until(driver, lambda: driver.tokens["busy 0"] and driver.tokens["low 1"])
-    driver.submit(generate("high", [*stem, 5], 4, priority=HIGH))
-    for _ in range(8):
+    driver.submit(generate("busy", [*stem, *[3] * 100], 20, priority=HIGH, dp_rank=0))
+    driver.submit(generate("low", [4] * 400, 100, priority=LOW, dp_rank=1))
+    step_until(driver, lambda: driver.tokens["busy"] and driver.tokens["low"])
+    driver.submit(generate("high", [*stem, *[5] * 240], 4, priority=HIGH))
+    for _ in range(6):
         driver.step()
-    assert num_preempted(driver) == 0
-    assert runs(driver, "low 1")
+        assert runs(driver, "low") or runs(driver, "high")
+    assert num_preempted(driver) <= 1
     driver.run()
 
 
