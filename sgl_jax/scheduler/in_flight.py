@@ -84,9 +84,9 @@ class InFlight:
             num_read: tokens that it would not compute if it started now.
             num_left: prompt tokens that the step has room for.
         """
-        if not self._rank.memory.can_keep_state:
+        memory, tokens = self._rank.memory, request.matchable()
+        if not memory.can_keep_state:
             return None  # nothing could go on from where the row comes past
-        tokens = request.matchable()
         for node, key in _places(cursor):
             first = self._rows.get((node.node_id, key))
             if first is None:
@@ -98,7 +98,7 @@ class InFlight:
             if length <= node.end or num_saved <= 0:
                 continue
             num_starts = -(-num_left // (len(request.tokens) - num_read))
-            num_alike = self._rank.memory.cache.cursors.num_awaiting(node, key, num_starts)
+            num_alike = memory.cache.cursors.num_awaiting(node, key, num_starts)
             if num_alike * num_saved >= min(num_left, self._step_price):
                 return Leader(row, length)
         return None

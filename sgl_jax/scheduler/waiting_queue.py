@@ -312,8 +312,8 @@ class WaitingQueue:
             self._cached_pages,
         )
         if len(doubtful):
-            needed = self._pages_needed(doubtful, ranks)
-            least[:, doubtful] = np.maximum(least[:, doubtful], needed)
+            few, needed = least[:, doubtful], self._pages_needed(doubtful, ranks)
+            least[:, doubtful] = np.where(needed <= room[:, None], few, np.maximum(few, needed))
         is_full = self._tenants.is_full
         if is_full.any():
             least[:, is_full[self._tenant[:end]]] = NEVER

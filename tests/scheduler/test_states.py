@@ -178,14 +178,15 @@ def make_gap_driver(groups, states):
     driver, prompt = Driver(sizes, SchedulerArgs(radix_eviction_policy="lru")), numbers(3, 58)
     run(driver, "first", prompt)
     cursors = driver.scheduler.ranks[0].memory.cache.cursors
-    cursor = cursors.follow(np.array(prompt[:36], np.int32), "", 0)
+    cursor = cursors.follow(np.array(prompt[:36], np.int32), "")
     for i in range(9):
         if cursor.length < cursor.matched:
             break
         run(driver, f"other {i}", numbers(10 + i, 58))
+    length = cursor.length
+    assert length < cursor.matched == 36
     cursors.unfollow(cursor)
-    assert cursor.length < cursor.matched == 36
-    return driver, prompt[:36], cursor.length
+    return driver, prompt[:36], length
 
 
 @pytest.mark.parametrize(
