@@ -74,6 +74,11 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str | None = None
 
 
+# Begins the names of tenants that clients choose (`user`). No key's name holds a space, so no
+# client can choose that of a key.
+USER_PREFIX = "user "
+
+
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The customer a request is served for. All requests of one name state the same numbers.
 

@@ -19,14 +19,17 @@ from math import sqrt
 import numpy as np
 
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy, UseRun
+from sgl_jax.mem_cache.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.ghost_pages import GhostPages, Int64Array, PrefixHasher, RecalledPages
+from sgl_jax.mem_cache.shadow_caches import (
+    ADAPTIVE,
+    GHOSTS_PER_PAGE,
+    HALVED_AFTER,
+    LRU,
+    NUM_CLASSES,
+    ShadowCaches,
+)
 from sgl_jax.mem_cache.tree_node import TreeNode, front
-
-# Chosen on recorded traffic; docs/eviction.md has what their neighbours give.
-NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
-GHOSTS_PER_PAGE = 4
-# Counts fade by half whenever so many pages left, for every page of the cache.
-HALVED_AFTER = 8
 
 
 class AdaptivePolicy(EvictionPolicy):
@@ -41,6 +44,10 @@ class AdaptivePolicy(EvictionPolicy):
         self._page_size = page_size
         self._hasher = PrefixHasher(page_size)
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
+        self._shadows = ShadowCaches(num_pages)
+        # Leaves that the favourite keeps, so that they go after all others; also by their hash.
+        self._kept: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in self._queues]
+        self._kept_by_hash: dict[int, TreeNode] = {}
         self._forget_counts()
 
     def _forget_counts(self) -> None:
@@ -48,17 +55,65 @@ class AdaptivePolicy(EvictionPolicy):
         self._num_left = [1.0] * NUM_CLASSES  # pages
         self._num_left_since_halved = 0
 
+    def __len__(self) -> int:
+        return super().__len__() + sum(map(len, self._kept))
+
+    def __contains__(self, node: TreeNode) -> bool:
+        return super().__contains__(node) or node in self._kept[node.num_uses]
+
+    def add(self, node: TreeNode) -> None:
+        self._release(node)
+        super().add(node)
+
+    def discard(self, node: TreeNode) -> None:
+        self._release(node)
+        super().discard(node)
+
     def next_victim(self, now: int) -> TreeNode | None:
-        """Of the oldest leaves of each class, the one with the lowest rate of use."""
-        victim, lowest = None, 0.0
-        for num_uses, queue in enumerate(self._queues):
-            oldest = queue.oldest()
-            if oldest is None:
-                continue
-            rate = self.rate(num_uses, oldest.last_access, now)
-            if victim is None or rate < lowest:
-                victim, lowest = oldest, rate
-        return victim
+        """The first leaf by the favourite's order that it does not keep itself, or else the first."""
+        leaf = self._first(self._queues, now)
+        if self._shadows.favourite == ADAPTIVE:
+            return leaf
+        while leaf is not None and self._shadows.favours(_last_hash(leaf)):
+            self._keep(leaf)
+            leaf = self._first(self._queues, now)
+        return leaf or self._first(self._kept, now)
+
+    def _first(self, queues: list[EvictionQueue[TreeNode]], now: int) -> TreeNode | None:
+        """The leaf that goes first by the favourite's order."""
+        heads = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
+        if self._shadows.favourite == ADAPTIVE:
+            return min(
+                heads,
+                key=lambda leaf: self.rate(leaf.num_uses, leaf.last_access, now),
+                default=None,
+            )
+        if self._shadows.favourite == LRU:
+            return min(heads, key=lambda leaf: (leaf.last_access, leaf.node_id), default=None)
+        return heads[0] if heads else None
+
+    def _keep(self, leaf: TreeNode) -> None:
+        super().discard(leaf)
+        self._kept[leaf.num_uses].add(leaf)
+        self._kept_by_hash[_last_hash(leaf)] = leaf
+
+    def _release(self, leaf: TreeNode) -> None:
+        """The favourite keeps the leaf no more, if it did."""
+        if leaf in self._kept[leaf.num_uses]:
+            self._kept[leaf.num_uses].discard(leaf)
+            self._kept_by_hash.pop(_last_hash(leaf), None)
+
+    def _show(self, node: TreeNode, now: int) -> None:
+        """The shadows see a use; the favourite's leaves, and who that is, may change."""
+        favourite = self._shadows.favourite
+        gone = self._shadows.use(node.page_hashes, now).tolist()
+        if not self._kept_by_hash:
+            return
+        changed = favourite != self._shadows.favourite
+        for page_hash in list(self._kept_by_hash) if changed else gone:
+            leaf = self._kept_by_hash.get(page_hash)
+            if leaf is not None:
+                self.add(leaf)
 
     def rate(self, num_uses: int, last_access: int, now: int) -> float:
         """The share of such pages that was used again, by age."""
@@ -70,6 +125,7 @@ class AdaptivePolicy(EvictionPolicy):
     def begin(self, node: TreeNode) -> list[UseRun]:
         """Recall which of the pages were here before."""
         node.page_hashes = self._hasher.hashes(node.key, _hash_before(node))
+        self._show(node, node.last_access)
         pages = self._ghosts.recall(node.page_hashes)
         if pages is None:
             return [UseRun(len(node.key), 0)]
@@ -92,6 +148,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def use(self, node: TreeNode, now: int) -> None:
         """Count what is used again; the node is in the next class."""
+        self._show(node, now)
         self._num_reused[node.num_uses] += len(node.page_hashes)
         if node.num_uses < NUM_CLASSES - 1:
             self.discard(node)
@@ -110,6 +167,8 @@ class AdaptivePolicy(EvictionPolicy):
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
         """Count what leaves, and remember it."""
+        if keep_tokens and leaf in self._kept[leaf.num_uses]:
+            self.add(leaf)  # the favourite may not keep its new end
         keep = keep_tokens // self._page_size
         gone = leaf.page_hashes[keep:]
         self._ghosts.remember(gone, leaf.num_uses, leaf.last_access, now)
@@ -125,8 +184,17 @@ class AdaptivePolicy(EvictionPolicy):
     def clear(self) -> None:
         """Forget members, ghosts and counts."""
         super().clear()
+        for queue in self._kept:
+            queue.clear()
+        self._kept_by_hash.clear()
         self._ghosts.clear()
+        self._shadows.clear()
         self._forget_counts()
+
+
+def _last_hash(node: TreeNode) -> int:
+    """The hash of the prefix that ends with the edge, as the shadows call it."""
+    return int(node.page_hashes.view(np.int64)[-1])
 
 
 def _hash_before(node: TreeNode) -> int:

@@ -90,33 +90,41 @@ class Admission:
         )
         for each in rooms:
             _renew(offer, each)
-        preemptible = [room.preemptible for room in rooms] if any(may_preempt) else []
+        while self._start_some(rooms, offer, step):
+            pass
+
+    def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
+        """Start what the queue offers, in its order, up to the first that preempts others: then
+        more may fit than before. Whether one did."""
+        threshold = self.args.priority_scheduling_preemption_threshold
+        preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
         num_put_off = num_failed = 0
         for request in self._waiting.candidates(offer, step, preemptible, threshold):
             if self._tenants.is_full[request.tenant]:
                 continue
             chosen = self._choose(rooms, request, step)
             room: RankRoom | None = None
-            if chosen is None:
-                room = self._preempt_for(rooms, request, threshold) if preemptible else None
-                if room is None and self._waiting.is_due(request):
-                    room = self._hold_for(rooms, request)
-                num_failed += room is None
-                if num_failed == MAX_FAILED_PREEMPTIONS:
-                    return
-            elif chosen.fits and chosen.leader is None:
+            if chosen is not None:
                 room = rooms[chosen.dp_rank]
-                self._start(room, request)
+                if chosen.fits and chosen.leader is None:
+                    self._start(room, request)
+                else:
+                    self._put_off(room, request, chosen)
+                    num_put_off += 1
+            elif preemptible and (preempting := self._preempt_for(rooms, request, threshold)):
+                _renew(offer, preempting)
+                return True
+            elif self._waiting.is_due(request):
+                room = self._hold_for(rooms, request)
             else:
-                room = rooms[chosen.dp_rank]
-                self._put_off(room, request, chosen)
-                num_put_off += 1
-                if num_put_off == MAX_PUT_OFF:
-                    return
+                num_failed += 1
             if room is not None:
                 _renew(offer, room)
-                if not preemptible and not offer.is_open.any():
-                    return
+            if not preemptible and not offer.is_open.any():
+                break
+            if num_put_off == MAX_PUT_OFF or num_failed == MAX_FAILED_PREEMPTIONS:
+                break
+        return False
 
     def _put_off(self, room: RankRoom, request: Request, chosen: Option) -> None:
         """`request` waits for a rank, or for a prefix that is computed there."""

@@ -21,7 +21,6 @@ from sgl_jax.mem_cache.release import (
     release_idle_lease,
     release_kv_cache,
     resume_lease,
-    roll_back_lease,
 )
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.row_states import resumable_len
@@ -265,9 +264,6 @@ class RankScheduler:
         """End the request in `row` well; its first `num_tokens` tokens (all) are kept."""
         request = self._leave(row, num_tokens=num_tokens)
         request.state = RequestState.FINISHED
-        if num_tokens is not None and request.kept_by is not None:
-            # What it had generated further is of no use to an idle session.
-            roll_back_lease(self.memory, request.kept_by, len(request.tokens))
         self._bound_sessions()
         return request
 
@@ -284,9 +280,6 @@ class RankScheduler:
             kept = None
         self._leave(row, insert=insert, num_tokens=kept)
         request.state = RequestState.FINISHED
-        if request.kept_by is not None:
-            # What the turn had reserved is of no use to an idle session.
-            roll_back_lease(self.memory, request.kept_by, request.kept_len)
         self._bound_sessions()
         return request
 
@@ -334,10 +327,8 @@ class RankScheduler:
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         unsent = self._unsent_admissions.pop(row, None)
-        is_untold = unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1)
-        if is_untold or len(tokens) < request.lease.cache_protected_len:
-            # No later turn can go on with a row whose tokens the device was never told, nor
-            # where the tree owns more than the session will know (a stop found late).
+        if unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1):
+            # No later turn can go on with a row whose tokens the device was never told.
             self.memory.sessions.unbind(request.lease)
         release_kv_cache(self.memory, request.lease, tokens, insert=insert)
         request.lease = None

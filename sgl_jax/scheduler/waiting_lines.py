@@ -254,16 +254,3 @@ def pass_over(
             passed_over[line] += 1
         elif was_due and not is_before and priority[line] <= started_priority:
             passed_over[line] = 0
-
-
-@compiled("(int64, int32[::1], int64)")
-def lines_due(end: int, passed_over: Int32Array, max_passed_over: int) -> Int64Array:
-    """The lines below `end` that were passed over so often, ascending."""
-    lines = np.empty(end, np.int64)
-    count = 0
-    assert end <= len(passed_over)
-    for line in range(end):
-        if passed_over[line] >= max_passed_over:
-            lines[count] = line
-            count += 1
-    return lines[:count]

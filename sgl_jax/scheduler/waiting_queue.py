@@ -32,7 +32,6 @@ from sgl_jax.scheduler.waiting_lines import (
     Int64Array,
     drop_leaders,
     least_pages,
-    lines_due,
     most_cached,
     order_keys,
     pass_over,
@@ -358,14 +357,6 @@ class WaitingQueue:
             counts = np.searchsorted(preemptible[dp_rank].priorities, below)
             most[k] = np.where(counts > 0, preemptible[dp_rank].most_pages[counts], -1)
         return most
-
-    def due(self, limit: int | None = None) -> list[Request]:
-        """Requests that are due, oldest first, whether or not they may start: all, or the first
-        `limit`."""
-        lines = lines_due(self._end, self._passed_over, self._max_passed_over)
-        if len(lines) > 1:
-            lines = lines[np.argsort(self._arrival[lines])]
-        return [self._by_line[line] for line in lines[:limit].tolist()]
 
     @property
     def highest_priority(self) -> int | None:

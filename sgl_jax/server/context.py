@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Request
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import Asked, Reply
+from sgl_jax.core.messages import Asked, Reply, Tenant
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
@@ -25,6 +25,7 @@ from sgl_jax.server.json_body import JsonBodies
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.openai_protocol import ChatRequest
 from sgl_jax.server.responses_store import ResponseStore
+from sgl_jax.server.tenants import tenant_of
 from sgl_jax.server.text_pool import Ids, TextPool
 from sgl_jax.server.tool_protocol import NamedTool
 from sgl_jax.text.answer_parser import AnswerParser, choose_parser
@@ -150,16 +151,17 @@ class ServerContext:
         return frozenset(self.frontend.tokenizer.special_ids_of(marks).values())
 
     async def encode_prompts(
-        self, request: Request, prompts: Sequence[str | list[int]]
+        self, request: Request, prompts: Sequence[str | list[int]], tenant: Tenant | None
     ) -> list[list[int]]:
-        """Token ids of each prompt of `request`.
+        """Token ids of each prompt of `request`, which is `tenant`'s.
 
         Raises:
-            InvalidRequestError: a prompt is empty or too long.
-            QueueFullError: the engine has no room for so many: then nothing is tokenised.
+            InvalidRequestError: a prompt is empty or too long, or they are too many.
+            QueueFullError, TenantQueueFullError: the engine has no room for so many: then nothing
+                is tokenised.
             ApiError: it took too long, or the client went away.
         """
-        self.frontend.check_room(len(prompts))
+        self.frontend.check_room(len(prompts), tenant)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             self.frontend.checks.check_text(text)
@@ -197,7 +199,7 @@ class ServerContext:
         tools = [tool.model_dump(exclude_none=True) for tool in body.told_tools]
         told = msgspec.json.encode(tools or None)
         num_chars = sum(message.num_chars for message in body.messages) + len(told)
-        self.frontend.check_room(1)
+        self.frontend.check_room(1, tenant_of(request, body.user))
         self.frontend.checks.check_length(num_chars)
         job = EncodeChat(
             msgspec.json.encode(messages),

@@ -794,10 +794,16 @@ MUTATIONS = (
         "kept = 10**6 if request.kept_by is not None else None",
     ),
     Mutation(
-        "keep the tail of an aborted turn",
-        _RANK,
-        "            roll_back_lease(self.memory, request.kept_by, request.kept_len)\n",
-        "            pass\n",
+        "keep the tail of a turn that has ended",
+        _RELEASE,
+        "    _cut(memory, lease, length)\n    let_go_windows(",
+        "    let_go_windows(",
+    ),
+    Mutation(
+        "let an idle session hold what its windows have passed",
+        _RELEASE,
+        "    let_go_windows(memory.rows, [memory], np.array([lease.row]), np.array([length]))\n",
+        "",
     ),
     Mutation(
         "keep a session's lease though the device failed",
@@ -808,8 +814,8 @@ MUTATIONS = (
     Mutation(
         "keep a row whose tokens the device was never told",
         _RANK,
-        "is_untold = unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1)",
-        "is_untold = False",
+        "if unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1):",
+        "if False:",
     ),
     Mutation(
         "tell the device only the last tokens of a new row",
@@ -996,9 +1002,9 @@ MUTATIONS = (
     ),
     Mutation(
         "keep what was generated past a stop string",
-        _RANK,
-        "            roll_back_lease(self.memory, request.kept_by, len(request.tokens))\n",
-        "            pass\n",
+        _RELEASE,
+        "    length = resumable_len(memory, lease, num_tokens)\n    if length < 1:\n        mem",
+        "    length = lease.kv_committed_len\n    if length < 1:\n        mem",
     ),
     Mutation(
         "tell the prompt of a turn twice",
@@ -1035,8 +1041,8 @@ MUTATIONS = (
     Mutation(
         "keep a session's lease without a count of what it published at its end",
         _RELEASE,
-        "            memory.lock(added)\n",
-        "",
+        "    memory.lock(added)\n    memory.s",
+        "    memory.s",
     ),
     Mutation(
         "evict a session that goes on to be counted as idle",
@@ -2123,7 +2129,7 @@ MUTATIONS = (
     Mutation(
         "states: keep the states past what a turn knows",
         _RELEASE,
-        "            forget_states_past(memory, lease, lease.kv_committed_len)\n",
+        "    forget_states_past(memory, lease, length)\n",
         "",
     ),
     Mutation(

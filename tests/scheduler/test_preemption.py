@@ -6,6 +6,7 @@ from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.request import RequestState
 from sgl_jax.scheduler.wait_reason import WaitReason
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.liveness import due_of
 
 
 def make_driver(*, num_running: int = 8, **sizes: int) -> Driver:
@@ -190,7 +191,7 @@ def test_what_is_due_is_held_for_against_its_own_priority_alone() -> None:
         ask(driver, f"passes {i}", 1, priority=0)
     for _ in range(6):
         driver.step()
-    assert [request.rid for request in driver.scheduler._waiting.due()] == ["due"]
+    assert [request.rid for request in due_of(driver.scheduler._waiting)] == ["due"]
     ask(driver, "as low", 1, priority=0)
     ask(driver, "high", 2, priority=1)
     driver.step()

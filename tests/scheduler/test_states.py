@@ -17,9 +17,9 @@ PAGE = 4
 HYBRID = (*FULL_ATTENTION, CacheGroup(LAST_VALUE, 1, is_recurrent=True))
 
 
-def make_driver(num_snapshots=40, multiple=4, **sizes):
+def make_driver(num_snapshots=40, multiple=4, args=None, **sizes):
     states = (num_snapshots, multiple, 1)
-    return Driver(make_sizes(page_size=PAGE, groups=HYBRID, states=states, **sizes))
+    return Driver(make_sizes(page_size=PAGE, groups=HYBRID, states=states, **sizes), args)
 
 
 def numbers(seed, count):
@@ -114,6 +114,28 @@ def test_a_turn_goes_on_where_a_stop_amid_accepted_drafts_was():
         driver.submit(generate("b", numbers(2, 3), 4, session=turn), prompt + driver.tokens["a"])
         driver.run()
         driver.check_tokens("b")
+
+
+@pytest.mark.parametrize("num_unread", [1, 2])
+@pytest.mark.parametrize("max_draft_tokens", [1, 4])
+def test_a_session_keeps_no_more_than_its_next_turn_goes_on_with(num_unread, max_draft_tokens):
+    """Two unread steps have overwritten both halves of a row that stopped amid accepted drafts."""
+    prompt = numbers(1, 9)
+    args = SchedulerArgs(disable_radix_cache=True, session_memory_fraction=1.0)
+    num_kept = []
+    for stop in range(50):
+        driver = make_driver(max_draft_tokens=max_draft_tokens, args=args)
+        driver.max_unread = num_unread
+        assert driver.session(OpenSession(rid="", session_id="s", streaming=True)).ok
+        turn = SessionTurn(id="s")
+        driver.submit(generate("a", prompt, 40, session=turn, stop_token_ids=(stop,)))
+        driver.run()
+        lease = driver.scheduler.ranks[0].memory.sessions.idle_lease("s")
+        num_kept.append(0 if lease is None else lease.kv_committed_len)
+        driver.submit(generate("b", numbers(2, 3), 4, session=turn), prompt + driver.tokens["a"])
+        driver.run()
+        assert driver.cached["b"] == num_kept[-1]
+    assert max(num_kept) > len(prompt)
 
 
 def test_a_retracted_request_goes_on_from_its_last_whole_page():

@@ -15,6 +15,7 @@ from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import NO_FLOOR
 from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, Offer, WaitingQueue
 from tests.scheduler.driver import make_sizes
+from tests.scheduler.liveness import due_of
 
 STEM = list(range(32))
 
@@ -125,7 +126,7 @@ def test_a_stream_of_better_requests_does_not_starve_another() -> None:
         first = queue.order()[0]
         if first == 0:
             assert arrival == MAX_PASSED_OVER + 2
-            assert queue.waiting.due() == [oldest]
+            assert due_of(queue.waiting) == [oldest]
             return
         (request,) = (r for r in queue.waiting if r.arrival == first)
         queue.waiting.started(request, 0)
@@ -139,7 +140,7 @@ def test_requests_of_a_higher_priority_pass_over_none(priority: int) -> None:
     queue.add(0)
     for arrival in range(1, 2 * MAX_PASSED_OVER):
         queue.waiting.started(queue.add(arrival, priority=priority), 0)
-    assert queue.waiting.due() == []
+    assert due_of(queue.waiting) == []
 
 
 def test_a_floor_leaves_out_its_own_priority_and_lower_ones() -> None:
@@ -220,11 +221,11 @@ def test_a_request_is_passed_over_by_younger_ones_alone() -> None:
     queue = Queue()
     queue.add(10_000)
     pass_over(queue, range(2 * MAX_PASSED_OVER))
-    assert queue.waiting.due() == []
+    assert due_of(queue.waiting) == []
     pass_over(queue, range(10_001, 10_001 + MAX_PASSED_OVER - 1))
-    assert queue.waiting.due() == []
+    assert due_of(queue.waiting) == []
     pass_over(queue, range(20_000, 20_001))
-    assert [request.arrival for request in queue.waiting.due()] == [10_000]
+    assert [request.arrival for request in due_of(queue.waiting)] == [10_000]
 
 
 def test_what_starts_where_a_request_may_not_run_does_not_pass_it_over() -> None:
@@ -338,11 +339,11 @@ def test_of_many_that_were_passed_over_one_starts_and_the_others_are_passed_over
     olds = [queue.add(arrival) for arrival in range(50)]
     for arrival in range(50, 50 + MAX_PASSED_OVER):
         queue.waiting.started(queue.add(arrival, 16), 0)
-    assert queue.waiting.due() == olds
+    assert due_of(queue.waiting) == olds
     queue.waiting.started(olds[1], 0)
-    assert queue.waiting.due() == olds[:1]  # it is older: nothing that was due passes it over
+    assert due_of(queue.waiting) == olds[:1]  # it is older: nothing that was due passes it over
     queue.waiting.started(olds[0], 0)
-    assert queue.waiting.due() == []
+    assert due_of(queue.waiting) == []
     for arrival in range(500, 500 + MAX_PASSED_OVER):
         queue.waiting.started(queue.add(arrival, 16), 0)
-    assert queue.waiting.due() == olds[2:]
+    assert due_of(queue.waiting) == olds[2:]
