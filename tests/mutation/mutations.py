@@ -171,8 +171,8 @@ MUTATIONS = (
     Mutation(
         "forget what leaves when it leaves together",
         _GHOSTS,
-        "hashes, history = hashes[-self.num_ghosts :], history[-self.num_ghosts :]",
-        "hashes, history = hashes[:1], history[:1]",
+        "        place = (first_place + i) % len(ring)\n",
+        "        place = first_place\n",
     ),
     Mutation(
         "recall only what left lately",
@@ -183,8 +183,8 @@ MUTATIONS = (
     Mutation(
         "note only the last pages that left together",
         _GHOSTS,
-        "left = np.concatenate(self._unnoted)",
-        "left = self._unnoted[-1]",
+        "        last_left[hashes[i] & np.uint64(len(last_left) - 1)] = num_left\n",
+        "        last_left[hashes[-1] & np.uint64(len(last_left) - 1)] = num_left\n",
     ),
     Mutation(
         "leave what a release hands over counted as locked",
