@@ -27,6 +27,9 @@ OUTPUT_WEIGHT = 2
 MAX_TENANTS = 4096
 # Levels of counters above the lowest that are told apart.
 NUM_LEVELS = 64
+# A quantum is this part of the tokens that the KV pools hold: enough to use cached prefixes, and less
+# than what the running requests are served until they end.
+_QUANTUM_PART = 8
 NO_TENANT = 0  # the number of all requests that name none
 
 _Float64Array = NDArray[np.float64]
@@ -55,9 +58,9 @@ class Tenants:
 
     def __init__(self, sizes: EngineSizes, *, is_fair: bool) -> None:
         self.is_fair = is_fair
-        self._quantum = PROMPT_WEIGHT * sizes.max_chunk_tokens
-        # Half of the bound of the paper: what runs already may be served the other half.
         most_tokens = sizes.dp_size * (sizes.pool_pages[0] - 1) * sizes.page_size
+        self._quantum = max(PROMPT_WEIGHT * most_tokens // _QUANTUM_PART, 1)
+        # Half of the bound of the paper: what runs already may be served the other half.
         largest = PROMPT_WEIGHT * sizes.max_request_tokens
         self._max_lag = self._quantum + max(largest, OUTPUT_WEIGHT * most_tokens)
         self._numbers = {"": NO_TENANT}
