@@ -119,7 +119,8 @@ class CursorIndex:
             if rest is not None:
                 break
             cursor, parent = parent, parent.parent
-        self._measure_all()
+        if self._unmeasured:
+            self._measure_all()
 
     def take_has_moved(self) -> bool:
         """Whether the length or place of a cursor may have changed since the last call."""

@@ -100,7 +100,7 @@ class Admission:
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
         num_put_off = num_failed = 0
         for request in self._waiting.candidates(offer, step, preemptible, threshold):
-            if self._tenants.is_full[request.tenant]:
+            if not self._tenants.may_run(request.tenant):
                 continue
             chosen = self._choose(rooms, request, step)
             room: RankRoom | None = None
@@ -188,7 +188,7 @@ class Admission:
         self, request: Request, ranks: Sequence[RankScheduler], step: int
     ) -> WaitReason:
         """What `request` waits for when step number `step` is planned next."""
-        if self._tenants.is_full[request.tenant]:
+        if not self._tenants.may_run(request.tenant):
             return WaitReason("tenant")
         leader = self._waiting.leader_of(request)
         if leader is not None:

@@ -137,6 +137,11 @@ class Tenants:
 
     # -- whose turn it is ---------------------------------------------------------------------
 
+    def may_run(self, number: int) -> bool:
+        """Whether another request of a tenant may run."""
+        most = int(self._max_running[number])
+        return not most or int(self._num_requests[number] - self._num_queued[number]) < most
+
     @property
     def is_full(self) -> BoolArray:
         """By number, whether so many requests run as may."""
@@ -146,8 +151,10 @@ class Tenants:
 
     def turns(self) -> Turns | None:
         """Whose turn it is; None where shares do not count, or one tenant alone waits."""
+        if not self.is_fair or len(self._numbers) == 1:
+            return None
         waiting = np.flatnonzero(self._num_queued)
-        if not self.is_fair or len(self._numbers) == 1 or not len(waiting):
+        if not len(waiting):
             return None
         size = len(self._served)
         level = np.zeros(size, np.int64)

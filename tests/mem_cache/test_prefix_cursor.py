@@ -257,6 +257,12 @@ def test_a_cursor_of_one_namespace_stays_where_it_is_when_another_publishes() ->
     assert cursor.length == 12
 
 
+def test_the_next_key_of_prompts_that_begin_alike_is_of_their_namespace() -> None:
+    memory = make_memory("lru")
+    first, _ = (memory.cache.cursors.follow(path(1, last), "red") for last in (2, 3))
+    assert first.next_key == memory.cache.next_key(None, path(1), "red")
+
+
 def test_prompts_that_are_alike_but_for_a_part_of_a_page_share_a_cursor() -> None:
     cursors = make_memory("lru").cache.cursors
     first = cursors.follow(path(1, 2), "")
