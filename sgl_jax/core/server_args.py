@@ -313,7 +313,13 @@ class ServerArgs(SchedulerArgs):
     )
 
     # Start-up
-    skip_warmup: bool = setting(False, "compile on first use instead of before ready")
+    warmup: str = setting(
+        "auto",
+        "programs compiled before ready: all of them; plain: those of structured output follow in "
+        "the background; none: each in the step that needs it first; auto is all on CPU, else "
+        "plain",
+        ("auto", "all", "plain", "none"),
+    )
     compilation_cache_dir: str | None = setting(
         None, "default: a private folder of this user; 'none' switches it off"
     )

@@ -27,7 +27,9 @@ from sgl_jax.core.step_plan import (
     RankPlan,
     RankResult,
     StepPlan,
+    mask_words,
 )
+from sgl_jax.executor.background import BackgroundCompilation
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
@@ -36,7 +38,7 @@ from sgl_jax.executor.first_token import check_first_token, first_token_plan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_pool_pages
 from sgl_jax.executor.profiler import Profiler
-from sgl_jax.executor.programs import ComputeProgram, DrawProgram, Programs
+from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
 from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
 from sgl_jax.executor.state_slots import make_row_states
@@ -102,8 +104,9 @@ class ModelExecutor(Executor):
         self._programs = Programs(
             placed.graphdef, params, self._state, self._row_params, self.sizes, self._mesh
         )
-        self._skip_warmup = args.skip_warmup
+        self._warmup = args.warmup
         self._watch = CompileWatch()
+        self._background: BackgroundCompilation | None = None
         self.profiler = Profiler()
         self._in_flight: deque[LaunchedStep] = deque()
         self._page_tables = PageTables(self.sizes)
@@ -121,26 +124,52 @@ class ModelExecutor(Executor):
             **self.sizes._asdict(),
         }
 
-    @property
-    def num_compiles_after_ready(self) -> int:
-        """Compilations since `warm_up` ended: each is a defect. Not counted without warm-up."""
-        return self._watch.num_compiles
+    def compile_counts(self) -> dict[str, int]:
+        """Compilations until `warm_up` ended, beside the loop since then, and in it: each of these
+        is a defect. Without warm-up nothing is counted."""
+        return {
+            "compiles_at_start": self._watch.num_at_start,
+            "compiles_in_background": self._watch.num_beside_loop,
+            "compiles_after_ready": self._watch.num_in_loop,
+        }
 
     def warm_up(self) -> None:
-        """Compile every program and run each once, on nothing but the null row and page; then draw
-        a token. Raises ValueError if the model's logits are not finite."""
-        if self._skip_warmup:
-            logger.warning("warm-up skipped: the first step of each shape will compile")
+        """Compile the programs that `--warmup` names and run each once, on nothing but the null
+        row and page; then draw a token. Raises ValueError if the model's logits are not finite."""
+        if self._warmup == "none":
+            logger.warning("no warm-up: the first step of each shape will compile")
             return
-        self._programs.compile_all(self._buckets.all)
+        masked = self._warmup == "all"
+        self._programs.compile_all(self._buckets.all, masked=masked)
         self._write(empty_piece(self.sizes.dp_size))
-        idle = StepPlan(step_id=0, ranks=(_idle_rank(),) * self.sizes.dp_size)
+        ranks = (_idle_rank(),) * self.sizes.dp_size
+        shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
+        no_masks = [np.zeros(shape, np.int32) for _ in ranks]
         for bucket in self._buckets.all:
-            self._run(bucket, idle)
+            self._run(bucket, StepPlan(0, ranks))
+            if masked:
+                self._draw(self._run(bucket, StepPlan(0, ranks, is_masked=True)), no_masks)
         first = self.result(self.launch(first_token_plan(self.sizes)))
         check_first_token(first, self.sizes.vocab_size, self.info["model_path"])
         self.reset()
         self._watch.arm()
+
+    def start_background(self) -> bool:
+        """Compile beside the loop, from now on, what `warm_up` left; False if that is nothing.
+
+        If True, no masked step may be launched before `background_end` returns a text.
+        """
+        if self._warmup != "plain":
+            return False
+        jobs = [partial(self._programs.halves, bucket) for bucket in self._buckets.all]
+        self._background = BackgroundCompilation(jobs, self._watch)
+        return True
+
+    def background_end(self) -> str | None:
+        """How that ended: "" if all programs are there, else why not; None while it runs."""
+        if self._background is None or not self._background.is_done:
+            return None
+        return self._background.error or ""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step and return while it runs.
@@ -165,6 +194,10 @@ class ModelExecutor(Executor):
         """
         if not self._in_flight or self._in_flight[-1] is not handle or handle.computed is None:
             raise RuntimeError(f"step {handle.plan.step_id} does not wait for masks")
+        self._draw(handle, masks)
+
+    def _draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
+        assert handle.computed is not None
         assert handle.given is not None
         _, draw = self._programs.halves(handle.bucket)
         self._state, handle.output = draw(
@@ -287,6 +320,8 @@ class ModelExecutor(Executor):
     def close(self) -> None:
         """Wait for what is in flight and let go of the devices' memory. Cannot be used again."""
         self._watch.disarm()
+        if self._background is not None:
+            self._background.close()
         self._in_flight.clear()
         jax.block_until_ready(self._state)
         del self._state, self._row_params, self._weights, self._programs
@@ -298,17 +333,9 @@ class ModelExecutor(Executor):
         if not plan.is_masked:
             self._state, output = self._programs.step(bucket)(*arguments)
             return LaunchedStep(plan, bucket, layout, output)
-        compute, _ = self._halves(bucket)
+        compute, _ = self._programs.halves(bucket)
         self._state, computed = compute(*arguments)
         return LaunchedStep(plan, bucket, layout, None, computed, step_input)
-
-    def _halves(self, bucket: Bucket) -> tuple[ComputeProgram, DrawProgram]:
-        """The programs of masked steps, which are compiled when the first such step comes: most
-        servers see none, and they would take as long as all others."""
-        if not self._programs.has_halves(bucket):
-            logger.info("compiling steps of %d tokens for structured output", bucket.tokens)
-        with self._watch.paused():
-            return self._programs.halves(bucket)
 
     def _write(self, piece: Int32Array) -> None:
         state = self._state

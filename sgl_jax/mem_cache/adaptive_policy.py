@@ -83,7 +83,11 @@ class AdaptivePolicy(EvictionPolicy):
         """The leaf that goes first by the favourite's order."""
         heads = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
         if self._shadows.favourite == ADAPTIVE:
-            return min(heads, key=lambda leaf: self.rate(leaf.num_uses, leaf.last_access, now), default=None)
+            return min(
+                heads,
+                key=lambda leaf: self.rate(leaf.num_uses, leaf.last_access, now),
+                default=None,
+            )
         if self._shadows.favourite == LRU:
             return min(heads, key=lambda leaf: (leaf.last_access, leaf.node_id), default=None)
         return heads[0] if heads else None

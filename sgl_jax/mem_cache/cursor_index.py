@@ -81,7 +81,7 @@ class CursorIndex:
         self.columns = CursorColumns()
         self._has_moved = False
         # Of no tokens, in all namespaces; the key of a stem behind it says which.
-        self._first = PrefixCursor(self._key_at, self.columns.take(), None, root.key, "")
+        self._first = PrefixCursor(self._key_at, self.columns.take(), None, b"", root.key, "")
         self._file(self._first, root, 0)
         self._measure_all()
 
@@ -104,7 +104,7 @@ class CursorIndex:
                 cursor = self._add(cursor, key, tokens, namespace, below)
                 break
             end = cursor.end + self._num_common(child.tokens[cursor.end :], tokens[cursor.end :])
-            cursor = child if end == child.end else self._part(child, key, end)
+            cursor = child if end == child.end else self._part(child, end)
         cursor.num_followers += 1
         self._measure_all()
         return cursor
@@ -217,7 +217,7 @@ class CursorIndex:
         below: TreeNode | None,
     ) -> PrefixCursor:
         """A new stem behind `parent`, which has none that begins so."""
-        cursor = PrefixCursor(self._key_at, self.columns.take(), parent, tokens, namespace)
+        cursor = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
         parent.children[key] = cursor
         self.columns.above[cursor.number] = parent.number
         if parent.at is None or parent.reached < parent.end:
@@ -234,15 +234,15 @@ class CursorIndex:
             self._file(cursor, path[-1].node, start + matched)
         return cursor
 
-    def _part(self, lower: PrefixCursor, key: bytes, end: int) -> PrefixCursor:
-        """A new stem ends within that of `lower`, which has `key` and continues it from now on."""
-        parent = lower.parent
+    def _part(self, lower: PrefixCursor, end: int) -> PrefixCursor:
+        """A new stem ends within that of `lower`, which continues it from now on."""
+        parent, key = lower.parent, lower.key
         assert parent is not None
         tokens, namespace = lower.tokens[:end], lower.namespace
-        upper = PrefixCursor(self._key_at, self.columns.take(), parent, tokens, namespace)
+        upper = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
         parent.children[key] = upper
-        upper.children[self._key_at(end, lower.tokens[end:], namespace)] = lower
-        lower.parent = upper
+        lower.parent, lower.key = upper, self._key_at(end, lower.tokens[end:], namespace)
+        upper.children[lower.key] = lower
         self.columns.above[upper.number] = parent.number
         node = lower.at
         if node is None:
@@ -259,11 +259,11 @@ class CursorIndex:
         self, cursor: PrefixCursor, parent: PrefixCursor, rest: PrefixCursor | None
     ) -> None:
         """No prompt ends at a stem any more, and `rest` at most goes on from it."""
-        key = self._key_at(parent.end, cursor.tokens[parent.end :], cursor.namespace)
         if rest is None:
-            del parent.children[key]
+            del parent.children[cursor.key]
         else:
-            parent.children[key], rest.parent = rest, parent
+            rest.parent, rest.key = parent, cursor.key
+            parent.children[rest.key] = rest
             if rest.at is None:
                 self.columns.above[rest.number] = parent.number
                 if cursor.at is not None:

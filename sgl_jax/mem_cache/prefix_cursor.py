@@ -32,8 +32,8 @@ class PrefixCursor:
     """
 
     __slots__ = (
-        *("_key_at", "at", "children", "end", "namespace", "num_followers", "number", "parent"),
-        *("reached", "tokens", "usable", "watched"),
+        *("_key_at", "at", "children", "end", "key", "namespace", "num_followers", "number"),
+        *("parent", "reached", "tokens", "usable", "watched"),
     )
 
     def __init__(
@@ -41,12 +41,14 @@ class PrefixCursor:
         key_at: KeyAt,
         number: int,
         parent: "PrefixCursor | None",
+        key: bytes,
         tokens: Int32Array,
         namespace: str,
     ) -> None:
         self._key_at = key_at
         self.number = number
         self.parent = parent
+        self.key = key  # in the children of `parent`
         self.tokens = tokens
         self.namespace = namespace
         self.end = len(tokens)
@@ -91,9 +93,12 @@ class PrefixCursor:
     @property
     def next_key(self) -> bytes | None:
         """The key of the child of `node` that would continue the walk, if one can."""
-        matched = self.matched
-        if matched < self.node.end or matched == self.end:
+        live = self.live
+        matched = live.reached
+        if live.at is None or matched < live.at.end or matched == self.end:
             return None
+        if matched == self.start:
+            return self.key
         return self._key_at(matched, self.tokens[matched:], self.namespace)
 
     def stems(self) -> "Iterator[PrefixCursor]":

@@ -171,9 +171,7 @@ def _unlink(page: int, shadow: int, pages: Int64Array, queues: Int64Array) -> No
 
 
 @compiled("(int64, int64, int64, int64[:, ::1], int64[:, :, ::1])")
-def _append(
-    page: int, shadow: int, num_uses: int, pages: Int64Array, queues: Int64Array
-) -> None:
+def _append(page: int, shadow: int, num_uses: int, pages: Int64Array, queues: Int64Array) -> None:
     """Make the page the youngest of a class."""
     queue = queues[shadow, num_uses]
     older = queue[1]

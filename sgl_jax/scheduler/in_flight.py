@@ -11,7 +11,7 @@ of a step: a step that computes less is over sooner. A request whose prompt the 
 complete gets its first token no later by the wait.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from sgl_jax.core.step_plan import Int32Array
@@ -38,10 +38,18 @@ class InFlight:
         rank: with the running requests.
         rows: of those, oldest first.
         chunk_size: prompt tokens of a step.
+        num_tokens_left: those that the step has left for a request of a priority.
     """
 
-    def __init__(self, rank: RankScheduler, rows: Sequence[int], chunk_size: int) -> None:
+    def __init__(
+        self,
+        rank: RankScheduler,
+        rows: Sequence[int],
+        chunk_size: int,
+        num_tokens_left: Callable[[int], int],
+    ) -> None:
         self._rank = rank
+        self._num_tokens_left = num_tokens_left
         self._page_size = rank.memory.page_size
         self._step_price = chunk_size // _STEP_PRICE_PART
         # By the tree's node where the row's published part ends, and the key of what comes next.
@@ -80,16 +88,13 @@ class InFlight:
         if len(page) == self._page_size:
             self._branches[other, shared, page.tobytes()] = row
 
-    def leader(
-        self, request: Request, cursor: PrefixCursor, num_read: int, num_left: int
-    ) -> Leader | None:
+    def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
         """The row computing more of `request`'s tokens than can be read now, if worth the wait.
 
         Args:
             request: waiting.
             cursor: of its tokens on the rank's tree.
             num_read: tokens that it would not compute if it started now.
-            num_left: prompt tokens that the step has room for.
         """
         memory, tokens = self._rank.memory, request.matchable()
         if not memory.can_keep_state:
@@ -106,6 +111,7 @@ class InFlight:
             # Tokens that the row has published come no nearer to being read by a wait.
             if length <= node.end or num_saved <= 0:
                 continue
+            num_left = self._num_tokens_left(request.priority)
             num_starts = -(-num_left // (len(request.tokens) - num_read))
             num_alike = memory.cache.cursors.num_awaiting(node, key, num_starts)
             if num_alike * num_saved >= min(num_left, self._step_price):

@@ -1,15 +1,16 @@
 """Decides what every rank computes in each step, and what the results mean.
 
 The scheduler is a function of its event stream: messages (`submit`, `abort`, `stop`, `flush`,
-`pause`, `resume`), the time (`tick`), planned steps (`plan`) and results (`apply_result`). It reads
-no clock and draws nothing at random, so several hosts can run it in lockstep and a run can be
-replayed.
+`pause`, `resume`), programs of the device (`await_programs`, `programs_ready`), the time (`tick`),
+planned steps (`plan`) and results (`apply_result`). It reads no clock and draws nothing at random,
+so several hosts can run it in lockstep and a run can be replayed.
 
 The caller launches what `plan` returns, and may plan and launch the next step before it applies
 the result of the last: input tokens come from the device, so nothing waits for the host.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -34,6 +35,7 @@ from sgl_jax.scheduler.apply_result import apply_result
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.program_gate import ProgramGate
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState, max_request_len
@@ -80,6 +82,7 @@ class Scheduler:
             self._all_ranks.tenants,
             max_passed_over,
         )
+        self._gate = ProgramGate()
         self._deadlines = Deadlines(args.waiting_timeout, args.request_timeout)
         self._forced_retract = ForcedRetract(args)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
@@ -119,6 +122,9 @@ class Scheduler:
         if not self._all_ranks.tenants.may_queue(message.tenant):
             self.refuse(message, _too_many_queued(message), 429, "tenant_queue_full")
             return
+        if self._gate.error and message.sampling.grammar is not None:
+            self.refuse(message, self._gate.error, 500)
+            return
         try:
             request = self._make_request(message)
         except InvalidRequestError as error:
@@ -132,7 +138,10 @@ class Scheduler:
         request.tenant = self._all_ranks.tenants.enter(message.tenant)
         self._requests[request.rid] = request
         self._deadlines.add(request.rid)
-        self._waiting.add(request)
+        if self._gate.holds(request):
+            self._all_ranks.tenants.queue(request.tenant, 1)
+        else:
+            self._waiting.add(request)
 
     def refuse(
         self,
@@ -163,6 +172,19 @@ class Scheduler:
         request = self._requests.get(rid)
         if request is not None:
             request.expected = (first, tokens)
+
+    def await_programs(self) -> None:
+        """The programs of steps with a grammar are being compiled: such requests wait."""
+        self._gate.close()
+
+    def programs_ready(self, error: str) -> None:
+        """They are compiled, or cannot be: then `error` says why, and such requests end with it."""
+        for request in self._gate.open(error):
+            if error:
+                self._end(request, FinishReason("abort", message=error, status_code=500))
+            else:
+                self._leave_gate(request)
+                self._waiting.add(request)
 
     def stop(self, message: StopRequest) -> None:
         """The front found a stop string: keep that many output tokens, forget the rest."""
@@ -278,19 +300,21 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without memory."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._gate)
 
     def num_waiting_for(self, dp_rank: int) -> int:
         """Waiting requests that can run on no other rank than this."""
         if self.sizes.dp_size == 1:
-            return len(self._waiting)
-        return sum(request.message.dp_rank == dp_rank for request in self._waiting)
+            return self.num_waiting
+        waiting = chain(self._waiting, self._gate)
+        return sum(request.message.dp_rank == dp_rank for request in waiting)
 
     def count_waiting(self) -> dict[WaitKind, int]:
         """How many requests wait for what, since the last step was planned; see `WaitReason`."""
         if self.is_paused:
-            return {"paused": len(self._waiting)}
-        return self._admission.count_waiting(self.ranks, self._steps)
+            return {"paused": self.num_waiting}
+        counts = self._admission.count_waiting(self.ranks, self._steps)
+        return counts | {"program": len(self._gate)}
 
     def why_waiting(self, rid: str) -> WaitReason:
         """What a waiting request waits for. Raises KeyError if it does not wait."""
@@ -299,6 +323,8 @@ class Scheduler:
             raise KeyError(f"{rid} does not wait")
         if self.is_paused:
             return WaitReason("paused")
+        if request in self._gate:
+            return WaitReason("program")
         reason = self._admission.why_waiting(request, self.ranks, self._steps)
         if reason.kind == "step" and not self._forced_retract.may_start(self.ranks):
             return WaitReason("paused")
@@ -317,7 +343,7 @@ class Scheduler:
     @property
     def is_resting(self) -> bool:
         """Whether no step can be planned before something else happens."""
-        return self.is_paused or self.is_idle
+        return self.is_paused or len(self._requests) == len(self._gate)
 
     def plan(self) -> StepPlan | None:
         """The next step, its memory taken and its lengths committed; None if nothing can run.
@@ -442,6 +468,10 @@ class Scheduler:
         self._sessions.begin_turn(session, message, prompt)
         return Request(message, self._arrivals, max_len, prompt=prompt, session=session)
 
+    def _leave_gate(self, request: Request) -> None:
+        self._gate.remove(request)
+        self._all_ranks.tenants.queue(request.tenant, -1)
+
     def _age(self) -> int:
         """The intervals of ageing that have passed. A request that arrived so much earlier than
         another counts as so much more important, while it waits as well as while it runs."""
@@ -507,7 +537,9 @@ class Scheduler:
         self._finished += 1
         self._all_ranks.tenants.leave(request.tenant)
         self._deadlines.forget(request.rid)
-        if request.state is RequestState.WAITING:
+        if request in self._gate:
+            self._leave_gate(request)
+        elif request.state is RequestState.WAITING:
             self._waiting.remove(request)
         self._sessions.end_turn(request, succeeded=succeeded)
 

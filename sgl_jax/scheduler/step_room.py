@@ -118,9 +118,9 @@ class RankRoom:
             return None
         if self._in_flight is None:
             rows = self._builder.prefilling_rows()
-            self._in_flight = InFlight(self.rank, rows, self.chunk_size)
-        num_left = self._builder.num_tokens_left(request.priority)
-        return self._in_flight.leader(request, cursor, num_read, num_left)
+            left = self._builder.num_tokens_left
+            self._in_flight = InFlight(self.rank, rows, self.chunk_size, left)
+        return self._in_flight.leader(request, cursor, num_read)
 
     def hold(self, priority: int) -> None:
         """No more requests of this priority or a lower one start here in this step."""

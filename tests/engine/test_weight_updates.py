@@ -63,7 +63,7 @@ def start(folder: Path) -> EngineCore:
             max_total_tokens=256,
             max_running_requests=4,
             chunked_prefill_size=16,
-            skip_warmup=True,
+            warmup="none",
             check_memory="busy",
         )
     )
@@ -153,7 +153,7 @@ def test_it_answers_as_one_started_on_these_weights(
     assert reply(channel).data["success"]
     (changed,) = (m.info for m in channel.sent if isinstance(m, EngineChanged))
     assert changed["model_path"] == str(folders[1])
-    assert core.executor.num_compiles_after_ready == 0
+    assert core.executor.compile_counts()["compiles_after_ready"] == 0
 
 
 @pytest.mark.parametrize("flush_cache", [True, False])

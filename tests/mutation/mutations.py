@@ -171,8 +171,8 @@ MUTATIONS = (
     Mutation(
         "forget what leaves when it leaves together",
         _GHOSTS,
-        "hashes, history = hashes[-self.num_ghosts :], history[-self.num_ghosts :]",
-        "hashes, history = hashes[:1], history[:1]",
+        "        place = (first_place + i) % len(ring)\n",
+        "        place = first_place\n",
     ),
     Mutation(
         "recall only what left lately",
@@ -183,8 +183,8 @@ MUTATIONS = (
     Mutation(
         "note only the last pages that left together",
         _GHOSTS,
-        "left = np.concatenate(self._unnoted)",
-        "left = self._unnoted[-1]",
+        "        last_left[hashes[i] & np.uint64(len(last_left) - 1)] = num_left\n",
+        "        last_left[hashes[-1] & np.uint64(len(last_left) - 1)] = num_left\n",
     ),
     Mutation(
         "leave what a release hands over counted as locked",
@@ -621,9 +621,9 @@ MUTATIONS = (
     ),
     Mutation(
         "let every row score as much as a step may",
-        _PLANNER,
-        "self._score_budget -= max(committed + count - score_start, 0)",
-        "self._score_budget -= 0",
+        "sgl_jax/scheduler/step_builder.py",
+        "self._num_scored_left -= max(committed + count - score_start, 0)",
+        "self._num_scored_left -= 0",
     ),
     Mutation(
         "report the log-probability of the first token for every accepted one",
@@ -703,8 +703,8 @@ MUTATIONS = (
     ),
     Mutation(
         "leave an aborted request in the queue",
-        _SCHEDULER,
-        "        if request.state is RequestState.WAITING:\n"
+        "sgl_jax/scheduler/scheduler.py",
+        "        elif request.state is RequestState.WAITING:\n"
         "            self._waiting.remove(request)\n",
         "",
     ),
@@ -783,9 +783,9 @@ MUTATIONS = (
     ),
     Mutation(
         "keep the session's lease over a retract",
-        _RANK,
-        "        self.memory.sessions.unbind(lease)\n        request = self._leave(row)",
-        "        request = self._leave(row)",
+        "sgl_jax/scheduler/rank_scheduler.py",
+        "        self.memory.sessions.unbind(lease)\n        request = self.running.request(row)\n",
+        "        request = self.running.request(row)\n",
     ),
     Mutation(
         "keep all of an aborted turn",
@@ -837,9 +837,9 @@ MUTATIONS = (
     ),
     Mutation(
         "evict sessions for a request that does not fit even so",
-        _ROOM,
-        "return self.is_open and self._has_pages(request, cursor)",
-        "return self.is_open",
+        "sgl_jax/scheduler/step_room.py",
+        "return is_open and self._has_pages(request, cursor)",
+        "return is_open",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -918,7 +918,7 @@ MUTATIONS = (
     Mutation(
         "let sessions keep as many tokens as they like",
         _BOOK,
-        "        self._require_room(len(message.input_ids) - num_known)\n",
+        "        self._require_room(session, len(message.input_ids) - num_known)\n",
         "",
     ),
     Mutation(
@@ -1142,14 +1142,14 @@ MUTATIONS = (
     # -- which request starts, and where
     Mutation(
         "hold no rank for a request that is due",
-        _ADMISSION,
-        "            rooms[self._holds[request.rid]].hold()\n",
+        "sgl_jax/scheduler/admission.py",
+        "        room.hold(request.priority)\n",
         "",
     ),
     Mutation(
         "choose in each step anew the rank that is held",
-        _ADMISSION,
-        "self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}",
+        "sgl_jax/scheduler/admission.py",
+        "self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}",
         "self._holds = {}",
     ),
     Mutation(
@@ -1157,18 +1157,6 @@ MUTATIONS = (
         _ADMISSION,
         "(max(room.num_short(request, cursors[r]), 0), room.num_running, r)",
         "(-room.num_short(request, cursors[r]), room.num_running, r)",
-    ),
-    Mutation(
-        "start a due request before what it waits for is there",
-        _ADMISSION,
-        "if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):",
-        "if not self._waiting.is_due(request):",
-    ),
-    Mutation(
-        "start a request that is due no more before its turn",
-        _ADMISSION,
-        "if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):",
-        "if self._waiting.leader_of(request) is not None:",
     ),
     Mutation(
         "start a request on another rank than it is pinned to",
@@ -1213,16 +1201,10 @@ MUTATIONS = (
         "in_turn",
     ),
     Mutation(
-        "start on a rank that is held for another",
-        _ROOM,
-        "        self._is_held = True\n        self.is_open = False\n",
-        "        self._is_held = True\n",
-    ),
-    Mutation(
         "start a request without a row",
-        _ROOM,
-        "self.is_open = self._has_row and not self._is_held and self._builder.can_admit",
-        "self.is_open = not self._is_held and self._builder.can_admit",
+        "sgl_jax/scheduler/step_room.py",
+        "self.is_open = self._has_row and self._builder.can_admit",
+        "self.is_open = self._builder.can_admit",
     ),
     Mutation(
         "count the room of a step once for all that start in it",
@@ -1291,66 +1273,6 @@ MUTATIONS = (
         "        if True:\n",
     ),
     # -- preemption
-    Mutation(
-        "preempt at the threshold",
-        _RANK,
-        "rows = rows[running.priority[rows] < below]",
-        "rows = rows[running.priority[rows] <= below]",
-    ),
-    Mutation(
-        "preempt for any difference of priority",
-        _ADMISSION,
-        "below = highest - self.args.priority_scheduling_preemption_threshold",
-        "below = highest",
-    ),
-    Mutation(
-        "preempt though the request then does not fit",
-        _RANK,
-        "                return victims\n        return None\n",
-        "                return victims\n        return victims\n",
-    ),
-    Mutation(
-        "preempt for a request that fits",
-        _ADMISSION,
-        "if any(rank.fits(request, cursors[rank.dp_rank]) for rank in allowed):",
-        "if False:",
-    ),
-    Mutation(
-        "preempt for a request that waits for a prefix in flight",
-        _ADMISSION,
-        "        if self._waiting.leader_of(request) is not None:\n            return []\n",
-        "",
-    ),
-    Mutation(
-        "preempt where a request may not run",
-        _ADMISSION,
-        "[rank for rank in _allowed(ranks, request) if rank.dp_rank not in held]",
-        "[rank for rank in ranks if rank.dp_rank not in held]",
-    ),
-    Mutation(
-        "preempt where the most have to go",
-        _ADMISSION,
-        "len(victims) < len(chosen)",
-        "len(victims) > len(chosen)",
-    ),
-    Mutation(
-        "preempt the fewest output tokens before the lowest priority",
-        _RANK,
-        "np.lexsort((outputs[::-1], running.priority[rows][::-1]))",
-        "np.lexsort((running.priority[rows][::-1], outputs[::-1]))",
-    ),
-    Mutation(
-        "preempt on a rank that is held for another",
-        _ADMISSION,
-        "held = {dp_rank for rid, dp_rank in self._holds.items() if rid != request.rid}",
-        "held: set[int] = set()",
-    ),
-    Mutation(
-        "preempt what was due when it started",
-        _ADMISSION,
-        "                    request.priority = AGED_PRIORITY\n",
-        "                    pass\n",
-    ),
     # -- a prefix in flight is waited for
     Mutation(
         "wait for a prompt that is scored a little at a time",
@@ -1421,7 +1343,7 @@ MUTATIONS = (
     Mutation(
         "compute a gap as often as there are requests for it",
         _IN_FLIGHT,
-        "        node = node.parent\n",
+        "        key, node = node.child_key, node.parent\n",
         "        return\n",
     ),
     Mutation(
@@ -1444,9 +1366,9 @@ MUTATIONS = (
     ),
     Mutation(
         "states: keep none where one that waits for a gap branches off",
-        _ADMISSION,
-        "            room.rank.keep_branch(*chosen.leader)\n",
-        "",
+        "sgl_jax/scheduler/admission.py",
+        "            room.rank.keep_branch(*chosen.leader)\n        room",
+        "        room",
     ),
     Mutation(
         "states: wait for one that cannot be kept",
@@ -1475,33 +1397,33 @@ MUTATIONS = (
     # -- the waiting queue
     Mutation(
         "pass over the older ones too",
-        _LINES,
-        "            if arrival[line] < started:\n",
-        "            if arrival[line] != started:\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "is_before = arrival[line] < started if",
+        "is_before = arrival[line] != started if",
     ),
     Mutation(
         "pass over without a count",
-        _LINES,
-        "                passed_over[line] += 1\n",
-        "                pass\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "            passed_over[line] += 1\n",
+        "            pass\n",
     ),
     Mutation(
         "pass over what may not run there",
-        _LINES,
-        "        if may_run[line] and is_waiting[line]:\n",
-        "        if is_waiting[line]:\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "if not may_run[line] or not is_waiting[line]:\n            continue\n        assert 0",
+        "if not is_waiting[line]:\n            continue\n        assert 0",
     ),
     Mutation(
         "let all that were passed over start one after the other",
-        _LINES,
-        "            elif was_due:\n",
-        "            elif False:\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "        elif was_due and not is_before",
+        "        elif False and not is_before",
     ),
     Mutation(
         "let a due request make an older one wait anew",
-        _LINES,
-        "            elif was_due:\n                passed_over[line] = 0\n",
-        "            if was_due:\n                passed_over[line] = 0\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "        elif was_due and not is_before and priority",
+        "        elif was_due and priority",
     ),
     Mutation(
         "a request inherits how often the last one of its line was passed over",
@@ -1535,15 +1457,15 @@ MUTATIONS = (
     ),
     Mutation(
         "leave out a request that needs all that is there",
-        _LINES,
-        "            if least[k, line] <= room[k]:\n",
-        "            if least[k, line] < room[k]:\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "if pages <= room[k] or is_due or",
+        "if pages < room[k] or is_due or",
     ),
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
-        _QUEUE,
-        "            fits = self._pages_needed(doubtful, ranks) <= known_room[:, None]",
-        "            fits = self._pages_needed(doubtful, ranks) < known_room[:, None]",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "np.where(needed <= room[:, None]",
+        "np.where(needed < room[:, None]",
     ),
     Mutation(
         "count nothing of a prefix as in use",
@@ -1559,8 +1481,8 @@ MUTATIONS = (
     ),
     Mutation(
         "look no further than the first requests",
-        _QUEUE,
-        "                rule_out(keys, least, room_now)\n",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "                room, floor = room_now, floor_now\n",
         "                return\n",
     ),
     Mutation(
@@ -1577,14 +1499,14 @@ MUTATIONS = (
     ),
     Mutation(
         "try the least important first",
-        _LINES,
-        "min(highest_priority - priority[line], MOST_LEVELS)",
-        "min(2**32 + priority[line] - highest_priority, 2**40)",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "level, num_levels = highest - self._priority[:end],",
+        "level, num_levels = self._priority[:end] - lowest,",
     ),
     Mutation(
         "take far priorities for the same",
-        _QUEUE,
-        "if highest - (self._priorities.lowest or 0) > MOST_LEVELS:",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "if num_levels > MOST_LEVELS:",
         "if False:",
     ),
     Mutation(
@@ -1601,15 +1523,9 @@ MUTATIONS = (
     ),
     Mutation(
         "try what is due in its turn",
-        _LINES,
-        "        if passed_over[line] < max_passed_over:\n",
-        "        if True:\n",
-    ),
-    Mutation(
-        "preempt for the youngest of the most important",
-        _QUEUE,
-        "self._arrival[lines].argmin()",
-        "self._arrival[lines].argmax()",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "key = (key + (passed_over[line] < max_passed_over)) << 1",
+        "key = (key + 1) << 1",
     ),
     # -- how much of a waiting prompt is cached
     Mutation(
@@ -2281,5 +2197,210 @@ MUTATIONS = (
         _WALK,
         "        if (rows.state_lens[:, row] != NO_STATE).any():\n",
         "        if False:\n",
+    ),
+    # -- priorities, preemption and tenants
+    Mutation(
+        "pressure: preempt at the threshold",
+        "sgl_jax/scheduler/preemption.py",
+        "np.searchsorted(self.priorities, below))",
+        'np.searchsorted(self.priorities, below, "right"))',
+    ),
+    Mutation(
+        "pressure: preempt for any difference of priority",
+        "sgl_jax/scheduler/step_room.py",
+        "request.priority - threshold)",
+        "request.priority)",
+    ),
+    Mutation(
+        "pressure: preempt though the request then does not fit",
+        "sgl_jax/scheduler/preemption.py",
+        "        else:\n            return None\n",
+        "        if not chosen:\n            return None\n",
+    ),
+    Mutation(
+        "pressure: count what others read among the pages that a victim leaves",
+        "sgl_jax/scheduler/preemption.py",
+        "np.maximum(memory.locked[0].num_running_locks(pages), 1)",
+        "np.ones(len(pages), np.int32)",
+    ),
+    Mutation(
+        "pressure: count the prefix of a request among the pages that it gains",
+        "sgl_jax/scheduler/preemption.py",
+        "FreedPages(memory, memory.prefix_pages(cursor)), 0",
+        "FreedPages(memory), 0",
+    ),
+    Mutation(
+        "pressure: keep a victim that has become superfluous",
+        "sgl_jax/scheduler/preemption.py",
+        "        for row in chosen[-2::-1]:\n",
+        "        for row in []:\n",
+    ),
+    Mutation(
+        "pressure: spare a victim without which it does not fit",
+        "sgl_jax/scheduler/preemption.py",
+        "if num_needed <= self._num_pages(num_freed - num_less, rest):",
+        "if True:",
+    ),
+    Mutation(
+        "pressure: reserve for victims as well",
+        "sgl_jax/scheduler/preemption.py",
+        "kept = running.active[~np.isin(running.active, gone)]",
+        "kept = running.active",
+    ),
+    Mutation(
+        "pressure: preempt the least to compute again before the lowest priority",
+        "sgl_jax/scheduler/preemption.py",
+        'self._rows: RowIndex = rows[np.argsort(running.priority[rows], kind="stable")]',
+        "self._rows: RowIndex = rows",
+    ),
+    Mutation(
+        "pressure: preempt the most to compute again",
+        "sgl_jax/scheduler/preemption.py",
+        "rows = rows[by_cost(rank.memory, running, rows)]",
+        "rows = rows[by_cost(rank.memory, running, rows)][::-1]",
+    ),
+    Mutation(
+        "pressure: preempt where a request may not run",
+        "sgl_jax/scheduler/admission.py",
+        "for room in _allowed(rooms, request):\n            cursor = cursors",
+        "for room in rooms:\n            cursor = cursors",
+    ),
+    Mutation(
+        "pressure: preempt for a request that waits for a prefix in flight",
+        "sgl_jax/scheduler/admission.py",
+        "                room.rank.keep_branch(*leader)\n                return None\n",
+        "                room.rank.keep_branch(*leader)\n",
+    ),
+    Mutation(
+        "pressure: preempt where the most is to be computed",
+        "sgl_jax/scheduler/admission.py",
+        "cost < best[0]",
+        "cost > best[0]",
+    ),
+    Mutation(
+        "pressure: preempt and start elsewhere",
+        "sgl_jax/scheduler/admission.py",
+        "        room.preempt(found.rows)\n        self._start(room, request)\n",
+        "        room.preempt(found.rows)\n",
+    ),
+    Mutation(
+        "pressure: start nothing in what a preemption leaves over",
+        "sgl_jax/scheduler/admission.py",
+        "                _renew(offer, preempting)\n                return True\n",
+        "                _renew(offer, preempting)\n                return False\n",
+    ),
+    Mutation(
+        "pressure: preempt where the step has no tokens for it",
+        "sgl_jax/scheduler/step_room.py",
+        "if request.priority <= self.priority_floor or not",
+        "if request.priority <= self._held_above or not",
+    ),
+    Mutation(
+        "pressure: preempt where the step has just retracted",
+        "sgl_jax/scheduler/step_room.py",
+        " or not self._builder.can_admit:\n            return None",
+        ":\n            return None",
+    ),
+    Mutation(
+        "pressure: decode what was preempted",
+        "sgl_jax/scheduler/step_builder.py",
+        "        self.decode_rows = self.decode_rows[self.decode_rows != row]\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "pressure: prefill what was preempted",
+        "sgl_jax/scheduler/step_builder.py",
+        "            self._prefilling.remove(row)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "pressure: compute chunks by age alone",
+        "sgl_jax/scheduler/step_builder.py",
+        "rows.sort(key=lambda row: -running.priority[row])",
+        "rows.sort(key=lambda row: 0)",
+    ),
+    Mutation(
+        "pressure: take no notice of chunks of a lower priority",
+        "sgl_jax/scheduler/step_builder.py",
+        "            if running.priority[row] >= lowest:\n",
+        "            if running.priority[row] > lowest:\n",
+    ),
+    Mutation(
+        "pressure: hold a rank against every priority",
+        "sgl_jax/scheduler/step_room.py",
+        "self._held_above = max(self._held_above, priority)",
+        "self._held_above = 2**62",
+    ),
+    Mutation(
+        "pressure: hold a rank against lower priorities alone",
+        "sgl_jax/scheduler/step_room.py",
+        "self._held_above = max(self._held_above, priority)",
+        "self._held_above = max(self._held_above, priority - 1)",
+    ),
+    Mutation(
+        "pressure: start below the floor",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "if may_run[ranks[k], line] and priority[line] > floor[k]:",
+        "if may_run[ranks[k], line]:",
+    ),
+    Mutation(
+        "pressure: be passed over by what is more important",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "if is_before and priority[line] >= started_priority:",
+        "if is_before:",
+    ),
+    Mutation(
+        "pressure: age in the wrong direction",
+        "sgl_jax/scheduler/scheduler.py",
+        "self.args.importance(message.priority) - self._age()",
+        "self.args.importance(message.priority) + self._age()",
+    ),
+    Mutation(
+        "pressure: serve every tenant by the same weight",
+        "sgl_jax/scheduler/tenants.py",
+        "self._served += OUTPUT_WEIGHT * gained / self._weight",
+        "self._served += OUTPUT_WEIGHT * gained",
+    ),
+    Mutation(
+        "pressure: save up shares of a tenant that is away",
+        "sgl_jax/scheduler/tenants.py",
+        "self._served[number] = max(self._served[number], self._served[waiting].min())",
+        "pass",
+    ),
+    Mutation(
+        "pressure: count cached tokens of a tenant as computed",
+        "sgl_jax/scheduler/tenants.py",
+        "cost = PROMPT_WEIGHT * (num_tokens - num_cached)",
+        "cost = PROMPT_WEIGHT * num_tokens",
+    ),
+    Mutation(
+        "pressure: start more of a tenant than may run",
+        "sgl_jax/scheduler/tenants.py",
+        "(running >= self._max_running)",
+        "(running > self._max_running)",
+    ),
+    Mutation(
+        "pressure: queue more of a tenant than may wait",
+        "sgl_jax/scheduler/tenants.py",
+        "< tenant.max_queued",
+        "<= tenant.max_queued",
+    ),
+    Mutation(
+        "pressure: shares before priorities",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "level = level * NUM_LEVELS + turns.level[tenant]",
+        "level = level + turns.level[tenant] * num_levels",
+    ),
+    Mutation(
+        "pressure: no turn among tenants of one level",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "turn, num_levels = turns.order[tenant], num_levels",
+        "turn, num_levels = self._no_turns[:end], num_levels",
+    ),
+    Mutation(
+        "pressure: forget what waits at the gate among a tenant's requests",
+        "sgl_jax/scheduler/scheduler.py",
+        "            self._all_ranks.tenants.queue(request.tenant, 1)\n",
+        "            pass\n",
     ),
 )

@@ -3,10 +3,10 @@
 No request waits that fits: a row that is free or an idle session's, its pages beside those of
 running requests, and their reserve; nor one that would fit if running requests gave way that are
 less important by more than the threshold. Unless it has a reason that is true and comes to an end.
-None is passed over for ever by requests of its own priority. Each request that gives way does so for
-one that starts in the same step. Tenants with waiting requests stay within a bound of each other.
-Everything is counted from leases and trees, page by page: nothing that admission keeps for itself is
-believed, but for the prompt tokens of the step.
+None is passed over for ever by requests of its own priority. Each request that gives way does so
+for one that starts in the same step. Tenants with waiting requests stay within a bound of each
+other. Everything is counted from leases and trees, page by page: nothing that admission keeps for
+itself is believed, but for the prompt tokens of the step.
 """
 
 from collections.abc import Sequence
