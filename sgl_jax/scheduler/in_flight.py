@@ -61,7 +61,8 @@ class InFlight:
             self.add(row)
 
     def add(self, row: int) -> None:
-        """A request prefills in `row`; of two that go on alike, the first is the leader."""
+        """A request prefills in `row`; of two that go on alike, the leader is that of the higher
+        priority, else the first."""
         rank, memory = self._rank, self._rank.memory
         request, lease = rank.running.request(row), memory.leases[row]
         if request.kept_len:
@@ -72,10 +73,16 @@ class InFlight:
         key = memory.cache.next_key(lease.node, tokens[start:], lease.namespace)
         if key is None:
             return
-        node = lease.node or memory.cache.tree.root
-        first = self._rows.setdefault((node.node_id, key), row)
-        if first == row:
-            return
+        place = (lease.node or memory.cache.tree.root).node_id, key
+        first = self._rows.setdefault(place, row)
+        if rank.running.priority[row] > rank.running.priority[first]:
+            self._rows[place], first, row = row, row, first
+        if first != row:
+            self._add_branch(first, row, start)
+
+    def _add_branch(self, first: int, row: int, start: int) -> None:
+        """`row` goes on as `first` does behind their first `start` tokens."""
+        tokens = self._tokens(row)
         other, shared = self._furthest(first, tokens, start)
         page = tokens[shared : shared + self._page_size]
         if len(page) == self._page_size:
@@ -97,6 +104,8 @@ class InFlight:
             if first is None:
                 continue
             row, shared = self._furthest(first, tokens, node.end)
+            if self._rank.running.priority[row] < request.priority:
+                continue  # others may get the step's prompt tokens before it, and hold it up
             length = shared // self._page_size * self._page_size
             num_saved = length - num_read
             # Tokens that the row has published come no nearer to being read by a wait.

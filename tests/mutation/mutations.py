@@ -1347,6 +1347,24 @@ MUTATIONS = (
         "        return\n",
     ),
     Mutation(
+        "count none of the others that wait for a gap",
+        _CURSORS,
+        "            standing = [live.resting() for live in watching]\n",
+        "            return 1\n",
+    ),
+    Mutation(
+        "wait for a prefix in flight of lower priority",
+        _IN_FLIGHT,
+        "if self._rank.running.priority[row] < request.priority:",
+        "if False:",
+    ),
+    Mutation(
+        "of two that go on alike, the first is the leader, however low its priority",
+        _IN_FLIGHT,
+        "if rank.running.priority[row] > rank.running.priority[first]:",
+        "if False:",
+    ),
+    Mutation(
         "states: keep none where one that waits for a gap branches off",
         "sgl_jax/scheduler/admission.py",
         "            room.rank.keep_branch(*chosen.leader)\n        room",

@@ -219,3 +219,30 @@ def test_a_preemption_raises_no_reserve() -> None:
     assert running(driver) == {"low"}
     assert rank.reserve.pages(rank.memory, rank.running) <= before
     finish(driver)
+
+
+def test_nothing_waits_for_a_prefix_in_flight_of_lower_priority() -> None:
+    """Prompt tokens go by priority: between the two, others would hold up what computes it."""
+    driver = make_driver(num_pages=600, num_running=40, max_context_len=700)
+    shared = [i % 40 for i in range(64)]
+    driver.submit(generate("low", shared + [48] * 4, 2, priority=0))
+    driver.step()
+    for i in range(20):
+        driver.submit(generate(f"middle {i}", [41 + i % 7] * 16 + [i] * 16, 2, priority=4))
+    driver.submit(generate("high", shared + [49] * 4, 2, priority=8))
+    driver.step()
+    assert running(driver) == {"low", "high"}
+    finish(driver)
+
+
+def test_of_two_that_compute_one_prefix_the_more_important_is_waited_for() -> None:
+    driver = make_driver(num_pages=600, max_context_len=700, max_chunk_tokens=64)
+    shared = [i % 40 for i in range(100)]
+    driver.submit(generate("low", shared + [48] * 100, 2, priority=0))
+    driver.step()
+    driver.submit(generate("high", shared + [49] * 4, 2, priority=8))
+    driver.submit(generate("as high", shared + [47] * 4, 2, priority=8))
+    driver.step()
+    assert running(driver) == {"low", "high"}
+    finish(driver)
+    assert driver.cached["as high"] == 100
