@@ -45,6 +45,9 @@ from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from sgl_jax.sessions.service import SessionService
 from sgl_jax.sessions.store import SessionsFullError
 
+# Steps between two looks at the lengths of outputs.
+OUTPUT_LENGTHS_INTERVAL = 8
+
 
 class Scheduler:
     """All requests of an engine of the given sizes, over all its data-parallel ranks."""
@@ -337,6 +340,8 @@ class Scheduler:
             for row in builder.unservable:
                 self._end_unservable(builder.rank, row)
         if may_start:
+            if self._steps % OUTPUT_LENGTHS_INTERVAL == 0:
+                self._all_ranks.update_output_lengths()
             self._admission.admit_into(self._all_ranks, builders, self._steps)
         if all(builder.is_empty for builder in builders):
             return None

@@ -13,7 +13,9 @@ STEM = list(range(16))
 def make_driver(**sizes: int) -> Driver:
     """A rank that reserves nothing, without unread steps."""
     settings = {"num_pages": 33, "max_chunk_tokens": 64} | sizes
-    return Driver(make_sizes(**settings), SchedulerArgs(schedule_conservativeness=0.0), max_unread=0)
+    return Driver(
+        make_sizes(**settings), SchedulerArgs(schedule_conservativeness=0.0), max_unread=0
+    )
 
 
 def row_of(driver: Driver, rid: str) -> int:
