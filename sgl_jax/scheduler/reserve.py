@@ -46,19 +46,22 @@ class AdmissionReserve:
         planned_len, max_len = running.planned_len[rows], running.max_len[rows]
         known_len = np.minimum(planned_len + np.int32(1), max_len)
         num_in_use = memory.allocator.num_pages - 1 - memory.num_reclaimable_pages
+        most = memory.pages_to_grow(rows, max_len)
+        # One more like the youngest has the same limit.
+        at_most = int(most.sum()) + memory.request_pages(int(max_len[-1]))
         peak = _peak(
             running.length_class[rows],
             planned_len - running.prompt_len[rows],
             max_len - planned_len,
             memory.num_held_each(rows),
             memory.pages_to_grow(rows, known_len),
-            memory.pages_to_grow(rows, max_len),
+            most,
             num_in_use,
             self._lengths.starts,
             self._lengths.survival,
             _MOMENTS,
         )
-        return ceil(max(peak - num_in_use, 0.0) * self._conservativeness)
+        return min(ceil(max(peak - num_in_use, 0.0) * self._conservativeness), at_most)
 
 
 @compiled(
