@@ -35,8 +35,8 @@ class SchedulerArgs:
     )
     schedule_conservativeness: float = setting(
         1.0,
-        "factor of the pages kept for the expected output of running requests: above 1 admits later "
-        "and retracts less",
+        "factor of the pages kept for the expected output of running requests: above 1 admits "
+        "later and retracts less",
         bounds=(0.0, 10.0),
     )
     enable_priority_scheduling: bool = setting(

@@ -15,6 +15,7 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.victims import is_protected
 
 # Steps that a request may be due for: a rank is held for it, whose requests end in the meantime.
 MAX_STEPS_DUE = 1500
@@ -36,6 +37,7 @@ class Liveness:
         admit_into = scheduler._admission.admit_into
 
         def watched(ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
+            check_spared(builders)
             admit_into(ranks, builders, step)
             self._check_admitted(builders, step)
 
@@ -114,6 +116,18 @@ class Liveness:
                 assert min(shorts) <= 0, (request.rid, shorts)
             elif reason.kind == "order":
                 assert reason.behind in due
+
+
+def check_spared(builders: Sequence[StepBuilder]) -> None:
+    """Short of memory, none was retracted that had gained less than it lost, unless all others of
+    its priority had as well."""
+    for builder in builders:
+        running = builder.rank.running
+        for request in builder.retracted:
+            if request.num_lost > 0:
+                rows = running.runnable()
+                rows = rows[running.priority[rows] == request.priority]
+                assert is_protected(running, rows).all(), request.rid
 
 
 def has_row(rank: RankScheduler) -> bool:
