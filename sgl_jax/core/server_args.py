@@ -34,7 +34,10 @@ class SchedulerArgs:
         ("fcfs", "lpm"),
     )
     schedule_conservativeness: float = setting(
-        1.0, "above 1 admits later and retracts less", bounds=(0.0, 10.0)
+        1.0,
+        "factor of the pages kept for the expected output of running requests: above 1 admits "
+        "later and retracts less",
+        bounds=(0.0, 10.0),
     )
     enable_priority_scheduling: bool = setting(
         False, "heed the priority of requests: larger values are more important"

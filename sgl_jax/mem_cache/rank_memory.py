@@ -169,6 +169,15 @@ class RankMemory:
         firsts = self.rows.first_pages[self.groups_of[0], lease.row]
         return int((num_pages - firsts).sum())
 
+    def num_held_each(self, rows: RowIndex) -> Int32Array:
+        """`num_held` of the leases of `rows`: int32[n]."""
+        held: Int32Array = -(-self.rows.kv_allocated_len[rows] // np.int32(self.page_size))
+        if self.lists_all:
+            return held
+        numbers = self.groups_of[0]
+        listed: Int32Array = len(numbers) * held - self.rows.first_pages[numbers][:, rows].sum(0)
+        return listed.astype(np.int32)
+
     def can_go_back(self, lease: KVLease, length: int) -> bool:
         """Whether `lease` could go on from its first `length` tokens or, with recurrent layers,
         from as many of them as there is a state after."""
@@ -313,13 +322,6 @@ class RankMemory:
             listed = held - self.rows.first_pages[number, rows]
             total += np.minimum(beyond, np.maximum(most - listed, 0))
         return total
-
-    def num_to_grow(self, row: int, allocated_len: int) -> int:
-        """`pages_to_grow` of one row, without the cost of arrays of one where it can be had."""
-        if self.lists_all:
-            held = self.pages_for(int(self.rows.kv_allocated_len[row]))
-            return max(self.pages_for(allocated_len) - held, 0)
-        return int(self.pages_to_grow(np.array([row]), np.array([allocated_len]))[0])
 
     def tokens_that_fit(self, row: int) -> int:
         """Tokens that `row` could hold with all that is free or evictable."""

@@ -25,6 +25,7 @@ from sgl_jax.mem_cache.release import (
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.scheduler.draft_policy import start_drafting
+from sgl_jax.scheduler.output_lengths import OutputLengths
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
@@ -43,6 +44,7 @@ class RankScheduler:
         args: SchedulerArgs,
         tables: RowTables,
         columns: RowColumns,
+        output_lengths: OutputLengths,
     ) -> None:
         self.dp_rank = dp_rank
         self.memory = RankMemory(
@@ -53,7 +55,8 @@ class RankScheduler:
             tables=tables,
         )
         self.running = RunningRows(columns)
-        self.reserve = AdmissionReserve(args.schedule_conservativeness)
+        self._output_lengths = output_lengths
+        self.reserve = AdmissionReserve(output_lengths, args.schedule_conservativeness)
         self.num_retracted = 0
         self.num_evicted_sessions = 0
         self.num_force_retracted = 0  # of these, for tests
@@ -134,6 +137,7 @@ class RankScheduler:
         request.state = RequestState.RUNNING
         stop_ids = self._stop_ids(request)
         self.running.add(lease.row, request, stop_ids)
+        self.running.length_class[lease.row] = self._output_lengths.class_of(request)
         if self._has_states:
             self._starting.add(lease.row)
             self._branch_lens[lease.row] = {num_on_tree}
@@ -262,6 +266,11 @@ class RankScheduler:
 
     def finish(self, row: int, *, num_tokens: int | None = None) -> Request:
         """End the request in `row` well; its first `num_tokens` tokens (all) are kept."""
+        running = self.running
+        output_len = int((num_tokens or running.known_len[row]) - running.prompt_len[row])
+        has_ended = num_tokens is not None or running.known_len[row] < running.max_len[row]
+        number = int(running.length_class[row])
+        self._output_lengths.add(number, max(output_len, 0), has_ended=has_ended)
         request = self._leave(row, num_tokens=num_tokens)
         request.state = RequestState.FINISHED
         self._bound_sessions()
@@ -302,8 +311,6 @@ class RankScheduler:
         request.num_retractions += 1
         request.dp_rank = request.message.dp_rank
         self.num_retracted += 1
-        if cause == "short":
-            self.reserve.after_retract()
         self.num_force_retracted += cause == "forced"
         self.num_preempted += cause == "preempted"
         return request

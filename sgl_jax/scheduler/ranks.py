@@ -15,6 +15,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
+from sgl_jax.scheduler.output_lengths import OutputLengths
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
 from sgl_jax.scheduler.tenants import Tenants
@@ -27,11 +28,14 @@ class Ranks:
         num_rows = sizes.dp_size * sizes.num_rows
         self.tables = RowTables.empty(num_rows, len(sizes.groups), sizes.pages_per_row)
         self.running = RowColumns.empty(num_rows, sizes.max_context_len)
+        self.output_lengths = OutputLengths()
         self.ranks = []
         for dp_rank, first in enumerate(range(0, num_rows, sizes.num_rows)):
             part = slice(first, first + sizes.num_rows)
             tables, columns = self.tables.part(part), self.running.part(part)
-            self.ranks.append(RankScheduler(dp_rank, sizes, args, tables, columns))
+            self.ranks.append(
+                RankScheduler(dp_rank, sizes, args, tables, columns, self.output_lengths)
+            )
         self.tenants = Tenants(sizes, is_fair=args.fair_share == "tokens")
         self.page_size = sizes.page_size
         self.has_windows = any(group.sliding_window is not None for group in sizes.groups)
@@ -63,6 +67,10 @@ class Ranks:
         if any(part is not own for part, own in zip(parts, self._active_parts, strict=True)):
             self._active_parts, self._active = parts, self.join(parts)
         return self._active
+
+    def update_output_lengths(self) -> None:
+        """Let the reserves heed what running requests have come to, and which outputs ended."""
+        self.output_lengths.update(self.running, self.active()[0])
 
     def soonest_ends(self) -> list[int | None]:
         """In how many steps the first of each rank's running requests may end; None if it has

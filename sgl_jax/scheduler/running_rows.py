@@ -47,6 +47,7 @@ class RowColumns:
     min_len: Int32Array  # no stop before this many tokens
     max_len: Int32Array
     regained_len: Int32Array  # at which it has gained as many tokens as it lost by retracts
+    length_class: Int32Array  # of its output: see `output_lengths.py`
     priority: NDArray[np.int64]
     tenant: Int32Array  # number of the tenant that the request belongs to
     stop_ids: Int32Array  # [n, MAX_STOP_TOKEN_IDS], NO_TOKEN where there are fewer
@@ -67,7 +68,7 @@ class RowColumns:
     @classmethod
     def empty(cls, num_rows: int, max_context_len: int) -> "RowColumns":
         """Columns of `num_rows` rows that nothing runs in."""
-        lens = np.zeros((9, num_rows), np.int32)
+        lens = np.zeros((10, num_rows), np.int32)
         return cls(
             tokens=_zeros(num_rows, -(-max_context_len // TOKEN_BLOCK) * TOKEN_BLOCK),
             latest=np.zeros((num_rows, TOKEN_BLOCK), np.int32),
@@ -78,6 +79,7 @@ class RowColumns:
             min_len=lens[4],
             max_len=lens[5],
             regained_len=lens[8],
+            length_class=lens[9],
             priority=np.zeros(num_rows, np.int64),
             tenant=np.zeros(num_rows, np.int32),
             stop_ids=np.full((num_rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32),

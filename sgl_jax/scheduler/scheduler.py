@@ -48,6 +48,9 @@ from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from sgl_jax.sessions.service import SessionService
 from sgl_jax.sessions.store import SessionsFullError
 
+# Steps between two looks at the lengths of outputs.
+OUTPUT_LENGTHS_INTERVAL = 8
+
 
 class Scheduler:
     """All requests of an engine of the given sizes, over all its data-parallel ranks."""
@@ -363,6 +366,8 @@ class Scheduler:
             builder.grow_decoding()
             self._end_unservable(builder)
         if not taken and self._forced_retract.may_start(self.ranks):
+            if self._steps % OUTPUT_LENGTHS_INTERVAL == 0:
+                self._all_ranks.update_output_lengths()
             self._admission.admit_into(self._all_ranks, builders, self._steps)
         for builder in builders:
             builder.choose_rows()

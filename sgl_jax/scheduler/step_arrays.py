@@ -63,8 +63,6 @@ def build_plan(
     for builder in builders:
         if builder.chunk_rows:
             builder.rank.offer_chunks(builder.chunk_rows)
-        if not builder.retracted:
-            builder.rank.reserve.after_step()
     return plan, LaunchedRows(step.rows, step.bounds, step.epochs, step.samples)
 
 

@@ -153,11 +153,8 @@ class RankRoom:
 
     def start(self, request: Request, cursor: PrefixCursor) -> None:
         """Start a request that fits."""
-        num_reserved = self._reserve()
-        row = self._builder.admit(request, cursor, num_reserved)
-        # The reserve of the others is as it was.
-        more = self.rank.reserve.pages_of(row, self.rank.memory, self.rank.running)
-        self._num_reserved, self._num_pages = num_reserved + more, None
+        row = self._builder.admit(request, cursor, self._reserve())
+        self._num_reserved, self._num_pages = None, None
         self._preemptible = None
         end = int(self.rank.running.expected_steps_to_ends(np.array([row]))[0])
         self._soonest_end = end if self._soonest_end is None else min(self._soonest_end, end)

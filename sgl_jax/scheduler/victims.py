@@ -16,7 +16,7 @@ from sgl_jax.scheduler.running_rows import RunningRows
 def recompute_cost(memory: RankMemory, rows: RowIndex) -> Int32Array:
     """Tokens that a retract of each of `rows` leaves to be computed again: int32[n]."""
     tables = memory.rows
-    committed = tables.kv_committed_len[rows]
+    committed: Int32Array = tables.kv_committed_len[rows]
     if memory.groups[0].sliding_window is not None:
         # Windows are locked page by page, so no whole prefix is shared.
         return np.asarray(committed)

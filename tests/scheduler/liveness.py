@@ -20,6 +20,7 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.victims import is_protected
 from sgl_jax.scheduler.waiting_queue import WaitingQueue
 
 # Steps that a request may be due for: a rank is held for it, whose requests end in the meantime.
@@ -43,6 +44,7 @@ class Liveness:
         admit_into = scheduler._admission.admit_into
 
         def watched(ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
+            check_spared(builders)
             running = {rid for rank in ranks.ranks for rid in rids_of(rank)}
             admit_into(ranks, builders, step)
             for builder in builders:
@@ -185,6 +187,18 @@ def due_of(waiting: WaitingQueue) -> list[Request]:
 def rids_of(rank: RankScheduler) -> set[str]:
     """The ids of the requests that run on a rank."""
     return {rank.running.request(row).rid for row in rank.running.active.tolist()}
+
+
+def check_spared(builders: Sequence[StepBuilder]) -> None:
+    """Short of memory, none was retracted that had gained less than it lost, unless all others of
+    its priority had as well."""
+    for builder in builders:
+        running = builder.rank.running
+        for request in builder.retracted:
+            if request.num_lost > 0:
+                rows = running.runnable()
+                rows = rows[running.priority[rows] == request.priority]
+                assert is_protected(running, rows).all(), request.rid
 
 
 def has_row(rank: RankScheduler) -> bool:

@@ -235,7 +235,7 @@ def test_what_fits_beside_another_because_it_shares_its_prefix_starts_in_the_sam
 
 
 def test_the_reserve_of_what_starts_in_a_step_is_left_in_that_step() -> None:
-    """The first may generate 60 tokens: half of these, in 7 pages, are reserved for it."""
+    """The first may generate 60 tokens, and nothing is known of how many it will."""
     driver = make_driver(
         dp_size=1, num_pages=21, chunk=128, config={"schedule_conservativeness": 1.0}
     )

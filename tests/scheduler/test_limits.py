@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -79,39 +78,7 @@ def test_the_reserve_never_exceeds_what_running_requests_may_still_use() -> None
     for _ in range(6):
         driver.step()
         most = int(rank.memory.pages_to_grow(rank.running.active, np.array([28], np.int32)).sum())
-        assert rank.reserve.pages(rank.memory, rank.running) <= most
+        one_more = rank.memory.pages_for(28)
+        assert rank.reserve.pages(rank.memory, rank.running) <= most + one_more
     driver.run()
-
-
-@pytest.mark.parametrize("num_retracts", range(6))
-def test_the_reserve_is_the_sum_of_what_each_running_request_adds(num_retracts: int) -> None:
-    driver = Driver(make_sizes(num_pages=200))
-    for number, length in enumerate((1, 4, 9)):
-        driver.submit(generate(f"{number}", [number] * length, 13 + 7 * number))
-    rank = driver.scheduler.ranks[0]
-    reserve = AdmissionReserve(0.3)
-    for _ in range(num_retracts):
-        reserve.after_retract()
-    for _ in range(6):
-        driver.step()
-        rows = rank.running.active.tolist()
-        assert len(rows) == 3
-        each = [reserve.pages_of(row, rank.memory, rank.running) for row in rows]
-        assert sum(each) == reserve.pages(rank.memory, rank.running) > 0
-    driver.run()
-
-
-def test_retracts_raise_the_reserve_and_quiet_steps_lower_it() -> None:
-    driver = Driver(make_sizes(num_pages=60))
-    driver.submit(generate("a", [1] * 8, 100))
-    driver.step()
-    rank = driver.scheduler.ranks[0]
-    reserve = AdmissionReserve(1.0)
-    initial = reserve.pages(rank.memory, rank.running)
-    for _ in range(3):
-        reserve.after_retract()
-    assert reserve.pages(rank.memory, rank.running) > initial
-    for _ in range(2000):
-        reserve.after_step()
-    assert 0 < reserve.pages(rank.memory, rank.running) < initial
     driver.abort("a")

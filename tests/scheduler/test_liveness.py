@@ -64,26 +64,6 @@ def test_a_request_that_fits_starts_beside_one_that_does_not() -> None:
     assert driver.finish["big"].type == "length"
 
 
-def test_a_request_starts_in_the_step_where_the_reserve_has_decayed_enough() -> None:
-    """The reserve of one that runs for long shrinks faster than the pages that it takes grow."""
-    driver = Driver(make_sizes(num_pages=173, max_context_len=700))
-    driver.submit(generate("long", [1] * 60, 620))
-    while len(driver.tokens["long"]) < 2:
-        driver.step()
-    driver.submit(generate("later", [2] * 320, 4))
-    rank = driver.scheduler.ranks[0]
-    num_waited = 0
-    while driver.scheduler.num_waiting:
-        reserve = rank.reserve.pages(rank.memory, rank.running)
-        fitted = rank.memory.pages_for(321) + reserve <= rank.memory.num_available_pages
-        driver.step()
-        num_waited += 1
-        assert fitted == (driver.scheduler.num_waiting == 0)
-    assert num_waited > 3
-    assert "long" not in driver.finish
-    driver.run()
-
-
 def test_a_request_starts_when_a_running_one_has_published_what_it_lacked() -> None:
     driver = Driver(
         make_sizes(num_pages=33),

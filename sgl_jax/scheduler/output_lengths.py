@@ -1,0 +1,151 @@
+"""How long outputs become: the chance that a request has not ended after so many tokens.
+
+Lengths fall into buckets, eight to each doubling. For each class of requests (tenant, and the limit
+asked for, by doublings) two counts a bucket are kept: outputs that reached it, and those of them
+that ended there by themselves. Their ratio is the bucket's hazard, and the product of what the
+hazards leave is the chance to pass (Kaplan and Meier, 1958). So an output that was cut off, by its
+limit or its client, counts as far as it came, and so does one that still runs: the estimate moves
+long before the first long output has ended. Counts decay with each output that ends. Where a class
+has few, the hazards of all requests count; where these have few, a prior that knows no scale: an
+output that has come so far doubles its length with a chance of .7.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
+from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.running_rows import RowColumns
+
+Float64Array = NDArray[np.float64]
+
+MAX_CLASSES = 256  # requests of any further class are of the class of all
+_ALL = 0
+_PER_DOUBLING = 8
+_NUM_DOUBLINGS = 22
+# An ended output counts half after some 90 more.
+_KEPT = 1 - 1 / 128
+# Outputs that a prior counts as many as.
+_WEIGHT_OF_ALL = 8.0
+_WEIGHT_OF_PRIOR = 2.0
+_PRIOR_HAZARD = 0.0424  # 1 - 2 ** (-1 / 16)
+_PRIOR_FROM = 256  # tokens, before which the prior expects no end
+_MAX_HAZARD = 0.99
+
+
+def _bucket_starts() -> IntpArray:
+    """The least length of each bucket: 0, 1, .. 15, 16, 18, .. 30, 32, 36, .."""
+    doublings = np.arange(_NUM_DOUBLINGS)[:, None]
+    starts = (_PER_DOUBLING + np.arange(_PER_DOUBLING)) << doublings
+    return np.concatenate((np.arange(_PER_DOUBLING), starts.reshape(-1)))
+
+
+class OutputLengths:
+    """The estimate, of requests of all ranks."""
+
+    def __init__(self) -> None:
+        self.starts = _bucket_starts()
+        shape = (MAX_CLASSES, len(self.starts))
+        # [class, bucket]: the chance to reach the bucket.
+        self.survival: Float64Array = np.zeros(shape)
+        self._reached = np.zeros(shape)
+        self._ended = np.zeros(shape)
+        self._classes: dict[tuple[int, int], int] = {}
+        _update(*self._no_rows(), 1, self.starts, self._reached, self._ended, self.survival)
+
+    def class_of(self, request: Request) -> int:
+        """The number of the request's class: its line of `survival`."""
+        key = request.tenant, (request.max_len - request.prompt_len).bit_length()
+        number = self._classes.get(key)
+        if number is None:
+            if len(self._classes) == MAX_CLASSES - 1:
+                return _ALL
+            number = self._classes[key] = 1 + len(self._classes)
+            self.survival[number] = self.survival[_ALL]
+        return number
+
+    def add(self, number: int, num_tokens: int, *, has_ended: bool) -> None:
+        """An output of class `number` is over. Not `has_ended`: it was cut off."""
+        bucket = int(np.searchsorted(self.starts, num_tokens, "right")) - 1
+        for each in {_ALL, number}:
+            _count(self._reached[each], self._ended[each], bucket, has_ended)
+
+    def update(self, running: RowColumns, rows: RowIndex) -> None:
+        """Compute `survival` anew, with what the running requests in `rows` have come to."""
+        _update(
+            running.length_class[rows],
+            running.planned_len[rows] - running.prompt_len[rows],
+            1 + len(self._classes),
+            self.starts,
+            self._reached,
+            self._ended,
+            self.survival,
+        )
+
+    @staticmethod
+    def _no_rows() -> tuple[Int32Array, Int32Array]:
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+
+
+@compiled("(float64[::1], float64[::1], int64, boolean)")
+def _count(reached: Float64Array, ended: Float64Array, bucket: int, has_ended: bool) -> None:
+    """One more output has come to `bucket`, and earlier ones count less."""
+    assert len(reached) == len(ended)
+    assert 0 <= bucket < len(reached)
+    for k in range(len(reached)):
+        reached[k] *= _KEPT
+        ended[k] *= _KEPT
+        if k < bucket or (k == bucket and has_ended):
+            reached[k] += 1
+    if has_ended:
+        ended[bucket] += 1
+
+
+@compiled(
+    "(int32[::1], int32[::1], int64, int64[::1], float64[:, ::1], float64[:, ::1], float64[:, ::1])"
+)
+def _update(
+    classes: Int32Array,
+    output_lens: Int32Array,
+    num_classes: int,
+    starts: IntpArray,
+    reached: Float64Array,
+    ended: Float64Array,
+    survival: Float64Array,
+) -> None:
+    """Compute the first `num_classes` lines of `survival`.
+
+    `classes` and `output_lens` are of the requests that run: they have reached all buckets before
+    the one that they are in, and ended in none.
+    """
+    num_buckets = len(starts)
+    assert 0 < num_classes <= len(survival)
+    assert reached.shape == ended.shape == survival.shape
+    assert reached.shape[1] == num_buckets
+    assert len(classes) == len(output_lens)
+    running = np.zeros((num_classes, num_buckets))
+    for i in range(len(classes)):
+        assert 0 <= classes[i] < num_classes
+        bucket = np.searchsorted(starts, output_lens[i], "right") - 1
+        running[classes[i], bucket] += 1
+        if classes[i] != 0:
+            running[0, bucket] += 1
+    hazards = np.empty(num_buckets)  # of all
+    for number in range(num_classes):
+        passed = 0.0
+        for k in range(num_buckets - 1, -1, -1):
+            here, running[number, k] = running[number, k], passed
+            passed += here
+        chance = 1.0
+        for k in range(num_buckets):
+            prior = _PRIOR_HAZARD if starts[k] >= _PRIOR_FROM else 0.0
+            weight = _WEIGHT_OF_PRIOR
+            if number > 0:
+                prior, weight = hazards[k], _WEIGHT_OF_ALL
+            at_risk = reached[number, k] + running[number, k] + weight
+            hazard = min((ended[number, k] + prior * weight) / at_risk, _MAX_HAZARD)
+            if number == 0:
+                hazards[k] = hazard
+            survival[number, k] = chance
+            chance *= 1 - hazard
