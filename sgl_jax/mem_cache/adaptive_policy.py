@@ -102,7 +102,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _show(self, node: TreeNode, now: int) -> None:
         """The shadows see a use; the favourite's leaves, and who that is, may change."""
         favourite = self._shadows.favourite
-        gone = self._shadows.use(node.page_hashes, now).tolist()
+        gone = self._shadows.use(node.page_hashes, _hash_before(node), now).tolist()
         if not self._kept_by_hash:
             return
         changed = favourite != self._shadows.favourite
