@@ -9,8 +9,9 @@ is the favourite, once it leads clearly.
 - `LRU`: least recently used first.
 - `LFU`: least used first since it entered the cache, the least recently used of equals.
 
-All see the same uses, so a page's age is the same in each. A page is admitted whenever it is read.
-Pages of an edge are appended from its end, so that the end leaves first; the tree is not known here.
+All see the same uses, so a page's age is the same in each. A page is admitted whenever it
+is read. Pages of a path are appended from its end, so that the end leaves first; the tree is not
+known here.
 """
 
 from math import sqrt
@@ -110,26 +111,28 @@ class ShadowCaches:
         """Whether the page is of the sample, and in the favourite."""
         if page_hash & self._mask:
             return False
-        page = _find(page_hash, self._pages, self._buckets)
+        page = int(_find(page_hash, self._pages, self._buckets))
         return page != _NONE and bool(self._pages[page, _CLASS + self.favourite] >= 0)
 
 
 @compiled("(int64, int64[:, ::1], int64[::1])")
-def _find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> int:
+def _find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> np.int64:
     """The page of this hash, or `_NONE`."""
-    page = buckets[(page_hash >> 20) & (len(buckets) - 1)]
+    page: np.int64 = buckets[(page_hash >> 20) & (len(buckets) - 1)]
     while page != _NONE and pages[page, _HASH] != page_hash:
         page = pages[page, _CHAIN]
     return page
 
 
 @compiled("(int64, int64[:, ::1], int64[::1], int64[::1])")
-def _place(page_hash: int, pages: Int64Array, buckets: Int64Array, counters: Int64Array) -> int:
+def _place(
+    page_hash: int, pages: Int64Array, buckets: Int64Array, counters: Int64Array
+) -> np.int64:
     """The page of this hash, which is made if there is none; `_NONE` if all are taken."""
     page = _find(page_hash, pages, buckets)
     if page != _NONE or counters[_FREE] == _NONE:
         return page
-    page = counters[_FREE]
+    page = np.int64(counters[_FREE])
     counters[_FREE] = pages[page, _CHAIN]
     bucket = (page_hash >> 20) & (len(buckets) - 1)
     pages[page, _HASH] = page_hash
@@ -145,7 +148,7 @@ def _place(page_hash: int, pages: Int64Array, buckets: Int64Array, counters: Int
 def _is_ghost(page: int, pages: Int64Array, ghosts: Int64Array, counters: Int64Array) -> bool:
     """Whether the adaptive shadow remembers the page."""
     left_as = pages[page, _LEFT_AS]
-    return left_as > 0 and counters[_NUM_LEFT] - left_as < len(ghosts)
+    return bool(left_as > 0 and counters[_NUM_LEFT] - left_as < len(ghosts))
 
 
 @compiled("(int64, int64[:, ::1], int64[::1], int64[::1], int64[::1])")
@@ -187,9 +190,7 @@ def _unlink(page: int, shadow: int, pages: Int64Array, queues: Int64Array) -> No
 
 
 @compiled("(int64, int64, int64, int64[:, ::1], int64[:, :, ::1])")
-def _append(
-    page: int, shadow: int, num_uses: int, pages: Int64Array, queues: Int64Array
-) -> None:
+def _append(page: int, shadow: int, num_uses: int, pages: Int64Array, queues: Int64Array) -> None:
     """Make the page the youngest of a class."""
     queue = queues[shadow, num_uses]
     older = queue[1]
@@ -214,7 +215,7 @@ def _victim(
         if page == _NONE or pages[page, _LAST] == now:
             continue
         if shadow != ADAPTIVE:
-            return page
+            return int(page)
         reused, left = counts[0, num_uses], counts[1, num_uses]
         age = float(now - pages[page, _LAST] + 1)
         rate = reused / (reused + left) / (age * sqrt(sqrt(age)))
@@ -380,10 +381,7 @@ def _use(
     read, last_uses = read[:num_read], last_uses[:num_read]
     left = read[:0]
     for shadow in range(3):
-        gone = _read(
-            *(shadow, read, last_uses, now),
-            *(pages, buckets, queues, ghosts, counters, counts),
-        )
+        gone = _read(shadow, read, last_uses, now, pages, buckets, queues, ghosts, counters, counts)
         if shadow == counters[_FAVOURITE]:
             left = gone
     for i in range(num_read):

@@ -132,8 +132,7 @@ def bursts(kind: Kind, rng: Random, pages: Iterator[int], count: int) -> Traffic
 
 
 KINDS: dict[str, Callable[[Kind, Random, Iterator[int], int], Traffic]] = {
-    each.__name__: each
-    for each in (scans, popular, loop, distant, conversations, moving, bursts)
+    each.__name__: each for each in (scans, popular, loop, distant, conversations, moving, bursts)
 }
 
 
