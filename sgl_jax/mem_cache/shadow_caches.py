@@ -29,7 +29,7 @@ GHOSTS_PER_PAGE = 4
 _MAX_USES = 63  # that LFU tells apart
 HALVED_AFTER = 8  # turnovers until the adaptive shadow's counts fade by half
 _HITS_HALVED_AFTER = 4  # turnovers until hits fade by half
-_LEAD = 10  # a favourite leads by this part of the cache
+_LEAD = 5  # a favourite leads by this part of the cache
 
 # Columns of a page: its hash, the next of its bucket (or of the free ones), when it was used, and
 # in which call; when it left the adaptive shadow, as which in order, and its class then.
