@@ -24,6 +24,7 @@ from tests.mem_cache.cache_loads import (
     uniform_reuse,
 )
 from tests.mem_cache.drawn_loads import drawn_load, loss
+from tests.mem_cache.found_loads import FOUND
 from tests.mem_cache.tree_model import uses_of_pages
 
 LOADS = [system_prompts, conversations, uniform_reuse, scan_and_hot_set, moving_working_set]
@@ -165,6 +166,11 @@ def test_drawn_loads_are_served_about_as_well_as_by_lru_or_lfu(first: int) -> No
     losses = [loss(drawn_load(seed)) for seed in range(first, first + 30)]
     assert max(losses) <= 0.04
     assert sum(losses) <= 0
+
+
+@pytest.mark.long
+def test_loads_found_by_search_lose_little() -> None:
+    assert max(map(loss, FOUND)) <= 0.04
 
 
 @pytest.mark.parametrize(("load", "gain"), [(system_prompts, 0.08), (scan_and_hot_set, 0.05)])
