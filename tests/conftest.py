@@ -6,9 +6,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
+from hypothesis.internal.conjecture import engine
 
 # For who only wants to know that a test fails: `--hypothesis-profile=no_shrink`.
 _NO_SHRINK = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
 hypothesis.settings.register_profile("no_shrink", phases=_NO_SHRINK, database=None)
+
+# The search for the smallest failing case of a state machine ends within its test's time-out.
+engine.MAX_SHRINKING_SECONDS = 90
 
 jax.config.update("jax_num_cpu_devices", 4)

@@ -50,7 +50,7 @@ def kv_absmax(
         context_length=min(context_len, config.max_position_embeddings),
         max_total_tokens=context_len,
         max_running_requests=1,
-        skip_warmup=True,
+        warmup="none",
     )
     executor = ModelExecutor(args)
     scheduler = Scheduler(executor.sizes, args)

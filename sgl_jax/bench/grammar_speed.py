@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         load_format=options.load_format,
         max_running_requests=options.batch_size,
         decode_log_interval=0,
-        skip_warmup=True,
+        warmup="none",
     ) as engine:
         for schema in speeds:
             serve_block(engine, *load, schema)  # compiles, and is not counted

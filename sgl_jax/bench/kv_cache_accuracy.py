@@ -41,7 +41,7 @@ def ask(model_path: str, num_questions: int, seed: int, **cache: Any) -> Answers
         max_running_requests=4,
         max_total_tokens=8192,
         page_size=32,
-        skip_warmup=True,
+        warmup="none",
         **cache,
     ) as engine:
         prompts = [engine.tokenizer.apply_chat_template(q.messages) for q in questions]

@@ -45,5 +45,9 @@ class QueueFullError(RuntimeError):
     """So much waits for the engine that no more is taken; it may be tried again later."""
 
 
+class TenantQueueFullError(RuntimeError):
+    """So much of one tenant waits that no more of it is taken; it may be tried again later."""
+
+
 class ShuttingDownError(RuntimeError):
     """The server is told to end, and the time that running requests get for it was up."""

@@ -74,6 +74,26 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str | None = None
 
 
+# Begins the names of tenants that clients choose (`user`). No key's name holds a space, so no
+# client can choose that of a key.
+USER_PREFIX = "user "
+
+
+class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The customer a request is served for. All requests of one name state the same numbers.
+
+    Args:
+        weight: share of the engine under contention, relative to other tenants; above 0.
+        max_queued: requests that may wait; with more, new ones are refused. 0: no limit.
+        max_running: requests that may run; others wait meanwhile. 0: no limit.
+    """
+
+    name: str
+    weight: float = 1.0
+    max_queued: int = 0
+    max_running: int = 0
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Generate a continuation of `input_ids`. Validated before it is sent.
 
@@ -94,6 +114,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             the front keeps it to itself.
         is_length_default: the client did not set `max_new_tokens`: a turn gets fewer where the
             history of its session leaves less room.
+        tenant: the tenant that pays for it; None: no tenant, all such requests share alike.
     """
 
     rid: str
@@ -109,6 +130,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_prompt_only: bool = False
     namespace: str = ""
     priority: int = 0
+    tenant: Tenant | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -11,7 +11,8 @@ from sgl_jax.core.errors import InvalidRequestError
 MAX_RID_CHARS = 256
 MAX_NAMESPACE_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
-MAX_OWNER_CHARS = 1024  # what a server may put before it to tell the sessions of its callers apart
+MAX_USER_CHARS = 256
+MAX_OWNER_CHARS = 4096  # what a server may put before it to tell the sessions of its callers apart
 INT32 = 2**31  # counts and offsets lie below it
 MIN_PRIORITY, MAX_PRIORITY = -INT32, INT32 - 1
 MAX_CHOICES = 128  # answers to one prompt

@@ -47,6 +47,18 @@ class SchedulerArgs:
         "with it, a request is retracted only for one that is more important by more than this",
         bounds=(0, 2**31 - 1),
     )
+    priority_aging_s: float = setting(
+        0.0,
+        "with --enable-priority-scheduling, a request that arrived so many seconds before another "
+        "counts as one more important; 0: it never does, and low priorities may starve",
+        bounds=(0.0, 1e9),
+    )
+    fair_share: str = setting(
+        "off",
+        "how tenants of one priority share the engine: by order of arrival alone, or by the "
+        "tokens served to each",
+        ("off", "tokens"),
+    )
     load_balance_method: str = setting(
         "prefix_aware",
         "which rank gets a request: the one where it costs least, or each in turn",
@@ -101,6 +113,8 @@ class SchedulerArgs:
             raise ValueError(
                 "--schedule-low-priority-values-first needs --enable-priority-scheduling"
             )
+        if self.priority_aging_s and not self.enable_priority_scheduling:
+            raise ValueError("--priority-aging-s needs --enable-priority-scheduling")
 
     def importance(self, priority: int) -> int:
         """A request's priority so that larger is more important; 0 unless priorities count."""
@@ -255,7 +269,9 @@ class ServerArgs(SchedulerArgs):
         env="SGL_JAX_API_KEY",
         secret=True,
     )
-    api_key_file: str | None = setting(None, "file of such keys, a line each: KEY or NAME KEY")
+    api_key_file: str | None = setting(
+        None, "file of such keys, a line each: KEY, or NAME KEY and limits of its tenant"
+    )
     admin_api_key: str | None = setting(
         None,
         "key that the routes of the operator ask for, instead of those above",
@@ -297,7 +313,13 @@ class ServerArgs(SchedulerArgs):
     )
 
     # Start-up
-    skip_warmup: bool = setting(False, "compile on first use instead of before ready")
+    warmup: str = setting(
+        "auto",
+        "programs compiled before ready: all of them; plain: those of structured output follow in "
+        "the background; none: each in the step that needs it first; auto is all on CPU, else "
+        "plain",
+        ("auto", "all", "plain", "none"),
+    )
     compilation_cache_dir: str | None = setting(
         None, "default: a private folder of this user; 'none' switches it off"
     )

@@ -75,22 +75,27 @@ class Controls:
         except (OSError, ValueError) as error:  # no file can have such a name
             return refusal(message, str(error), code="weights_refused", param="model_path")
         self._core.settle()
+        num_running = 0 if message.abort_all_requests else self._core.scheduler.num_running
+        give_up_kv = self._give_up_kv if message.flush_cache else None
+        try:
+            with self._core.watchdog.patience():
+                self._core.executor.update_weights(path, give_up_kv)
+        except WeightsError as error:
+            return refusal(message, str(error), code="weights_refused", param="model_path")
         if message.abort_all_requests:
             self._core.events.abort(
                 AbortRequest(abort_all=True, message="the weights were updated")
             )
-        num_running = self._core.scheduler.num_running
-        if message.flush_cache:
-            self._core.events.retract_all()
-            self._core.events.flush()
-        try:
-            with self._core.watchdog.patience():
-                self._core.executor.update_weights(path, keeps_kv=not message.flush_cache)
-        except WeightsError as error:
-            return refusal(message, str(error), code="weights_refused", param="model_path")
+        if give_up_kv is not None:
+            give_up_kv()
         self._core.change_info(model_path=path)
         text = f"serving the weights in {path!r}"
         return answer(message, WeightsUpdated(True, text, num_running))
+
+    def _give_up_kv(self) -> None:
+        """Retract all requests and empty all caches: their KV is of other weights, or must go."""
+        self._core.events.retract_all()
+        self._core.events.flush()
 
     def set_settings(self, message: SetInternalState) -> Reply:
         """All that are named, or none."""

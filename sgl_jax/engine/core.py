@@ -48,6 +48,7 @@ T = TypeVar("T")
 _IDLE_POLL_S = 0.2
 # Requests are waiting, none can run, nothing is in flight: rare, and not worth a busy loop.
 _STARVED_POLL_S = 0.001
+_NOT_COMPILED = "structured output cannot be served: its programs could not be compiled: "
 _GIVEN_UP = "the output could not be held to its grammar any longer: "
 _REBUILT = (
     "the engine found the records of its memory wrong and started afresh; "
@@ -90,6 +91,9 @@ class EngineCore:
         self._controls = Controls(self)
         self._is_shutting_down = False
         self._is_audited = True
+        self._is_compiling = self.executor.start_background()
+        if self._is_compiling:
+            self.events.await_programs()
 
     def run(
         self,
@@ -122,6 +126,8 @@ class EngineCore:
                 with self._answering_defects():
                     if is_resting and not messages:
                         self._audit()
+                    if self._is_compiling:
+                        self._look_for_programs()
                     self._turn()
                 outputs = self.events.take_outputs()
                 if outputs is not None:
@@ -139,6 +145,16 @@ class EngineCore:
                 self._recorder.close()
         finally:
             self.executor.close()
+
+    def _look_for_programs(self) -> None:
+        """Start requests that waited for programs, once these are compiled beside this loop."""
+        end = self.executor.background_end()
+        if end is None:
+            return
+        self._is_compiling = False
+        if end:
+            logger.error("%s%s", _NOT_COMPILED, end)
+        self.events.programs_ready(_NOT_COMPILED + end if end else "")
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -347,12 +363,13 @@ class EngineCore:
             **scheduler.counters(),
             **self._log.counters(),
             "memory_errors": self._defects.num_defects,
-            "compiles_after_ready": self.executor.num_compiles_after_ready,
+            **self.executor.compile_counts(),
         }
         return {
             "ranks": ranks,
             "num_waiting": scheduler.num_waiting,
             "waiting_for": scheduler.count_waiting(),
             "num_sessions": scheduler.num_sessions,
+            "tenants": {name: each._asdict() for name, each in scheduler.tenants().items()},
             "counters": counters,
         }

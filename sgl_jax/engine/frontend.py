@@ -10,11 +10,18 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Set
 
 import msgspec
 
-from sgl_jax.core.errors import EngineDeadError, QueueFullError, ShuttingDownError
+from sgl_jax.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    ShuttingDownError,
+    TenantQueueFullError,
+)
 from sgl_jax.core.messages import (
     AbortRequest,
     Asked,
@@ -24,6 +31,7 @@ from sgl_jax.core.messages import (
     OutputBatch,
     Reply,
     StopRequest,
+    Tenant,
 )
 from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.request_stream import RequestStream
@@ -67,7 +75,8 @@ class Frontend:
         # Requests that the engine has said nothing of: on their way, waiting, or computing their
         # first token. Counted here, since the engine's own queue has no limit while the engine
         # does not look at it. One whose client went away counts on: its message is still there.
-        self._unheard: set[str] = set()
+        self._unheard: dict[str, Tenant | None] = {}
+        self._num_unheard_of: Counter[str] = Counter()  # by the tenant's name
         self._max_queued = max_queued_requests
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
@@ -88,10 +97,30 @@ class Frontend:
         if self._death is not None:
             raise self._end_error(self._death)
 
-    def check_room(self, num_requests: int) -> None:
-        """Raise `QueueFullError` if the engine has too much before it to take so many more."""
+    def check_room(self, num_requests: int, tenant: Tenant | None = None) -> None:
+        """Raise if so many requests of `tenant` cannot be taken now.
+
+        Raises:
+            InvalidRequestError: they never can, because they are too many together.
+            QueueFullError: the engine has too much before it.
+            TenantQueueFullError: it has too much of the tenant's.
+        """
+        num_rows = self.facts.max_running_requests
+        if tenant is not None and tenant.max_queued:
+            _check_fits(num_requests, tenant.max_queued, f"tenant {tenant.name!r} may queue")
+            most = tenant.max_queued + min(tenant.max_running or num_rows, num_rows)
+            if self._num_unheard_of[tenant.name] + num_requests > most:
+                raise TenantQueueFullError(
+                    f"{self._num_unheard_of[tenant.name]} requests of tenant {tenant.name!r} wait "
+                    f"for the engine, and {num_requests} more would exceed its limits of "
+                    f"{tenant.max_queued} that wait and {most - tenant.max_queued} that run"
+                )
+        most = self._max_queued + num_rows
+        _check_fits(
+            num_requests, most, "the engine holds (--max-queued-requests and those it runs)"
+        )
         num_unheard = len(self._unheard)
-        if num_unheard + num_requests > self._max_queued + self.facts.max_running_requests:
+        if num_unheard + num_requests > most:
             raise QueueFullError(
                 f"the queue is full: {num_unheard} requests wait for the engine, and "
                 f"{num_requests} more would exceed what --max-queued-requests "
@@ -122,7 +151,7 @@ class Frontend:
 
         Raises:
             EngineDeadError, ShuttingDownError: as given to `fail`.
-            QueueFullError: as `check_room`.
+            QueueFullError, TenantQueueFullError: as `check_room`.
         """
         unique = msgspec.structs.replace(request, rid=f"{request.rid}#{next(self._sequence)}")
         stream = RequestStream(
@@ -137,15 +166,15 @@ class Frontend:
         )
         with self._lock:
             self.check_alive()
-            self.check_room(1)
+            self.check_room(1, unique.tenant)
             self._streams[unique.rid] = stream
-            self._unheard.add(unique.rid)
+            self._note_sent(unique)
         try:
             self._send(unique)
         except BaseException:
             with self._lock:
                 self._streams.pop(unique.rid, None)
-                self._unheard.discard(unique.rid)
+                self._note_heard(unique.rid)
             raise
         self.metrics.count_arrival(stream.num_prompt_tokens)
         if self._log_requests:
@@ -261,7 +290,7 @@ class Frontend:
                 elif stream.streaming:
                     ready.append(stream)
             for output in batch.outputs:
-                self._unheard.discard(output.rid)  # the first that is said of a request is here
+                self._note_heard(output.rid)  # the first that is said of a request is here
                 stream = streams.get(output.rid)
                 if stream is None:
                     continue
@@ -279,6 +308,19 @@ class Frontend:
         self.metrics.count_generated(num_tokens)
         for stream in ready:
             stream.on_ready()
+
+    def _note_sent(self, request: GenerateRequest) -> None:
+        self._unheard[request.rid] = request.tenant
+        if request.tenant is not None:
+            self._num_unheard_of[request.tenant.name] += 1
+
+    def _note_heard(self, rid: str) -> None:
+        tenant = self._unheard.pop(rid, None)
+        if tenant is None:
+            return
+        self._num_unheard_of[tenant.name] -= 1
+        if not self._num_unheard_of[tenant.name]:
+            del self._num_unheard_of[tenant.name]
 
     def _note_tokens(self, stream: RequestStream, count: int, now: float) -> None:
         if stream.last_token_at is None:
@@ -318,3 +360,11 @@ class Frontend:
                 stream.num_output_tokens,
                 stream.e2e_latency_s,
             )
+
+
+def _check_fits(num_requests: int, most: int, holder: str) -> None:
+    """Raise `InvalidRequestError` if so many requests of one client are more than ever fit."""
+    if num_requests > most:
+        raise InvalidRequestError(
+            f"prompts times n must be no more than {holder}: at most {most}, got {num_requests}"
+        )

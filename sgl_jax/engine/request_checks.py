@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, SessionTurn
+from sgl_jax.core.messages import GenerateRequest, SessionTurn, Tenant
 from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
     MIN_PRIORITY,
@@ -109,6 +109,7 @@ class RequestChecks:
         session: SessionTurn | None = None,
         namespace: str = "",
         priority: int | None = None,
+        tenant: Tenant | None = None,
     ) -> GenerateRequest:
         """Check everything that can be checked before the engine sees it.
 
@@ -120,6 +121,7 @@ class RequestChecks:
             session: of which the request is a turn, `prompt_ids` what it adds.
             namespace: of the cached prefixes that it may find and leave behind.
             priority: None is 0.
+            tenant: for which it is served, if any.
 
         Raises:
             InvalidRequestError: names the field and what is allowed.
@@ -145,6 +147,7 @@ class RequestChecks:
             is_prompt_only=is_prompt_only,
             namespace=namespace,
             priority=priority or 0,
+            tenant=tenant,
         )
         self._check_options(request)
         return request

@@ -1,6 +1,7 @@
-"""Counting compilations that happen when none should: after an engine said it was ready."""
+"""Counting compilations: at start, beside the engine's loop, and in it, which is a defect."""
 
 import logging
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,19 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileWatch:
-    """Counts the process's compilations between `arm` and `disarm`, and logs each as a defect."""
+    """Counts the process's compilations, loads from the persistent cache among them.
+
+    Attributes:
+        num_at_start: until `arm`.
+        num_beside_loop: within `beside_loop`.
+        num_in_loop: all others from `arm` to `disarm`; each is logged as a defect.
+    """
 
     def __init__(self) -> None:
-        self.num_compiles = 0
+        self.num_at_start = self.num_beside_loop = self.num_in_loop = 0
+        self._num_before_arm = 0
         self._armed = False
+        self._threads_beside: set[int] = set()
         # jax keeps listeners for the life of the process; this one must not keep the engine.
         watch_ref = weakref.ref(self)
 
@@ -29,11 +38,12 @@ class CompileWatch:
         jax.monitoring.register_event_duration_secs_listener(listen)
 
     def arm(self) -> None:
-        """From here on a compilation is a defect."""
+        """From here on a compilation is a defect, unless it runs beside the loop."""
+        self.num_at_start = self._num_before_arm
         self._armed = True
 
     def disarm(self) -> bool:
-        """Stop counting compilations. Returns whether they were counted."""
+        """Stop counting defects. Returns whether they were counted."""
         was_armed, self._armed = self._armed, False
         return was_armed
 
@@ -46,11 +56,25 @@ class CompileWatch:
         finally:
             self._armed = was_armed
 
+    @contextmanager
+    def beside_loop(self) -> Iterator[None]:
+        """What this thread compiles within holds nothing up."""
+        own = threading.get_ident()
+        self._threads_beside.add(own)
+        try:
+            yield
+        finally:
+            self._threads_beside.remove(own)
+
     def _count(self, duration_s: float) -> None:
-        if self._armed:
-            self.num_compiles += 1
+        if threading.get_ident() in self._threads_beside:
+            self.num_beside_loop += 1
+        elif self._armed:
+            self.num_in_loop += 1
             logger.error(
-                "defect: a program was compiled after ready (%.2f s, %d so far)",
+                "defect: a program was compiled in the engine's loop (%.2f s, %d so far)",
                 duration_s,
-                self.num_compiles,
+                self.num_in_loop,
             )
+        else:
+            self._num_before_arm += 1

@@ -298,6 +298,8 @@ def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
         device=platform,
         dtype=dtype,
         kv_cache_dtype=dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
+        # On a CPU, steps and the compiler would take each other's cores and threads.
+        warmup=("all" if on_cpu else "plain") if args.warmup == "auto" else args.warmup,
         attention_backend=backend,
         page_size=args.page_size or (TPU_PAGE_SIZE if platform == "tpu" else _PAGE_SIZE),
         max_running_requests=args.max_running_requests

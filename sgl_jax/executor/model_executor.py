@@ -7,12 +7,12 @@ Knows nothing of requests, pages' owners or sessions: what a plan says is done a
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,9 @@ from sgl_jax.core.step_plan import (
     RankPlan,
     RankResult,
     StepPlan,
+    mask_words,
 )
+from sgl_jax.executor.background import BackgroundCompilation
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
@@ -36,7 +38,7 @@ from sgl_jax.executor.first_token import check_first_token, first_token_plan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_pool_pages
 from sgl_jax.executor.profiler import Profiler
-from sgl_jax.executor.programs import ComputeProgram, DrawProgram, Programs
+from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.results import LaunchedStep, unpack_results
 from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
 from sgl_jax.executor.state_slots import make_row_states
@@ -52,6 +54,11 @@ logger = logging.getLogger(__name__)
 
 class WeightsError(ValueError):
     """Other weights could not be loaded; the engine has those that it had."""
+
+
+class _LoadFailure(NamedTuple):
+    reason: str
+    lacks_room: bool  # on the devices
 
 
 class ModelExecutor(Executor):
@@ -97,8 +104,9 @@ class ModelExecutor(Executor):
         self._programs = Programs(
             placed.graphdef, params, self._state, self._row_params, self.sizes, self._mesh
         )
-        self._skip_warmup = args.skip_warmup
+        self._warmup = args.warmup
         self._watch = CompileWatch()
+        self._background: BackgroundCompilation | None = None
         self.profiler = Profiler()
         self._in_flight: deque[LaunchedStep] = deque()
         self._page_tables = PageTables(self.sizes)
@@ -116,26 +124,52 @@ class ModelExecutor(Executor):
             **self.sizes._asdict(),
         }
 
-    @property
-    def num_compiles_after_ready(self) -> int:
-        """Compilations since `warm_up` ended: each is a defect. Not counted without warm-up."""
-        return self._watch.num_compiles
+    def compile_counts(self) -> dict[str, int]:
+        """Compilations until `warm_up` ended, beside the loop since then, and in it: each of these
+        is a defect. Without warm-up nothing is counted."""
+        return {
+            "compiles_at_start": self._watch.num_at_start,
+            "compiles_in_background": self._watch.num_beside_loop,
+            "compiles_after_ready": self._watch.num_in_loop,
+        }
 
     def warm_up(self) -> None:
-        """Compile every program and run each once, on nothing but the null row and page; then draw
-        a token. Raises ValueError if the model's logits are not finite."""
-        if self._skip_warmup:
-            logger.warning("warm-up skipped: the first step of each shape will compile")
+        """Compile the programs that `--warmup` names and run each once, on nothing but the null
+        row and page; then draw a token. Raises ValueError if the model's logits are not finite."""
+        if self._warmup == "none":
+            logger.warning("no warm-up: the first step of each shape will compile")
             return
-        self._programs.compile_all(self._buckets.all)
+        masked = self._warmup == "all"
+        self._programs.compile_all(self._buckets.all, masked=masked)
         self._write(empty_piece(self.sizes.dp_size))
-        idle = StepPlan(step_id=0, ranks=(_idle_rank(),) * self.sizes.dp_size)
+        ranks = (_idle_rank(),) * self.sizes.dp_size
+        shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
+        no_masks = [np.zeros(shape, np.int32) for _ in ranks]
         for bucket in self._buckets.all:
-            self._run(bucket, idle)
+            self._run(bucket, StepPlan(0, ranks))
+            if masked:
+                self._draw(self._run(bucket, StepPlan(0, ranks, is_masked=True)), no_masks)
         first = self.result(self.launch(first_token_plan(self.sizes)))
         check_first_token(first, self.sizes.vocab_size, self.info["model_path"])
         self.reset()
         self._watch.arm()
+
+    def start_background(self) -> bool:
+        """Compile beside the loop, from now on, what `warm_up` left; False if that is nothing.
+
+        If True, no masked step may be launched before `background_end` returns a text.
+        """
+        if self._warmup != "plain":
+            return False
+        jobs = [partial(self._programs.halves, bucket) for bucket in self._buckets.all]
+        self._background = BackgroundCompilation(jobs, self._watch)
+        return True
+
+    def background_end(self) -> str | None:
+        """How that ended: "" if all programs are there, else why not; None while it runs."""
+        if self._background is None or not self._background.is_done:
+            return None
+        return self._background.error or ""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step and return while it runs.
@@ -160,6 +194,10 @@ class ModelExecutor(Executor):
         """
         if not self._in_flight or self._in_flight[-1] is not handle or handle.computed is None:
             raise RuntimeError(f"step {handle.plan.step_id} does not wait for masks")
+        self._draw(handle, masks)
+
+    def _draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
+        assert handle.computed is not None
         assert handle.given is not None
         _, draw = self._programs.halves(handle.bucket)
         self._state, handle.output = draw(
@@ -197,29 +235,39 @@ class ModelExecutor(Executor):
         by the programs that there are."""
         check_same_model(self._model, ModelConfig.from_path(model_path))
 
-    def update_weights(self, model_path: str, *, keeps_kv: bool) -> None:
+    def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
         """Compute with the weights of another folder, in the same shapes and places.
 
         Nothing may be in flight. The old weights stay until all new ones are there, so both are on
-        the devices for a while. Unless `keeps_kv`, pools and tables make room for that, and are
-        new and empty afterwards, as after `reset`, whether or not it succeeds.
+        the devices for a while.
+
+        Args:
+            give_up_kv: called if the devices have no room for both beside the pools. Then pools
+                and tables make room, and are new and empty afterwards, as after `reset`, whether
+                or not it succeeds.
 
         Raises WeightsError, saying why, if they could not be loaded: then the old ones stay.
         """
-        with nullcontext() if keeps_kv else self._without_state(), self._watch.paused():
-            problem = self._try_to_update(model_path)
-        if problem is not None:
-            raise WeightsError(problem)
+        with self._watch.paused():
+            failure = self._try_to_update(model_path)
+            if failure is not None and failure.lacks_room and give_up_kv is not None:
+                logger.info("the KV pools make room for the weights in %r", model_path)
+                give_up_kv()
+                with self._without_state():
+                    failure = self._try_to_update(model_path)
+        if failure is not None:
+            raise WeightsError(failure.reason)
         self.info["model_path"] = model_path
 
-    def _try_to_update(self, model_path: str) -> str | None:
-        """Why not, in words: an exception would keep what was loaded, where the pools must go."""
+    def _try_to_update(self, model_path: str) -> _LoadFailure | None:
+        """The failure in words: an exception would keep the arrays that were loaded so far."""
         try:
             params = self._load_params(model_path, detect_format(Path(model_path)))
             self._weights = jax.block_until_ready(tuple(jax.tree.leaves(params)))
         except Exception as error:  # of any type: files, their contents, the devices' memory
             logger.exception("the weights in %r could not be loaded", model_path)
-            return f"the weights in {model_path!r} could not be loaded: {error}"
+            reason = f"the weights in {model_path!r} could not be loaded: {error}"
+            return _LoadFailure(reason, lacks_room="RESOURCE_EXHAUSTED" in str(error))
         return None
 
     @contextmanager
@@ -272,6 +320,8 @@ class ModelExecutor(Executor):
     def close(self) -> None:
         """Wait for what is in flight and let go of the devices' memory. Cannot be used again."""
         self._watch.disarm()
+        if self._background is not None:
+            self._background.close()
         self._in_flight.clear()
         jax.block_until_ready(self._state)
         del self._state, self._row_params, self._weights, self._programs
@@ -283,17 +333,9 @@ class ModelExecutor(Executor):
         if not plan.is_masked:
             self._state, output = self._programs.step(bucket)(*arguments)
             return LaunchedStep(plan, bucket, layout, output)
-        compute, _ = self._halves(bucket)
+        compute, _ = self._programs.halves(bucket)
         self._state, computed = compute(*arguments)
         return LaunchedStep(plan, bucket, layout, None, computed, step_input)
-
-    def _halves(self, bucket: Bucket) -> tuple[ComputeProgram, DrawProgram]:
-        """The programs of masked steps, which are compiled when the first such step comes: most
-        servers see none, and they would take as long as all others."""
-        if not self._programs.has_halves(bucket):
-            logger.info("compiling steps of %d tokens for structured output", bucket.tokens)
-        with self._watch.paused():
-            return self._programs.halves(bucket)
 
     def _write(self, piece: Int32Array) -> None:
         state = self._state

@@ -88,6 +88,7 @@ class Programs:
         self._state = jax.tree.map(_shape_of, state)
         self._row_params: Any = _shape_of(row_params)
         self._steps: dict[Bucket, StepProgram] = {}
+        self._traced_halves: dict[Bucket, tuple[jax.stages.Lowered, jax.stages.Lowered]] = {}
         self._halves: dict[Bucket, tuple[ComputeProgram, DrawProgram]] = {}
         self._admit: AdmitProgram | None = None
 
@@ -115,20 +116,21 @@ class Programs:
         """The program of one bucket, compiled anew: for reading, where its chips are not here."""
         return self.lower_step(bucket).compile(compiler_options=self._compiler_options(bucket))
 
-    def has_halves(self, bucket: Bucket) -> bool:
-        """Whether `halves` answers without compiling."""
-        return bucket in self._halves
-
     def halves(self, bucket: Bucket) -> tuple[ComputeProgram, DrawProgram]:
         """The two programs of one bucket that draw by masks, compiled now if they were not."""
         if bucket not in self._halves:
+            if bucket not in self._traced_halves:
+                self.trace_halves(bucket)
             options = self._compiler_options(bucket)
-            compute, computed = self._lower_compute(bucket)
-            draw = self._lower_draw(bucket, computed)
-            halves = [half.compile(compiler_options=options) for half in (compute, draw)]
-            programs: Any = tuple(halves)
+            traced = self._traced_halves.pop(bucket)
+            programs: Any = tuple(half.compile(compiler_options=options) for half in traced)
             self._halves[bucket] = programs
         return self._halves[bucket]
+
+    def trace_halves(self, bucket: Bucket) -> None:
+        """Leave to `halves` no more than to compile them, which takes no interpreter lock."""
+        compute, computed = self._lower_compute(bucket)
+        self._traced_halves[bucket] = compute, self._lower_draw(bucket, computed)
 
     def admit(self) -> AdmitProgram:
         """The program that writes one piece of admissions, compiled now if it was not."""
@@ -136,11 +138,17 @@ class Programs:
             self._admit = self._compile_admit()
         return self._admit
 
-    def compile_all(self, buckets: tuple[Bucket, ...]) -> None:
-        """Compile everything, with a progress bar on stderr."""
+    def compile_all(self, buckets: tuple[Bucket, ...], *, masked: bool) -> None:
+        """Compile everything, with a progress bar on stderr; without `masked`, the programs of
+        masked steps are only traced."""
+        halves = self.halves if masked else self.trace_halves
         # XLA compiles without the interpreter lock; the largest first, to end together.
         with ThreadPoolExecutor(min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
-            jobs: list[Future[Any]] = [pool.submit(self.step, b) for b in reversed(buckets)]
+            jobs: list[Future[Any]] = [
+                pool.submit(make, bucket)
+                for bucket in reversed(buckets)
+                for make in (self.step, halves)
+            ]
             jobs.append(pool.submit(self.admit))
             with tqdm(total=len(jobs), desc="Compiling", unit="program") as progress:
                 for job in as_completed(jobs):

@@ -1,9 +1,8 @@
 """Pages that left the prefix tree lately: the hash of their prefix, and how they were used.
 
-A ring of fixed size, so what is remembered is bounded; every operation is vectorised over pages.
-Most new edges hold nothing that was here before, and the hash of their first page shows it: what
-is behind that page left before it or with it. So the ring is filled, and searched, only for edges
-whose first page may be remembered.
+A ring of fixed size, so what is remembered is bounded. Most new edges hold nothing that was here
+before, and the hash of their first page shows it: what is behind that page left before it or with
+it. So the ring is searched only for edges whose first page may be remembered.
 
 Prefixes are told apart by a 64-bit hash alone. That may be wrong, so ghosts may decide in which
 order pages leave, never what a prefix matches.
@@ -18,6 +17,7 @@ from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 
 Int64Array = NDArray[np.int64]
+UInt32Array = NDArray[np.uint32]
 UInt64Array = NDArray[np.uint64]
 
 # The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit moves half of the output.
@@ -30,8 +30,6 @@ _SALTS = (np.uint64(0), _GAMMA)  # of the two halves of the index
 _CELLS_PER_GHOST = 4
 # Of the quick test: the fewer, the more often the ring is searched for nothing.
 _COUNTS_PER_GHOST = 8
-# So many pages may wait for the ring: to write more of them at once would hold up a step.
-_MAX_LEAVING = 1024
 
 
 class RecalledPages(NamedTuple):
@@ -94,13 +92,35 @@ def _hashes(
     return hashes
 
 
-class _Leaving(NamedTuple):
-    """Pages that leave together."""
+@compiled(
+    "(uint64[::1], int64, int64, int64, int64, int64, uint64[::1], int64[:, ::1], int32[::1], "
+    "uint32[::1])"
+)
+def _enter(
+    hashes: UInt64Array,
+    num_uses: int,
+    last_access: int,
+    left_at: int,
+    first_place: int,
+    num_left: int,
+    ring: UInt64Array,
+    history: Int64Array,
+    by_hash: Int32Array,
+    last_left: UInt32Array,
+) -> None:
+    """Write pages that leave over the oldest in the ring, which are from `first_place` on.
 
-    hashes: UInt64Array
-    num_uses: int
-    last_access: int
-    left_at: int
+    `num_left` pages have left, these included. The last four are columns of `GhostPages`.
+    """
+    num_cells = np.uint64(len(by_hash) // 2)
+    assert len(ring) == len(history)
+    for i in range(len(hashes)):
+        place = (first_place + i) % len(ring)
+        ring[place] = hashes[i]
+        history[place, 0], history[place, 1], history[place, 2] = num_uses, last_access, left_at
+        by_hash[_mix(hashes[i] ^ _SALTS[0]) % num_cells] = place
+        by_hash[_mix(hashes[i] ^ _SALTS[1]) % num_cells + num_cells] = place
+        last_left[hashes[i] & np.uint64(len(last_left) - 1)] = num_left
 
 
 class GhostPages:
@@ -109,10 +129,8 @@ class GhostPages:
     def __init__(self, num_ghosts: int) -> None:
         self.num_ghosts = num_ghosts
         self._hashes = np.zeros(num_ghosts, np.uint64)
-        self._history = np.zeros((num_ghosts, 3), np.int64)  # as in `_Leaving`, after the hashes
+        self._history = np.zeros((num_ghosts, 3), np.int64)  # as in `RecalledPages`
         self._next = 0
-        self._leaving: list[_Leaving] = []  # not in the ring yet
-        self._num_leaving = 0
         # By the last bits of a hash: how many pages had left when one of such a hash did, or some
         # more. Counted from `num_ghosts`, so that 0 is too long ago to be remembered, and modulo
         # 2**32: where that is ambiguous, a search finds nothing.
@@ -120,7 +138,6 @@ class GhostPages:
         num_bits = (_COUNTS_PER_GHOST * num_ghosts).bit_length()
         self._last_left = np.zeros(1 << num_bits, np.uint32)
         self._last_bits = np.uint64(len(self._last_left) - 1)
-        self._unnoted: list[UInt64Array] = []  # left, but not in `_last_left` yet
         # A hash is listed in both halves, at places that have nothing to do with each other: to
         # be found, it must have been written over in one of them at most.
         self._num_cells = _CELLS_PER_GHOST * num_ghosts
@@ -128,34 +145,25 @@ class GhostPages:
 
     def remember(self, hashes: UInt64Array, num_uses: int, last_access: int, now: int) -> None:
         """Pages of these prefixes leave now; those that left longest ago are forgotten."""
-        self._leaving.append(_Leaving(hashes, num_uses, last_access, now))
-        self._num_leaving += len(hashes)
         self._num_left += len(hashes)
-        self._unnoted.append(hashes)
-        if self._num_leaving >= min(self.num_ghosts, _MAX_LEAVING):
-            self._write()
-
-    def _write(self) -> None:
-        """Put all that are leaving into the ring. Together, as most are single pages."""
-        counts = [len(each.hashes) for each in self._leaving]
-        hashes = np.concatenate([each.hashes for each in self._leaving])
-        history = np.repeat([each[1:] for each in self._leaving], counts, axis=0)
-        self._leaving.clear()
-        self._num_leaving = 0
-        hashes, history = hashes[-self.num_ghosts :], history[-self.num_ghosts :]
-        places = (self._next + np.arange(len(hashes))) % self.num_ghosts
-        self._hashes[places] = hashes
-        self._history[places] = history
-        for cells in self._cells(hashes):
-            self._by_hash[cells] = places
+        _enter(
+            hashes,
+            num_uses,
+            last_access,
+            now,
+            self._next,
+            self._num_left % 2**32,
+            self._hashes,
+            self._history,
+            self._by_hash,
+            self._last_left,
+        )
         self._next = (self._next + len(hashes)) % self.num_ghosts
 
     def recall(self, hashes: UInt64Array) -> RecalledPages | None:
         """What is remembered of the pages of an edge, in its order; None if nothing of any is."""
         if not self._may_recall(hashes[0]):
             return None
-        if self._leaving:
-            self._write()
         first, second = both = self._by_hash[self._cells(hashes)]
         is_first, is_second = self._hashes[both] == hashes
         is_ghost = is_first | is_second
@@ -166,18 +174,11 @@ class GhostPages:
 
     def _may_recall(self, first: np.uint64) -> bool:
         """Whether a page of this hash, or one behind it, may be among the ghosts."""
-        if self._unnoted:
-            left = np.concatenate(self._unnoted)
-            self._last_left[(left & self._last_bits).astype(np.intp)] = self._num_left % 2**32
-            self._unnoted.clear()
         last_left = int(self._last_left[int(first & self._last_bits)])
         return (self._num_left - last_left) % 2**32 < self.num_ghosts
 
     def clear(self) -> None:
         """Forget all."""
-        self._leaving.clear()
-        self._unnoted.clear()
-        self._num_leaving = 0
         self._hashes[:] = 0
         self._num_left = self.num_ghosts
         self._last_left[:] = 0

@@ -8,7 +8,7 @@ together keep from other use. Each call costs O(pages of the one lease).
 import numpy as np
 
 from sgl_jax.core.compiled import compiled
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import Int32Array, RowIndex
 
 
 class LockedPages:
@@ -51,6 +51,19 @@ class LockedPages:
         """Whether a running request has locked `page`."""
         return bool(self._running[page])
 
+    def num_running_locks(self, pages: Int32Array) -> Int32Array:
+        """How many running requests have locked each of `pages`, int32[len(pages)]."""
+        counts: Int32Array = self._running[pages]
+        return counts
+
+    def num_shared(self, table: Int32Array, rows: RowIndex, num_pages: Int32Array) -> Int32Array:
+        """How many of its first `num_pages` pages each row shares with another lease: int32[n].
+
+        `table` int32[num_rows, groups, pages_per_row] lists them under group 0, and the rows have
+        locked them. Locks begin at the root, so shared pages precede all others.
+        """
+        return _num_shared(table, rows, num_pages, self._running, self._idle)
+
     def differing(self, other: "LockedPages") -> Int32Array:
         """The pages that `other` counts otherwise, ascending."""
         differs = (self._running != other._running) | (self._idle != other._idle)
@@ -81,3 +94,31 @@ def _count_locks(
             num_turned += 1
             num_alone += others[page] == 0
     return num_turned, num_alone
+
+
+@compiled("(int32[:, :, ::1], int64[::1], int32[::1], int32[::1], int32[::1])")
+def _num_shared(
+    table: Int32Array,
+    rows: RowIndex,
+    num_pages: Int32Array,
+    running: Int32Array,
+    idle: Int32Array,
+) -> Int32Array:
+    """`LockedPages.num_shared`, by bisection."""
+    shared = np.zeros(len(rows), np.int32)
+    assert len(rows) == len(num_pages)
+    assert len(running) == len(idle)
+    for i in range(len(rows)):
+        assert 0 <= rows[i] < len(table)
+        assert 0 <= num_pages[i] <= table.shape[2]
+        low, high = 0, num_pages[i]
+        while low < high:
+            middle = (low + high) // 2
+            page = table[rows[i], 0, middle]
+            assert 0 <= page < len(running)
+            if running[page] + idle[page] > 1:
+                low = middle + 1
+            else:
+                high = middle
+        shared[i] = low
+    return shared

@@ -20,10 +20,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.cursor_index import CursorIndex
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.full_component import FullComponent
-from sgl_jax.mem_cache.prefix_cursor import CursorIndex, common_prefix_len
+from sgl_jax.mem_cache.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.resumable import Resumable
 from sgl_jax.mem_cache.tree_component import FirstPages, LeaseOffer, PathStep, TreeComponent
 from sgl_jax.mem_cache.tree_node import TreeNode, front
@@ -60,7 +61,7 @@ class RadixTree:
         if windows:
             self.resumable = Resumable(windows, self.root, page_size)
             usable_len = self.resumable.usable_len
-        self.cursors = CursorIndex(page_size, self.root, self._walk, self.child_key, usable_len)
+        self.cursors = CursorIndex(page_size, self.root, self._walk, self.key_at, usable_len)
 
     # -- matching ---------------------------------------------------------------------------
 
@@ -275,8 +276,12 @@ class RadixTree:
 
         The first page has a fixed length, so no two pairs of page and namespace give one key.
         """
+        return self.key_at(parent.end, tokens, namespace)
+
+    def key_at(self, start: int, tokens: Int32Array, namespace: str) -> bytes:
+        """`child_key` of a parent that ends at `start`."""
         first_page = tokens[: self.page_size].tobytes()
-        return first_page + namespace.encode() if parent is self.root else first_page
+        return first_page if start else first_page + namespace.encode()
 
     def _add_child(self, parent: TreeNode, key: Int32Array, namespace: str) -> TreeNode:
         child_key = self.child_key(parent, key, namespace)

@@ -143,6 +143,14 @@ class RankMemory:
         num_parked = self.cache.num_protected[0] - self.locked[0].num_running
         return self.num_available_pages + num_parked + self.session_held[0]
 
+    @property
+    def can_keep_state(self) -> bool:
+        """Whether a slot can be had for another state of recurrent layers; True without these."""
+        pool = self.state_pool
+        return (
+            pool is None or self.allocators[pool].num_free > 0 or self.cache.num_evictable[pool] > 0
+        )
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages of a group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
@@ -226,6 +234,14 @@ class RankMemory:
         Locks begin at the root and hold whole edges, so this is O(edges that have none).
         """
         return min(cursor.length, self.in_use_len(cursor.node)) // self.page_size
+
+    def prefix_pages(self, cursor: PrefixCursor) -> Int32Array:
+        """The tree's pages of the cursor's prefix, of full attention alone: int32[n]."""
+        node, length = cursor.node, cursor.length
+        if self.groups[0].sliding_window is not None or node is None or not length:
+            return np.zeros(0, np.int32)
+        pages: Int32Array = self.cache.pages_to(node)[0, : length // self.page_size]
+        return pages
 
     def in_use_len(self, node: TreeNode | None) -> int:
         """Tokens of the path to `node` that running requests have locked, from the root on."""

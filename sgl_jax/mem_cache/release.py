@@ -6,8 +6,8 @@
 `adopt_prefix` those whose tokens the tree turns out to have as well;
 `release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
 retract, disconnect, error and shutdown all end a lease here. Unless the cache takes the lease
-over: the session keeps that of its turn, and nothing is freed. `resume_lease` hands it to the next
-turn, and `release_idle_lease` ends it when the session is closed or evicted.
+over: the session keeps of it as much as the next turn can go on with. `resume_lease` hands it to
+that turn, and `release_idle_lease` ends it when the session is closed or evicted.
 
 Pages may be freed while a launched step still reads or writes them: steps run on the device in
 launch order, so the next owner of such a page writes to it only afterwards.
@@ -123,11 +123,7 @@ def release_kv_cache(
     protected = lease.cache_protected_len
     if insert:
         added = _hand_to_tree(memory, lease, tokens)
-        if memory.sessions.take_over(lease, len(tokens)):
-            memory.lock(added)
-            drop_snapshots_past(memory, lease, lease.kv_committed_len)
-            forget_states_past(memory, lease, lease.kv_committed_len)
-            memory.park(lease)
+        if memory.sessions.lends(lease) and _keep_for_session(memory, lease, added, len(tokens)):
             return
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)
     if lease.node is not None:
@@ -138,6 +134,28 @@ def release_kv_cache(
     del memory.leases[lease.row]
     memory.rows.free(lease.row)
     lease.released = True
+
+
+def _keep_for_session(
+    memory: RankMemory, lease: KVLease, added: Int32Array, num_tokens: int
+) -> bool:
+    """The session keeps as much of the first `num_tokens` tokens as its next turn can go on with;
+    False if that is nothing.
+
+    All else is freed: a pool of windows has pages for the windows of idle rows, and for the chunk
+    of one step. `added` is from `_hand_to_tree`.
+    """
+    length = resumable_len(memory, lease, num_tokens)
+    if length < 1:
+        memory.sessions.unbind(lease)
+        return False
+    memory.lock(added)
+    memory.sessions.take_over(lease, length)
+    forget_states_past(memory, lease, length)
+    _cut(memory, lease, length)
+    let_go_windows(memory.rows, [memory], np.array([lease.row]), np.array([length]))
+    memory.park(lease)
+    return True
 
 
 def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLease:
@@ -232,7 +250,7 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
     if lease is None:
         return
     length = resumable_len(memory, lease, num_tokens)
-    if num_tokens < 1 or length < 0:
+    if length < 1:
         release_idle_lease(memory, session_id)
     else:
         go_back(memory, lease, length)

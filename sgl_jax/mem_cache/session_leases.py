@@ -52,6 +52,10 @@ class SessionLeases:
         """Whether the session's lease is of this rank, idle or lent to a running turn."""
         return session_id in self._idle or session_id in self._lent_rows
 
+    def lends(self, lease: KVLease) -> bool:
+        """Whether a session's running turn holds `lease`."""
+        return lease.row in self._lent
+
     def bind(self, session_id: str, lease: KVLease) -> None:
         """A turn of the session runs on `lease`, newly opened, which the session will keep."""
         lease.require_live()
@@ -76,18 +80,16 @@ class SessionLeases:
         """
         self._take_back(lease)
 
-    def take_over(self, lease: KVLease, num_tokens: int) -> bool:
-        """A lease is at its end: if a session's turn held it, the session keeps it.
+    def take_over(self, lease: KVLease, num_tokens: int) -> None:
+        """A turn's lease is at its end: the session keeps it, for its first `num_tokens` tokens.
 
-        The KV of the first `num_tokens` tokens will be wanted again; what lies behind stays
-        attached until the next turn. False if the lease belongs to no session.
+        Raises `LeaseError` if no session lends it.
         """
         session_id = self._take_back(lease)
         if session_id is None:
-            return False
+            raise LeaseError(f"{lease!r} is no session's to keep")
         lease.change_holder(num_tokens)
         self._idle[session_id] = lease
-        return True
 
     def remove(self, session_id: str) -> KVLease | None:
         """Forget an idle session; the caller releases its lease, if it has one."""

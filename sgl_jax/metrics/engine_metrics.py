@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from sgl_jax.metrics.request_metrics import RequestMetrics
+from sgl_jax.metrics.tenant_metrics import TenantMetrics
 
 _PAGE_STATES = ("free", "leased", "cached", "session_held", "reserved")
 # Gauge name -> (key in a rank's state, help).
@@ -29,11 +30,13 @@ class EngineMetrics:
     def __init__(self, requests: RequestMetrics) -> None:
         self._requests = requests
         self._state: Mapping[str, Any] = {}
+        self._tenants = TenantMetrics()
         requests.registry.register(self)
 
     def update(self, state: Mapping[str, Any]) -> None:
-        """Take in `Reply.data` of a `GetState`: `ranks`, `num_sessions`, `counters`."""
+        """Take in `Reply.data` of a `GetState`: `ranks`, `num_sessions`, `counters`, `tenants`."""
         self._state = state
+        self._tenants.update(state.get("tenants", {}))
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at each scrape."""
@@ -69,6 +72,7 @@ class EngineMetrics:
             ("cache_hit_rate", "share of prompt tokens found cached", requests.cache_hit_rate()),
         ):
             yield GaugeMetricFamily(f"sglang:{name}", help_text, value=value)
+        yield from self._tenants.collect()
         for name, value in state.get("counters", {}).items():
             # The engine counts in whole numbers; a fraction is a rate or a share.
             kind = CounterMetricFamily if isinstance(value, int) else GaugeMetricFamily

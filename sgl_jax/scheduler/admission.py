@@ -6,8 +6,10 @@ a running request is computing (`in_flight.py`), or for a rank that has so much 
 that the wait there is shorter than the work elsewhere. Each such wait has an end that is known
 when it begins.
 
-A request that does not fit does not hold up others that do, until so many of them have passed it
-over that it is due: then a rank is held for it, and nothing else starts there before it.
+A request that fits nowhere may preempt running ones of a lower priority (`preemption.py`), and
+starts in their place in the same step. Otherwise it does not hold up others that do fit, until so
+many of them have passed it over that it is due: then a rank is held for it, against the requests of
+its own priority and of lower ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,21 +25,18 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.step_room import Option, RankRoom
+from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
-from sgl_jax.scheduler.waiting_queue import WaitingQueue
+from sgl_jax.scheduler.waiting_queue import Offer, WaitingQueue
 
 # A rank may run this many requests more than the least busy one, or this share of them more, and
 # each further one counts as much as a step full of prompt tokens.
 MAX_SKEW_REQUESTS = 4
 MAX_SKEW_SHARE = 0.25
-# Of what started because it was due: higher than any priority that a request can ask for, so that
-# it is not preempted by what it has waited for long enough.
-AGED_PRIORITY = 2**32
-# Requests that are told in one step what to wait for; the others are told in the next.
+# Requests that get in one step a reason to wait; the others get it in the next.
 MAX_PUT_OFF = 128
-# Of those that are due, so many are tried in a step before the others, the oldest: were priorities
-# to keep a long queue waiting, all of it would become due.
-MAX_DUE_TRIED = 32
+# Requests that are tried in one step for others to give way, in vain.
+MAX_FAILED_PREEMPTIONS = 32
 
 _T = TypeVar("_T", RankScheduler, RankRoom)
 
@@ -49,6 +48,7 @@ class Admission:
         waiting: the queue.
         args: the scheduler's; may be others later.
         home_of: the memory with the lease of a request's session, if any.
+        tenants: to whom the requests belong.
     """
 
     def __init__(
@@ -56,81 +56,131 @@ class Admission:
         waiting: WaitingQueue,
         args: SchedulerArgs,
         home_of: Callable[[Request], RankMemory | None],
+        tenants: Tenants,
     ) -> None:
         self._waiting = waiting
+        self._tenants = tenants
         self.args = args
         self._home_of = home_of
         self._holds: dict[str, int] = {}  # rid of a request that is due -> the rank held for it
         self._next_rank = 0  # of round_robin
 
-    def preempt(self, ranks: Sequence[RankScheduler]) -> list[Request]:
-        """Retract running requests for a waiting one of higher priority that fits nowhere.
-
-        Only for the oldest of the highest priority, only those whose priority is lower by more
-        than the threshold, on the rank where the fewest have to go, and none if it would not fit
-        even so. Answers those retracted; the caller queues them again.
-        """
-        highest = self._waiting.highest_priority
-        if highest is None:
-            return []
-        below = highest - self.args.priority_scheduling_preemption_threshold
-        lowest = [rank.running.priorities.lowest for rank in ranks]
-        if not any(priority is not None and priority < below for priority in lowest):
-            return []
-        request = self._waiting.first_by_priority()
-        held = {dp_rank for rid, dp_rank in self._holds.items() if rid != request.rid}
-        allowed = [rank for rank in _allowed(ranks, request) if rank.dp_rank not in held]
-        if self._waiting.leader_of(request) is not None:
-            return []
-        cursors = self._waiting.cursors(request)
-        if any(rank.fits(request, cursors[rank.dp_rank]) for rank in allowed):
-            return []
-        chosen: list[int] | None = None
-        for rank in allowed:
-            victims = rank.victims_for(request, cursors[rank.dp_rank], below)
-            if victims is not None and (chosen is None or len(victims) < len(chosen)):
-                chosen, chosen_rank = victims, rank
-        if chosen is None:
-            return []
-        return [chosen_rank.retract(row, "preempted") for row in chosen]
-
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
         """Start what can start in step number `step`, of which `builders` are the ranks' shares."""
-        if not len(self._waiting):
+        highest = self._waiting.highest_priority
+        if highest is None:
             return
-        due = self._waiting.due(MAX_DUE_TRIED)
-        if not due and not any(builder.can_admit and builder.rank.has_row for builder in builders):
-            self._holds.clear()
+        threshold = self.args.priority_scheduling_preemption_threshold
+        may_preempt = [_may_preempt(builder, highest - threshold) for builder in builders]
+        if not any(may_preempt) and not any(
+            builder.can_admit and builder.rank.has_row and highest > builder.priority_floor
+            for builder in builders
+        ):
             return
         rooms = [
             RankRoom(builder, soonest_end)
             for builder, soonest_end in zip(builders, ranks.soonest_ends(), strict=True)
         ]
-        self._start_due(rooms, due)
-        is_open = np.array([room.is_open for room in rooms])
-        if not is_open.any():
-            return
-        num_pages = np.array([room.num_pages if room.is_open else 0 for room in rooms], np.int32)
-        num_put_off = 0
-        for request in self._waiting.candidates(num_pages, is_open, step):
+        self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}
+        offer = Offer(
+            num_pages=np.zeros(len(rooms), np.int32),
+            is_open=np.zeros(len(rooms), np.bool_),
+            floor=np.zeros(len(rooms), np.int64),
+            may_preempt=np.array(may_preempt),
+        )
+        for each in rooms:
+            _renew(offer, each)
+        while self._start_some(rooms, offer, step):
+            pass
+
+    def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
+        """Start what the queue offers, in its order, up to the first that preempts others: then
+        more may fit than before. Whether one did."""
+        threshold = self.args.priority_scheduling_preemption_threshold
+        preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
+        num_put_off = num_failed = 0
+        for request in self._waiting.candidates(offer, step, preemptible, threshold):
+            if not self._tenants.may_run(request.tenant):
+                continue
             chosen = self._choose(rooms, request, step)
-            if chosen is None:
-                continue
-            if chosen.fits and chosen.leader is None:
-                self._start(rooms, request, chosen.dp_rank)
+            room: RankRoom | None = None
+            if chosen is not None:
                 room = rooms[chosen.dp_rank]
-                is_open[chosen.dp_rank] = room.is_open
-                if room.is_open:
-                    num_pages[chosen.dp_rank] = room.num_pages
-                elif not is_open.any():
-                    return
-                continue
-            if chosen.leader is not None:
-                self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
-            rooms[chosen.dp_rank].num_staying += 1
-            num_put_off += 1
-            if num_put_off == MAX_PUT_OFF:
-                return
+                if chosen.fits and chosen.leader is None:
+                    self._start(room, request)
+                else:
+                    self._put_off(room, request, chosen)
+                    num_put_off += 1
+            elif preemptible and (preempting := self._preempt_for(rooms, request, threshold)):
+                _renew(offer, preempting)
+                return True
+            elif self._waiting.is_due(request):
+                room = self._hold_for(rooms, request)
+            else:
+                num_failed += 1
+            if room is not None:
+                _renew(offer, room)
+            if not preemptible and not offer.is_open.any():
+                break
+            if num_put_off == MAX_PUT_OFF or num_failed == MAX_FAILED_PREEMPTIONS:
+                break
+        return False
+
+    def _put_off(self, room: RankRoom, request: Request, chosen: Option) -> None:
+        """`request` waits for a rank, or for a prefix that is computed there."""
+        if chosen.leader is not None:
+            self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
+            room.rank.keep_branch(*chosen.leader)
+        room.num_staying += 1
+
+    # -- requests that do not fit -------------------------------------------------------------
+
+    def _preempt_for(
+        self, rooms: list[RankRoom], request: Request, threshold: int
+    ) -> RankRoom | None:
+        """Retract running requests for one of higher priority, and start it; the rank's room.
+
+        None, and nothing is retracted, if it would fit nowhere even so, or a prefix of it is in
+        flight. Of several ranks that one is chosen where the fewest tokens are to be computed.
+        """
+        cursors, best = self._waiting.cursors(request), None
+        for room in _allowed(rooms, request):
+            cursor = cursors[room.rank.dp_rank]
+            num_read = room.rank.reusable_len(request, cursor)
+            leader = room.leader(request, cursor, num_read)
+            if leader is not None:
+                self._waiting.follow(request, room.rank.dp_rank, *leader)
+                room.rank.keep_branch(*leader)
+                return None
+            found = room.preemption(request, cursor, threshold)
+            if found is not None:
+                cost = found.num_lost - num_read
+                if best is None or cost < best[0]:
+                    best = cost, room, found
+        if best is None:
+            return None
+        _, room, found = best
+        room.preempt(found.rows)
+        self._start(room, request)
+        return room
+
+    def _hold_for(self, rooms: list[RankRoom], request: Request) -> RankRoom:
+        """Hold a rank for a request that is due; its room."""
+        if request.rid not in self._holds:
+            self._holds[request.rid] = self._least_short(rooms, request)
+        room = rooms[self._holds[request.rid]]
+        room.hold(request.priority)
+        return room
+
+    def _least_short(self, rooms: list[RankRoom], request: Request) -> int:
+        """The rank where a request lacks the fewest pages; of equals, the least busy."""
+        cursors = self._waiting.cursors(request)
+        allowed = _allowed(rooms, request)
+        return min(
+            (max(room.num_short(request, cursors[r]), 0), room.num_running, r)
+            for room in allowed
+            for r in (room.rank.dp_rank,)
+        )[2]
 
     # -- why others wait ----------------------------------------------------------------------
 
@@ -138,16 +188,17 @@ class Admission:
         self, request: Request, ranks: Sequence[RankScheduler], step: int
     ) -> WaitReason:
         """What `request` waits for when step number `step` is planned next."""
+        if not self._tenants.may_run(request.tenant):
+            return WaitReason("tenant")
         leader = self._waiting.leader_of(request)
         if leader is not None:
             dp_rank, row = leader
             return WaitReason("prefix", behind=ranks[dp_rank].running.request(row).rid)
         if self._waiting.is_staying(request, step):
             return WaitReason("rank", dp_rank=self._waiting.stays_for(request))
-        held_for = {r: rid for rid, r in self._holds.items() if self._waiting.waits_due(rid)}
         cursors, allowed = self._waiting.cursors(request), _allowed(ranks, request)
-        holders = [held_for.get(rank.dp_rank, request.rid) for rank in allowed]
-        if request.rid not in holders:
+        holders = [self._holder(rank.dp_rank, request) for rank in allowed]
+        if None not in holders:
             return WaitReason("order", behind=holders[0])
         with_row = [rank for rank in allowed if rank.has_row]
         short = {
@@ -161,40 +212,18 @@ class Admission:
             return WaitReason("pages", pages_short=short)
         return WaitReason("step")
 
+    def _holder(self, dp_rank: int, request: Request) -> str | None:
+        """The id of the request for which a rank is held against `request`."""
+        for rid, held in self._holds.items():
+            if held == dp_rank and self._waiting.holds_up(rid, request):
+                return rid
+        return None
+
     def count_waiting(self, ranks: Sequence[RankScheduler], step: int) -> dict[WaitKind, int]:
         """How many wait for what when step number `step` is planned next."""
         num_pages = np.array([rank.num_pages_to_give() for rank in ranks], np.int32)
         has_row = np.array([rank.has_row for rank in ranks])
         return self._waiting.count_kinds(num_pages, has_row, step)
-
-    # -- requests that are due ----------------------------------------------------------------
-
-    def _start_due(self, rooms: list[RankRoom], due: list[Request]) -> None:
-        """Start what was passed over too often, or hold a rank for it."""
-        self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}
-        for request in due:
-            if not any(room.is_open for room in rooms):
-                return  # all ranks are held for older ones, or take nothing anyway
-            if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):
-                continue  # not due any more: an older one that was due has just started
-            if fitting := self._fitting_options(rooms, request):
-                if self.args.enable_priority_scheduling:
-                    request.priority = AGED_PRIORITY
-                self._start(rooms, request, min(fitting).dp_rank)
-                continue
-            if request.rid not in self._holds:
-                self._holds[request.rid] = self._least_short(rooms, request)
-            rooms[self._holds[request.rid]].hold()
-
-    def _least_short(self, rooms: list[RankRoom], request: Request) -> int:
-        """The rank where a request lacks the fewest pages; of equals, the least busy."""
-        cursors = self._waiting.cursors(request)
-        allowed = _allowed(rooms, request)
-        return min(
-            (max(room.num_short(request, cursors[r]), 0), room.num_running, r)
-            for room in allowed
-            for r in (room.rank.dp_rank,)
-        )[2]
 
     # -- where a request runs -----------------------------------------------------------------
 
@@ -208,15 +237,6 @@ class Admission:
         return [
             room.option(request, cursors[room.rank.dp_rank], bound, fits=fits_here)
             for room, fits_here in zip(allowed, fits, strict=True)
-        ]
-
-    def _fitting_options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
-        """Those of `_options` that fit, found without a look at the others."""
-        cursors, bound = self._waiting.cursors(request), _num_unskewed(rooms)
-        return [
-            room.option(request, cursors[room.rank.dp_rank], bound, fits=True)
-            for room in _allowed(rooms, request)
-            if room.fits(request, cursors[room.rank.dp_rank])
         ]
 
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:
@@ -239,15 +259,30 @@ class Admission:
             self._waiting.stay(request, best.dp_rank, step + num_steps)
         return best if self._waiting.is_staying(request, step) else cheapest
 
-    def _start(self, rooms: list[RankRoom], request: Request, dp_rank: int) -> None:
-        room, cursor = rooms[dp_rank], self._waiting.cursors(request)[dp_rank]
+    def _start(self, room: RankRoom, request: Request) -> None:
+        dp_rank = room.rank.dp_rank
         home = self._home_of(request)
         if home is not None and home is not room.rank.memory and request.kept_by is not None:
             release_idle_lease(home, request.kept_by)
-        room.start(request, cursor)
+        room.start(request, self._waiting.cursors(request)[dp_rank])
+        if request.num_retractions == 0:
+            self._tenants.serve_prompt(request.tenant, request.prompt_len, request.cached_tokens)
         self._waiting.started(request, dp_rank)
         self._holds.pop(request.rid, None)
         self._next_rank = dp_rank + 1
+
+
+def _may_preempt(builder: StepBuilder, below: int) -> bool:
+    """Whether a request runs there whose priority is lower than `below`, and may give way."""
+    lowest = builder.rank.running.priorities.lowest
+    return builder.can_admit and lowest is not None and lowest < below
+
+
+def _renew(offer: Offer, room: RankRoom) -> None:
+    """Bring the rank's part of an offer up to date."""
+    dp_rank = room.rank.dp_rank
+    offer.is_open[dp_rank], offer.floor[dp_rank] = room.is_open, room.priority_floor
+    offer.num_pages[dp_rank] = room.num_pages if room.is_open else 0
 
 
 def _num_unskewed(rooms: list[RankRoom]) -> int:
@@ -257,6 +292,6 @@ def _num_unskewed(rooms: list[RankRoom]) -> int:
 
 
 def _allowed(ranks: Sequence[_T], request: Request) -> Sequence[_T]:
-    """Of what there is one of for each rank, those of the ranks that `request` may run on."""
+    """Keep the entries for the ranks that `request` may run on."""
     pinned = request.message.dp_rank
     return ranks if pinned is None else [ranks[pinned]]

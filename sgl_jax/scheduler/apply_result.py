@@ -49,6 +49,7 @@ def apply_result(
         *launched, epoch=ranks.tables.epoch, tokens=tokens, num_stop_ids=num_stop_ids
     )
     ranks.num_generated_tokens += int(gains.num_tokens)
+    ranks.tenants.serve_outputs(ranks.running.tenant[launched.rows], gains.counts)
     if tokens.shape[1] > 1:
         _count_drafts(ranks, plan, launched.rows, gains.counts, tokens)
         if ranks.has_states:

@@ -25,6 +25,11 @@ class Deadlines:
         self._to_start: dict[str, float] = {}
         self._to_finish: dict[str, float] = {}
 
+    @property
+    def now_s(self) -> float:
+        """The time of the last tick; 0 before the first."""
+        return self._now_s or 0.0
+
     def set_limits(self, waiting_timeout_s: float, request_timeout_s: float) -> None:
         """From now on, also for those that are there."""
         self._waiting_timeout_s = waiting_timeout_s or math.inf

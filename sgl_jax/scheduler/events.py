@@ -79,6 +79,14 @@ class Expected(Told, frozen=True, tag="expect"):
     tokens: Int32Array
 
 
+class AwaitedPrograms(Told, frozen=True, tag="await_programs"):
+    pass
+
+
+class ProgramsReady(Told, frozen=True, tag="programs_ready"):
+    error: str
+
+
 class AskedSession(Told, frozen=True, tag="session"):
     message: SessionMessage
 
@@ -158,6 +166,8 @@ Event: TypeAlias = (
     | Aborted
     | Stopped
     | Expected
+    | AwaitedPrograms
+    | ProgramsReady
     | AskedSession
     | AnsweredSession
     | Flushed

@@ -8,8 +8,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.server_args import SchedulerArgs
@@ -23,7 +21,6 @@ from sgl_jax.mem_cache.release import (
     release_idle_lease,
     release_kv_cache,
     resume_lease,
-    roll_back_lease,
 )
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.row_states import resumable_len
@@ -74,10 +71,10 @@ class RankScheduler:
         self._unsent_admissions: dict[int, RowAdmission] = {}
         # Rows whose prompts were computed in part, and what their leases' nodes lack of them.
         self._unpublished: dict[int, bytes | None] = {}
-        # With recurrent layers: rows whose first step was not launched yet, and how much the tree
-        # held of rows' prompts.
+        # With recurrent layers: rows whose first step was not launched yet, and where other prompts
+        # are known to branch off from rows' prompts.
         self._starting: set[int] = set()
-        self._branch_len: dict[int, int] = {}
+        self._branch_lens: dict[int, set[int]] = {}
 
     # -- room for a request -------------------------------------------------------------------
 
@@ -115,26 +112,6 @@ class RankScheduler:
         they still may."""
         return self.running.expected_steps_to_ends(self.running.active)
 
-    def victims_for(self, request: Request, cursor: PrefixCursor, below: int) -> list[int] | None:
-        """Rows of running requests of a priority lower than `below` that must go for `request`.
-
-        None if it would not fit even without all of these. Lowest priority first, then the fewest
-        output tokens, then the youngest.
-        """
-        running, memory = self.running, self.memory
-        rows = running.runnable()
-        rows = rows[running.priority[rows] < below]
-        outputs = running.planned_len[rows] - running.prompt_len[rows]
-        rows = rows[::-1][np.lexsort((outputs[::-1], running.priority[rows][::-1]))]
-        num_short = self.num_pages_needed(request, cursor) - self.num_pages_to_give()
-        victims: list[int] = []
-        for row in rows.tolist():
-            victims.append(row)
-            num_short -= memory.num_held(memory.leases[row])
-            if num_short <= 0:
-                return victims
-        return None
-
     def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int | None = None) -> int:
         """Give a waiting request that fits a row, and what is cached of its prefix; the row.
 
@@ -149,6 +126,7 @@ class RankScheduler:
             num_reserved = self.reserve.pages(memory, self.running)
         self.evict_sessions_for(needed + num_reserved)
         request.lease, request.dp_rank = lease, self.dp_rank
+        request.num_lost += max(request.computed_len - lease.kv_committed_len, 0)
         if request.num_retractions == 0:
             request.cached_tokens = lease.kv_committed_len
             self.num_prompt_tokens += request.prompt_len
@@ -158,7 +136,7 @@ class RankScheduler:
         self.running.add(lease.row, request, stop_ids)
         if self._has_states:
             self._starting.add(lease.row)
-            self._branch_len[lease.row] = num_on_tree
+            self._branch_lens[lease.row] = {num_on_tree}
         start_drafting(self.running, lease.row, self._max_draft_tokens)
         self._unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
@@ -242,10 +220,15 @@ class RankScheduler:
             elif row not in self._unpublished:
                 self._unpublished[row] = self._next_key(row)
 
+    def keep_branch(self, row: int, length: int) -> None:
+        """A waiting request will go on from the first `length` tokens of `row`."""
+        if self._has_states:
+            self._branch_lens[row].add(length)
+
     def branch_lens(self, row: int) -> list[int]:
         """Where other prompts branch off from that of `row`: what the tree held of it when it was
         admitted, and what waiting requests have in common with it."""
-        lens = [self._branch_len.get(row, 0)]
+        lens = list(self._branch_lens[row])
         if not self.running.request(row).kept_len:  # else nothing is published yet
             lease = self.memory.leases[row]
             tokens = self.running.known_tokens(row)[lease.cache_protected_len :]
@@ -281,9 +264,6 @@ class RankScheduler:
         """End the request in `row` well; its first `num_tokens` tokens (all) are kept."""
         request = self._leave(row, num_tokens=num_tokens)
         request.state = RequestState.FINISHED
-        if num_tokens is not None and request.kept_by is not None:
-            # What it had generated further is of no use to an idle session.
-            roll_back_lease(self.memory, request.kept_by, len(request.tokens))
         self._bound_sessions()
         return request
 
@@ -300,9 +280,6 @@ class RankScheduler:
             kept = None
         self._leave(row, insert=insert, num_tokens=kept)
         request.state = RequestState.FINISHED
-        if request.kept_by is not None:
-            # What the turn had reserved is of no use to an idle session.
-            roll_back_lease(self.memory, request.kept_by, request.kept_len)
         self._bound_sessions()
         return request
 
@@ -317,7 +294,10 @@ class RankScheduler:
         assert lease is not None, "a running request holds a lease"
         # A session does not keep the lease: the retract is there to free memory.
         self.memory.sessions.unbind(lease)
-        request = self._leave(row)
+        request = self.running.request(row)
+        request.computed_len = lease.kv_committed_len
+        request.num_lost = max(int(self.running.regained_len[row] - self.running.known_len[row]), 0)
+        self._leave(row)
         request.state = RequestState.WAITING
         request.num_retractions += 1
         request.dp_rank = request.message.dp_rank
@@ -336,21 +316,19 @@ class RankScheduler:
         self._unsent_admissions.clear()
         self._unpublished.clear()
         self._starting.clear()
-        self._branch_len.clear()
+        self._branch_lens.clear()
 
     def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
         self._unpublished.pop(row, None)
         self._starting.discard(row)
-        self._branch_len.pop(row, None)
+        self._branch_lens.pop(row, None)
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         unsent = self._unsent_admissions.pop(row, None)
-        is_untold = unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1)
-        if is_untold or len(tokens) < request.lease.cache_protected_len:
-            # No later turn can go on with a row whose tokens the device was never told, nor
-            # where the tree owns more than the session will know (a stop found late).
+        if unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1):
+            # No later turn can go on with a row whose tokens the device was never told.
             self.memory.sessions.unbind(request.lease)
         release_kv_cache(self.memory, request.lease, tokens, insert=insert)
         request.lease = None

@@ -17,6 +17,7 @@ from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
+from sgl_jax.scheduler.tenants import Tenants
 
 
 class Ranks:
@@ -31,6 +32,7 @@ class Ranks:
             part = slice(first, first + sizes.num_rows)
             tables, columns = self.tables.part(part), self.running.part(part)
             self.ranks.append(RankScheduler(dp_rank, sizes, args, tables, columns))
+        self.tenants = Tenants(sizes, is_fair=args.fair_share == "tokens")
         self.page_size = sizes.page_size
         self.has_windows = any(group.sliding_window is not None for group in sizes.groups)
         self.has_states = sizes.state_group is not None

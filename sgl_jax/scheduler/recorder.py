@@ -23,6 +23,7 @@ from sgl_jax.scheduler.events import (
     Aborted,
     AnsweredSession,
     AskedSession,
+    AwaitedPrograms,
     Configured,
     Expected,
     FailedAll,
@@ -30,6 +31,7 @@ from sgl_jax.scheduler.events import (
     Noted,
     Paused,
     Planned,
+    ProgramsReady,
     Raised,
     Rebuilt,
     Refused,
@@ -77,6 +79,12 @@ class Recorder:
 
     def expect(self, rid: str, first: int, tokens: Int32Array) -> None:
         self._tell(Expected(rid, first, tokens))
+
+    def await_programs(self) -> None:
+        self._tell(AwaitedPrograms())
+
+    def programs_ready(self, error: str) -> None:
+        self._tell(ProgramsReady(error))
 
     def session(self, message: SessionMessage) -> Reply:
         reply: Reply = self._tell(AskedSession(message))

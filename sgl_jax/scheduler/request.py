@@ -34,6 +34,7 @@ class Request:
     __slots__ = (
         "arrival",
         "cached_tokens",
+        "computed_len",
         "dp_rank",
         "expected",
         "is_prompt_told",
@@ -46,6 +47,7 @@ class Request:
         "max_len",
         "message",
         "namespace",
+        "num_lost",
         "num_retractions",
         "pending_prompt_logprobs",
         "priority",
@@ -53,6 +55,7 @@ class Request:
         "rid",
         "session",
         "state",
+        "tenant",
         "tokens",
     )
 
@@ -77,6 +80,7 @@ class Request:
         self.session = session
         self.namespace = message.namespace if session is None else session.namespace
         self.priority = 0  # larger is more important; set by the scheduler if it uses priorities
+        self.tenant = 0  # number of the tenant that it belongs to; set by the scheduler
         # Id of the streaming session that keeps the lease at the end, and how much of the prompt
         # is that session's history: if the turn fails, so much is kept.
         self.kept_by: str | None = None
@@ -97,6 +101,10 @@ class Request:
         self.dp_rank: int | None = message.dp_rank
         self.cached_tokens = 0
         self.num_retractions = 0
+        # Tokens that were computed when it was retracted last, and those of them, over all
+        # retracts, that it computed again and has not matched by new ones.
+        self.computed_len = 0
+        self.num_lost = 0
         # Prompt position whose log-probability is to be reported next; prompt_len when none is.
         start = message.logprob_start_len
         self.logprob_next = self.prompt_len if start < 0 else min(start, self.prompt_len)

@@ -30,9 +30,17 @@ class AdmissionReserve:
         self._conservativeness = conservativeness
         self._share = min(_INITIAL_SHARE * conservativeness, 1.0)
 
-    def pages(self, memory: RankMemory, running: RunningRows) -> int:
-        """Pages to leave for the rank's running requests."""
-        rows = running.active
+    def pages(
+        self,
+        memory: RankMemory,
+        running: RunningRows,
+        rows: RowIndex | None = None,
+        num_freed: int = 0,
+    ) -> int:
+        """Pages to leave for the rank's running requests, or for those in `rows` alone, were all
+        others to end and to free `num_freed` pages."""
+        if rows is None:
+            rows = running.active
         if len(rows) == 0:
             return 0
         expected_lens = _expected_lens(rows, running.planned_len, running.max_len, self._share)

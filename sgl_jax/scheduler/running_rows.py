@@ -46,7 +46,9 @@ class RowColumns:
     prompt_len: Int32Array
     min_len: Int32Array  # no stop before this many tokens
     max_len: Int32Array
+    regained_len: Int32Array  # at which it has gained as many tokens as it lost by retracts
     priority: NDArray[np.int64]
+    tenant: Int32Array  # number of the tenant that the request belongs to
     stop_ids: Int32Array  # [n, MAX_STOP_TOKEN_IDS], NO_TOKEN where there are fewer
     has_grammar: BoolArray
     return_logprob: BoolArray
@@ -65,7 +67,7 @@ class RowColumns:
     @classmethod
     def empty(cls, num_rows: int, max_context_len: int) -> "RowColumns":
         """Columns of `num_rows` rows that nothing runs in."""
-        lens = np.zeros((8, num_rows), np.int32)
+        lens = np.zeros((9, num_rows), np.int32)
         return cls(
             tokens=_zeros(num_rows, -(-max_context_len // TOKEN_BLOCK) * TOKEN_BLOCK),
             latest=np.zeros((num_rows, TOKEN_BLOCK), np.int32),
@@ -75,7 +77,9 @@ class RowColumns:
             prompt_len=lens[3],
             min_len=lens[4],
             max_len=lens[5],
+            regained_len=lens[8],
             priority=np.zeros(num_rows, np.int64),
+            tenant=np.zeros(num_rows, np.int32),
             stop_ids=np.full((num_rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32),
             has_grammar=np.zeros(num_rows, np.bool_),
             return_logprob=np.zeros(num_rows, np.bool_),
@@ -285,8 +289,10 @@ class RunningRows(RowColumns):
         self.prompt_len[row] = request.prompt_len
         self.min_len[row] = request.prompt_len + sampling.min_new_tokens
         self.max_len[row] = request.max_len
+        self.regained_len[row] = count + request.num_lost
         self.priority[row] = request.priority
         self.priorities.add(request.priority)
+        self.tenant[row] = request.tenant
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))

@@ -1,15 +1,16 @@
 """Decides what every rank computes in each step, and what the results mean.
 
 The scheduler is a function of its event stream: messages (`submit`, `abort`, `stop`, `flush`,
-`pause`, `resume`), the time (`tick`), planned steps (`plan`) and results (`apply_result`). It reads
-no clock and draws nothing at random, so several hosts can run it in lockstep and a run can be
-replayed.
+`pause`, `resume`), programs of the device (`await_programs`, `programs_ready`), the time (`tick`),
+planned steps (`plan`) and results (`apply_result`). It reads no clock and draws nothing at random,
+so several hosts can run it in lockstep and a run can be replayed.
 
 The caller launches what `plan` returns, and may plan and launch the next step before it applies
 the result of the last: input tokens come from the device, so nothing waits for the host.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -34,12 +35,14 @@ from sgl_jax.scheduler.apply_result import apply_result
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.program_gate import ProgramGate
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState, max_request_len
 from sgl_jax.scheduler.runnable import choose_runnable
 from sgl_jax.scheduler.step_arrays import LaunchedRows, build_plan
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.tenants import TenantCounts
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from sgl_jax.sessions.service import SessionService
@@ -76,8 +79,10 @@ class Scheduler:
             memories,
             self._all_ranks.tables,
             self._max_requests,
+            self._all_ranks.tenants,
             max_passed_over,
         )
+        self._gate = ProgramGate()
         self._deadlines = Deadlines(args.waiting_timeout, args.request_timeout)
         self._forced_retract = ForcedRetract(args)
         self._requests: dict[str, Request] = {}  # waiting or running, by rid
@@ -88,7 +93,9 @@ class Scheduler:
             args.max_sessions,
             args.max_session_tokens,
         )
-        self._admission = Admission(self._waiting, args, self._sessions.home_of)
+        self._admission = Admission(
+            self._waiting, args, self._sessions.home_of, self._all_ranks.tenants
+        )
         self.is_paused = False
         self._chunk_tokens = sizes.max_chunk_tokens
         self._arrivals = 0
@@ -112,6 +119,12 @@ class Scheduler:
             )
             self.refuse(message, text, 503)
             return
+        if not self._all_ranks.tenants.may_queue(message.tenant):
+            self.refuse(message, _too_many_queued(message), 429, "tenant_queue_full")
+            return
+        if self._gate.error and message.sampling.grammar is not None:
+            self.refuse(message, self._gate.error, 500)
+            return
         try:
             request = self._make_request(message)
         except InvalidRequestError as error:
@@ -121,10 +134,14 @@ class Scheduler:
             self.refuse(message, str(error), 503, code="too_many_sessions")
             return
         self._arrivals += 1
-        request.priority = self.args.importance(message.priority)
+        request.priority = self.args.importance(message.priority) - self._age()
+        request.tenant = self._all_ranks.tenants.enter(message.tenant)
         self._requests[request.rid] = request
         self._deadlines.add(request.rid)
-        self._waiting.add(request)
+        if self._gate.holds(request):
+            self._all_ranks.tenants.queue(request.tenant, 1)
+        else:
+            self._waiting.add(request)
 
     def refuse(
         self,
@@ -155,6 +172,19 @@ class Scheduler:
         request = self._requests.get(rid)
         if request is not None:
             request.expected = (first, tokens)
+
+    def await_programs(self) -> None:
+        """The programs of steps with a grammar are being compiled: such requests wait."""
+        self._gate.close()
+
+    def programs_ready(self, error: str) -> None:
+        """They are compiled, or cannot be: then `error` says why, and such requests end with it."""
+        for request in self._gate.open(error):
+            if error:
+                self._end(request, FinishReason("abort", message=error, status_code=500))
+            else:
+                self._leave_gate(request)
+                self._waiting.add(request)
 
     def stop(self, message: StopRequest) -> None:
         """The front found a stop string: keep that many output tokens, forget the rest."""
@@ -270,19 +300,21 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without memory."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._gate)
 
     def num_waiting_for(self, dp_rank: int) -> int:
         """Waiting requests that can run on no other rank than this."""
         if self.sizes.dp_size == 1:
-            return len(self._waiting)
-        return sum(request.message.dp_rank == dp_rank for request in self._waiting)
+            return self.num_waiting
+        waiting = chain(self._waiting, self._gate)
+        return sum(request.message.dp_rank == dp_rank for request in waiting)
 
     def count_waiting(self) -> dict[WaitKind, int]:
         """How many requests wait for what, since the last step was planned; see `WaitReason`."""
         if self.is_paused:
-            return {"paused": len(self._waiting)}
-        return self._admission.count_waiting(self.ranks, self._steps)
+            return {"paused": self.num_waiting}
+        counts = self._admission.count_waiting(self.ranks, self._steps)
+        return counts | {"program": len(self._gate)}
 
     def why_waiting(self, rid: str) -> WaitReason:
         """What a waiting request waits for. Raises KeyError if it does not wait."""
@@ -291,6 +323,8 @@ class Scheduler:
             raise KeyError(f"{rid} does not wait")
         if self.is_paused:
             return WaitReason("paused")
+        if request in self._gate:
+            return WaitReason("program")
         reason = self._admission.why_waiting(request, self.ranks, self._steps)
         if reason.kind == "step" and not self._forced_retract.may_start(self.ranks):
             return WaitReason("paused")
@@ -309,7 +343,7 @@ class Scheduler:
     @property
     def is_resting(self) -> bool:
         """Whether no step can be planned before something else happens."""
-        return self.is_paused or self.is_idle
+        return self.is_paused or len(self._requests) == len(self._gate)
 
     def plan(self) -> StepPlan | None:
         """The next step, its memory taken and its lengths committed; None if nothing can run.
@@ -321,23 +355,21 @@ class Scheduler:
         for rank in self.ranks:
             rank.publish_awaited()
         taken = self._forced_retract.take(self.ranks, self._steps)
-        may_start = not taken and self._forced_retract.may_start(self.ranks)
-        preempted = self._admission.preempt(self.ranks) if may_start else []
         builders = [
             StepBuilder(rank, self.sizes, runnable, self._chunk_tokens)
             for rank, runnable in zip(self.ranks, choose_runnable(self._all_ranks), strict=True)
         ]
         for builder in builders:
-            builder.continue_running()
-        for request in taken + preempted:
-            self._waiting.add(request)
-        for builder in builders:
-            for request in builder.retracted:
-                self._waiting.add(request)
-            for row in builder.unservable:
-                self._end_unservable(builder.rank, row)
-        if may_start:
+            builder.grow_decoding()
+            self._end_unservable(builder)
+        if not taken and self._forced_retract.may_start(self.ranks):
             self._admission.admit_into(self._all_ranks, builders, self._steps)
+        for builder in builders:
+            builder.choose_rows()
+            self._end_unservable(builder)
+            taken += builder.retracted + builder.preempted
+        for request in taken:
+            self._waiting.add(request)
         if all(builder.is_empty for builder in builders):
             return None
         plan, launched = build_plan(self._all_ranks, builders, self._steps)
@@ -393,6 +425,10 @@ class Scheduler:
         """Where every page is, per rank."""
         return [rank.memory.view() for rank in self.ranks]
 
+    def tenants(self) -> dict[str, TenantCounts]:
+        """Requests and tokens of each tenant, by name; under the empty one those that name none."""
+        return self._all_ranks.tenants.counts()
+
     def counters(self) -> dict[str, int]:
         """Counts since the start."""
         return {
@@ -431,6 +467,16 @@ class Scheduler:
             self._replace(request)
         self._sessions.begin_turn(session, message, prompt)
         return Request(message, self._arrivals, max_len, prompt=prompt, session=session)
+
+    def _leave_gate(self, request: Request) -> None:
+        self._gate.remove(request)
+        self._all_ranks.tenants.queue(request.tenant, -1)
+
+    def _age(self) -> int:
+        """The intervals of ageing that have passed. A request that arrived so much earlier than
+        another counts as so much more important, while it waits as well as while it runs."""
+        interval_s = self.args.priority_aging_s
+        return int(self._deadlines.now_s // interval_s) if interval_s else 0
 
     def _reset_caches(self) -> None:
         """Empty the caches, and release the leases of idle sessions, which hold parts of them."""
@@ -473,20 +519,27 @@ class Scheduler:
         self._timed_out += 1
         self._end(self._requests[rid], FinishReason("abort", message=text, status_code=status_code))
 
-    def _end_unservable(self, rank: RankScheduler, row: int) -> None:
-        view = rank.memory.view()
-        text = (
-            f"the request needs more KV memory than rank {rank.dp_rank} can free: "
-            f"{view.leased_pages} of {view.total_pages} pages are its own"
-        )
-        reason = FinishReason("abort", message=text, status_code=500)
-        self._end(rank.running.request(row), reason)
+    def _end_unservable(self, builder: StepBuilder) -> None:
+        """End the requests that do not fit their rank even alone."""
+        rank = builder.rank
+        for row in builder.unservable:
+            view = rank.memory.view()
+            text = (
+                f"the request needs more KV memory than rank {rank.dp_rank} can free: "
+                f"{view.leased_pages} of {view.total_pages} pages are its own"
+            )
+            reason = FinishReason("abort", message=text, status_code=500)
+            self._end(rank.running.request(row), reason)
+        builder.unservable.clear()
 
     def _forget(self, request: Request, *, succeeded: bool = False) -> None:
         del self._requests[request.rid]
         self._finished += 1
+        self._all_ranks.tenants.leave(request.tenant)
         self._deadlines.forget(request.rid)
-        if request.state is RequestState.WAITING:
+        if request in self._gate:
+            self._leave_gate(request)
+        elif request.state is RequestState.WAITING:
             self._waiting.remove(request)
         self._sessions.end_turn(request, succeeded=succeeded)
 
@@ -501,6 +554,12 @@ def _last_output(request: Request, finish: FinishReason) -> RequestOutput:
         finish=finish,
         prompt_tokens=request.tell_prompt_len(),
     )
+
+
+def _too_many_queued(message: GenerateRequest) -> str:
+    tenant = message.tenant
+    assert tenant is not None, "requests of no tenant have no limit"
+    return f"{tenant.max_queued} requests of tenant {tenant.name!r} wait already, as many as may"
 
 
 def _row(request: Request) -> int:

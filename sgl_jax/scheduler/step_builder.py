@@ -2,12 +2,18 @@
 
 Each running request wants the tokens between its committed length and its end: one token if it
 decodes, more if it (still or again) prefills. Decode rows come first and all of them run, with
-drafts where these are useful and memory allows. Prefill chunks, oldest request first, come on top
-of them while the chunk budget lasts; of a prompt whose log-probabilities are wanted, only so many
-tokens as the step may score, so that a row that is scored holds up no other.
+drafts where these are useful and memory allows. Prefill chunks come on top of them while the
+step's prompt tokens last: the highest priority first, then the oldest request. A prompt whose
+log-probabilities are wanted gets only as many tokens as the step may score, so that a row that is
+scored holds up no other.
 
-Short of pages is ordinary: evict, then retract on this rank, fewest output tokens first.
+The rows that run have their decode slots before others start, and their chunks afterwards: so a
+request of a higher priority starts ahead of the chunks of those below it.
+
+Short of pages is ordinary: evict, then retract on this rank what costs least to compute again.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -19,14 +25,17 @@ from sgl_jax.scheduler.draft_policy import choose_drafts, choose_expected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.runnable import Runnable, decode_ends
+from sgl_jax.scheduler.victims import by_cost
 
+# Below every priority.
+NO_FLOOR = int(np.iinfo(np.int64).min)
 _NO_DRAFTS = np.zeros(0, np.int32)
 
 
 class StepBuilder:
     """The rows of one rank's next step while they are chosen.
 
-    First `continue_running`, then `admit` what may start, then read what was chosen.
+    First `grow_decoding`, then `admit` or `preempt`, then `choose_rows`, then read what was chosen.
 
     Args:
         rank: whose memory the step takes pages from.
@@ -39,7 +48,8 @@ class StepBuilder:
         self, rank: RankScheduler, sizes: EngineSizes, runnable: Runnable, chunk_tokens: int
     ) -> None:
         self.rank = rank
-        self.retracted: list[Request] = []
+        self.retracted: list[Request] = []  # since memory is short
+        self.preempted: list[Request] = []  # for requests that start
         self.unservable: list[int] = []  # rows that do not fit the rank even alone
         self.decode_rows = runnable.decoding
         self.num_drafts = _NO_DRAFTS  # of each decode row; empty if there is no speculation
@@ -52,19 +62,21 @@ class StepBuilder:
         self._prefilling = runnable.prefilling
         self._max_draft_tokens = sizes.max_draft_tokens
         self._shapes = sizes.step_token_shapes
-        self.chunk_size = chunk_tokens  # of prompts; what is left of it:
-        self._budget = self.chunk_size
-        self._score_budget = sizes.max_prompt_logprob_tokens
+        self.chunk_size = chunk_tokens  # prompt tokens of the step
+        self._max_scored = sizes.max_prompt_logprob_tokens
+        self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        self._plan_tokens()
 
-    def continue_running(self) -> None:
-        """Take memory for what runs already: decode rows, their drafts, chunks of prompts.
-
-        Where it does not suffice, requests are `retracted`.
-        """
+    def grow_decoding(self) -> None:
+        """Reserve the slots of the decode rows; where memory is short, requests are `retracted`."""
         if not self._has_slots:
             self.decode_rows = self._grow_or_retract(self.decode_rows)
+            self._plan_tokens()
+
+    def choose_rows(self) -> None:
+        """Take memory for drafts and for chunks of prompts, of those admitted as well."""
         self.num_drafts = self._grow_for_drafts()
-        self._continue_prefills()
+        self._add_chunks()
 
     @property
     def is_empty(self) -> bool:
@@ -75,7 +87,26 @@ class StepBuilder:
     def can_admit(self) -> bool:
         """Whether a new request could start in this step. Not right after a retract: the
         memory that was just taken from one request is for those it was taken for."""
-        return self._budget > 0 and not self.retracted
+        return not self.retracted
+
+    @property
+    def priority_floor(self) -> int:
+        """The step has prompt tokens for another request if its priority is above this."""
+        if self._num_left > 0:
+            return NO_FLOOR
+        for row, num_left, _ in self._shares(NO_FLOOR):
+            if num_left <= 0:
+                return int(self.rank.running.priority[row])
+        return NO_FLOOR
+
+    def num_tokens_left(self, priority: int) -> int:
+        """Prompt tokens that the step has for another request of that priority."""
+        if priority <= (self.rank.running.priorities.lowest or 0):
+            return self._num_left
+        num_left = self.chunk_size
+        for _, num_left, _ in self._shares(priority):  # noqa: B007 (the last counts)
+            pass
+        return num_left
 
     @property
     def is_prefilling(self) -> bool:
@@ -83,17 +114,72 @@ class StepBuilder:
         return bool(self._prefilling)
 
     def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
-        """Start a waiting request that fits, with a first chunk; answers its row.
+        """Start a waiting request that fits, and return its row.
 
         `num_reserved` pages are the rank's reserve.
         """
         row = self.rank.admit(request, cursor, num_reserved)
-        self.num_prefill_tokens += (
-            len(request.tokens) - self.rank.memory.leases[row].kv_committed_len
-        )
         self._prefilling.append(row)
-        self._add_chunk(row)
+        self.num_prefill_tokens += self._num_wanted(row)
+        if self.rank.running.priorities.differ:
+            self._plan_tokens()
+        else:
+            left, scored = self._num_left, self._num_scored_left
+            count, num_scored = self._share(row, left, scored)
+            self._num_left, self._num_scored_left = left - count, scored - num_scored
         return row
+
+    def preempt(self, row: int) -> None:
+        """Retract the request in `row` for one that starts in this step."""
+        self.decode_rows = self.decode_rows[self.decode_rows != row]
+        if row in self._prefilling:
+            self._prefilling.remove(row)
+            self.num_prefill_tokens -= self._num_wanted(row)
+        self.preempted.append(self.rank.retract(row, "preempted"))
+        self._plan_tokens()
+
+    # -- prompt tokens ----------------------------------------------------------------------
+
+    def _plan_tokens(self) -> None:
+        """Count the prompt tokens that the prefilling rows leave."""
+        self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        for _, num_left, num_scored_left in self._shares(NO_FLOOR):
+            self._num_left, self._num_scored_left = num_left, num_scored_left
+
+    def _shares(self, lowest: int) -> Iterator[tuple[int, int, int]]:
+        """The prefilling rows of priority `lowest` or higher in the order of their chunks, with the
+        prompt tokens, and those to be scored, that are left after each; none after the last token.
+        """
+        left, scored = self.chunk_size, self._max_scored
+        running = self.rank.running
+        for row in self._in_order():
+            if running.priority[row] >= lowest:
+                count, num_scored = self._share(row, left, scored)
+                left, scored = left - count, scored - num_scored
+                yield row, left, scored
+                if left <= 0:
+                    return
+
+    def _in_order(self) -> list[int]:
+        """Prefilling rows that still run: the highest priority first, then the oldest."""
+        running = self.rank.running
+        rows = [row for row in self._prefilling if running.requests[row] is not None]
+        if running.priorities.differ:
+            rows.sort(key=lambda row: -running.priority[row])
+        return rows
+
+    def _share(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:
+        """How many of `num_left` prompt tokens `row` takes, and how many of these it scores."""
+        committed = int(self.rank.memory.rows.kv_committed_len[row])
+        # The tokens before the first position that is scored cost the step's scores nothing.
+        score_start = max(int(self.rank.running.score_start[row]), committed)
+        may_score_to = score_start - committed + num_scored_left
+        count = min(self._num_wanted(row), num_left, may_score_to)
+        return count, max(committed + count - score_start, 0)
+
+    def _num_wanted(self, row: int) -> int:
+        planned, committed = self.rank.running.planned_len, self.rank.memory.rows.kv_committed_len
+        return int(planned[row] - committed[row])
 
     def prefilling_rows(self) -> list[int]:
         """The rows with more than one token to compute, in this step or later, oldest first."""
@@ -185,45 +271,42 @@ class StepBuilder:
         return drafts
 
     def _retract_one(self) -> int | None:
-        """Retract, of the runnable requests of the lowest priority, the one with the fewest output
-        tokens; never the only one."""
+        """Retract, of the runnable requests of the lowest priority, the one that costs least to
+        bring back; never the only one."""
         running = self.rank.running
         candidates = running.runnable()
         if len(candidates) <= 1:
             return None
         candidates = candidates[running.priority[candidates] == running.priority[candidates].min()]
-        outputs = running.planned_len[candidates] - running.prompt_len[candidates]
-        # Of equals the youngest goes: reversed, argmin finds it first.
-        victim = int(candidates[::-1][int(outputs[::-1].argmin())])
+        victim = int(candidates[by_cost(self.rank.memory, running, candidates)[0]])
         self.retracted.append(self.rank.retract(victim))
         return victim
 
-    def _continue_prefills(self) -> None:
-        """Add a chunk of each prefilling row that budget and memory allow, oldest first."""
+    def _add_chunks(self) -> None:
+        """Add a chunk of each prefilling row that the step's prompt tokens and memory allow."""
         running = self.rank.running
-        for row in self._prefilling:
-            if running.requests[row] is not None:
-                self._add_chunk(row)
+        self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        for row in self._in_order():
+            if self._num_left <= 0:
+                break
+            self._add_chunk(row)
         # Prefills that block each other would wait forever: retract until one can go on.
         while self.is_empty and not self.unservable and len(running.runnable()):
             if len(running.runnable()) < len(running):
                 return  # a finished request will give back its pages when its result is read
-            oldest = int(running.runnable()[0])
-            if self._add_chunk(oldest):
+            rows = running.runnable()
+            first = int(rows[running.priority[rows].argmax()])
+            if self._add_chunk(first):
                 return
             if self._retract_one() is None:
-                self.unservable.append(oldest)
+                self.unservable.append(first)
                 return
 
     def _add_chunk(self, row: int) -> bool:
         """Plan as many of `row`'s wanted tokens as fit; False if none do."""
-        memory, running = self.rank.memory, self.rank.running
+        memory = self.rank.memory
         committed = int(memory.rows.kv_committed_len[row])
-        wanted = int(running.planned_len[row]) - committed
-        # What lies before the first position that is scored costs the step's scores nothing.
-        score_start = max(int(running.score_start[row]), committed)
-        may_score_to = score_start - committed + self._score_budget
-        count = min(wanted, self._budget, may_score_to)
+        count, _ = self._share(row, self._num_left, self._num_scored_left)
         while (
             room := memory.tokens_that_fit(row) - committed
         ) < count and self.rank.evict_idle_session():
@@ -233,6 +316,7 @@ class StepBuilder:
             return False
         self.chunk_rows.append(row)
         self.chunk_lens.append(count)
-        self._budget -= count
-        self._score_budget -= max(committed + count - score_start, 0)
+        score_start = max(int(self.rank.running.score_start[row]), committed)
+        self._num_left -= count
+        self._num_scored_left -= max(committed + count - score_start, 0)
         return True

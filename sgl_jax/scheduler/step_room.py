@@ -4,18 +4,17 @@ Costs are counted in prompt tokens, the work that a step has a budget of. So "co
 another rank has cached" and "waiting there until it has room" can be held against each other.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.in_flight import InFlight, Leader
+from sgl_jax.scheduler.preemption import Preemptible, Preemption
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.step_builder import StepBuilder
-
-# A prefix in flight is worth waiting for from this share of a step's prompt tokens on.
-_MIN_SHARED_PART = 8
+from sgl_jax.scheduler.step_builder import NO_FLOOR, StepBuilder
 
 
 class Option(NamedTuple):
@@ -42,19 +41,21 @@ class RankRoom:
         self._builder = builder
         self.chunk_size = builder.chunk_size
         self._soonest_end = soonest_end
-        self._is_held = False
+        self._held_above = NO_FLOOR
         # Looked up when they are first asked for.
         self._num_pages: int | None = None
         self._num_reserved: int | None = None
         self._in_flight: InFlight | None = None
+        self._preemptible: Preemptible | None = None
         self._look()
 
     def _look(self) -> None:
         """What the rank can take, and how busy it is: changes only as requests start here."""
         self.num_running = len(self.rank.running)
         self._has_row = self.rank.has_row
-        # Whether the step takes another request here, if that fits.
-        self.is_open = self._has_row and not self._is_held and self._builder.can_admit
+        self._has_tokens_above = self._builder.priority_floor
+        # Whether the step takes another request of some priority here, if that fits.
+        self.is_open = self._has_row and self._builder.can_admit
 
     @property
     def num_pages(self) -> int:
@@ -74,7 +75,14 @@ class RankRoom:
 
     def fits(self, request: Request, cursor: PrefixCursor) -> bool:
         """Whether `request` can start here in this step."""
-        return self.is_open and self._has_pages(request, cursor)
+        is_open = self.is_open and request.priority > self.priority_floor
+        return is_open and self._has_pages(request, cursor)
+
+    @property
+    def priority_floor(self) -> int:
+        """Only requests of a priority above this start here: the others have no prompt tokens in
+        this step, or the rank is held against them."""
+        return max(self._held_above, self._has_tokens_above)
 
     def _has_pages(self, request: Request, cursor: PrefixCursor) -> bool:
         # Mostly there are enough without a look at how much of its prefix is in use.
@@ -89,13 +97,12 @@ class RankRoom:
 
         `fits` is what the method of that name says.
         """
-        may_fit_next = self._has_row and not self.is_open and not self._is_held
+        may_fit_next = self._has_row and request.priority > self._held_above
         has_room = fits or (may_fit_next and self._has_pages(request, cursor))
-        num_read, leader = self.rank.reusable_len(request, cursor), self.leader(request, cursor)
-        if leader is not None and leader.length > num_read:
+        num_read = self.rank.reusable_len(request, cursor)
+        leader = self.leader(request, cursor, num_read)
+        if leader is not None:
             num_read = leader.length
-        else:
-            leader = None
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self.chunk_size * (self.num_running - num_unskewed)
@@ -104,19 +111,45 @@ class RankRoom:
         cost = len(request.tokens) - num_read + num_ahead
         return Option(cost, self.num_running, self.rank.dp_rank, fits, leader)
 
-    def leader(self, request: Request, cursor: PrefixCursor) -> Leader | None:
-        """The row computing more of the request's tokens here than the tree has."""
+    def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
+        """The row computing more of the request's tokens here than the `num_read` that are there,
+        if that is worth waiting for."""
         if not self._builder.is_prefilling:
             return None
         if self._in_flight is None:
-            min_tokens = self.chunk_size // _MIN_SHARED_PART
-            self._in_flight = InFlight(self.rank, self._builder.prefilling_rows(), min_tokens)
-        return self._in_flight.leader(request, cursor)
+            rows = self._builder.prefilling_rows()
+            left = self._builder.num_tokens_left
+            self._in_flight = InFlight(self.rank, rows, self.chunk_size, left)
+        return self._in_flight.leader(request, cursor, num_read)
 
-    def hold(self) -> None:
-        """Nothing more starts here in this step."""
-        self._is_held = True
-        self.is_open = False
+    def hold(self, priority: int) -> None:
+        """No more requests of this priority or a lower one start here in this step."""
+        self._held_above = max(self._held_above, priority)
+
+    @property
+    def preemptible(self) -> Preemptible:
+        """The running requests here that others may preempt."""
+        if self._preemptible is None:
+            self._preemptible = Preemptible(self.rank)
+        return self._preemptible
+
+    def preemption(
+        self, request: Request, cursor: PrefixCursor, threshold: int
+    ) -> Preemption | None:
+        """The rows that give way to `request`, of priorities lower by more than `threshold`; None
+        if it cannot start here in this step even so."""
+        if request.priority <= self.priority_floor or not self._builder.can_admit:
+            return None
+        return self.preemptible.choose(request, cursor, request.priority - threshold)
+
+    def preempt(self, rows: Sequence[int]) -> None:
+        """Retract `rows` for a request that starts here next."""
+        for row in rows:
+            self._builder.preempt(row)
+        self._num_pages = self._num_reserved = self._in_flight = self._preemptible = None
+        ends = self.rank.expected_steps_to_ends()
+        self._soonest_end = int(ends.min()) if len(ends) else None
+        self._look()
 
     def start(self, request: Request, cursor: PrefixCursor) -> None:
         """Start a request that fits."""
@@ -125,6 +158,7 @@ class RankRoom:
         # The reserve of the others is as it was.
         more = self.rank.reserve.pages_of(row, self.rank.memory, self.rank.running)
         self._num_reserved, self._num_pages = num_reserved + more, None
+        self._preemptible = None
         end = int(self.rank.running.expected_steps_to_ends(np.array([row]))[0])
         self._soonest_end = end if self._soonest_end is None else min(self._soonest_end, end)
         self._look()

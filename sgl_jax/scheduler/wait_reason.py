@@ -2,7 +2,9 @@
 
 from typing import Literal, NamedTuple
 
-WaitKind = Literal["step", "rows", "pages", "prefix", "rank", "order", "paused"]
+WaitKind = Literal[
+    "step", "rows", "pages", "prefix", "rank", "order", "tenant", "program", "paused"
+]
 
 
 class WaitReason(NamedTuple):
@@ -16,6 +18,8 @@ class WaitReason(NamedTuple):
     "prefix": what request `behind` is computing, which it will read;
     "rank": room on rank `dp_rank`, which has more of its prefix than those that have room;
     "order": request `behind`, for which the rank is held since it was passed over too often;
+    "tenant": so many requests of its tenant run as may;
+    "program": the programs of steps with a grammar, which are being compiled;
     "paused": the end of a pause, or fewer requests to run, which forced retracts (a test's setting)
     ask for.
     """

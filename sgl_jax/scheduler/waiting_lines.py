@@ -17,11 +17,47 @@ Int64Array: TypeAlias = NDArray[np.int64]
 NO_RANK = -1
 NEVER = np.iinfo(np.int32).max  # pages that no rank has
 # Parts of an order key, in bits. What does not fit is cut: it changes the order of extremes only.
-_ARRIVAL_BITS, _CACHED_BITS, _PRIORITY_BITS = 26, 21, 14
-MOST_ARRIVALS, MOST_CACHED, MOST_LEVELS = (
-    (1 << bits) - 1 for bits in (_ARRIVAL_BITS, _CACHED_BITS, _PRIORITY_BITS)
+_ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS = 24, 8, 17, 12
+MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
+    (1 << bits) - 1 for bits in (_ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS)
 )
 LAST = np.iinfo(np.int64).max  # no order key
+
+
+@compiled("(int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])")
+def read_cursors(
+    cursor: Int32Array,
+    above: Int32Array,
+    usable_pages: Int32Array,
+    place: Int32Array,
+    cached_pages: Int32Array,
+    line_place: Int32Array,
+) -> None:
+    """Write to the lines' last two columns where their cursors stand on one rank's tree.
+
+    `cursor` are the lines' cursors, by number; the next three are the columns of the cursors.
+    """
+    assert len(cursor) == len(cached_pages) == len(line_place)
+    for line in range(len(cursor)):
+        number = cursor[line]
+        assert 0 <= number < len(above)
+        while above[number] >= 0:
+            number = above[number]
+        cached_pages[line] = usable_pages[number]
+        line_place[line] = place[number]
+
+
+@compiled("(int64, int64, boolean[:, ::1], int32[:, ::1], int32[::1])")
+def most_cached(
+    start: int, end: int, may_run: BoolArray, cached_pages: Int32Array, most: Int32Array
+) -> None:
+    """The pages of each line that are cached on a rank where it may run, at most, to `most`."""
+    assert end <= len(most)
+    for line in range(start, end):
+        most[line] = 0
+        for dp_rank in range(len(may_run)):
+            if may_run[dp_rank, line]:
+                most[line] = max(most[line], cached_pages[dp_rank, line])
 
 
 @compiled("(boolean[::1], int32[:, ::1], int32[::1], int32[::1])")
@@ -43,20 +79,22 @@ def drop_leaders(
 
 
 @compiled(
-    "(int64, int64[::1], int32[::1], boolean[::1], int64, boolean[::1], boolean[::1], int64[::1], "
-    "int32[::1], boolean[:, ::1], int32[::1], int32[:, ::1])"
+    "(int64, int64[::1], int32[::1], boolean[::1], int64[::1], int64, boolean[::1], boolean[::1], "
+    "int64[::1], int32[::1], boolean[:, ::1], int64[::1], int32[::1], int32[:, ::1])"
 )
 def least_pages(
     end: int,
     ranks: IntpArray,
     room: Int32Array,
     is_open: BoolArray,
+    floor: Int64Array,
     step: int,
     is_waiting: BoolArray,
     has_leader: BoolArray,
     stay_until: Int64Array,
     stay_rank: Int32Array,
     may_run: BoolArray,
+    priority: Int64Array,
     num_pages: Int32Array,
     cached_pages: Int32Array,
 ) -> tuple[Int32Array, Int64Array]:
@@ -73,6 +111,7 @@ def least_pages(
     Args:
         room: int32[len(ranks)], their pages.
         is_open: bool[all ranks]; a line that stays for one that is not open does not start.
+        floor: int64[len(ranks)]; a line starts there only if its priority is above.
         step: being planned. What follows are the queue's columns.
     """
     least = np.full((len(ranks), end), NEVER, np.int32)
@@ -90,7 +129,7 @@ def least_pages(
             continue
         fits_alone = fits_with_cached = False
         for k in range(len(ranks)):
-            if may_run[ranks[k], line]:
+            if may_run[ranks[k], line] and priority[line] > floor[k]:
                 least[k, line] = num_pages[line] - cached_pages[ranks[k], line]
                 fits_with_cached |= least[k, line] <= room[k]
                 fits_alone |= num_pages[line] <= room[k]
@@ -101,90 +140,117 @@ def least_pages(
 
 
 @compiled(
-    "(int32[:, ::1], int32[::1], int64, boolean, int64, int64[::1], boolean[::1], int32[::1], "
-    "int32[::1], int64[::1])"
+    "(int32[:, ::1], int32[::1], int32[:, ::1], boolean, int64, int64[::1], int32[::1], "
+    "boolean[::1], int32[::1], int32[::1], int64[::1])"
 )
 def order_keys(
     least: Int32Array,
     room: Int32Array,
-    highest_priority: int,
+    most_room: Int32Array,
     uses_cached_len: bool,
     max_passed_over: int,
-    priority: Int64Array,
+    level: Int64Array,
+    turn: Int32Array,
     is_retracted: BoolArray,
     most_cached: Int32Array,
     passed_over: Int32Array,
     arrival: Int64Array,
 ) -> Int64Array:
-    """`WaitingQueue._order_keys`; the last five are the queue's columns."""
+    """A number for each line that sorts as the order says; `LAST` for lines that are not tried.
+
+    A line is tried if it fits a rank, or is due, or may preempt: `most_room` int32[len(ranks), end]
+    are the pages that it has there if it does. `level` int64[end] counts from 0, the first; `turn`
+    int32[end] is that of its tenant. The last four are the queue's columns.
+    """
     num_ranks, end = least.shape
     keys = np.full(end, LAST, np.int64)
     assert num_ranks == len(room)
-    assert end <= len(priority)
+    assert end == len(level) == len(turn) <= len(arrival)
+    assert most_room.shape[0] == num_ranks
+    may_preempt = most_room.shape[1] == end
     first_arrival = LAST
     for line in range(end):
         for k in range(num_ranks):
-            if least[k, line] <= room[k]:
+            pages = least[k, line]
+            is_due = pages < NEVER and passed_over[line] >= max_passed_over
+            if pages <= room[k] or is_due or (may_preempt and pages <= most_room[k, line]):
                 keys[line] = 0
         if keys[line] == 0:
             first_arrival = min(first_arrival, arrival[line])
     for line in range(end):
         if keys[line] == LAST:
             continue
-        key = -1
-        if passed_over[line] < max_passed_over:
-            key = min(highest_priority - priority[line], MOST_LEVELS) << 1
-            key = (key + (not is_retracted[line])) << _CACHED_BITS
-            if uses_cached_len:
-                key += MOST_CACHED - min(most_cached[line], MOST_CACHED)
+        key = min(level[line], MOST_LEVELS) << 1
+        key = (key + (passed_over[line] < max_passed_over)) << 1
+        key = (key + (not is_retracted[line])) << _CACHED_BITS
+        if uses_cached_len:
+            key += MOST_CACHED - min(most_cached[line], MOST_CACHED)
+        key = (key << _TURN_BITS) + min(turn[line], MOST_TURNS)
         keys[line] = (key << _ARRIVAL_BITS) + min(arrival[line] - first_arrival, MOST_ARRIVALS)
     return keys
 
 
-@compiled("(int64[::1], int32[:, ::1], int32[::1])")
-def rule_out(keys: Int64Array, least: Int32Array, room: Int32Array) -> None:
-    """Lines that fit nowhere any more have `LAST` for a key."""
+@compiled(
+    "(int64[::1], int32[:, ::1], int32[::1], int64[::1], int32[:, ::1], int64, int64[::1], "
+    "int32[::1])"
+)
+def rule_out(
+    keys: Int64Array,
+    least: Int32Array,
+    room: Int32Array,
+    floor: Int64Array,
+    most_room: Int32Array,
+    max_passed_over: int,
+    priority: Int64Array,
+    passed_over: Int32Array,
+) -> None:
+    """Lines that start nowhere any more have `LAST` for a key."""
     num_ranks, end = least.shape
-    assert end == len(keys)
-    assert num_ranks == len(room)
+    assert end == len(keys) <= len(priority)
+    assert num_ranks == len(room) == len(floor) == most_room.shape[0]
+    may_preempt = most_room.shape[1] == end
     for line in range(end):
         if keys[line] != LAST:
-            fits = False
+            is_tried = False
             for k in range(num_ranks):
-                fits |= least[k, line] <= room[k]
-            if not fits:
+                pages = least[k, line]
+                if pages < NEVER and priority[line] > floor[k]:
+                    is_tried |= pages <= room[k] or passed_over[line] >= max_passed_over
+                    is_tried |= may_preempt and pages <= most_room[k, line]
+            if not is_tried:
                 keys[line] = LAST
 
 
-@compiled("(int64, int64, boolean, boolean[::1], boolean[::1], int64[::1], int32[::1])")
+@compiled(
+    "(int64, int64, int64, int32, boolean, boolean[::1], boolean[::1], int64[::1], int64[::1], "
+    "int32[::1], int32[::1], int32[::1])"
+)
 def pass_over(
     end: int,
     started: int,
+    started_priority: int,
+    started_tenant: int,
     was_due: bool,
     is_waiting: BoolArray,
     may_run: BoolArray,
     arrival: Int64Array,
+    priority: Int64Array,
+    tenant: Int32Array,
+    turns: Int32Array,
     passed_over: Int32Array,
 ) -> None:
-    """One that arrived as number `started` has passed over all older lines below `end` that
-    `may_run` there; if it was due, younger ones are passed over anew."""
+    """One that arrived as number `started` has passed over the lines below `end` that `may_run`
+    there, are no less important, and come before it: by arrival, or, of another tenant, by that
+    tenant's place in `turns`. If it was due, lines that come after it are passed over anew."""
     assert end <= len(is_waiting)
+    assert 0 <= started_tenant < len(turns)
     for line in range(end):
-        if may_run[line] and is_waiting[line]:
-            if arrival[line] < started:
-                passed_over[line] += 1
-            elif was_due:
-                passed_over[line] = 0
-
-
-@compiled("(int64, int32[::1], int64)")
-def lines_due(end: int, passed_over: Int32Array, max_passed_over: int) -> Int64Array:
-    """The lines below `end` that were passed over so often, ascending."""
-    lines = np.empty(end, np.int64)
-    count = 0
-    assert end <= len(passed_over)
-    for line in range(end):
-        if passed_over[line] >= max_passed_over:
-            lines[count] = line
-            count += 1
-    return lines[:count]
+        if not may_run[line] or not is_waiting[line]:
+            continue
+        assert 0 <= tenant[line] < len(turns)
+        turn, started_turn = turns[tenant[line]], turns[started_tenant]
+        is_before = arrival[line] < started if turn == started_turn else turn < started_turn
+        if is_before and priority[line] >= started_priority:
+            passed_over[line] += 1
+        elif was_due and not is_before and priority[line] <= started_priority:
+            passed_over[line] = 0

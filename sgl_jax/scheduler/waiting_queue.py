@@ -4,12 +4,14 @@ What decides whether a waiting request may start is kept in arrays, one line a r
 step rules out thousands of them at once and looks closely at the few that are left. How much of a
 prompt each rank has cached is followed by cursors on the ranks' trees and never looked up again.
 
-Order: requests that were passed over too often; then by priority; then retracted ones, which have
-output to lose; then the longest cached prefix (`lpm`) or none of that (`fcfs`); then arrival.
+Order: by priority; then, where tenants have shares, by how much theirs were served; then requests
+that were passed over too often; then retracted ones, which have output to lose; then the longest
+cached prefix (`lpm`) or none of that (`fcfs`); then the tenant that was served least; then arrival.
 """
 
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +19,10 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
+from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.tenants import MAX_TENANTS, NUM_LEVELS, Tenants, Turns
 from sgl_jax.scheduler.wait_reason import WaitKind
 from sgl_jax.scheduler.waiting_lines import (
     LAST,
@@ -28,14 +32,24 @@ from sgl_jax.scheduler.waiting_lines import (
     Int64Array,
     drop_leaders,
     least_pages,
-    lines_due,
+    most_cached,
     order_keys,
     pass_over,
+    read_cursors,
     rule_out,
 )
 
-# Younger requests that start before one for which a rank is held.
+# Later requests of its own priority or a lower one that start before a request is due.
 MAX_PASSED_OVER = 128
+
+
+class Offer(NamedTuple):
+    """What the ranks' steps take in; brought up to date as requests start."""
+
+    num_pages: Int32Array  # [ranks] that a request may take, beside those in use of its prefix
+    is_open: BoolArray  # [ranks] whether the step takes another request that fits
+    floor: Int64Array  # [ranks] a request starts only if its priority is above this
+    may_preempt: BoolArray  # [ranks] whether requests that run may give way
 
 
 class WaitingQueue:
@@ -45,8 +59,9 @@ class WaitingQueue:
         policy: order among requests of equal priority.
         memories: of all ranks, in order; `tables` are the columns of all their rows.
         capacity: requests at most.
-        max_passed_over: a request that so many younger ones were started before is due: it is
-            tried before all others, and a rank is held for it until it fits.
+        tenants: to whom the requests belong.
+        max_passed_over: a request that so many later ones were started before is due: it is tried
+            before the others of its priority, and a rank is held for it until it fits.
     """
 
     def __init__(
@@ -55,9 +70,11 @@ class WaitingQueue:
         memories: Sequence[RankMemory],
         tables: RowTables,
         capacity: int,
+        tenants: Tenants,
         max_passed_over: int = MAX_PASSED_OVER,
     ) -> None:
         self._max_passed_over = max_passed_over
+        self._tenants = tenants
         self.set_policy(policy)
         self._memories = memories
         self._tables = tables
@@ -75,10 +92,12 @@ class WaitingQueue:
         self._num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
         self._cached_pages = np.zeros((ranks, capacity), np.int32)  # of these, on each rank's tree
         self._most_cached = np.zeros(capacity, np.int32)  # of that, on a rank where it may run
-        self._place = np.zeros((ranks, capacity), np.int32)  # of the cursor on each rank's tree
+        self._cursor = np.zeros((ranks, capacity), np.int32)  # its number on each rank's tree
+        self._place = np.zeros((ranks, capacity), np.int32)  # of where that stands
         self._may_run = np.zeros((ranks, capacity), np.bool_)
         self._arrival = np.zeros(capacity, np.int64)
         self._priority = np.zeros(capacity, np.int64)
+        self._tenant = np.zeros(capacity, np.int32)
         self._is_retracted = np.zeros(capacity, np.bool_)
         # Younger requests that started before; 0 where none waits.
         self._passed_over = np.zeros(capacity, np.int32)
@@ -89,6 +108,8 @@ class WaitingQueue:
         # The rank that a request waits for though another has room, and the step it gives up at.
         self._stay_rank = np.full(capacity, NO_RANK, np.int32)
         self._stay_until = np.zeros(capacity, np.int64)
+        # By line or by tenant, where tenants have no shares.
+        self._no_turns = np.zeros(max(capacity, MAX_TENANTS + 1), np.int32)
 
     def set_policy(self, policy: str) -> None:
         """The order from now on: fcfs or lpm."""
@@ -106,26 +127,29 @@ class WaitingQueue:
         """A request waits, new or retracted."""
         line = request.line = self._take_line()
         self._requests[request.rid] = self._by_line[line] = request
-        tokens, page_size = request.matchable(), self._memories[0].page_size
+        tokens = request.matchable()
         cursors = []
         for memory in self._memories:
             # What a session's lease has locked need not be walked again.
             lease = request.session_lease(memory)
             known = lease.node if lease else None
-            cursors.append(memory.cache.cursors.follow(tokens, request.namespace, line, known))
+            cursors.append(memory.cache.cursors.follow(tokens, request.namespace, known))
         self._cursors[line] = cursors
         self._is_waiting[line] = True
         self._num_pages[line] = self._memories[0].request_pages(len(request.tokens) + 1)
-        self._cached_pages[:, line] = [cursor.length // page_size for cursor in cursors]
-        self._place[:, line] = [cursor.place for cursor in cursors]
+        self._cursor[:, line] = [cursor.number for cursor in cursors]
         pinned = request.message.dp_rank
         self._may_run[:, line] = pinned is None
         if pinned is not None:
             self._may_run[pinned, line] = True
-        self._note_most_cached(np.array([line]))
+        for dp_rank in range(len(self._memories)):
+            self._read_cursors(dp_rank, line, line + 1)
+        self._note_most_cached(line, line + 1)
         self._arrival[line] = request.arrival
         self._priority[line] = request.priority
         self._priorities.add(request.priority)
+        self._tenant[line] = request.tenant
+        self._tenants.queue(request.tenant, 1)
         self._is_retracted[line] = request.num_retractions > 0
         self._has_leader[line] = False
         self._stay_rank[line] = NO_RANK
@@ -145,6 +169,7 @@ class WaitingQueue:
         for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
             memory.cache.cursors.unfollow(cursor)
         self._priorities.remove(int(self._priority[line]))
+        self._tenants.queue(request.tenant, -1)
         self._is_waiting[line] = False
         self._passed_over[line] = 0
         heappush(self._free_lines, line)
@@ -152,25 +177,33 @@ class WaitingQueue:
             self._end -= 1
 
     def started(self, request: Request, dp_rank: int) -> None:
-        """A request got memory on a rank: it leaves, and has passed over all older ones there.
+        """A request got memory on a rank: it leaves, and has passed over those there that come
+        before it and are no less important.
 
-        If it was due, younger ones are passed over anew: of a long queue, one request in so many
-        starts because it is due, and the others by their order.
+        If it was due, those that come after it are passed over anew: of a long queue, one request
+        in so many starts because it is due, and the others by their order.
         """
-        was_due = self.is_due(request)
+        was_due, turns = self.is_due(request), self._tenants.turns()
         self.remove(request)
         pass_over(
             self._end,
             request.arrival,
+            request.priority,
+            request.tenant,
             was_due,
             self._is_waiting,
             self._may_run[dp_rank],
             self._arrival,
+            self._priority,
+            self._tenant,
+            self._no_turns if turns is None else turns.order,
             self._passed_over,
         )
 
     def clear(self) -> None:
-        """Forget all, without asking the ranks' trees, which may be broken."""
+        """Forget all, without a call to the ranks' trees, which may be broken."""
+        for request in self._requests.values():
+            self._tenants.queue(request.tenant, -1)
         self._requests.clear()
         self._by_line.clear()
         self._cursors.clear()
@@ -184,6 +217,12 @@ class WaitingQueue:
         """Whether a request of that id waits and is due."""
         return rid in self._requests and self.is_due(self._requests[rid])
 
+    def holds_up(self, rid: str, other: Request) -> bool:
+        """Whether a rank that is held for the request of that id is held against `other`."""
+        if rid == other.rid or not self.waits_due(rid):
+            return False
+        return other.priority <= self._requests[rid].priority
+
     # -- one request --------------------------------------------------------------------------
 
     def cursors(self, request: Request) -> list[PrefixCursor]:
@@ -191,7 +230,10 @@ class WaitingQueue:
         return self._cursors[request.line]
 
     def is_due(self, request: Request) -> bool:
-        """Whether it was passed over so often that a rank is held for it."""
+        """Whether it was passed over so often, or its tenant was, that a rank is held for it."""
+        turns = self._tenants.turns()
+        if turns is not None and turns.is_lagging[request.tenant]:
+            return True
         return int(self._passed_over[request.line]) >= self._max_passed_over
 
     def follow(self, request: Request, dp_rank: int, row: int, length: int) -> None:
@@ -235,80 +277,110 @@ class WaitingQueue:
 
     # -- what is tried ------------------------------------------------------------------------
 
-    def candidates(self, room: Int32Array, is_open: BoolArray, step: int) -> Iterator[Request]:
-        """The requests that may start in this step, first to last, as the queue is now.
+    def candidates(
+        self, offer: Offer, step: int, preemptible: Sequence[Preemptible], threshold: int
+    ) -> Iterator[Request]:
+        """The requests that may start in this step, and those that are due, first to last, as the
+        queue is now.
 
         Args:
-            room: int32[ranks], pages that a request may take there, beside what is in use of its
-                prefix. The caller brings it and `is_open` up to date as requests start.
-            is_open: bool[ranks], whether the rank's step takes another request.
+            offer: of the ranks. The caller brings it up to date as requests start.
             step: being planned.
+            preemptible: of each rank, where requests may preempt; else empty.
+            threshold: by which a request must be more important than those that it preempts.
         """
         self._take_moves()
-        end, ranks = self._end, is_open.nonzero()[0]
+        end = self._end
+        ranks = (offer.is_open | offer.may_preempt).nonzero()[0]
         self._drop_leaders(slice(end))
-        known_room = room[ranks]
+        room, floor = self._room(offer, ranks), offer.floor[ranks]
         least, doubtful = least_pages(
             end,
             ranks,
-            known_room,
-            is_open,
+            room,
+            offer.is_open,
+            floor,
             step,
             self._is_waiting,
             self._has_leader,
             self._stay_until,
             self._stay_rank,
             self._may_run,
+            self._priority,
             self._num_pages,
             self._cached_pages,
         )
         if len(doubtful):
-            fits = self._pages_needed(doubtful, ranks) <= known_room[:, None]
-            least[:, doubtful] = np.where(fits, least[:, doubtful], NEVER)
-        keys = self._order_keys(least, known_room)
+            few, needed = least[:, doubtful], self._pages_needed(doubtful, ranks)
+            least[:, doubtful] = np.where(needed <= room[:, None], few, np.maximum(few, needed))
+        is_full = self._tenants.is_full
+        if is_full.any():
+            least[:, is_full[self._tenant[:end]]] = NEVER
+        most_room = self._most_room(ranks, preemptible, threshold)
+        turns, passed_over = self._tenants.turns(), self._passed_over
+        if turns is not None and turns.is_lagging.any():
+            is_lagging = turns.is_lagging[self._tenant[:end]]
+            passed_over = np.where(is_lagging, self._max_passed_over, passed_over[:end])
+        keys = self._order_keys(least, room, most_room, turns, passed_over)
         while len(keys) and keys[first := int(keys.argmin())] != LAST:
             keys[first] = LAST
             yield self._by_line[first]
-            room_now = np.where(is_open, room, -1)[ranks]
-            if np.count_nonzero(room_now != known_room):  # one has started
-                rule_out(keys, least, room_now)
-                known_room = room_now
+            room_now, floor_now = self._room(offer, ranks), offer.floor[ranks]
+            if not (np.array_equal(room_now, room) and np.array_equal(floor_now, floor)):
+                room, floor = room_now, floor_now
+                rule_out(
+                    keys,
+                    least,
+                    room,
+                    floor,
+                    most_room,
+                    self._max_passed_over,
+                    self._priority,
+                    passed_over,
+                )
 
-    def due(self, limit: int | None = None) -> list[Request]:
-        """Requests that are due, oldest first, whether or not they may start: all, or the first
-        `limit`."""
-        lines = lines_due(self._end, self._passed_over, self._max_passed_over)
-        if len(lines) > 1:
-            lines = lines[np.argsort(self._arrival[lines])]
-        return [self._by_line[line] for line in lines[:limit].tolist()]
+    def _room(self, offer: Offer, ranks: IntpArray) -> Int32Array:
+        """Pages that each of `ranks` gives to a request that preempts nothing."""
+        room: Int32Array = np.where(offer.is_open, offer.num_pages, np.int32(-1))[ranks]
+        return room
+
+    def _most_room(
+        self, ranks: IntpArray, preemptible: Sequence[Preemptible], threshold: int
+    ) -> Int32Array:
+        """The pages of each of `ranks` for each line if all that it may preempt gives way, -1 where
+        nothing does: int32[len(ranks), end]; int32[len(ranks), 0] where none may preempt."""
+        if not preemptible:
+            return np.zeros((len(ranks), 0), np.int32)
+        below = self._priority[: self._end] - threshold
+        most = np.empty((len(ranks), self._end), np.int32)
+        for k, dp_rank in enumerate(ranks.tolist()):
+            counts = np.searchsorted(preemptible[dp_rank].priorities, below)
+            most[k] = np.where(counts > 0, preemptible[dp_rank].most_pages[counts], -1)
+        return most
 
     @property
     def highest_priority(self) -> int | None:
         """Of the requests that wait; None if none does."""
         return self._priorities.highest
 
-    def first_by_priority(self) -> Request:
-        """Of the requests of the highest priority, at least one, the one that waits longest."""
-        lines = np.flatnonzero(self._is_waiting[: self._end])
-        lines = lines[self._priority[lines] == self._priority[lines].max()]
-        return self._by_line[int(lines[self._arrival[lines].argmin()])]
-
     def count_kinds(self, room: Int32Array, has_row: BoolArray, step: int) -> dict[WaitKind, int]:
-        """How many wait for what; `room` and `has_row` of the ranks as in `candidates`.
+        """How many wait for what, where ranks have `room` int32[ranks] pages for a request.
 
         A request is counted under "step" if it would fit were all that is cached for it in use.
         """
         self._take_moves()
         lines = np.flatnonzero(self._is_waiting[: self._end])
         self._drop_leaders(slice(self._end))
-        is_following = self._has_leader[lines]
-        is_staying = (self._stay_until[lines] > step) & ~is_following
+        is_limited = self._tenants.is_full[self._tenant[lines]]
+        is_following = self._has_leader[lines] & ~is_limited
+        is_staying = (self._stay_until[lines] > step) & ~is_following & ~is_limited
         least = self._num_pages[lines] - self._cached_pages[:, lines]
         may_run = self._may_run[:, lines] & has_row[:, None]
         may_fit = (may_run & (least <= room[:, None])).any(axis=0)
         has_any_row = may_run.any(axis=0)
-        rest = ~is_following & ~is_staying
+        rest = ~is_following & ~is_staying & ~is_limited
         return {
+            "tenant": int(is_limited.sum()),
             "prefix": int(is_following.sum()),
             "rank": int(is_staying.sum()),
             "step": int((rest & may_fit).sum()),
@@ -320,20 +392,26 @@ class WaitingQueue:
 
     def _take_moves(self) -> None:
         """Take over what has changed on the ranks' trees."""
-        for dp_rank, memory in enumerate(self._memories):
-            moved = memory.cache.cursors.take_moved()
-            if not moved:
-                continue
-            lines = np.array([cursor.tag for cursor in moved])
-            lengths = np.array([cursor.length for cursor in moved])
-            self._cached_pages[dp_rank, lines] = lengths // memory.page_size
-            self._place[dp_rank, lines] = [cursor.place for cursor in moved]
-            self._note_most_cached(lines)
+        have_moved = [memory.cache.cursors.take_has_moved() for memory in self._memories]
+        for dp_rank, has_moved in enumerate(have_moved):
+            if has_moved:
+                self._read_cursors(dp_rank, 0, self._end)
+        if any(have_moved):
+            self._note_most_cached(0, self._end)
 
-    def _note_most_cached(self, lines: Int64Array) -> None:
-        self._most_cached[lines] = np.maximum.reduce(
-            self._cached_pages[:, lines] * self._may_run[:, lines]
+    def _read_cursors(self, dp_rank: int, start: int, end: int) -> None:
+        columns = self._memories[dp_rank].cache.cursors.columns
+        read_cursors(
+            self._cursor[dp_rank, start:end],
+            columns.above,
+            columns.usable_pages,
+            columns.place,
+            self._cached_pages[dp_rank, start:end],
+            self._place[dp_rank, start:end],
         )
+
+    def _note_most_cached(self, start: int, end: int) -> None:
+        most_cached(start, end, self._may_run, self._cached_pages, self._most_cached)
 
     def _pages_needed(self, lines: Int64Array, ranks: IntpArray) -> Int32Array:
         """Pages that each of `lines` takes beside what is in use of its prefix.
@@ -351,25 +429,36 @@ class WaitingQueue:
             needed[k] = self._num_pages[lines] - np.minimum(in_use[places], cached)
         return needed
 
-    def _order_keys(self, least: Int32Array, room: Int32Array) -> Int64Array:
-        """A number for each line that sorts as the order says; `LAST` where it fits nowhere.
-
-        `least` int32[ranks, _end] are the pages that it takes of the ranks' `room`.
-        """
-        priority, highest = self._priority, self._priorities.highest or 0
-        if highest - (self._priorities.lowest or 0) > MOST_LEVELS:  # number those that occur
-            _, levels = np.unique(-priority[: self._end], return_inverse=True)
-            priority, highest = -levels.astype(np.int64), 0
+    def _order_keys(
+        self,
+        least: Int32Array,
+        room: Int32Array,
+        most_room: Int32Array,
+        turns: Turns | None,
+        passed_over: Int32Array,
+    ) -> Int64Array:
+        """`order_keys`; the arguments are as `candidates` has them."""
+        end = self._end
+        tenant = self._tenant[:end]
+        highest, lowest = self._priorities.highest or 0, self._priorities.lowest or 0
+        level, num_levels = highest - self._priority[:end], highest - lowest + 1
+        turn = self._no_turns[:end]
+        if turns is not None:
+            level = level * NUM_LEVELS + turns.level[tenant]
+            turn, num_levels = turns.order[tenant], num_levels * NUM_LEVELS
+        if num_levels > MOST_LEVELS:  # number those that occur
+            level = np.unique(level, return_inverse=True)[1].astype(np.int64)
         keys: Int64Array = order_keys(
             least,
             room,
-            highest,
+            most_room,
             self._uses_cached_len,
             self._max_passed_over,
-            priority,
+            level,
+            turn,
             self._is_retracted,
             self._most_cached,
-            self._passed_over,
+            passed_over,
             self._arrival,
         )
         return keys

@@ -5,15 +5,16 @@ Keys are kept as digests. A caller is known by its key's name, or number, never 
 
 import hashlib
 import hmac
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastapi import Request
 from starlette.types import Scope
 
 from sgl_jax.core.calls import CALLS
+from sgl_jax.core.messages import Tenant
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.server.key_file import read_key_file
 
 # What an operator does, and what tells of all clients at once.
 ADMIN_PATHS = frozenset(
@@ -29,10 +30,14 @@ _STATE = "caller"
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request. Without keys every caller is `anonymous`, and an admin."""
+    """The sender of a request. Without keys every caller is `anonymous`, and an admin.
+
+    `tenant` belongs to a key of a file; None for a key that a flag gives to all clients.
+    """
 
     name: str
     is_admin: bool
+    tenant: Tenant | None = None
 
 
 ANONYMOUS = Caller("anonymous", is_admin=True)
@@ -53,11 +58,17 @@ def note_caller(scope: Scope, caller: Caller) -> None:
 class ApiKeys:
     """The keys of a server."""
 
-    def __init__(self, clients: Mapping[str, str], admins: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        clients: Mapping[str, str],
+        admins: Mapping[str, str],
+        tenants: Mapping[str, Tenant] | None = None,
+    ) -> None:
         """
         Args:
             clients: name -> key of callers that may use the model.
             admins: name -> key of callers that may use every route.
+            tenants: name -> tenant of the keys that have one.
 
         Raises:
             ValueError: a key is empty, a name too long or reserved, or either is the same as
@@ -66,8 +77,11 @@ class ApiKeys:
         shared = sorted(set(clients) & set(admins))
         if shared:
             raise ValueError(f"an API key and an admin API key are both named {shared[0]!r}")
-        callers = [(Caller(name, is_admin=False), key) for name, key in clients.items()]
-        callers += [(Caller(name, is_admin=True), key) for name, key in admins.items()]
+        callers = [
+            (Caller(name, is_admin, (tenants or {}).get(name)), key)
+            for is_admin, keys in ((False, clients), (True, admins))
+            for name, key in keys.items()
+        ]
         self._digests: list[tuple[bytes, Caller]] = []
         for caller, key in callers:
             if not key.strip():
@@ -89,9 +103,17 @@ class ApiKeys:
     @classmethod
     def from_args(cls, args: ServerArgs) -> "ApiKeys":
         """The keys that settings name. Raises `ValueError`, as `__init__` and for bad files."""
-        clients = dict(_given("key", args.api_key, args.api_key_file))
-        admins = dict(_given("admin", args.admin_api_key, args.admin_api_key_file))
-        return cls(clients, admins)
+        clients = {} if args.api_key is None else {"key": args.api_key}
+        admins = {} if args.admin_api_key is None else {"admin": args.admin_api_key}
+        tenants: dict[str, Tenant] = {}
+        for keys, path, prefix in (
+            (clients, args.api_key_file, "key"),
+            (admins, args.admin_api_key_file, "admin"),
+        ):
+            for key, tenant in () if path is None else read_key_file(path, prefix):
+                keys[tenant.name] = key
+                tenants[tenant.name] = tenant
+        return cls(clients, admins, tenants)
 
     @property
     def is_open(self) -> bool:
@@ -120,32 +142,6 @@ class ApiKeys:
             if hmac.compare_digest(given, digest):
                 found = caller
         return found if scheme.lower() == b"bearer" else None
-
-
-def _given(prefix: str, key: str | None, path: str | None) -> Iterator[tuple[str, str]]:
-    """Name and key of each. A file has `KEY` or `NAME KEY` a line; # begins a comment line."""
-    if key is not None:
-        yield prefix, key
-    if path is None:
-        return
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the API keys in {path}: {error}") from error
-    names = set()
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        if len(words) > 2:
-            raise ValueError(f"{path}, line {number}: must be KEY or NAME KEY")
-        name = words[0] if len(words) == 2 else f"{prefix}-{number}"
-        if name in names or name == prefix:
-            raise ValueError(f"{path}, line {number}: the name {name!r} is taken")
-        names.add(name)
-        yield name, words[-1]
-    if not names:
-        raise ValueError(f"{path} holds no API key")
 
 
 def _digest(key: bytes) -> bytes:

@@ -20,6 +20,7 @@ from sgl_jax.core.messages import (
     NewSessionId,
     Reply,
     SessionId,
+    SessionMessage,
 )
 from sgl_jax.core.request_limits import one_namespace
 from sgl_jax.server.connection import unless_gone
@@ -29,7 +30,8 @@ from sgl_jax.server.generation import json_response
 from sgl_jax.server.json_route import JsonRoute
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.session_owner import SessionOwner, owner_of
-from sgl_jax.server.strict_model import StrictModel
+from sgl_jax.server.strict_model import StrictModel, User
+from sgl_jax.server.tenants import tenant_of
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -50,6 +52,9 @@ def body_of(call: Call) -> type[StrictModel]:
         else:
             value = None if hint == NewSessionId else default
             fields[name] = (hint | None, Field(default=value, alias=alias, description=text))
+    if call.message in typing.get_args(SessionMessage):
+        text = "the tenant that the session belongs to, as in /generate"
+        fields["user"] = (User | None, Field(default=None, description=text))
     return create_model(f"{call.message.__name__}Body", __base__=StrictModel, **fields)
 
 
@@ -81,11 +86,11 @@ def _add_routes(call: Call, route: str) -> None:
     opens = any(hint == NewSessionId for _, hint, _ in _fields(call))
 
     async def pass_on(request: Request, body: StrictModel | None = None) -> Response:
-        owner = owner_of(request)
+        owner = owner_of(request, tenant_of(request, getattr(body, "user", None)))
         if opens:
             context_of(request).check_open()
         message, made_up = message_of(call, body or body_type(), owner)
-        data = _as_told(await _ask(request, call, message, made_up), owner)
+        data = _as_told(await _ask(request, call, message, owner, made_up), owner)
         return json_response(data["session_id"] if call.answer is str else data)
 
     takes = {"request": inspect.Parameter("request", _KEYWORD, annotation=Request)}
@@ -115,7 +120,9 @@ for _call in CALLS:
         _add_routes(_call, _call.route)
 
 
-async def _ask(request: Request, call: Call, message: Any, made_up: str | None) -> dict[str, Any]:
+async def _ask(
+    request: Request, call: Call, message: Any, owner: SessionOwner, made_up: str | None
+) -> dict[str, Any]:
     """The engine's answer. Raises `ApiError` with its reason if it refused.
 
     `made_up` is the generated id of the session that this would open: if its
@@ -132,7 +139,7 @@ async def _ask(request: Request, call: Call, message: Any, made_up: str | None) 
     if reply.ok:
         return reply.data
     context.frontend.check_alive()
-    text = owner_of(request).as_told(reply.message)
+    text = owner.as_told(reply.message)
     data = reply.data
     raise ApiError(
         data.get("status_code", 400), text, param=data.get("param"), code=data.get("code")

@@ -9,6 +9,7 @@ from sgl_jax.server.context import context_of
 from sgl_jax.server.generation import AnswerFormat, prepare_all, respond
 from sgl_jax.server.openai_protocol import ChatRequest
 from sgl_jax.server.session_owner import owner_of
+from sgl_jax.server.tenants import tenant_of
 
 
 async def answer_chat(
@@ -26,7 +27,8 @@ async def answer_chat(
     grammar = context.call_grammar(chat)
     names = {**names, **dict.fromkeys(grammar, "tools")}
     options = chat.options_of(1)
-    session = owner_of(request).own(turn)
+    tenant = tenant_of(request, chat.user)
+    session = owner_of(request, tenant).own(turn)
     requests = await prepare_all(
         request,
         names,
@@ -38,6 +40,7 @@ async def answer_chat(
         grammar=grammar,
         reasoning_after=context.reasoning_after,
         session=session,
+        tenant=tenant,
     )
     return await respond(
         request,

@@ -39,6 +39,7 @@ class ChatAnswer:
         self._reader = reader
         self._is_parallel = is_parallel
         self._num_calls = 0
+        self._is_amid_call = False
         self._has_begun = False
 
     @classmethod
@@ -49,14 +50,17 @@ class ChatAnswer:
         return cls(parser, reader, is_parallel=chat.parallel_tool_calls is not False)
 
     def deltas(self, chunk: Chunk) -> list[Delta]:
-        """What a streamed chunk brings, at least one delta; the first has the role."""
+        """What a streamed chunk brings; the first of all has the role, and may say nothing."""
         deltas = [self._delta(event) for event in self.events(chunk)]
-        if not deltas:
-            deltas = [Delta() if self._num_calls else Delta(content="")]
         if not self._has_begun:
+            deltas = deltas or [self.empty_delta()]
             deltas[0].role = "assistant"
             self._has_begun = True
         return deltas
+
+    def empty_delta(self) -> Delta:
+        """One that says nothing; where there are no calls, clients look for content in it."""
+        return Delta() if self._num_calls else Delta(content="")
 
     def message(self, chunk: Chunk) -> AssistantMessage:
         """The whole answer, which `chunk` holds."""
@@ -78,10 +82,11 @@ class ChatAnswer:
         )
 
     def finish_reason(self, finish: FinishReason | None) -> str | None:
-        """As OpenAI calls it."""
+        """As OpenAI calls it. A call that a stop string has cut off is none to make."""
         if finish is None:
             return None
-        return "tool_calls" if finish.type == "stop" and self._num_calls else finish.type
+        has_calls = self._num_calls > 0 and not self._is_amid_call
+        return "tool_calls" if finish.type == "stop" and has_calls else finish.type
 
     def events(self, chunk: Chunk) -> Iterator[Event]:
         """Those of a chunk that are handed out; counts calls as they begin."""
@@ -91,9 +96,12 @@ class ChatAnswer:
         for event in events:
             if isinstance(event, CallBegun):
                 self._num_calls += 1
-            is_of_call = isinstance(event, (CallBegun, Arguments))
-            is_further_call = is_of_call and self._num_calls > 1 and not self._is_parallel
-            if not isinstance(event, CallEnded) and not is_further_call:
+            is_of_call = isinstance(event, (CallBegun, Arguments, CallEnded))
+            if is_of_call and self._num_calls > 1 and not self._is_parallel:
+                continue
+            if is_of_call:
+                self._is_amid_call = not isinstance(event, CallEnded)
+            if not isinstance(event, CallEnded):
                 yield event
 
     def _delta(self, event: Event) -> Delta:

@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Request
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import Asked, Reply
+from sgl_jax.core.messages import Asked, Reply, Tenant
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
@@ -25,7 +25,9 @@ from sgl_jax.server.json_body import JsonBodies
 from sgl_jax.server.limits import Limits
 from sgl_jax.server.openai_protocol import ChatRequest
 from sgl_jax.server.responses_store import ResponseStore
+from sgl_jax.server.tenants import tenant_of
 from sgl_jax.server.text_pool import Ids, TextPool
+from sgl_jax.server.tool_protocol import NamedTool
 from sgl_jax.text.answer_parser import AnswerParser, choose_parser
 from sgl_jax.text.jobs import EncodeChat
 
@@ -118,17 +120,17 @@ class ServerContext:
 
         Raises `InvalidRequestError` for tools whose calls cannot be held to their schemas.
         """
-        forced, grammar = body.forced_tools, self.answer_parser.call_grammar
-        if forced is None and not body.has_strict_tools:
+        if not body.must_call and not body.holds_calls:
             return {}
+        schemas, grammar = body.held_schemas, self.answer_parser.call_grammar
         assert grammar is not None, "tools are refused where it is not known how calls are written"
         try:
             marks = self.answer_parser.marks(has_tools=True, has_reasoning=False)
             special = self.frontend.tokenizer.special_ids_of(marks)
-            if forced is None:
-                return {"ebnf": grammar.calls_amid_content(body.held_schemas, special)}
-            is_single = body.parallel_tool_calls is False or body.tool_choice != "required"
-            return {"ebnf": grammar.calls(forced, special, is_single=is_single)}
+            if not body.must_call:
+                return {"ebnf": grammar.calls_amid_content(schemas, special)}
+            is_single = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
+            return {"ebnf": grammar.calls(schemas, special, is_single=is_single)}
         except ValueError as error:
             raise InvalidRequestError(f"tools: {error}", "tools") from error
 
@@ -149,16 +151,17 @@ class ServerContext:
         return frozenset(self.frontend.tokenizer.special_ids_of(marks).values())
 
     async def encode_prompts(
-        self, request: Request, prompts: Sequence[str | list[int]]
+        self, request: Request, prompts: Sequence[str | list[int]], tenant: Tenant | None
     ) -> list[list[int]]:
-        """Token ids of each prompt of `request`.
+        """Token ids of each prompt of `request`, which is `tenant`'s.
 
         Raises:
-            InvalidRequestError: a prompt is empty or too long.
-            QueueFullError: the engine has no room for so many: then nothing is tokenised.
+            InvalidRequestError: a prompt is empty or too long, or they are too many.
+            QueueFullError, TenantQueueFullError: the engine has no room for so many: then nothing
+                is tokenised.
             ApiError: it took too long, or the client went away.
         """
-        self.frontend.check_room(len(prompts))
+        self.frontend.check_room(len(prompts), tenant)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             self.frontend.checks.check_text(text)
@@ -196,7 +199,7 @@ class ServerContext:
         tools = [tool.model_dump(exclude_none=True) for tool in body.told_tools]
         told = msgspec.json.encode(tools or None)
         num_chars = sum(message.num_chars for message in body.messages) + len(told)
-        self.frontend.check_room(1)
+        self.frontend.check_room(1, tenant_of(request, body.user))
         self.frontend.checks.check_length(num_chars)
         job = EncodeChat(
             msgspec.json.encode(messages),

@@ -22,18 +22,20 @@ from sgl_jax.core.errors import (
     InvalidRequestError,
     QueueFullError,
     ShuttingDownError,
+    TenantQueueFullError,
 )
 from sgl_jax.core.messages import FinishReason
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-# What ends in a 503, and the `code` that programs can test.
-_UNAVAILABLE: Mapping[type[Exception], str] = {
-    EngineDeadError: "engine_dead",
-    EngineStuckError: "engine_stuck",
-    QueueFullError: "queue_full",
-    ShuttingDownError: "shutting_down",
+# Answers to try again later: the status, and the `code` that programs can test.
+_UNAVAILABLE: Mapping[type[Exception], tuple[int, str]] = {
+    EngineDeadError: (503, "engine_dead"),
+    EngineStuckError: (503, "engine_stuck"),
+    QueueFullError: (503, "queue_full"),
+    ShuttingDownError: (503, "shutting_down"),
+    TenantQueueFullError: (429, "tenant_queue_full"),
 }
 # Anthropic's routes begin with it.
 MESSAGES_PATH = "/v1/messages"
@@ -90,7 +92,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if status_code == 503 and headers is None:
+        if status_code in (429, 503) and headers is None:
             headers = {"retry-after": str(RETRY_AFTER_S)}
         super().__init__(status_code, message, headers)
         self.param = param
@@ -108,9 +110,9 @@ def to_api_error(error: Exception) -> ApiError:
             return _from_validation(error.errors())
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.param, code=error.code)
-    for kind, code in _UNAVAILABLE.items():
+    for kind, (status, code) in _UNAVAILABLE.items():
         if isinstance(error, kind):
-            return ApiError(503, str(error), code=code)
+            return ApiError(status, str(error), code=code)
     return ApiError(500, "the server failed on this request; its log says why")
 
 
@@ -131,7 +133,8 @@ def abort_error(
 
 def error_body(error: ApiError) -> ErrorBody:
     """What the envelope of an error holds."""
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    other = "invalid_request_error" if error.status_code < 500 else "server_error"
+    kind = "rate_limit_error" if error.status_code == 429 else other
     return ErrorBody(str(error.detail), kind, error.param, error.code)
 
 

@@ -72,14 +72,14 @@ class StreamGroup:
         self._names = names
         self._kept_tokens = kept_tokens
         self._sender = caller_of(request).name
-        self._as_told = owner_of(request).as_told
+        self._as_told = owner_of(request, requests[0].tenant).as_told
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
         self._waiting: asyncio.Future[None] | None = None  # for something to be ready
         self.streams: list[RequestStream] = []
         self.num_open = len(requests)
 
     async def __aenter__(self) -> Self:
-        self._frontend.check_room(len(self._requests))  # all or none
+        self._frontend.check_room(len(self._requests), self._requests[0].tenant)  # all or none
         share = LoopShare()
         try:
             for index, request in enumerate(self._requests):

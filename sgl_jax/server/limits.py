@@ -72,7 +72,7 @@ class Limits:
     )
     max_control_body_bytes: int = _limit(65_536, "bytes of a body of any other route (413)")
     max_held_body_bytes: int = _limit(
-        256 * _MIB, "bytes of the bodies of all requests being answered (503)"
+        256 * _MIB, "bytes of the bodies of all requests being answered (503), and of one (413)"
     )
     max_json_depth: int = _limit(64, "objects and lists within each other (400)")
     max_json_values: int = _limit(2**20, "values in a body, each token id being one (400)")
@@ -125,9 +125,12 @@ class Limits:
 
     def body_bytes_of(self, path: str) -> int:
         """Bytes that a body for route `path` may have."""
+        most = self.max_control_body_bytes
         if path in _LONG_BODY_PATHS:
-            return self.max_body_bytes
-        return self.max_chat_body_bytes if path in _CHAT_PATHS else self.max_control_body_bytes
+            most = self.max_body_bytes
+        elif path in _CHAT_PATHS:
+            most = self.max_chat_body_bytes
+        return min(most, self.max_held_body_bytes)
 
     def text_seconds(self, num_chars: int) -> float:
         """Seconds that work on so many characters may take."""

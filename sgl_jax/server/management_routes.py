@@ -33,9 +33,11 @@ async def health(request: Request) -> Response:
 
 @router.get("/health_generate", responses=answers())
 async def health_generate(request: Request) -> Response:
-    """200 if the engine generates a token within 20 s."""
+    """200 if the engine generates a token within 20 s, or an operator has paused generation."""
     context = context_of(request)
     context.check_open()
+    if context.is_paused:
+        return health_answer(context.check_open, context.health, is_paused=True)
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     probe = context.frontend.checks.prepare([0], sampling)
     try:
@@ -46,8 +48,9 @@ async def health_generate(request: Request) -> Response:
             while group.num_open:
                 await group.next_batch()
     except TimeoutError as error:
-        raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s") from error
-    return json_response({"status": "ready"})
+        if not context.is_paused:
+            raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s") from error
+    return health_answer(context.check_open, context.health, is_paused=context.is_paused)
 
 
 @router.get("/ping", responses=answers())

@@ -169,7 +169,7 @@ class MessagesFormat:
     def _stop_reason(self, finish: FinishReason) -> str:
         if finish.type == "length":
             return "max_tokens"
-        if any(isinstance(block, ToolUseAnswer) for block in self._blocks):
+        if self._answer is not None and self._answer.finish_reason(finish) == "tool_calls":
             return "tool_use"
         return _AT_STOP if isinstance(finish.matched, str) else "end_turn"
 

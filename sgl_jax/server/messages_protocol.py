@@ -12,7 +12,7 @@ from sgl_jax.server import unserved_fields
 from sgl_jax.server.openai_protocol import MAX_MESSAGES, ChatRequest
 from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import in_range
-from sgl_jax.server.strict_model import StrictModel
+from sgl_jax.server.strict_model import StrictModel, User
 from sgl_jax.server.tool_protocol import MAX_TOOLS, FunctionName
 
 _MAX_BLOCKS = 16_384
@@ -139,6 +139,12 @@ class OutputConfig(StrictModel):
     )
 
 
+class Metadata(StrictModel):
+    """Of the request."""
+
+    user_id: User | None = Field(default=None, description="the same as user, which goes first")
+
+
 class CountTokensBody(RequestFields):
     """Body of `/v1/messages/count_tokens`: what the prompt is made of."""
 
@@ -152,6 +158,7 @@ class CountTokensBody(RequestFields):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = Field(default=None, description="by default as the template does")
     output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
 
     def chat(self) -> ChatRequest:
         """The same as a chat. Raises `InvalidRequestError` for what no chat can be."""
@@ -165,6 +172,7 @@ class CountTokensBody(RequestFields):
         body: dict[str, Any] = {
             **self.model_dump(include=set(RequestFields.model_fields)),
             **self._sampling,
+            "user": self.user or (self.metadata and self.metadata.user_id),
             "messages": messages,
             "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,

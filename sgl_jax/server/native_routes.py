@@ -25,6 +25,7 @@ from sgl_jax.server.native_stream import StreamedAnswer
 from sgl_jax.server.openapi import answers, streamed_answers
 from sgl_jax.server.session_owner import owner_of
 from sgl_jax.server.session_protocol import session_turn
+from sgl_jax.server.tenants import tenant_of
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # as in SGLang
 _SAMPLING_NAMES = {name: f"sampling_params.{name}" for name in NativeSampling.model_fields}
@@ -39,18 +40,20 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     context.check_open()
     context.check_model(body.model)
     prompts = body.prompts
-    turn = owner_of(request).own(session_turn(body.session_params))
+    tenant = tenant_of(request, body.user)
+    turn = owner_of(request, tenant).own(session_turn(body.session_params))
     samplings = body.sampling_of(len(prompts))
     options = body.options_of(len(prompts))
     names = _SAMPLING_NAMES | {"text": body.prompt_field, "input_ids": body.prompt_field}
     requests = await prepare_all(
         request,
         names,
-        context.encode_prompts(request, prompts),
+        context.encode_prompts(request, prompts, tenant),
         samplings,
         options,
         default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
         session=turn,
+        tenant=tenant,
     )
     answer_format = NativeFormat(context, body)
     return await respond(request, requests, answer_format, streaming=body.stream, names=names)

@@ -98,9 +98,12 @@ class ChatFormat(_Format):
 
     def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> list[ChatChunkChoice]:
         answer = self._answer(index, stream)
-        *deltas, last = answer.deltas(chunk)
-        pieces = [ChatChunkChoice(index, delta, None, None, None) for delta in deltas]
-        return [*pieces, ChatChunkChoice(index, last, *self._ending(chunk, answer))]
+        deltas = answer.deltas(chunk)
+        ending = self._ending(chunk, answer)
+        if not deltas and (self._always_counts or any(part is not None for part in ending)):
+            deltas = [answer.empty_delta()]
+        pieces = [ChatChunkChoice(index, delta, None, None, None) for delta in deltas[:-1]]
+        return [*pieces, *(ChatChunkChoice(index, delta, *ending) for delta in deltas[-1:])]
 
     def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> ChatChoice:
         body, request = self._body, stream.request

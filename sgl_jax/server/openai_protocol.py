@@ -21,7 +21,14 @@ from sgl_jax.server.request_fields import RequestFields
 from sgl_jax.server.sampling_fields import SamplingFields, in_range
 from sgl_jax.server.session_protocol import SessionParams, refuse_several
 from sgl_jax.server.strict_model import ForEach, StrictModel, TokenIds
-from sgl_jax.server.tool_protocol import NamedTool, Tool, ToolCalls, ToolChoice, Tools
+from sgl_jax.server.tool_protocol import (
+    AllowedToolChoice,
+    NamedTool,
+    Tool,
+    ToolCalls,
+    ToolChoice,
+    Tools,
+)
 
 MAX_MESSAGES = 16_384
 
@@ -212,29 +219,36 @@ class ChatRequest(GenerationFields):
 
     @property
     def held_schemas(self) -> dict[str, dict[str, Any]]:
-        """By name of each told tool the schema that arguments are held to if they are."""
-        functions = [tool.function for tool in self.told_tools]
-        return {each.name: _held(each.parameters, is_strict=each.strict) for each in functions}
+        """By name of each tool that may be called the schema that its arguments are held to.
 
-    @property
-    def forced_tools(self) -> dict[str, dict[str, Any]] | None:
-        """Of the tools one of which must be called the schemas; None if none must be.
-
-        Raises `InvalidRequestError` if there is no such tool.
+        Raises `InvalidRequestError` if a tool is chosen that there is not.
         """
-        choice, schemas = self.tool_choice, self.held_schemas
-        if choice in (None, "auto", "none"):
-            return None
-        if isinstance(choice, NamedTool):
-            schemas = {name: schemas[name] for name in schemas if name == choice.function.name}
-        if not schemas:
+        functions = [tool.function for tool in self.told_tools]
+        schemas = {each.name: _held(each.parameters, is_strict=each.strict) for each in functions}
+        match self.tool_choice:
+            case NamedTool(function=function):
+                chosen = {function.name}
+            case AllowedToolChoice(allowed_tools=allowed):
+                chosen = {tool.function.name for tool in allowed.tools}
+            case _:
+                chosen = {*schemas}
+        if not chosen or not chosen <= schemas.keys():
             raise InvalidRequestError("tool_choice: there is no such tool in tools", "tool_choice")
-        return schemas
+        return {name: schema for name, schema in schemas.items() if name in chosen}
 
     @property
-    def has_strict_tools(self) -> bool:
-        """Whether arguments of calls must be what their tools' parameters allow."""
-        return any(tool.function.strict for tool in self.told_tools)
+    def must_call(self) -> bool:
+        """Whether the answer is to call a tool."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolChoice):
+            choice = choice.allowed_tools.mode
+        return choice == "required" or isinstance(choice, NamedTool)
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether calls, if there are any, are held to `held_schemas`."""
+        has_strict = any(tool.function.strict for tool in self.told_tools)
+        return has_strict or isinstance(self.tool_choice, AllowedToolChoice)
 
     @property
     def tells_reasoning(self) -> bool:

@@ -17,6 +17,7 @@ from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCar
 from sgl_jax.server.openapi import answers, streamed_answers
 from sgl_jax.server.session_owner import owner_of
 from sgl_jax.server.session_protocol import session_turn
+from sgl_jax.server.tenants import tenant_of
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's legacy API
 
@@ -52,13 +53,14 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     context.check_open()
     context.check_model(body.model)
     prompts = body.prompts
-    turn = owner_of(request).own(session_turn(body.session_params))
+    tenant = tenant_of(request, body.user)
+    turn = owner_of(request, tenant).own(session_turn(body.session_params))
     options = body.options_of(len(prompts))
     names = _names(body, "max_tokens", "prompt")
     requests = await prepare_all(
         request,
         names,
-        context.encode_prompts(request, prompts),
+        context.encode_prompts(request, prompts, tenant),
         [body] * len(prompts),
         options,
         default_max_new_tokens=_DEFAULT_COMPLETION_TOKENS,
@@ -66,6 +68,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         top_logprobs_num=body.logprobs or 0,
         logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
         session=turn,
+        tenant=tenant,
     )
     echoes: list[str] = []
     share = LoopShare()

@@ -7,7 +7,7 @@ from pydantic import Field
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import Namespace
 from sgl_jax.core.request_limits import for_each, one_namespace
-from sgl_jax.server.strict_model import ForEach, Priority, Rid, StrictModel
+from sgl_jax.server.strict_model import ForEach, Priority, Rid, StrictModel, User
 
 _RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")
 
@@ -29,6 +29,9 @@ class RequestFields(StrictModel):
     )
     priority: Priority | ForEach[Priority] | None = Field(
         default=None, description="without effect but with --enable-priority-scheduling"
+    )
+    user: User | None = Field(
+        default=None, description='the tenant, unless the API key names one; "": none'
     )
 
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:

@@ -107,6 +107,14 @@ class ChosenTool(StrictModel):
     name: str
 
 
+class AllowedTools(StrictModel):
+    """Of the tools those that the model may call, or one of which it must."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
 class TextFormat(StrictModel):
     """What the text is: anything, a JSON object, or JSON by a schema, strict or not."""
 
@@ -152,7 +160,11 @@ class ResponsesBody(RequestFields):
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")
     tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[ChosenTool | AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -191,8 +203,12 @@ class ResponsesBody(RequestFields):
 
     @property
     def _chat_tool_choice(self) -> Any:
-        if isinstance(self.tool_choice, ChosenTool):
-            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        match self.tool_choice:
+            case ChosenTool() as chosen:
+                return _chat_tool_name(chosen)
+            case AllowedTools(mode=mode, tools=tools):
+                allowed = {"mode": mode, "tools": [_chat_tool_name(tool) for tool in tools]}
+                return {"type": "allowed_tools", "allowed_tools": allowed}
         return self.tool_choice
 
     @property
@@ -241,6 +257,10 @@ def _text(content: str | list[InputText]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text for part in content)
+
+
+def _chat_tool_name(tool: ChosenTool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _chat_tool(tool: ResponseTool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from sgl_jax.server.openai_formats import usage_of
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.sampling_fields import SamplingFields
 from sgl_jax.server.score_protocol import ScoreBody, Scores
+from sgl_jax.server.tenants import tenant_of
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 
@@ -27,16 +28,18 @@ async def score(body: ScoreBody, request: Request) -> Response:
     context.check_open()
     context.check_model(body.model)
     prompts = body.prompts
+    tenant = tenant_of(request, body.user)
     names = dict.fromkeys(("text", "input_ids"), "items") | {"token_ids_logprob": "label_token_ids"}
     requests = await prepare_all(
         request,
         names,
-        context.encode_prompts(request, prompts),
+        context.encode_prompts(request, prompts, tenant),
         [_ONE_TOKEN] * len(prompts),
         body.options_of(len(prompts)),
         default_max_new_tokens=1,
         return_logprob=True,
         token_ids_logprob=body.label_token_ids,
+        tenant=tenant,
     )
     group = StreamGroup(request, requests, streaming=False, names=names)
     chunks = await while_connected(request.receive, gather(group))

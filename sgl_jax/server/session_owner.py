@@ -2,7 +2,8 @@
 
 The engine knows a session by one id. That of a caller's session begins with the caller's name, so
 that no caller can list, continue, close or collide with the sessions of others. An admin, and
-every caller where there are no API keys, uses the engine's ids as they are.
+every caller where there are no API keys, uses the engine's ids as they are. The name of a tenant
+that the field `user` names follows: its sessions are found under that name alone.
 """
 
 from urllib.parse import quote
@@ -10,15 +11,18 @@ from urllib.parse import quote
 from fastapi import Request
 from msgspec.structs import replace
 
-from sgl_jax.core.messages import SessionTurn
+from sgl_jax.core.messages import USER_PREFIX, SessionTurn, Tenant
 from sgl_jax.server.api_keys import Caller, caller_of
 
 
 class SessionOwner:
-    """The sessions of one caller; an admin's: all of them."""
+    """The sessions of one caller and tenant; an admin's without a tenant: all of them."""
 
-    def __init__(self, caller: Caller) -> None:
-        self._prefix = "" if caller.is_admin else f"{quote(caller.name, safe='')}:"
+    def __init__(self, caller: Caller, tenant: Tenant | None = None) -> None:
+        names = [] if caller.is_admin else [caller.name]
+        if tenant is not None and tenant.name.startswith(USER_PREFIX):
+            names.append(tenant.name)
+        self._prefix = "".join(f"{quote(name, safe='')}:" for name in names)
 
     def engine_id(self, session_id: str) -> str:
         """How the engine calls the caller's session `session_id`."""
@@ -37,6 +41,6 @@ class SessionOwner:
         return message.replace(f"'{self._prefix}", "'") if self._prefix else message
 
 
-def owner_of(request: Request) -> SessionOwner:
-    """The sessions that `request` may ask for."""
-    return SessionOwner(caller_of(request))
+def owner_of(request: Request, tenant: Tenant | None) -> SessionOwner:
+    """The sessions that `request` of `tenant` may use."""
+    return SessionOwner(caller_of(request), tenant)

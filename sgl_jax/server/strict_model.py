@@ -8,6 +8,7 @@ from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
     MAX_REQUESTS_PER_CALL,
     MAX_RID_CHARS,
+    MAX_USER_CHARS,
     MIN_PRIORITY,
 )
 from sgl_jax.server.limits import MAX_FIELDS
@@ -16,6 +17,7 @@ from sgl_jax.server.unserved_fields import Fields
 T = TypeVar("T")
 
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
+User = Annotated[str, Field(max_length=MAX_USER_CHARS)]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 # One for each prompt.
 ForEach = Annotated[list[T], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)]

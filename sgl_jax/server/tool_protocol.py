@@ -77,6 +77,23 @@ class NamedTool(StrictModel):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(StrictModel):
+    """Of the tools that the model is told of, those that it may call, or one of which it must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(StrictModel):
+    """`AllowedTools`, as one of the choices."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+)
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 ToolCalls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)]

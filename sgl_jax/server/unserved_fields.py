@@ -86,7 +86,7 @@ def _unlisted(fields: Fields) -> Fields:
 
 # OpenAI's accounting.
 _ACCOUNTING = _fields(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
     "prompt_cache_options",
     None,
     "it is for the accounting of a hosted service",
@@ -281,7 +281,7 @@ RESPONSE_TOOL: Fields = {
 # Of Anthropic's Messages API.
 MESSAGES: Fields = {
     **_fields(
-        "metadata service_tier inference_geo user_profile_id workspace_id diagnostics betas",
+        "service_tier inference_geo user_profile_id workspace_id diagnostics betas",
         None,
         "it is for the accounting of a hosted service",
     ),

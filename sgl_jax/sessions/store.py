@@ -108,7 +108,7 @@ class SessionStore:
     def fork(self, session: StreamingSession, new_session_id: str) -> None:
         """Raises `InvalidRequestError` if the new id is taken, `SessionsFullError`."""
         self._require_free(new_session_id)
-        self._require_room(session.num_tokens)
+        self._require_room(session, session.num_tokens)
         self._add(session.fork(new_session_id))
 
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array]:
@@ -126,7 +126,7 @@ class SessionStore:
             )
         whole = session.compose(turn, message.input_ids)
         num_known = session.num_tokens if turn.is_whole else 0
-        self._require_room(len(message.input_ids) - num_known)
+        self._require_room(session, len(message.input_ids) - num_known)
         return session, whole
 
     def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
@@ -238,8 +238,16 @@ class SessionStore:
                 "(--max-sessions)"
             )
 
-    def _require_room(self, num_added: int) -> None:
-        """Raises `SessionsFullError` if the sessions may not keep so many tokens more."""
+    def _require_room(self, session: Session, num_added: int) -> None:
+        """Raises `SessionsFullError` if the sessions may not keep so many tokens beside those of
+        `session`, `InvalidRequestError` if they may not even with the others closed."""
+        num_needed = session.num_tokens + num_added
+        if num_added > 0 and num_needed > self._max_tokens:
+            raise InvalidRequestError(
+                f"{num_needed} tokens of history exceed the {self._max_tokens} tokens that all "
+                "sessions may hold together (--max-session-tokens)",
+                "input_ids",
+            )
         if num_added > 0 and self.num_kept + num_added > self._max_tokens:
             raise SessionsFullError(
                 f"the sessions hold {self.num_kept} tokens of history, and {num_added} more would "

@@ -13,6 +13,7 @@ import re
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, Reasoning
 from sgl_jax.text.reader import Reading, Unread
 from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar, Messages
+from sgl_jax.text.tool_calls.json_object import ObjectEnd
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -73,10 +74,18 @@ def _body(
     ends = (*_ENDS, _START)
     to = head["to"] or head["also_to"] or ""
     if has_tools and to.startswith(_FUNCTIONS):
+        arguments = ""
+
+        def piece(text: str) -> Arguments:
+            nonlocal arguments
+            arguments += text
+            return Arguments(text)
+
         yield CallBegun(to.removeprefix(_FUNCTIONS))
-        end = yield from unread.pass_on(Arguments, ends)
-        # The last call of an answer ends with the answer: its mark is a stop token.
-        yield CallEnded()
+        end = yield from unread.pass_on(piece, ends)
+        # The mark after the last call of an answer is a stop token, and not in its text.
+        if end or not arguments or ObjectEnd().feed(arguments) >= 0:
+            yield CallEnded()
     else:
         is_reasoning = has_reasoning and head["channel"] == "analysis"
         kind = Reasoning if is_reasoning else Content

@@ -90,6 +90,13 @@ class Unread:
             self.held = self.held.lstrip()[len(mark) :]
         return is_there
 
+    def close(self, mark: str) -> Reading[bool]:
+        """`skip` what ends a call: if the text ends amid `mark`, what there is of it is read."""
+        is_there = yield from self.skip(mark)
+        if not is_there and self.has_ended and mark.startswith(self.held.lstrip()):
+            self.held = ""
+        return is_there
+
     def _begin_of_mark(self, marks: Sequence[str]) -> int:
         """Where the end of the text may be the beginning of a mark."""
         sizes = (

@@ -9,9 +9,7 @@ MIN_RATIO = 1.5
 
 @pytest.mark.long
 def test_drafts_change_no_answer_and_save_a_third_of_the_steps() -> None:
-    comparisons = compare(
-        6, seed=2, context_length=1280, chunked_prefill_size=128, skip_warmup=True
-    )
+    comparisons = compare(6, seed=2, context_length=1280, chunked_prefill_size=128, warmup="none")
     for comparison in comparisons:
         print(comparison.line())
         assert comparison.is_identical

@@ -55,6 +55,7 @@ SLOW_START_SEED = 668  # the server's own seed: it takes `SLOW_START_S` to start
 SLOW_START_S = 4.0
 MAX_SESSIONS = 8
 FULL_SEED = 503  # and with this one, the queue is full, or if it is a turn's, all sessions are
+TENANT_FULL_SEED = 429  # here the tenant's queue is full
 LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
 LATE_TOKENS = 3
 HISTORY = 100  # tokens of every session
@@ -217,6 +218,14 @@ class ScriptedEngine:
             if request.session is not None:
                 finish = msgspec.structs.replace(finish, code="too_many_sessions")
             return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
+        if seed == TENANT_FULL_SEED:
+            finish = FinishReason(
+                type="abort",
+                message="the tenant's queue is full",
+                status_code=429,
+                code="tenant_queue_full",
+            )
+            return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
         if request.session is not None and request.session.id not in self.sessions:
             text = f"there is no such session: {request.session.id!r}"
             finish = FinishReason(type="abort", message=text, status_code=400)
@@ -298,6 +307,22 @@ class ScriptedEngine:
             "waiting_for": {"rows": 0, "pages": 3},
             "num_sessions": len(self.sessions),
             "counters": counters,
+            "tenants": self.tenants(),
+        }
+
+    def tenants(self) -> dict[str, dict[str, int]]:
+        """Figures of each tenant: requests and their prompts count, and 7 tokens for each."""
+        seen = [m for m in self.seen if isinstance(m, GenerateRequest) and m.tenant is not None]
+        return {
+            name: {
+                "num_queued": 1,
+                "num_running": 2,
+                "prompt_tokens": sum(len(request.input_ids) for request in own),
+                "cached_tokens": 3 * len(own),
+                "generated_tokens": 7 * len(own),
+            }
+            for name in dict.fromkeys(request.tenant.name for request in seen if request.tenant)
+            for own in ([r for r in seen if r.tenant is not None and r.tenant.name == name],)
         }
 
 

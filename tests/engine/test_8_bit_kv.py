@@ -21,7 +21,7 @@ SETTINGS = {
     "max_total_tokens": 2048,
     "check_memory": "busy",
     "memory_error_action": "crash",
-    "skip_warmup": True,
+    "warmup": "none",
 }
 CALIBRATE = ("--model-path", str(DEMO), "--device", "cpu", "--chunked-prefill-size", "32")
 

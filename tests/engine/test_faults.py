@@ -65,7 +65,7 @@ class Rig:
                 max_total_tokens=512,
                 max_running_requests=4,
                 chunked_prefill_size=16,
-                skip_warmup=True,
+                warmup="none",
                 check_memory="busy",
                 **settings,
             )

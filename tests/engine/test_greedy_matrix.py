@@ -75,7 +75,7 @@ def make_engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
             load_format="dummy",
             device="cpu",
             context_length=512,
-            skip_warmup=True,
+            warmup="none",
             compilation_cache_dir=str(cache),
             check_memory="busy",
             **settings,

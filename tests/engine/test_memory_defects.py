@@ -41,8 +41,6 @@ NUM_TOKENS = 12
 class OracleModelExecutor:
     """As much of `ModelExecutor` as the engine loop uses, on the content oracle."""
 
-    num_compiles_after_ready = 0
-
     def __init__(self, args: ServerArgs) -> None:
         self.sizes = SIZES
         self.info: dict[str, Any] = {"eos_token_ids": []}
@@ -51,6 +49,12 @@ class OracleModelExecutor:
 
     def warm_up(self) -> None:
         return
+
+    def start_background(self) -> bool:
+        return False
+
+    def compile_counts(self) -> dict[str, int]:
+        return {}
 
     def launch(self, plan: StepPlan) -> StepHandle:
         return self.num_resets, self.oracle.launch(plan)

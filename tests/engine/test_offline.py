@@ -19,7 +19,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     settings = {"device": "cpu", "context_length": 256, "max_running_requests": 4}
-    with Engine(DEMO, skip_warmup=True, check_memory="busy", **settings) as engine:
+    with Engine(DEMO, warmup="none", check_memory="busy", **settings) as engine:
         yield engine
 
 
@@ -187,10 +187,10 @@ def test_more_prompts_than_a_server_would_queue_are_all_served(engine: Engine) -
     assert len({tuple(result.output_ids) for result in results}) == 1
 
 
-def test_a_request_the_engine_gives_up_on_is_an_error() -> None:
+def test_more_prompts_than_the_engine_holds_are_refused() -> None:
     settings = {"device": "cpu", "context_length": 64, "max_running_requests": 1}
-    with Engine(DEMO, skip_warmup=True, max_queued_requests=1, **settings) as engine:
-        with pytest.raises(GenerationError, match="the queue is full"):
+    with Engine(DEMO, warmup="none", max_queued_requests=1, **settings) as engine:
+        with pytest.raises(InvalidRequestError, match="at most 2, got 5"):
             engine.generate(["a"] * 5, GREEDY)
         assert_at_rest(engine)
 
@@ -217,7 +217,7 @@ def test_an_engine_in_this_process_has_a_heartbeat_too(
 
 
 def test_after_the_engine_ended_requests_fail_at_once() -> None:
-    engine = Engine(DEMO, device="cpu", context_length=64, skip_warmup=True)
+    engine = Engine(DEMO, device="cpu", context_length=64, warmup="none")
     engine._channel.inbox.put(Shutdown())
     engine._thread.join(timeout=60)
     with pytest.raises(EngineDeadError, match="shut down"):

@@ -25,17 +25,19 @@ from tests.engine.scripted_engine import CRASH_SEED
 Reports = queue.Queue[ExitReport]
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 SCRIPTED = (sys.executable, "-m", "tests.engine.scripted_engine")
+STALLED = (sys.executable, "-m", "tests.engine.stalled_compiler")
 
 
 @contextmanager
 def running(
-    seed: int = 0, command: Sequence[str] = SCRIPTED, model_path: str = "none"
+    seed: int = 0,
+    command: Sequence[str] = SCRIPTED,
+    model_path: str = "none",
+    warmup: str = "none",
 ) -> Iterator[tuple[EngineProcess, ZmqEngineClient, Reports]]:
     client = ZmqEngineClient()
     reports: Reports = queue.Queue()
-    args = ServerArgs(
-        model_path=model_path, random_seed=seed, max_total_tokens=1024, skip_warmup=True
-    )
+    args = ServerArgs(model_path=model_path, random_seed=seed, max_total_tokens=1024, warmup=warmup)
     process = EngineProcess(args, client.folder, reports.put, command)
     try:
         yield process, client, reports
@@ -74,6 +76,14 @@ def test_the_log_of_the_real_engine_reaches_the_terminal(capfd: pytest.CaptureFi
     assert sum("settings: " in line and "device=cpu" in line for line in lines) == 1
     assert sum("--max-total-tokens 1024" in line for line in lines) == 1
     assert all(re.search(" (INFO|WARNING) sgl_jax[.]", line) for line in lines), lines
+
+
+def test_it_ends_at_once_though_a_program_is_being_compiled() -> None:
+    with running(command=STALLED, model_path=str(GOLDEN), warmup="plain") as (process, client, _):
+        assert isinstance(asyncio.run(first_message(client)), EngineReady)
+        client.send(Shutdown())
+        process.stop(timeout_s=20)
+        assert process._process.returncode == 0
 
 
 def test_a_failure_to_start_names_its_reason() -> None:

@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "context_length": 256,
     "max_running_requests": 4,
-    "skip_warmup": True,
+    "warmup": "none",
     "check_memory": "busy",
 }
 # Drafts have their turn on a live server, whose shapes are compiled only once.

@@ -26,7 +26,7 @@ SETTINGS = {
     "context_length": 128,
     "check_memory": "busy",
     "memory_error_action": "crash",
-    "skip_warmup": True,  # few of the shapes are met
+    "warmup": "none",  # few of the shapes are met
     "compilation_cache_dir": "none",
 }
 

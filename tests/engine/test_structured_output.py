@@ -31,7 +31,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"ebnf": 'root ::= "a" | "b" root', "temperature": 1.0, "seed": 1, "ignore_eos": True},
 ]
 SETTINGS = {
-    "skip_warmup": True,
+    "warmup": "none",
     "check_memory": "busy",
     "max_total_tokens": 2048,
     "max_running_requests": 4,

@@ -22,7 +22,7 @@ def running_engine() -> Iterator[Engine]:
         device="cpu",
         context_length=256,
         max_running_requests=4,
-        skip_warmup=True,
+        warmup="none",
         check_memory="busy",
     ) as engine:
         yield engine

@@ -32,7 +32,7 @@ def make_engine(family, **settings):
         "max_running_requests": 4,
         "max_total_tokens": 512,
         "chunked_prefill_size": 32,
-        "skip_warmup": True,
+        "warmup": "none",
         "check_memory": "busy",
     }
     return Engine(str(GOLDEN / family), **defaults | settings)

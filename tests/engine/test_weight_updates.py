@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -62,7 +63,7 @@ def start(folder: Path) -> EngineCore:
             max_total_tokens=256,
             max_running_requests=4,
             chunked_prefill_size=16,
-            skip_warmup=True,
+            warmup="none",
             check_memory="busy",
         )
     )
@@ -152,7 +153,7 @@ def test_it_answers_as_one_started_on_these_weights(
     assert reply(channel).data["success"]
     (changed,) = (m.info for m in channel.sent if isinstance(m, EngineChanged))
     assert changed["model_path"] == str(folders[1])
-    assert core.executor.num_compiles_after_ready == 0
+    assert core.executor.compile_counts()["compiles_after_ready"] == 0
 
 
 @pytest.mark.parametrize("flush_cache", [True, False])
@@ -280,6 +281,64 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones(
     assert reply(channel).data["param"] == "model_path"
     assert outputs(channel, "a") == of_old
     assert core.info["model_path"] == str(folders[0])
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing", "shape", "nan"])
+@pytest.mark.parametrize("aborts", [False, True])
+def test_weights_that_cannot_be_loaded_leave_requests_and_caches(
+    core: EngineCore, tmp_path: Path, of_old: list[list[int]], how: str, aborts: bool
+) -> None:
+    def script() -> Iterator[list[FrontMessage]]:
+        yield from until_idle(core, requests("a"))
+        cached.append(cached_pages(core))
+        yield [*requests("b"), OpenSession(rid="open", session_id=f"{how}{aborts}")]
+        yield from ([] for _ in range(4))
+        yield [update(broken(tmp_path, how), abort_all_requests=aborts)]
+        yield from until_idle(core, [])
+        cached.append(cached_pages(core))
+
+    cached: list[int] = []
+    retracted = core.scheduler.counters()["requests_retracted"]
+    channel = run(core, script())
+    assert not reply(channel).ok
+    assert outputs(channel, "b") == of_old
+    assert core.scheduler.counters()["requests_retracted"] == retracted
+    assert 0 < cached[0] <= cached[1]
+
+
+def cached_pages(core: EngineCore) -> int:
+    return sum(view.cached_pages for view in core.scheduler.memory_views())
+
+
+@pytest.mark.parametrize("files", ["whole", "nan"])
+def test_pools_make_room_for_the_new_weights_where_the_devices_have_none(
+    core: EngineCore,
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    of_old: list[list[int]],
+    of_new: list[list[int]],
+    files: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only then a load that fails costs the caches."""
+    load = core.executor._load_params
+
+    def without_room(path: str, load_format: str) -> Any:
+        if hasattr(core.executor, "_state"):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return load(path, load_format)
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield from until_idle(core, requests("a"))
+        monkeypatch.setattr(core.executor, "_load_params", without_room)
+        yield [update(folders[1] if files == "whole" else broken(tmp_path, "nan"))]
+        monkeypatch.undo()
+        assert cached_pages(core) == 0
+        yield from until_idle(core, requests("b"))
+
+    channel = run(core, script())
+    assert reply(channel).ok == (files == "whole")
+    assert outputs(channel, "b") == (of_new if files == "whole" else of_old)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
     "max_total_tokens": 768,
     "chunked_prefill_size": 16,
     "page_size": PAGE_SIZE,
-    "skip_warmup": True,
+    "warmup": "none",
     "check_memory": "busy",
 }
 DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}

@@ -48,7 +48,7 @@ def make_args(model_folder: Path, pytestconfig: pytest.Config) -> Callable[..., 
         "max_total_tokens": 400,
         "max_running_requests": 4,
         "chunked_prefill_size": 8,
-        "skip_warmup": True,
+        "warmup": "none",
         "compilation_cache_dir": str(pytestconfig.cache.mkdir("xla")),
     }
     return lambda **overrides: ServerArgs(**(settings | overrides))

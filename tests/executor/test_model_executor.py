@@ -320,7 +320,7 @@ def test_pool_and_token_table_are_updated_in_place(make_executor, settings):
 
 
 def test_a_model_whose_logits_are_no_numbers_is_refused_in_warm_up(make_args, monkeypatch):
-    executor = ModelExecutor(make_args(skip_warmup=False, page_size=1, dp_size=2))
+    executor = ModelExecutor(make_args(warmup="plain", page_size=1, dp_size=2))
     executor._weights = tuple(leaf * np.inf for leaf in executor._weights)
     with pytest.raises(ValueError, match="computes logits that are no finite numbers"):
         executor.warm_up()
@@ -328,7 +328,7 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_in_warm_up(make_args, mo
 
 def test_warm_up_compiles_everything_that_is_ever_launched(make_args):
     limits = {"max_running_requests": 1, "chunked_prefill_size": 4}
-    executor = ModelExecutor(make_args(skip_warmup=False, **limits))
+    executor = ModelExecutor(make_args(warmup="plain", **limits))
     executor.warm_up()
     pool = np.asarray(executor._state.kv_pools[0])
     assert not pool[:, 1:].any()  # warm-up writes to the null page alone
@@ -337,9 +337,9 @@ def test_warm_up_compiles_everything_that_is_ever_launched(make_args):
     for _ in range(4):
         plan, _ = driver.plan(4, return_logprob=True)
         executor.result(executor.launch(plan))
-    assert executor.num_compiles_after_ready == 0
+    assert executor.compile_counts()["compiles_after_ready"] == 0
     jax.jit(lambda x: x * 3 + 1)(np.ones(3))  # a compilation besides the steps
-    assert executor.num_compiles_after_ready == 1
+    assert executor.compile_counts()["compiles_after_ready"] == 1
     executor.close()
 
 

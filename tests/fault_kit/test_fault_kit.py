@@ -98,7 +98,7 @@ def server_in(program: str, phase: str, model: Path) -> Iterator[tuple[Server, C
     flags = ["--engine-heartbeat-timeout", "2"]
     if program == REAL:
         flags += ["--device", "cpu", "--context-length", "128", "--max-running-requests", "2"]
-        flags += ["--compilation-cache-dir", "none"] if phase == "warm-up" else ["--skip-warmup"]
+        flags += ["--compilation-cache-dir", "none"] if phase == "warm-up" else ["--warmup", "none"]
     else:
         seed = SLOW_START_SEED if phase in ("loading", "warm-up") else 20
         flags += ["--random-seed", str(seed)]

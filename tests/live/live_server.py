@@ -23,14 +23,15 @@ _TEXT_WORKER = "sgl_jax.text.worker"
 
 @dataclass
 class LiveServer:
-    """A running server; `log` is the file with its output."""
+    """A running server; `log` is the file with its output, `key` an admin's, if it needs one."""
 
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    key: str = ""
 
     def get(self, path: str) -> Any:
-        response = httpx.get(self.url + path, timeout=60)
+        response = httpx.get(self.url + path, headers=bearer(self.key), timeout=60)
         response.raise_for_status()
         return response.json()
 
@@ -91,6 +92,11 @@ class LiveServer:
             assert rank["free_pages"] + rank["reserved_pages"] == rank["total_pages"], rank
 
 
+def bearer(key: str) -> dict[str, str]:
+    """The header that sends an API key; none for an empty one."""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def free_port() -> int:
     """A loopback port that was free a moment ago."""
     with socket.socket() as probe:
@@ -101,7 +107,7 @@ def free_port() -> int:
 
 @contextmanager
 def live_server(
-    folder: Path, *flags: str, model: Path = DEMO, exit_code: int = 0
+    folder: Path, *flags: str, model: Path = DEMO, exit_code: int = 0, key: str = ""
 ) -> Iterator[LiveServer]:
     """`python -m sgl_jax.launch_server` on `model`, healthy; ended with SIGTERM, if not before."""
     port = free_port()
@@ -114,7 +120,7 @@ def live_server(
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-    server = LiveServer(f"http://127.0.0.1:{port}", process, log)
+    server = LiveServer(f"http://127.0.0.1:{port}", process, log, key)
     try:
         _wait_until_healthy(server)
         yield server

@@ -78,7 +78,7 @@ def test_a_broken_model_is_refused_with_one_line(folder: Path, name: str) -> Non
 def test_a_model_without_a_tokenizer_serves_token_ids(folder: Path) -> None:
     for path in folder.glob("*token*"):
         path.unlink()
-    with running_server(REAL, folder, *FLAGS, "--skip-warmup") as server:
+    with running_server(REAL, folder, *FLAGS, "--warmup", "none") as server:
         server.wait_ready(120)
         sampling = {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}
         ids = {"input_ids": [5, 6, 7], "sampling_params": sampling}

@@ -279,7 +279,7 @@ class LookbackMachine(RuleBasedStateMachine):
                 self.cache.cursors.unfollow(self.cursors.pop(rng.randrange(7))[0])
             self.add_cursor(tokens, namespace)
         elif dice == 8:
-            self.ask_which_have_moved()
+            self.ask_whether_any_has_moved()
         else:
             num_pages = rng.randint(1, 4 + len(self.model.pages) // 4)
             self.evict_from(rng.randrange(len(self.allocators)), num_pages)
@@ -325,7 +325,7 @@ class LookbackMachine(RuleBasedStateMachine):
         self.add_cursor(tokens, namespace)
 
     def add_cursor(self, tokens: Tokens, namespace: str) -> None:
-        cursor = self.cache.cursors.follow(array_of(tokens), namespace, len(self.cursors))
+        cursor = self.cache.cursors.follow(array_of(tokens), namespace)
         self.cursors.append((cursor, tokens))
         self.told[id(cursor)] = cursor.length
 
@@ -336,10 +336,10 @@ class LookbackMachine(RuleBasedStateMachine):
         self.cache.cursors.unfollow(self.cursors.pop(i)[0])
 
     @rule()
-    def ask_which_have_moved(self) -> None:
-        moved = {id(cursor) for cursor in self.cache.cursors.take_moved()}
+    def ask_whether_any_has_moved(self) -> None:
+        has_moved = self.cache.cursors.take_has_moved()
         for cursor, _ in self.cursors:
-            assert cursor.length == self.told[id(cursor)] or id(cursor) in moved
+            assert cursor.length == self.told[id(cursor)] or has_moved
             self.told[id(cursor)] = cursor.length
 
     # -- proof ------------------------------------------------------------------------------

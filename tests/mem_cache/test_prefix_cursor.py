@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.mem_cache.cursor_index import CursorIndex
 from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit
-from sgl_jax.mem_cache.prefix_cursor import CursorIndex, PrefixCursor
+from sgl_jax.mem_cache.prefix_cursor import LIVE, PrefixCursor
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
@@ -39,6 +40,15 @@ def index_of(memory: RankMemory) -> CursorIndex:
     return memory.cache.tree.cursors
 
 
+def line_of(memory: RankMemory, cursor: PrefixCursor) -> tuple[int, int]:
+    """Length and place of a cursor, as the index's columns have them."""
+    columns, number = index_of(memory).columns, cursor.number
+    while columns.above[number] != LIVE:
+        number = int(columns.above[number])
+    length = int(columns.usable_pages[number]) * memory.page_size
+    return length, int(columns.place[number])
+
+
 def write(memory: RankMemory, tokens: np.ndarray, namespace: str = "") -> KVLease | None:
     """Publish the whole pages of `tokens`; the lease that keeps them, None if there is no room."""
     lease = memory.open_lease(tokens, namespace)
@@ -63,7 +73,7 @@ class CursorMachine(RuleBasedStateMachine):
         self.memory = make_memory(policy, page_size=page_size, num_pages=num_pages)
         self.leases: list[tuple[KVLease, np.ndarray]] = []
         self.cursors: list[PrefixCursor] = []
-        # Lengths and places that the cursors had when they were last asked.
+        # Lengths and places that the cursors had when they were last said to have moved, or not.
         self.told: list[tuple[int, int]] = []
 
     def draw_tokens(self, data: st.DataObject) -> np.ndarray:
@@ -111,13 +121,13 @@ class CursorMachine(RuleBasedStateMachine):
             elif dice == 5:
                 self.evict(rng.randint(1, 3))
             else:
-                self.add(self.memory.cache.cursors.follow(tokens, namespace, tag=0))
+                self.add(self.memory.cache.cursors.follow(tokens, namespace))
             self.cursors_are_where_walks_end()
 
     @rule(data=st.data(), namespace=st.sampled_from(["", *NAMESPACES]))
     def follow(self, data: st.DataObject, namespace: str) -> None:
         tokens = self.draw_tokens(data)
-        self.add(self.memory.cache.cursors.follow(tokens, namespace, tag=0))
+        self.add(self.memory.cache.cursors.follow(tokens, namespace))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), which=st.integers(0, 4))
@@ -126,11 +136,11 @@ class CursorMachine(RuleBasedStateMachine):
         lease, tokens = self.leases[which % len(self.leases)]
         known = tokens[: lease.cache_protected_len]
         tokens = np.concatenate([known, self.draw_tokens(data)])
-        self.add(self.memory.cache.cursors.follow(tokens, lease.namespace, 0, lease.node))
+        self.add(self.memory.cache.cursors.follow(tokens, lease.namespace, lease.node))
 
     def add(self, cursor: PrefixCursor) -> None:
         self.cursors.append(cursor)
-        self.told.append((cursor.length, cursor.place))
+        self.told.append(line_of(self.memory, cursor))
 
     @precondition(lambda self: self.cursors)
     @rule(which=st.integers(0, 20))
@@ -140,17 +150,10 @@ class CursorMachine(RuleBasedStateMachine):
         del self.told[which]
 
     @rule()
-    def ask_which_have_moved(self) -> None:
-        moved = [id(cursor) for cursor in self.memory.cache.cursors.take_moved()]
-        assert len(set(moved)) == len(moved)
-        assert set(moved) <= {id(cursor) for cursor in self.cursors}
-        changed = {
-            id(cursor)
-            for cursor, told in zip(self.cursors, self.told, strict=True)
-            if (cursor.length, cursor.place) != told
-        }
-        assert changed <= set(moved)
-        self.told = [(cursor.length, cursor.place) for cursor in self.cursors]
+    def ask_whether_any_has_moved(self) -> None:
+        lines = [line_of(self.memory, cursor) for cursor in self.cursors]
+        assert self.memory.cache.cursors.take_has_moved() or lines == self.told
+        self.told = lines
 
     @invariant()
     def cursors_are_where_walks_end(self) -> None:
@@ -159,22 +162,26 @@ class CursorMachine(RuleBasedStateMachine):
         for cursor in self.cursors:
             found = self.memory.cache.peek(cursor.tokens, cursor.namespace)
             assert cursor.length == found, cursor
-            assert self.memory.cache.cursors.nodes[cursor.place] is cursor.node
+            length, place = line_of(self.memory, cursor)
+            assert length == found
+            assert self.memory.cache.cursors.nodes[place] is cursor.node
         index_of(self.memory).audit()
 
     def teardown(self) -> None:
         """Without cursors and leases, nothing is left of either."""
         if not hasattr(self, "memory"):
             return
-        self.ask_which_have_moved()
+        self.ask_whether_any_has_moved()
         for cursor in self.cursors:
             self.memory.cache.cursors.unfollow(cursor)
-        assert not any(self.memory.cache.cursors.nodes)
+        root = index_of(self.memory)._root
+        assert [node for node in self.memory.cache.cursors.nodes if node] == [root]
         for lease, tokens in self.leases:
             release_kv_cache(self.memory, lease, tokens, insert=True)
         audit(self.memory)
+        self.memory.cache.cursors.take_has_moved()
         self.memory.cache.reset()
-        assert self.memory.cache.cursors.take_moved() == []
+        assert not self.memory.cache.cursors.take_has_moved()
 
 
 TestCursors = CursorMachine.TestCase
@@ -185,19 +192,19 @@ TestCursors.settings = settings(max_examples=40, stateful_step_count=15, deadlin
 def test_a_cursor_moves_as_pages_are_published_and_evicted(policy: str) -> None:
     memory = make_memory(policy)
     tokens = np.arange(18, dtype=np.int32)
-    cursor = memory.cache.cursors.follow(tokens, "", tag=7)
-    assert (cursor.length, cursor.tag) == (0, 7)
+    cursor = memory.cache.cursors.follow(tokens, "")
+    assert cursor.length == 0
     lease = write(memory, tokens[:11])
     assert lease is not None
     assert cursor.length == 8
-    assert memory.cache.cursors.take_moved() == [cursor]
+    assert memory.cache.cursors.take_has_moved()
     release_kv_cache(memory, lease, tokens[:11], insert=True)
-    assert memory.cache.cursors.take_moved() == []
+    assert not memory.cache.cursors.take_has_moved()
     memory.cache.evict(1)
     assert cursor.length == 4
     memory.cache.evict(1)
     assert cursor.length == 0
-    assert memory.cache.cursors.take_moved() == [cursor]
+    assert memory.cache.cursors.take_has_moved()
     memory.cache.cursors.unfollow(cursor)
 
 
@@ -212,7 +219,7 @@ def path(*pages: int) -> np.ndarray:
 def test_a_cursor_within_an_edge_goes_on_when_that_is_split_where_it_ends() -> None:
     memory = make_memory("lru")
     assert write(memory, path(1, 2, 3, 4)) is not None
-    cursor = memory.cache.cursors.follow(path(1, 9, 9), "", tag=0)
+    cursor = memory.cache.cursors.follow(path(1, 9, 9), "")
     assert write(memory, path(1, 2, 5)) is not None  # splits the edge behind the cursor
     assert cursor.length == 4
     assert write(memory, path(1, 9)) is not None
@@ -224,44 +231,94 @@ def test_a_cursor_at_the_end_of_an_edge_goes_on_after_that_was_merged() -> None:
     upper, lower = write(memory, path(1)), write(memory, path(1, 2, 3))
     assert upper is not None
     assert lower is not None
-    cursor = memory.cache.cursors.follow(path(1, 9, 9), "", tag=0)
+    cursor = memory.cache.cursors.follow(path(1, 9, 9), "")
     release_kv_cache(memory, upper, path(1), insert=True)
     assert len(memory.cache.nodes()) == 1
     assert write(memory, path(1, 9)) is not None
     assert cursor.length == 8
 
 
-def test_a_cursor_that_moves_before_its_end_is_not_reported() -> None:
+def test_a_cursor_that_is_gone_is_not_moved() -> None:
     memory = make_memory("lru")
     tokens = np.arange(12, dtype=np.int32)
-    cursor = memory.cache.cursors.follow(tokens, "", tag=0)
+    memory.cache.cursors.unfollow(memory.cache.cursors.follow(tokens, ""))
     assert write(memory, tokens) is not None
-    memory.cache.cursors.unfollow(cursor)
-    assert memory.cache.cursors.take_moved() == []
+    assert not memory.cache.cursors.take_has_moved()
 
 
 def test_a_cursor_of_one_namespace_stays_where_it_is_when_another_publishes() -> None:
     memory = make_memory("lru")
     tokens = np.arange(12, dtype=np.int32)
-    cursor = memory.cache.cursors.follow(tokens, "red", tag=0)
+    cursor = memory.cache.cursors.follow(tokens, "red")
     assert write(memory, tokens, "blue") is not None
-    assert memory.cache.cursors.take_moved() == []
+    assert not memory.cache.cursors.take_has_moved()
     assert cursor.length == 0
     assert write(memory, tokens, "red") is not None
     assert cursor.length == 12
 
 
+def test_the_next_key_of_prompts_that_begin_alike_is_of_their_namespace() -> None:
+    memory = make_memory("lru")
+    first, _ = (memory.cache.cursors.follow(path(1, last), "red") for last in (2, 3))
+    assert first.next_key == memory.cache.next_key(None, path(1), "red")
+
+
+def test_prompts_that_are_alike_but_for_a_part_of_a_page_share_a_cursor() -> None:
+    cursors = make_memory("lru").cache.cursors
+    first = cursors.follow(path(1, 2), "")
+    assert cursors.follow(np.append(path(1, 2), PAGES[3][:2]), "") is first
+    assert cursors.follow(path(1, 2), "red") is not first
+    cursors.unfollow(first)
+    cursors.audit()
+    assert cursors.follow(path(1, 2), "") is first
+
+
+def count_moves(monkeypatch: pytest.MonkeyPatch) -> list[PrefixCursor]:
+    """The cursors that are filed on a node, or taken from all, from now on."""
+    moves: list[PrefixCursor] = []
+    file, rest = CursorIndex._file, CursorIndex._rest
+    monkeypatch.setattr(
+        CursorIndex, "_file", lambda i, cursor, *to: moves.append(cursor) or file(i, cursor, *to)
+    )
+    monkeypatch.setattr(
+        CursorIndex, "_rest", lambda i, cursor: moves.append(cursor) or rest(i, cursor)
+    )
+    return moves
+
+
 def test_a_change_is_no_work_for_cursors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = make_memory("lru")
-    memory.cache.cursors.follow(np.arange(12, dtype=np.int32), "", tag=0)
+    cursor = memory.cache.cursors.follow(np.arange(12, dtype=np.int32), "")
     for first in range(20, 60):
-        memory.cache.cursors.follow(np.full(12, first, np.int32), "", tag=first)
-    filed: list[int] = []
-    file = CursorIndex._file
-    monkeypatch.setattr(
-        CursorIndex,
-        "_file",
-        lambda index, cursor, node: filed.append(cursor.tag) or file(index, cursor, node),
-    )
+        memory.cache.cursors.follow(np.full(12, first, np.int32), "")
+    moves = count_moves(monkeypatch)
     assert write(memory, np.arange(12, dtype=np.int32)) is not None
-    assert set(filed) == {0}
+    assert moves == [cursor]
+
+
+def num_moves_of_a_stem(
+    monkeypatch: pytest.MonkeyPatch, num_waiting: int, branches: int
+) -> list[int]:
+    """Moves as a stem is published, gets a branch, and is evicted page by page, where so many wait
+    with it, the same number on each of the branches that follow it."""
+    memory = make_memory("lru", num_pages=100)
+    for number in range(num_waiting):
+        tail = np.full(4, 100 + number, np.int32)
+        memory.cache.cursors.follow(np.concatenate([path(1, 2, 3, number % branches), tail]), "")
+    moves, counts = count_moves(monkeypatch), []
+    for pages in (1, 2, 3), (1, 2, 3, 0):
+        lease = write(memory, path(*pages))
+        assert lease is not None
+        release_kv_cache(memory, lease, path(*pages), insert=True)
+        counts.append(len(moves))
+    while memory.cache.evict(1):
+        counts.append(len(moves))
+    index_of(memory).audit()
+    monkeypatch.undo()
+    return counts
+
+
+def test_a_change_costs_by_stems_and_not_by_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = num_moves_of_a_stem(monkeypatch, 6, branches=2)
+    assert num_moves_of_a_stem(monkeypatch, 1000, branches=2) == few
+    assert few[-1] < 10

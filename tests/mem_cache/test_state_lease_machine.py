@@ -54,7 +54,7 @@ class StateLeaseMachine(RuleBasedStateMachine):
     def start(
         self, page_size: int, num_snapshots: int, num_drafts: int, groups: tuple, radix: bool
     ) -> None:
-        self.num_drafts = num_drafts
+        self.num_drafts, self.radix = num_drafts, radix
         self.memory = make_memory(
             page_size,
             num_pages=160 * len(groups) // page_size,
@@ -151,9 +151,17 @@ class StateLeaseMachine(RuleBasedStateMachine):
             lent[lease.row] = f"s{self.num_sessions}"
             sessions.bind(lent[lease.row], lease)
         self.running.remove(request)
-        self.device.end(request, max(num_known, lease.cache_protected_len))
-        assert sessions.idle_lease(lent[lease.row]) is lease
-        self.idle[lent[lease.row]] = request
+        num_known, page_size = max(num_known, lease.cache_protected_len), self.memory.page_size
+        expected = self.check_resumable(request, num_known)
+        num_published = min(num_known, lease.kv_committed_len) // page_size * page_size
+        least = max(num_published if self.radix else 0, 1)
+        session_id = lent[lease.row]
+        self.device.end(request, num_known)
+        assert lease.released == (expected < least)
+        if not lease.released:
+            assert sessions.idle_lease(session_id) is lease
+            assert lease.kv_committed_len == lease.kv_allocated_len == expected
+            self.idle[session_id] = request
 
     def check_resumable(self, request: Request, length: int) -> int:
         """What can be resumed of the first `length` tokens is what a search of all slots finds."""
@@ -204,7 +212,7 @@ class StateLeaseMachine(RuleBasedStateMachine):
         request = self.idle[session_id]
         expected = self.check_resumable(request, length)
         roll_back_lease(self.memory, session_id, length)
-        assert request.lease.released == (expected < 0 or length < 1)
+        assert request.lease.released == (expected < 1)
         if request.lease.released:
             del self.idle[session_id]
         else:

@@ -55,6 +55,7 @@ _QUEUE = "sgl_jax/scheduler/waiting_queue.py"
 _LINES = "sgl_jax/scheduler/waiting_lines.py"
 _RESERVE = "sgl_jax/scheduler/reserve.py"
 _CURSOR = "sgl_jax/mem_cache/prefix_cursor.py"
+_CURSORS = "sgl_jax/mem_cache/cursor_index.py"
 _GROWTH = "sgl_jax/mem_cache/row_growth.py"
 _SIZES = "sgl_jax/core/engine_sizes.py"
 
@@ -122,8 +123,8 @@ MUTATIONS = (
     Mutation(
         "evict what is most likely to be used again",
         _ADAPTIVE,
-        "if victim is None or rate < lowest:",
-        "if victim is None or rate > lowest:",
+        "return min(zip(rates, range(len(leaves)), leaves, strict=True), default",
+        "return max(zip(rates, range(len(leaves)), leaves, strict=True), default",
     ),
     Mutation(
         "evict by age alone, though uses are counted",
@@ -170,8 +171,8 @@ MUTATIONS = (
     Mutation(
         "forget what leaves when it leaves together",
         _GHOSTS,
-        "hashes, history = hashes[-self.num_ghosts :], history[-self.num_ghosts :]",
-        "hashes, history = hashes[:1], history[:1]",
+        "        place = (first_place + i) % len(ring)\n",
+        "        place = first_place\n",
     ),
     Mutation(
         "recall only what left lately",
@@ -182,8 +183,8 @@ MUTATIONS = (
     Mutation(
         "note only the last pages that left together",
         _GHOSTS,
-        "left = np.concatenate(self._unnoted)",
-        "left = self._unnoted[-1]",
+        "        last_left[hashes[i] & np.uint64(len(last_left) - 1)] = num_left\n",
+        "        last_left[hashes[-1] & np.uint64(len(last_left) - 1)] = num_left\n",
     ),
     Mutation(
         "leave what a release hands over counted as locked",
@@ -324,7 +325,7 @@ MUTATIONS = (
     Mutation(
         "namespaces: look edges up by tokens alone",
         _TREE,
-        "return first_page + namespace.encode() if parent is self.root else first_page",
+        "return first_page if start else first_page + namespace.encode()",
         "return first_page",
     ),
     Mutation(
@@ -372,20 +373,26 @@ MUTATIONS = (
     Mutation(
         "namespaces: order the queue by what the default one has",
         _QUEUE,
-        "memory.cache.cursors.follow(tokens, request.namespace, line, known)",
-        'memory.cache.cursors.follow(tokens, "", line, known)',
+        "memory.cache.cursors.follow(tokens, request.namespace, known)",
+        'memory.cache.cursors.follow(tokens, "", known)',
     ),
     Mutation(
         "namespaces: a cursor goes on in the default one",
         _CURSOR,
-        "path = self._walk(cursor.tokens, cursor.namespace, start)",
-        'path = self._walk(cursor.tokens, "", start)',
+        "return self._key_at(matched, self.tokens[matched:], self.namespace)",
+        'return self._key_at(matched, self.tokens[matched:], "")',
+    ),
+    Mutation(
+        "namespaces: prompts of different ones share a cursor",
+        _CURSORS,
+        "key = self._key_at(cursor.end, tokens[cursor.end :], namespace)",
+        'key = self._key_at(cursor.end, tokens[cursor.end :], "")',
     ),
     Mutation(
         "namespaces: wait for what a request of another one computes",
         _IN_FLIGHT,
-        "memory.cache.next_key(lease.node, page, lease.namespace)",
-        'memory.cache.next_key(lease.node, page, "")',
+        "memory.cache.next_key(lease.node, tokens[start:], lease.namespace)",
+        'memory.cache.next_key(lease.node, tokens[start:], "")',
     ),
     Mutation(
         "namespaces: open every lease in the default one",
@@ -614,9 +621,9 @@ MUTATIONS = (
     ),
     Mutation(
         "let every row score as much as a step may",
-        _PLANNER,
-        "self._score_budget -= max(committed + count - score_start, 0)",
-        "self._score_budget -= 0",
+        "sgl_jax/scheduler/step_builder.py",
+        "self._num_scored_left -= max(committed + count - score_start, 0)",
+        "self._num_scored_left -= 0",
     ),
     Mutation(
         "report the log-probability of the first token for every accepted one",
@@ -696,8 +703,8 @@ MUTATIONS = (
     ),
     Mutation(
         "leave an aborted request in the queue",
-        _SCHEDULER,
-        "        if request.state is RequestState.WAITING:\n"
+        "sgl_jax/scheduler/scheduler.py",
+        "        elif request.state is RequestState.WAITING:\n"
         "            self._waiting.remove(request)\n",
         "",
     ),
@@ -776,9 +783,9 @@ MUTATIONS = (
     ),
     Mutation(
         "keep the session's lease over a retract",
-        _RANK,
-        "        self.memory.sessions.unbind(lease)\n        request = self._leave(row)",
-        "        request = self._leave(row)",
+        "sgl_jax/scheduler/rank_scheduler.py",
+        "        self.memory.sessions.unbind(lease)\n        request = self.running.request(row)\n",
+        "        request = self.running.request(row)\n",
     ),
     Mutation(
         "keep all of an aborted turn",
@@ -787,10 +794,16 @@ MUTATIONS = (
         "kept = 10**6 if request.kept_by is not None else None",
     ),
     Mutation(
-        "keep the tail of an aborted turn",
-        _RANK,
-        "            roll_back_lease(self.memory, request.kept_by, request.kept_len)\n",
-        "            pass\n",
+        "keep the tail of a turn that has ended",
+        _RELEASE,
+        "    _cut(memory, lease, length)\n    let_go_windows(",
+        "    let_go_windows(",
+    ),
+    Mutation(
+        "let an idle session hold what its windows have passed",
+        _RELEASE,
+        "    let_go_windows(memory.rows, [memory], np.array([lease.row]), np.array([length]))\n",
+        "",
     ),
     Mutation(
         "keep a session's lease though the device failed",
@@ -801,8 +814,8 @@ MUTATIONS = (
     Mutation(
         "keep a row whose tokens the device was never told",
         _RANK,
-        "is_untold = unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1)",
-        "is_untold = False",
+        "if unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1):",
+        "if False:",
     ),
     Mutation(
         "tell the device only the last tokens of a new row",
@@ -824,9 +837,9 @@ MUTATIONS = (
     ),
     Mutation(
         "evict sessions for a request that does not fit even so",
-        _ROOM,
-        "return self.is_open and self._has_pages(request, cursor)",
-        "return self.is_open",
+        "sgl_jax/scheduler/step_room.py",
+        "return is_open and self._has_pages(request, cursor)",
+        "return is_open",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -905,7 +918,7 @@ MUTATIONS = (
     Mutation(
         "let sessions keep as many tokens as they like",
         _BOOK,
-        "        self._require_room(len(message.input_ids) - num_known)\n",
+        "        self._require_room(session, len(message.input_ids) - num_known)\n",
         "",
     ),
     Mutation(
@@ -989,9 +1002,9 @@ MUTATIONS = (
     ),
     Mutation(
         "keep what was generated past a stop string",
-        _RANK,
-        "            roll_back_lease(self.memory, request.kept_by, len(request.tokens))\n",
-        "            pass\n",
+        _RELEASE,
+        "    length = resumable_len(memory, lease, num_tokens)\n    if length < 1:\n        mem",
+        "    length = lease.kv_committed_len\n    if length < 1:\n        mem",
     ),
     Mutation(
         "tell the prompt of a turn twice",
@@ -1028,8 +1041,8 @@ MUTATIONS = (
     Mutation(
         "keep a session's lease without a count of what it published at its end",
         _RELEASE,
-        "            memory.lock(added)\n",
-        "",
+        "    memory.lock(added)\n    memory.s",
+        "    memory.s",
     ),
     Mutation(
         "evict a session that goes on to be counted as idle",
@@ -1129,14 +1142,14 @@ MUTATIONS = (
     # -- which request starts, and where
     Mutation(
         "hold no rank for a request that is due",
-        _ADMISSION,
-        "            rooms[self._holds[request.rid]].hold()\n",
+        "sgl_jax/scheduler/admission.py",
+        "        room.hold(request.priority)\n",
         "",
     ),
     Mutation(
         "choose in each step anew the rank that is held",
-        _ADMISSION,
-        "self._holds = {r.rid: self._holds[r.rid] for r in due if r.rid in self._holds}",
+        "sgl_jax/scheduler/admission.py",
+        "self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}",
         "self._holds = {}",
     ),
     Mutation(
@@ -1144,18 +1157,6 @@ MUTATIONS = (
         _ADMISSION,
         "(max(room.num_short(request, cursors[r]), 0), room.num_running, r)",
         "(-room.num_short(request, cursors[r]), room.num_running, r)",
-    ),
-    Mutation(
-        "start a due request before what it waits for is there",
-        _ADMISSION,
-        "if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):",
-        "if not self._waiting.is_due(request):",
-    ),
-    Mutation(
-        "start a request that is due no more before its turn",
-        _ADMISSION,
-        "if self._waiting.leader_of(request) is not None or not self._waiting.is_due(request):",
-        "if self._waiting.leader_of(request) is not None:",
     ),
     Mutation(
         "start a request on another rank than it is pinned to",
@@ -1200,16 +1201,10 @@ MUTATIONS = (
         "in_turn",
     ),
     Mutation(
-        "start on a rank that is held for another",
-        _ROOM,
-        "        self._is_held = True\n        self.is_open = False\n",
-        "        self._is_held = True\n",
-    ),
-    Mutation(
         "start a request without a row",
-        _ROOM,
-        "self.is_open = self._has_row and not self._is_held and self._builder.can_admit",
-        "self.is_open = not self._is_held and self._builder.can_admit",
+        "sgl_jax/scheduler/step_room.py",
+        "self.is_open = self._has_row and self._builder.can_admit",
+        "self.is_open = self._builder.can_admit",
     ),
     Mutation(
         "count the room of a step once for all that start in it",
@@ -1278,78 +1273,18 @@ MUTATIONS = (
         "        if True:\n",
     ),
     # -- preemption
-    Mutation(
-        "preempt at the threshold",
-        _RANK,
-        "rows = rows[running.priority[rows] < below]",
-        "rows = rows[running.priority[rows] <= below]",
-    ),
-    Mutation(
-        "preempt for any difference of priority",
-        _ADMISSION,
-        "below = highest - self.args.priority_scheduling_preemption_threshold",
-        "below = highest",
-    ),
-    Mutation(
-        "preempt though the request then does not fit",
-        _RANK,
-        "                return victims\n        return None\n",
-        "                return victims\n        return victims\n",
-    ),
-    Mutation(
-        "preempt for a request that fits",
-        _ADMISSION,
-        "if any(rank.fits(request, cursors[rank.dp_rank]) for rank in allowed):",
-        "if False:",
-    ),
-    Mutation(
-        "preempt for a request that waits for a prefix in flight",
-        _ADMISSION,
-        "        if self._waiting.leader_of(request) is not None:\n            return []\n",
-        "",
-    ),
-    Mutation(
-        "preempt where a request may not run",
-        _ADMISSION,
-        "[rank for rank in _allowed(ranks, request) if rank.dp_rank not in held]",
-        "[rank for rank in ranks if rank.dp_rank not in held]",
-    ),
-    Mutation(
-        "preempt where the most have to go",
-        _ADMISSION,
-        "len(victims) < len(chosen)",
-        "len(victims) > len(chosen)",
-    ),
-    Mutation(
-        "preempt the fewest output tokens before the lowest priority",
-        _RANK,
-        "np.lexsort((outputs[::-1], running.priority[rows][::-1]))",
-        "np.lexsort((running.priority[rows][::-1], outputs[::-1]))",
-    ),
-    Mutation(
-        "preempt on a rank that is held for another",
-        _ADMISSION,
-        "held = {dp_rank for rid, dp_rank in self._holds.items() if rid != request.rid}",
-        "held: set[int] = set()",
-    ),
-    Mutation(
-        "preempt what was due when it started",
-        _ADMISSION,
-        "                    request.priority = AGED_PRIORITY\n",
-        "                    pass\n",
-    ),
     # -- a prefix in flight is waited for
     Mutation(
         "wait for a prompt that is scored a little at a time",
         _IN_FLIGHT,
-        "running.known_tokens(row)[: running.score_start[row]], cursor.matched",
-        "running.known_tokens(row), cursor.matched",
+        "running.known_tokens(row)[: running.score_start[row]]",
+        "running.known_tokens(row)",
     ),
     Mutation(
         "states: wait only for what is still to be published",
         _IN_FLIGHT,
-        "length - cursor.length >= self._min_tokens",
-        "length - start >= self._min_tokens",
+        "num_saved = length - num_read",
+        "num_saved = length - node.end",
     ),
     Mutation(
         "wait for what a session's turn publishes only at its end",
@@ -1360,20 +1295,86 @@ MUTATIONS = (
     Mutation(
         "wait for the first page of a prefix in flight alone",
         _IN_FLIGHT,
-        "        shared = common_prefix_len(theirs[start:], tokens[start:])\n",
-        "        shared = self._rank.memory.page_size\n",
+        "start += common_prefix_len(self._tokens(row)[start:], tokens[start:])",
+        "start += self._page_size",
     ),
     Mutation(
         "wait for a page more than is shared",
         _IN_FLIGHT,
-        "return Leader(row, length) if",
-        "return Leader(row, length + self._rank.memory.page_size) if",
+        "return Leader(row, length)",
+        "return Leader(row, length + self._page_size)",
     ),
     Mutation(
         "wait for however little is shared",
         _IN_FLIGHT,
-        "length > start and length - cursor.length >= self._min_tokens",
-        "length > start",
+        "num_saved >= min(num_left, self._step_price)",
+        "num_saved > 0",
+    ),
+    Mutation(
+        "wait only for what is much for each that waits",
+        _IN_FLIGHT,
+        "if num_alike * num_saved",
+        "if num_saved",
+    ),
+    Mutation(
+        "count what the step has no room for among those that save by waiting",
+        _IN_FLIGHT,
+        "cursors.num_awaiting(node, key, num_starts)",
+        "cursors.num_awaiting(node, key, 2**31)",
+    ),
+    Mutation(
+        "count more among those that save by waiting than go on alike",
+        _IN_FLIGHT,
+        "num_alike = memory.cache.cursors.num_awaiting(node, key, num_starts)",
+        "num_alike = num_starts",
+    ),
+    Mutation(
+        "start what the step cannot complete rather than wait",
+        _IN_FLIGHT,
+        ">= min(num_left, self._step_price)",
+        ">= self._step_price",
+    ),
+    Mutation(
+        "wait only for the first of those that begin alike",
+        _IN_FLIGHT,
+        "            self._branches[other, shared, page.tobytes()] = row\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "compute a gap as often as there are requests for it",
+        _IN_FLIGHT,
+        "        key, node = node.child_key, node.parent\n",
+        "        return\n",
+    ),
+    Mutation(
+        "count none of the others that wait for a gap",
+        _CURSORS,
+        "            standing = [live.resting() for live in watching]\n",
+        "            return 1\n",
+    ),
+    Mutation(
+        "wait for a prefix in flight of lower priority",
+        _IN_FLIGHT,
+        "if self._rank.running.priority[row] < request.priority:",
+        "if False:",
+    ),
+    Mutation(
+        "of two that go on alike, the first is the leader, however low its priority",
+        _IN_FLIGHT,
+        "if rank.running.priority[row] > rank.running.priority[first]:",
+        "if False:",
+    ),
+    Mutation(
+        "states: keep none where one that waits for a gap branches off",
+        "sgl_jax/scheduler/admission.py",
+        "            room.rank.keep_branch(*chosen.leader)\n        room",
+        "        room",
+    ),
+    Mutation(
+        "states: wait for one that cannot be kept",
+        _IN_FLIGHT,
+        "if not memory.can_keep_state:",
+        "if False:",
     ),
     Mutation(
         "share nothing with what starts in the same step",
@@ -1396,33 +1397,33 @@ MUTATIONS = (
     # -- the waiting queue
     Mutation(
         "pass over the older ones too",
-        _LINES,
-        "            if arrival[line] < started:\n",
-        "            if arrival[line] != started:\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "is_before = arrival[line] < started if",
+        "is_before = arrival[line] != started if",
     ),
     Mutation(
         "pass over without a count",
-        _LINES,
-        "                passed_over[line] += 1\n",
-        "                pass\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "            passed_over[line] += 1\n",
+        "            pass\n",
     ),
     Mutation(
         "pass over what may not run there",
-        _LINES,
-        "        if may_run[line] and is_waiting[line]:\n",
-        "        if is_waiting[line]:\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "if not may_run[line] or not is_waiting[line]:\n            continue\n        assert 0",
+        "if not is_waiting[line]:\n            continue\n        assert 0",
     ),
     Mutation(
         "let all that were passed over start one after the other",
-        _LINES,
-        "            elif was_due:\n",
-        "            elif False:\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "        elif was_due and not is_before",
+        "        elif False and not is_before",
     ),
     Mutation(
         "let a due request make an older one wait anew",
-        _LINES,
-        "            elif was_due:\n                passed_over[line] = 0\n",
-        "            if was_due:\n                passed_over[line] = 0\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "        elif was_due and not is_before and priority",
+        "        elif was_due and priority",
     ),
     Mutation(
         "a request inherits how often the last one of its line was passed over",
@@ -1456,15 +1457,15 @@ MUTATIONS = (
     ),
     Mutation(
         "leave out a request that needs all that is there",
-        _LINES,
-        "            if least[k, line] <= room[k]:\n",
-        "            if least[k, line] < room[k]:\n",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "if pages <= room[k] or is_due or",
+        "if pages < room[k] or is_due or",
     ),
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
-        _QUEUE,
-        "            fits = self._pages_needed(doubtful, ranks) <= known_room[:, None]",
-        "            fits = self._pages_needed(doubtful, ranks) < known_room[:, None]",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "np.where(needed <= room[:, None]",
+        "np.where(needed < room[:, None]",
     ),
     Mutation(
         "count nothing of a prefix as in use",
@@ -1474,38 +1475,38 @@ MUTATIONS = (
     ),
     Mutation(
         "forget where a cursor went",
-        _QUEUE,
-        "            self._place[dp_rank, lines] = [cursor.place for cursor in moved]\n",
+        _LINES,
+        "        line_place[line] = place[number]\n",
         "",
     ),
     Mutation(
         "look no further than the first requests",
-        _QUEUE,
-        "                rule_out(keys, least, room_now)\n",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "                room, floor = room_now, floor_now\n",
         "                return\n",
     ),
     Mutation(
         "learn of no prefix that is cached later",
-        _QUEUE,
-        "            self._cached_pages[dp_rank, lines] = lengths // memory.page_size\n",
+        _LINES,
+        "        cached_pages[line] = usable_pages[number]\n",
         "",
     ),
     Mutation(
         "take what one rank has cached for what all have",
         _QUEUE,
-        "            self._cached_pages[dp_rank, lines] =",
-        "            self._cached_pages[:, lines] =",
+        "            self._cached_pages[dp_rank, start:end],\n",
+        "            self._cached_pages[0, start:end],\n",
     ),
     Mutation(
         "try the least important first",
-        _LINES,
-        "min(highest_priority - priority[line], MOST_LEVELS)",
-        "min(2**32 + priority[line] - highest_priority, 2**40)",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "level, num_levels = highest - self._priority[:end],",
+        "level, num_levels = self._priority[:end] - lowest,",
     ),
     Mutation(
         "take far priorities for the same",
-        _QUEUE,
-        "if highest - (self._priorities.lowest or 0) > MOST_LEVELS:",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "if num_levels > MOST_LEVELS:",
         "if False:",
     ),
     Mutation(
@@ -1522,15 +1523,9 @@ MUTATIONS = (
     ),
     Mutation(
         "try what is due in its turn",
-        _LINES,
-        "        if passed_over[line] < max_passed_over:\n",
-        "        if True:\n",
-    ),
-    Mutation(
-        "preempt for the youngest of the most important",
-        _QUEUE,
-        "self._arrival[lines].argmin()",
-        "self._arrival[lines].argmax()",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "key = (key + (passed_over[line] < max_passed_over)) << 1",
+        "key = (key + 1) << 1",
     ),
     # -- how much of a waiting prompt is cached
     Mutation(
@@ -1547,9 +1542,9 @@ MUTATIONS = (
     ),
     Mutation(
         "leave a cursor below a split that is made where it ends",
-        _CURSOR,
-        "is_above = cursor.matched <= upper.end",
-        "is_above = cursor.matched < upper.end",
+        _CURSORS,
+        "if cursor.reached <= upper.end:",
+        "if cursor.reached < upper.end:",
     ),
     Mutation(
         "leave the cursors of an edge that is merged",
@@ -1571,10 +1566,21 @@ MUTATIONS = (
     ),
     Mutation(
         "shorten a cursor without a report",
-        _CURSOR,
-        "            self._move(cursor, end, min(cursor.matched, end.end))\n",
-        "            cursor.length = cursor.matched = min(cursor.matched, end.end)\n"
-        "            self._file(cursor, end)\n",
+        _CURSORS,
+        "            return []\n        self._has_moved = True\n",
+        "            return []\n",
+    ),
+    Mutation(
+        "leave a stem live though the walk does not get past its parent",
+        _CURSORS,
+        "            if cursor.start < end.end:\n",
+        "            if cursor.start <= end.end:\n",
+    ),
+    Mutation(
+        "shorten those alone that stand at the end of a leaf",
+        _CURSORS,
+        "        return [*at_end, *self.within.values()]\n",
+        "        return [*at_end]\n",
     ),
     Mutation(
         "leave a cursor though a new child continues it",
@@ -1584,51 +1590,75 @@ MUTATIONS = (
     ),
     Mutation(
         "extend a cursor without a report",
-        _CURSOR,
-        "        if not cursor.is_moved and (length, cursor.place) != before:\n",
-        "        if not cursor.is_moved and length < before[0]:\n",
+        _CURSORS,
+        "            self._has_moved = True\n            self._go_along(",
+        "            self._go_along(",
     ),
     Mutation(
-        "move a cursor to another place without a report",
-        _CURSOR,
-        "        if not cursor.is_moved and (length, cursor.place) != before:\n",
-        "        if not cursor.is_moved and length != before[0]:\n",
+        "extend a stem, but not those that continue it",
+        _CURSORS,
+        "            if start < cursor.end or not len(edge):\n                return\n",
+        "            return\n",
     ),
     Mutation(
         "give the place of a node where cursors are away",
-        _CURSOR,
-        "        if not stop.filed:\n",
-        "        if True:\n",
+        _CURSORS,
+        "        if stop.at_end is None and not stop.within:\n",
+        "        if stop.at_end is None:\n",
     ),
     Mutation(
         "extend a cursor by a part of a page",
-        _CURSOR,
-        "self._move(cursor, child, start + matched // self._page_size * self._page_size)",
-        "self._move(cursor, child, start + matched)",
+        _CURSORS,
+        "return common_prefix_len(a, b) // self._page_size * self._page_size",
+        "return common_prefix_len(a, b)",
     ),
     Mutation(
-        "tell of a cursor's first move alone",
-        _CURSOR,
-        "            cursor.is_moved = False\n",
+        "a stem that parts below its walk's end is not live",
+        _CURSORS,
+        "            self._file(upper, node, end)\n",
         "            pass\n",
     ),
     Mutation(
-        "tell of a cursor that was taken out",
-        _CURSOR,
-        "[cursor for cursor in self._moved if cursor.node is not None]",
-        "list(self._moved)",
+        "a stem that parts behind its walk's end stays live",
+        _CURSORS,
+        "        elif lower.reached <= end:\n",
+        "        elif lower.reached < end:\n",
+    ),
+    Mutation(
+        "keep a stem where prompts part no more",
+        _CURSORS,
+        "not cursor.num_followers and len(cursor.children) < 2:\n            rest",
+        "not cursor.num_followers and not cursor.children:\n            rest",
+    ),
+    Mutation(
+        "what continues a stem that is gone forgets where it stood",
+        _CURSORS,
+        "                    self._take_over(rest, cursor)\n",
+        "                    pass\n",
+    ),
+    Mutation(
+        "a line reads its own cursor though that is not live",
+        _LINES,
+        "        while above[number] >= 0:\n            number = above[number]\n",
+        "",
+    ),
+    Mutation(
+        "a line reads the moves of one rank alone",
+        _QUEUE,
+        "            if has_moved:\n                self._read_cursors(",
+        "            if has_moved and not dp_rank:\n                self._read_cursors(",
     ),
     Mutation(
         "a cursor ends before the last page of its tokens",
-        _CURSOR,
-        "len(cursor.tokens) - length < self._page_size:",
-        "len(cursor.tokens) - length <= self._page_size:",
+        _CURSORS,
+        "        tokens = tokens[: len(tokens) // self._page_size * self._page_size]\n",
+        "        tokens = tokens[: (len(tokens) - 1) // self._page_size * self._page_size]\n",
     ),
     Mutation(
         "look for all that a cursor follows from the root",
-        _CURSOR,
-        "        self._advance(cursor, below or self._root)\n",
-        "        self._advance(cursor, self._root)\n",
+        _CURSORS,
+        "if below is not None and node.end < below.end <= cursor.end:",
+        "if False:",
     ),
     # -- sliding windows
     Mutation(
@@ -1801,27 +1831,27 @@ MUTATIONS = (
     ),
     Mutation(
         "windows: a cursor hears nothing of tombstones",
-        _CURSOR,
+        _CURSORS,
         "        for node in nodes:\n            self._measure_watchers(node)\n",
         "",
     ),
     Mutation(
         "windows: a cursor is as long as its walk",
-        _CURSOR,
-        "cursor.length, cursor.watched = self._usable_len(cursor.node, cursor.matched)",
-        "cursor.length, cursor.watched = cursor.matched, []",
+        _CURSORS,
+        "length, cursor.watched = self._usable_len(cursor.at, cursor.reached)",
+        "length, cursor.watched = cursor.reached, []",
     ),
     Mutation(
         "windows: a cursor is measured anew without a report",
-        _CURSOR,
-        "            if cursor.length != before and not cursor.is_moved:\n",
-        "            if False:\n",
+        _CURSORS,
+        "        if self._measure_all():\n            self._has_moved = True\n",
+        "        self._measure_all()\n",
     ),
     Mutation(
         "windows: a cursor that is not needed is watched for",
-        _CURSOR,
-        "        if self._usable_len is not None:\n            self._unwatch(cursor)\n",
-        "        if self._usable_len is not None:\n",
+        _CURSORS,
+        "        self._take_out(cursor)\n        self._unwatch(cursor)\n",
+        "        self._take_out(cursor)\n",
     ),
     Mutation(
         "windows: pass a token that the next query sees",
@@ -2027,7 +2057,7 @@ MUTATIONS = (
     Mutation(
         "states: keep the states past what a turn knows",
         _RELEASE,
-        "            forget_states_past(memory, lease, lease.kv_committed_len)\n",
+        "    forget_states_past(memory, lease, length)\n",
         "",
     ),
     Mutation(
@@ -2167,5 +2197,210 @@ MUTATIONS = (
         _WALK,
         "        if (rows.state_lens[:, row] != NO_STATE).any():\n",
         "        if False:\n",
+    ),
+    # -- priorities, preemption and tenants
+    Mutation(
+        "pressure: preempt at the threshold",
+        "sgl_jax/scheduler/preemption.py",
+        "np.searchsorted(self.priorities, below))",
+        'np.searchsorted(self.priorities, below, "right"))',
+    ),
+    Mutation(
+        "pressure: preempt for any difference of priority",
+        "sgl_jax/scheduler/step_room.py",
+        "request.priority - threshold)",
+        "request.priority)",
+    ),
+    Mutation(
+        "pressure: preempt though the request then does not fit",
+        "sgl_jax/scheduler/preemption.py",
+        "        else:\n            return None\n",
+        "        if not chosen:\n            return None\n",
+    ),
+    Mutation(
+        "pressure: count what others read among the pages that a victim leaves",
+        "sgl_jax/scheduler/preemption.py",
+        "np.maximum(memory.locked[0].num_running_locks(pages), 1)",
+        "np.ones(len(pages), np.int32)",
+    ),
+    Mutation(
+        "pressure: count the prefix of a request among the pages that it gains",
+        "sgl_jax/scheduler/preemption.py",
+        "FreedPages(memory, memory.prefix_pages(cursor)), 0",
+        "FreedPages(memory), 0",
+    ),
+    Mutation(
+        "pressure: keep a victim that has become superfluous",
+        "sgl_jax/scheduler/preemption.py",
+        "        for row in chosen[-2::-1]:\n",
+        "        for row in []:\n",
+    ),
+    Mutation(
+        "pressure: spare a victim without which it does not fit",
+        "sgl_jax/scheduler/preemption.py",
+        "if num_needed <= self._num_pages(num_freed - num_less, rest):",
+        "if True:",
+    ),
+    Mutation(
+        "pressure: reserve for victims as well",
+        "sgl_jax/scheduler/preemption.py",
+        "kept = running.active[~np.isin(running.active, gone)]",
+        "kept = running.active",
+    ),
+    Mutation(
+        "pressure: preempt the least to compute again before the lowest priority",
+        "sgl_jax/scheduler/preemption.py",
+        'self._rows: RowIndex = rows[np.argsort(running.priority[rows], kind="stable")]',
+        "self._rows: RowIndex = rows",
+    ),
+    Mutation(
+        "pressure: preempt the most to compute again",
+        "sgl_jax/scheduler/preemption.py",
+        "rows = rows[by_cost(rank.memory, running, rows)]",
+        "rows = rows[by_cost(rank.memory, running, rows)][::-1]",
+    ),
+    Mutation(
+        "pressure: preempt where a request may not run",
+        "sgl_jax/scheduler/admission.py",
+        "for room in _allowed(rooms, request):\n            cursor = cursors",
+        "for room in rooms:\n            cursor = cursors",
+    ),
+    Mutation(
+        "pressure: preempt for a request that waits for a prefix in flight",
+        "sgl_jax/scheduler/admission.py",
+        "                room.rank.keep_branch(*leader)\n                return None\n",
+        "                room.rank.keep_branch(*leader)\n",
+    ),
+    Mutation(
+        "pressure: preempt where the most is to be computed",
+        "sgl_jax/scheduler/admission.py",
+        "cost < best[0]",
+        "cost > best[0]",
+    ),
+    Mutation(
+        "pressure: preempt and start elsewhere",
+        "sgl_jax/scheduler/admission.py",
+        "        room.preempt(found.rows)\n        self._start(room, request)\n",
+        "        room.preempt(found.rows)\n",
+    ),
+    Mutation(
+        "pressure: start nothing in what a preemption leaves over",
+        "sgl_jax/scheduler/admission.py",
+        "                _renew(offer, preempting)\n                return True\n",
+        "                _renew(offer, preempting)\n                return False\n",
+    ),
+    Mutation(
+        "pressure: preempt where the step has no tokens for it",
+        "sgl_jax/scheduler/step_room.py",
+        "if request.priority <= self.priority_floor or not",
+        "if request.priority <= self._held_above or not",
+    ),
+    Mutation(
+        "pressure: preempt where the step has just retracted",
+        "sgl_jax/scheduler/step_room.py",
+        " or not self._builder.can_admit:\n            return None",
+        ":\n            return None",
+    ),
+    Mutation(
+        "pressure: decode what was preempted",
+        "sgl_jax/scheduler/step_builder.py",
+        "        self.decode_rows = self.decode_rows[self.decode_rows != row]\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "pressure: prefill what was preempted",
+        "sgl_jax/scheduler/step_builder.py",
+        "            self._prefilling.remove(row)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "pressure: compute chunks by age alone",
+        "sgl_jax/scheduler/step_builder.py",
+        "rows.sort(key=lambda row: -running.priority[row])",
+        "rows.sort(key=lambda row: 0)",
+    ),
+    Mutation(
+        "pressure: take no notice of chunks of a lower priority",
+        "sgl_jax/scheduler/step_builder.py",
+        "            if running.priority[row] >= lowest:\n",
+        "            if running.priority[row] > lowest:\n",
+    ),
+    Mutation(
+        "pressure: hold a rank against every priority",
+        "sgl_jax/scheduler/step_room.py",
+        "self._held_above = max(self._held_above, priority)",
+        "self._held_above = 2**62",
+    ),
+    Mutation(
+        "pressure: hold a rank against lower priorities alone",
+        "sgl_jax/scheduler/step_room.py",
+        "self._held_above = max(self._held_above, priority)",
+        "self._held_above = max(self._held_above, priority - 1)",
+    ),
+    Mutation(
+        "pressure: start below the floor",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "if may_run[ranks[k], line] and priority[line] > floor[k]:",
+        "if may_run[ranks[k], line]:",
+    ),
+    Mutation(
+        "pressure: be passed over by what is more important",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "if is_before and priority[line] >= started_priority:",
+        "if is_before:",
+    ),
+    Mutation(
+        "pressure: age in the wrong direction",
+        "sgl_jax/scheduler/scheduler.py",
+        "self.args.importance(message.priority) - self._age()",
+        "self.args.importance(message.priority) + self._age()",
+    ),
+    Mutation(
+        "pressure: serve every tenant by the same weight",
+        "sgl_jax/scheduler/tenants.py",
+        "self._served += OUTPUT_WEIGHT * gained / self._weight",
+        "self._served += OUTPUT_WEIGHT * gained",
+    ),
+    Mutation(
+        "pressure: save up shares of a tenant that is away",
+        "sgl_jax/scheduler/tenants.py",
+        "self._served[number] = max(self._served[number], self._served[waiting].min())",
+        "pass",
+    ),
+    Mutation(
+        "pressure: count cached tokens of a tenant as computed",
+        "sgl_jax/scheduler/tenants.py",
+        "cost = PROMPT_WEIGHT * (num_tokens - num_cached)",
+        "cost = PROMPT_WEIGHT * num_tokens",
+    ),
+    Mutation(
+        "pressure: start more of a tenant than may run",
+        "sgl_jax/scheduler/tenants.py",
+        "(running >= self._max_running)",
+        "(running > self._max_running)",
+    ),
+    Mutation(
+        "pressure: queue more of a tenant than may wait",
+        "sgl_jax/scheduler/tenants.py",
+        "< tenant.max_queued",
+        "<= tenant.max_queued",
+    ),
+    Mutation(
+        "pressure: shares before priorities",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "level = level * NUM_LEVELS + turns.level[tenant]",
+        "level = level + turns.level[tenant] * num_levels",
+    ),
+    Mutation(
+        "pressure: no turn among tenants of one level",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "turn, num_levels = turns.order[tenant], num_levels",
+        "turn, num_levels = self._no_turns[:end], num_levels",
+    ),
+    Mutation(
+        "pressure: forget what waits at the gate among a tenant's requests",
+        "sgl_jax/scheduler/scheduler.py",
+        "            self._all_ranks.tenants.queue(request.tenant, 1)\n",
+        "            pass\n",
     ),
 )

@@ -1,13 +1,18 @@
 """The liveness invariant, proved by brute force after each planned step.
 
 No request waits that fits: a row that is free or an idle session's, its pages beside those of
-running requests, and their reserve. Unless it has a reason that is true and comes to an end. And
-none is passed over for ever. Everything is counted from leases and trees, page by page: nothing
-that admission keeps for itself is believed, but for the budget of the step.
+running requests, and their reserve; nor one that would fit if running requests gave way that are
+less important by more than the threshold. Unless it has a reason that is true and comes to an end.
+None is passed over for ever by requests of its own priority. Each request that gives way does so
+for one that starts in the same step. Tenants with waiting requests stay within a bound of each
+other. Everything is counted from leases and trees, page by page: nothing that admission keeps for
+itself is believed, but for the prompt tokens of the step.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
@@ -15,6 +20,7 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.waiting_queue import WaitingQueue
 
 # Steps that a request may be due for: a rank is held for it, whose requests end in the meantime.
 MAX_STEPS_DUE = 1500
@@ -31,27 +37,48 @@ class Liveness:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.num_waits: dict[str, int] = {}  # requests found waiting, by kind of reason
+        self.num_preempted = 0
         self._due_since: dict[str, int] = {}
         self._stayed_since: dict[tuple[str, int], int] = {}  # by rid and retracts before
         admit_into = scheduler._admission.admit_into
 
         def watched(ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
+            running = {rid for rank in ranks.ranks for rid in rids_of(rank)}
             admit_into(ranks, builders, step)
+            for builder in builders:
+                self._check_preempted(builder, running)
             self._check_admitted(builders, step)
 
         scheduler._admission.admit_into = watched  # type: ignore[method-assign]
+
+    def _check_preempted(self, builder: StepBuilder, before: set[str]) -> None:
+        """What gave way did so for requests that are more important and run there now."""
+        threshold = self.scheduler.args.priority_scheduling_preemption_threshold
+        started = [self.scheduler._requests[rid] for rid in rids_of(builder.rank) - before]
+        self.num_preempted += len(builder.preempted)
+        for victim in builder.preempted:
+            assert any(request.priority > victim.priority + threshold for request in started)
+        if builder.preempted:
+            highest = max(request.priority for request in started)
+            assert builder.num_tokens_left(highest) < builder.chunk_size, "none of it is computed"
 
     def _check_admitted(self, builders: Sequence[StepBuilder], step: int) -> None:
         """What admission leaves waiting though the step could have taken it waits for a reason."""
         scheduler = self.scheduler
         rooms = [room_of(rank) for rank in scheduler.ranks]
+        is_full = scheduler._all_ranks.tenants.is_full
         for request in scheduler._waiting:
             open_ranks = [
                 builder.rank
                 for builder in builders
                 if request.message.dp_rank in (None, builder.rank.dp_rank)
                 and builder.can_admit
-                and num_short(builder.rank, request, rooms[builder.rank.dp_rank]) <= 0
+                and request.priority > builder.priority_floor
+                and not is_full[request.tenant]
+                and (
+                    num_short(builder.rank, request, rooms[builder.rank.dp_rank]) <= 0
+                    or self._could_replace(builder.rank, request)
+                )
             ]
             if not open_ranks:
                 continue
@@ -65,9 +92,27 @@ class Liveness:
                 most = sizes.num_rows * (sizes.max_context_len // chunk + 1) + 2
                 assert step - since <= most, request.rid
             else:
-                # Each is held for another that was passed over too often.
-                held = {r for rid, r in scheduler._admission._holds.items() if rid != request.rid}
+                # Each is held for another of at least its priority, passed over too often.
+                held = {
+                    dp_rank
+                    for rid, dp_rank in scheduler._admission._holds.items()
+                    if rid != request.rid and scheduler._requests[rid].priority >= request.priority
+                }
                 assert {rank.dp_rank for rank in open_ranks} <= held, (request.rid, reason)
+
+    def _could_replace(self, rank: RankScheduler, request: Request) -> bool:
+        """Whether `request` would fit without all running ones that it may preempt."""
+        threshold = self.scheduler.args.priority_scheduling_preemption_threshold
+        running = rank.running
+        rows = running.runnable()
+        gone = rows[running.priority[rows] < request.priority - threshold].tolist()
+        if not gone:
+            return False
+        in_use, without = pages_in_use(rank), pages_in_use(rank, gone)
+        kept = np.array([row for row in running.active.tolist() if row not in gone], np.intp)
+        reserve = rank.reserve.pages(rank.memory, running, kept, len(in_use) - len(without))
+        num_free = rank.memory.allocator.num_pages - 1 - len(without) - reserve
+        return num_pages_short(rank, request, Room(without, num_free)) <= 0
 
     def _check_leader(self, request: Request, rid: str | None) -> None:
         """The request that computes the prefix runs, prefills, and goes on as this one does."""
@@ -86,10 +131,16 @@ class Liveness:
         """After a planned step: reasons are stated, and true; none is due for ever."""
         scheduler = self.scheduler
         rooms = [room_of(rank) for rank in scheduler.ranks]
-        step, due = scheduler._steps, {r.rid for r in scheduler._waiting.due()}
-        self._due_since = {rid: self._due_since.get(rid, step) for rid in due}
+        step, due = scheduler._steps, {r.rid for r in due_of(scheduler._waiting)}
+        highest = max((r.priority for r in scheduler._requests.values()), default=0)
+        self._due_since = {
+            rid: self._due_since.get(rid, step)
+            for rid in due
+            if scheduler._requests[rid].priority == highest  # others may starve
+        }
         for rid, since in self._due_since.items():
             assert step - since <= MAX_STEPS_DUE, f"{rid} is due for {step - since} steps"
+        self._check_shares()
         counts = scheduler.count_waiting()
         assert sum(counts.values()) == scheduler.num_waiting
         for request in scheduler._waiting:
@@ -115,6 +166,26 @@ class Liveness:
             elif reason.kind == "order":
                 assert reason.behind in due
 
+    def _check_shares(self) -> None:
+        """No tenant with waiting requests is behind another such by more than the bound."""
+        tenants, args = self.scheduler._all_ranks.tenants, self.scheduler.args
+        if not tenants.is_fair or args.enable_priority_scheduling:
+            return
+        may_start = (tenants._num_queued > 0) & ~tenants.is_full
+        served = tenants._served[may_start]
+        if len(served):
+            assert served.max() - served.min() <= 2 * tenants._max_lag, served
+
+
+def due_of(waiting: WaitingQueue) -> list[Request]:
+    """The requests that are due, oldest first."""
+    return sorted(filter(waiting.is_due, waiting), key=lambda request: request.arrival)
+
+
+def rids_of(rank: RankScheduler) -> set[str]:
+    """The ids of the requests that run on a rank."""
+    return {rank.running.request(row).rid for row in rank.running.active.tolist()}
+
 
 def has_row(rank: RankScheduler) -> bool:
     """Whether a row is free, or held by a session that runs nothing."""
@@ -122,10 +193,10 @@ def has_row(rank: RankScheduler) -> bool:
     return len(rank.memory.leases) - len(idle) < rank.memory.rows.num_rows - 1
 
 
-def pages_in_use(rank: RankScheduler) -> set[int]:
-    """The pages that running requests list, the tree's among them."""
+def pages_in_use(rank: RankScheduler, but_for: Sequence[int] = ()) -> set[int]:
+    """The pages that running requests list, the tree's among them, but for those of some rows."""
     memory = rank.memory
-    idle = {lease.row for _, lease in memory.sessions.idle()}
+    idle = {lease.row for _, lease in memory.sessions.idle()} | set(but_for)
     leases = [lease for row, lease in memory.leases.items() if row not in idle]
     return {
         page

@@ -45,6 +45,9 @@ def draw_setup(rng: random.Random) -> Setup:
         eviction=rng.choice(["adaptive", "adaptive", "lru"]),
         windows=rng.choice([None, (rng.choice(WINDOWS), rng.randint(2, 40))]),
         states=rng.choice([None, (rng.randint(1, 24), rng.randint(1, 4), rng.randint(1, 2))]),
+        aging_s=rng.choice([0.0, 0.0, 0.5, 30.0]),
+        num_tenants=rng.randint(0, 4),
+        is_fair=rng.random() < 0.5,
     )
 
 

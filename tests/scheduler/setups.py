@@ -49,6 +49,10 @@ class Setup:
     # With recurrent layers: slots for snapshots, and the intervals at which they are kept in
     # prompts and in outputs, in pages.
     states: tuple[int, int, int] | None = None
+    aging_s: float = 0.0  # with priorities
+    # Of tenants: how many there are beside none, and whether they have shares.
+    num_tenants: int = 0
+    is_fair: bool = False
 
     def groups(self) -> tuple[CacheGroup, ...]:
         """Of layers."""
@@ -95,6 +99,8 @@ class Setup:
             enable_priority_scheduling=self.priorities[0],
             schedule_low_priority_values_first=self.priorities[1],
             priority_scheduling_preemption_threshold=self.threshold,
+            priority_aging_s=self.aging_s if self.priorities[0] else 0.0,
+            fair_share="tokens" if self.is_fair else "off",
             radix_eviction_policy=self.eviction,
             session_memory_fraction=self.session_memory_fraction,
             max_sessions=self.max_sessions,
@@ -120,6 +126,9 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "timeouts_s": st.sampled_from([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (0.0, 9.0), (4.0, 8.0)]),
     "priorities": st.sampled_from(PRIORITIES),
     "threshold": st.sampled_from([0, 0, 10]),
+    "aging_s": st.sampled_from([0.0, 0.0, 0.5, 30.0]),
+    "num_tenants": st.integers(0, 4),
+    "is_fair": st.booleans(),
     "max_passed_over": st.sampled_from([1, 3, 128]),
     "eviction": st.sampled_from(["adaptive", "adaptive", "lru"]),
     "windows": st.none() | st.tuples(st.sampled_from(WINDOWS), st.integers(2, 40)),

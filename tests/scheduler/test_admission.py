@@ -3,6 +3,7 @@
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.admission import MAX_SKEW_REQUESTS
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.liveness import due_of
 from tests.sessions.test_sessions import talk
 
 
@@ -84,7 +85,7 @@ def test_a_due_request_does_not_start_before_the_prefix_that_it_waits_for_is_the
     for _ in range(4):  # 64 tokens in chunks of 16
         driver.step()
         assert rank_of(driver, "follower") is None
-    assert [request.rid for request in driver.scheduler._waiting.due()] == ["follower"]
+    assert [request.rid for request in due_of(driver.scheduler._waiting)] == ["follower"]
     driver.step()
     assert rank_of(driver, "follower") == 0
     finish(driver)

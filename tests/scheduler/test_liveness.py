@@ -140,6 +140,65 @@ def test_requests_that_arrive_at_once_compute_what_they_share_once(
         driver.check_tokens(rid)
 
 
+def sharing_driver(chunk: int, prompts: list[list[int]]) -> Driver:
+    """One rank with pages of 2 tokens for all `prompts` at once, which have arrived together."""
+    sizes = make_sizes(
+        page_size=2,
+        num_pages=sum(map(len, prompts)),
+        num_rows=len(prompts) + 1,
+        max_context_len=2048,
+        max_chunk_tokens=chunk,
+        vocab_size=4096,
+    )
+    driver = Driver(sizes, SchedulerArgs())
+    for i, prompt in enumerate(prompts):
+        driver.submit(generate(f"r{i}", prompt, 4))
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("chunk", "num_requests", "num_shared"),
+    [(4096, 16, 400), (8192, 64, 1000), (2048, 50, 250), (512, 24, 60)],
+)
+def test_what_is_little_for_each_is_waited_for_if_it_is_much_for_all(
+    chunk: int, num_requests: int, num_shared: int
+) -> None:
+    prompts = [[*range(num_shared), *[2000 + i] * 20] for i in range(num_requests)]
+    driver = sharing_driver(chunk, prompts)
+    driver.run()
+    computed, ideal = num_prefilled(driver), num_shared + 20 * num_requests
+    print(f"chunk {chunk}: {computed} prompt tokens computed, {ideal} would do")
+    assert computed <= 1.15 * ideal
+
+
+def test_what_a_part_of_those_that_wait_share_beyond_the_rest_is_computed_once() -> None:
+    """All share a page, which is not worth a wait; every fourth shares much more."""
+    prompts = [[1] * 4 + [10 + i % 4] * 200 + [20 + i] * 20 for i in range(16)]
+    driver = sharing_driver(4096, prompts)
+    driver.run()
+    assert num_prefilled(driver) == 4 * 204 + 16 * 20
+    for rid in driver.prompts:
+        driver.check_tokens(rid)
+
+
+def test_what_the_step_has_no_room_for_does_not_count_as_shared_by_all() -> None:
+    """Many share a page, of which the step could start three: those lose more than they save."""
+    prompts = [[1] * 4 + [10 + i] * 60 for i in range(30)]
+    driver = sharing_driver(256, prompts)
+    driver.step()
+    assert driver.scheduler.num_running == 4
+    driver.run()
+
+
+def test_what_the_step_cannot_complete_waits_for_however_little_is_shared() -> None:
+    """The second would begin with the few tokens that the step has left."""
+    driver = sharing_driver(256, [[1] * 8 + [2] * 244, [1] * 8 + [3] * 60])
+    driver.step()
+    assert driver.scheduler.num_running == 1
+    driver.run()
+    assert driver.cached["r1"] == 8
+
+
 def test_what_is_shared_is_waited_for_no_longer_than_its_request_needs() -> None:
     """The second starts in the step after the one that computes the last page they share."""
     sizes = make_sizes(num_pages=200, max_context_len=300, max_chunk_tokens=16)
@@ -255,8 +314,8 @@ def test_what_a_scored_prompt_computes_slowly_is_not_waited_for(
 def test_a_little_that_is_shared_is_computed_again_rather_than_waited_for() -> None:
     sizes = make_sizes(page_size=1, num_pages=400, max_context_len=300, max_chunk_tokens=256)
     driver = Driver(sizes, SchedulerArgs())
-    driver.submit(generate("first", [7, 8, *[1] * 40], 2))
-    driver.submit(generate("second", [7, 8, *[2] * 40], 2))
+    driver.submit(generate("first", [7] * 8 + [1] * 40, 2))
+    driver.submit(generate("second", [7] * 8 + [2] * 40, 2))
     driver.step()
     assert driver.scheduler.num_running == 2
     driver.run()

@@ -7,35 +7,37 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.scheduler.admission import MAX_DUE_TRIED, Admission
+from sgl_jax.scheduler.admission import Admission
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.liveness import due_of
 from tests.scheduler.test_waiting_queue import Queue
 
 
-def test_of_many_that_become_due_at_once_the_oldest_are_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """400 wait, and the highest priority came last: what starts first passes over all others."""
+def test_of_many_that_become_due_at_once_few_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 wait, and the last ones have the longest cached prefix: they pass over all others."""
     sizes = make_sizes(dp_size=2, num_pages=400, num_rows=5, max_chunk_tokens=16)
-    args = SchedulerArgs(enable_priority_scheduling=True)
-    driver = Driver(sizes, args, max_passed_over=1)
+    driver = Driver(sizes, SchedulerArgs(), max_passed_over=1)
+    stem = [i % 47 for i in range(40)]
+    for dp_rank in range(2):
+        driver.submit(generate(f"stem{dp_rank}", stem, 1, dp_rank=dp_rank))
+    driver.run()
     for i in range(400):
-        driver.submit(generate(f"r{i}", [i % 47] * 8, 12, priority=i // 40))
+        driver.submit(generate(f"r{i}", [*stem[: i // 10], *[i % 47] * 8], 12))
     tried = 0
-    inner = Admission._fitting_options
+    inner = Admission._choose
 
-    def fitting_options(*args: Any) -> Any:
+    def choose(*args: Any) -> Any:
         nonlocal tried
         tried += 1
         return inner(*args)
 
-    monkeypatch.setattr(Admission, "_fitting_options", fitting_options)
+    monkeypatch.setattr(Admission, "_choose", choose)
     most_due = 0
     while driver.scheduler.num_waiting:
         tried = 0
         driver.step()
-        most_due = max(most_due, len(driver.scheduler._waiting.due()))
-        assert tried <= MAX_DUE_TRIED
+        most_due = max(most_due, len(due_of(driver.scheduler._waiting)))
+        assert tried <= 16
     assert most_due > 300
     driver.run()
     assert all(finish.type == "length" for finish in driver.finish.values())

@@ -4,7 +4,9 @@ import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.request import RequestState
+from sgl_jax.scheduler.wait_reason import WaitReason
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.liveness import due_of
 
 
 def make_driver(*, num_running: int = 8, **sizes: int) -> Driver:
@@ -148,14 +150,12 @@ def test_a_request_preempts_nothing_where_it_may_not_run() -> None:
     finish(driver)
 
 
-def test_the_oldest_of_the_most_important_is_helped_first() -> None:
+def test_each_may_preempt_on_a_rank_of_its_own() -> None:
     driver = make_driver(num_running=1, dp_size=2)
     for dp_rank in range(2):
         start(driver, f"low{dp_rank}", 3, priority=0, dp_rank=dp_rank)
     for dp_rank in (1, 0):
         ask(driver, f"high{dp_rank}", 3, priority=50, dp_rank=dp_rank)
-    driver.step()
-    assert running(driver) == {"low0", "high1"}
     driver.step()
     assert running(driver) == {"high0", "high1"}
     finish(driver)
@@ -183,22 +183,7 @@ def test_a_request_that_waits_for_a_prefix_in_flight_preempts_nothing_meanwhile(
     finish(driver)
 
 
-def test_of_two_that_are_due_the_second_waits_for_its_turn_again() -> None:
-    driver = make_driver(num_running=2)
-    for rid, priority in [("first", 0), ("second", 0), ("high 1", 5), ("high 2", 5)]:
-        ask(driver, rid, 1, priority)
-    driver.step()
-    assert running(driver) == {"high 1", "high 2"}
-    for rid in ("high 3", "high 4"):
-        ask(driver, rid, 1, 5)
-    while "high 1" in running(driver):
-        driver.step()
-    driver.step()
-    assert running(driver) == {"first", "high 3"}
-    finish(driver)
-
-
-def test_what_was_passed_over_too_often_is_neither_forestalled_nor_preempted() -> None:
+def test_what_is_due_is_held_for_against_its_own_priority_alone() -> None:
     driver = make_driver()
     start(driver, "low", 10, priority=0)
     ask(driver, "due", 15, priority=0)
@@ -206,15 +191,16 @@ def test_what_was_passed_over_too_often_is_neither_forestalled_nor_preempted() -
         ask(driver, f"passes {i}", 1, priority=0)
     for _ in range(6):
         driver.step()
-    assert [request.rid for request in driver.scheduler._waiting.due()] == ["due"]
-    ask(driver, "high", 12, priority=50)
-    for _ in range(3):
-        driver.step()
-        assert running(driver) == {"low"}  # to preempt it would help only what is due
+    assert [request.rid for request in due_of(driver.scheduler._waiting)] == ["due"]
+    ask(driver, "as low", 1, priority=0)
+    ask(driver, "high", 2, priority=1)
+    driver.step()
+    assert running(driver) == {"low", "high"}
+    assert driver.scheduler.why_waiting("as low") == WaitReason("order", behind="due")
     driver.abort("low")
-    for _ in range(3):
-        driver.step()
-        assert running(driver) == {"due"}
+    driver.abort("high")
+    driver.step()
+    assert running(driver) == {"due"}
     finish(driver)
     assert num_preempted(driver) == 0
 
@@ -233,3 +219,30 @@ def test_a_preemption_raises_no_reserve() -> None:
     assert running(driver) == {"low"}
     assert rank.reserve.pages(rank.memory, rank.running) <= before
     finish(driver)
+
+
+def test_nothing_waits_for_a_prefix_in_flight_of_lower_priority() -> None:
+    """Prompt tokens go by priority: between the two, others would hold up what computes it."""
+    driver = make_driver(num_pages=600, num_running=40, max_context_len=700)
+    shared = [i % 40 for i in range(64)]
+    driver.submit(generate("low", shared + [48] * 4, 2, priority=0))
+    driver.step()
+    for i in range(20):
+        driver.submit(generate(f"middle {i}", [41 + i % 7] * 16 + [i] * 16, 2, priority=4))
+    driver.submit(generate("high", shared + [49] * 4, 2, priority=8))
+    driver.step()
+    assert running(driver) == {"low", "high"}
+    finish(driver)
+
+
+def test_of_two_that_compute_one_prefix_the_more_important_is_waited_for() -> None:
+    driver = make_driver(num_pages=600, max_context_len=700, max_chunk_tokens=64)
+    shared = [i % 40 for i in range(100)]
+    driver.submit(generate("low", shared + [48] * 100, 2, priority=0))
+    driver.step()
+    driver.submit(generate("high", shared + [49] * 4, 2, priority=8))
+    driver.submit(generate("as high", shared + [47] * 4, 2, priority=8))
+    driver.step()
+    assert running(driver) == {"low", "high"}
+    finish(driver)
+    assert driver.cached["as high"] == 100

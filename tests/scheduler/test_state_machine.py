@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,8 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest
-from sgl_jax.scheduler.admission import AGED_PRIORITY
+from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
 from tests.scheduler.liveness import Liveness
@@ -31,6 +30,12 @@ from tests.scheduler.setups import MAX_QUEUED, Setup, setups
 NAMESPACES = ("", "red", "blue")
 # Priorities; some requests are as important as may be.
 VALUES = (0, 0, 1, -7, 50, 2**31 - 1, -(2**31))
+# The default run's share of examples.
+OPTIONS: dict[str, Any] = {
+    "max_examples": 100,
+    "stateful_step_count": 20,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
 STEMS = [[stem * 10 + i % (5 + stem) for i in range(40)] for stem in range(3)]
 
 
@@ -56,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.executor = FaultyExecutor(self.driver.oracle)
         self.driver.executor = self.executor
         self.is_replayed = setup.is_replayed
+        self.num_tenants = setup.num_tenants
         self.now_s = 100.0
         self.driver.tick(self.now_s)
         self.arrived_s: dict[str, float] = {}
@@ -94,14 +100,31 @@ class SchedulerMachine(RuleBasedStateMachine):
                 min_new_tokens=min_new_tokens,
                 namespace=rng.choice(["", *NAMESPACES]),
                 priority=rng.choice(VALUES),
+                tenant=self.draw_tenant(rng),
             )
         )
         fits = len(prompt) + max_new_tokens <= sizes.max_request_tokens
-        assert (rid in driver.finish) == (is_full or not fits)
+        assert (rid in driver.finish) == (is_full or not fits) or self.is_refused(rid)
         self.arrived_s[rid] = self.now_s
         self.num_tokens_wanted[rid] = self.expected_count(
             prompt, max_new_tokens, num_stop_ids, min_new_tokens
         )
+
+    def draw_tenant(self, rng: random.Random) -> Tenant | None:
+        """None, or one of the tenants: some have limits, and weights differ."""
+        number = rng.randint(0, self.num_tenants)
+        if not number:
+            return None
+        return Tenant(
+            name=f"t{number}",
+            weight=(0.5, 1.0, 3.0)[number % 3],
+            max_queued=6 if number == 2 else 0,
+            max_running=2 if number == 3 else 0,
+        )
+
+    def is_refused(self, rid: str) -> bool:
+        """Whether as many requests of its tenant waited as may."""
+        return rid in self.driver.finish and self.driver.finish[rid].status_code == 429
 
     def expected_count(
         self, prompt: list[int], max_new_tokens: int, num_stop_ids: int, min_new_tokens: int
@@ -279,8 +302,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         sign = -1 if config.schedule_low_priority_values_first else 1
         for request in self.driver.scheduler._requests.values():
             expected = sign * request.message.priority if config.enable_priority_scheduling else 0
-            # Unless it was passed over so often that it is preempted by none.
-            assert request.priority in (expected, AGED_PRIORITY)
+            if config.priority_aging_s:
+                expected -= int(self.arrived_s[request.rid] // config.priority_aging_s)
+            assert request.priority == expected
 
     def teardown(self) -> None:
         """Let all that lives run to its end: it does end, as it should, and leaves nothing."""
@@ -299,7 +323,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 driver.check_prompt_logprobs(rid, prompt)
                 driver.check_logprobs(rid)
             else:
-                assert driver.finish[rid].status_code in (None, 400, 500, 503, 504)
+                assert driver.finish[rid].status_code in (None, 400, 429, 500, 503, 504)
         assert driver.events.flush()
         for view in driver.scheduler.memory_views():
             assert view.free_pages == view.total_pages - view.reserved_pages
@@ -314,9 +338,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def run_machine(
-    folder: Path, kind: type[SchedulerMachine] = SchedulerMachine, **options: Any
+    folder: Path,
+    kind: type[SchedulerMachine] = SchedulerMachine,
+    *,
+    random_seed: int | None = None,
+    **options: Any,
 ) -> int:
-    """Run it; should it fail, say where the events of the smallest failing run are.
+    """Run it, with `random_seed` or a fresh one; should it fail, say where the events of the
+    smallest failing run are.
 
     Returns how many steps all its runs took together.
     """
@@ -333,6 +362,8 @@ def run_machine(
         machines[:] = [kind()]
         return machines[0]
 
+    if random_seed is not None:
+        seed(random_seed)(make)
     try:
         run_state_machine_as_test(make, settings=settings(deadline=None, **options))
     except BaseException as error:
@@ -345,9 +376,4 @@ def run_machine(
 
 
 def test_random_events_leave_the_ledger_balancesd_and_the_tokens_right(tmp_path: Path) -> None:
-    run_machine(
-        tmp_path,
-        max_examples=100,
-        stateful_step_count=20,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    run_machine(tmp_path, **OPTIONS)

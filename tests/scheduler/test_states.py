@@ -9,6 +9,7 @@ import pytest
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.messages import OpenSession, SessionTurn
+from sgl_jax.core.server_args import SchedulerArgs
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import Liveness
 
@@ -16,9 +17,9 @@ PAGE = 4
 HYBRID = (*FULL_ATTENTION, CacheGroup(LAST_VALUE, 1, is_recurrent=True))
 
 
-def make_driver(num_snapshots=40, multiple=4, **sizes):
+def make_driver(num_snapshots=40, multiple=4, args=None, **sizes):
     states = (num_snapshots, multiple, 1)
-    return Driver(make_sizes(page_size=PAGE, groups=HYBRID, states=states, **sizes))
+    return Driver(make_sizes(page_size=PAGE, groups=HYBRID, states=states, **sizes), args)
 
 
 def numbers(seed, count):
@@ -115,6 +116,28 @@ def test_a_turn_goes_on_where_a_stop_amid_accepted_drafts_was():
         driver.check_tokens("b")
 
 
+@pytest.mark.parametrize("num_unread", [1, 2])
+@pytest.mark.parametrize("max_draft_tokens", [1, 4])
+def test_a_session_keeps_no_more_than_its_next_turn_goes_on_with(num_unread, max_draft_tokens):
+    """Two unread steps have overwritten both halves of a row that stopped amid accepted drafts."""
+    prompt = numbers(1, 9)
+    args = SchedulerArgs(disable_radix_cache=True, session_memory_fraction=1.0)
+    num_kept = []
+    for stop in range(50):
+        driver = make_driver(max_draft_tokens=max_draft_tokens, args=args)
+        driver.max_unread = num_unread
+        assert driver.session(OpenSession(rid="", session_id="s", streaming=True)).ok
+        turn = SessionTurn(id="s")
+        driver.submit(generate("a", prompt, 40, session=turn, stop_token_ids=(stop,)))
+        driver.run()
+        lease = driver.scheduler.ranks[0].memory.sessions.idle_lease("s")
+        num_kept.append(0 if lease is None else lease.kv_committed_len)
+        driver.submit(generate("b", numbers(2, 3), 4, session=turn), prompt + driver.tokens["a"])
+        driver.run()
+        assert driver.cached["b"] == num_kept[-1]
+    assert max(num_kept) > len(prompt)
+
+
 def test_a_retracted_request_goes_on_from_its_last_whole_page():
     driver = make_driver()
     driver.submit(generate("a", numbers(1, 9), 20))
@@ -161,6 +184,74 @@ def test_waiting_for_the_last_page_of_a_prefix_saves_all_of_it_where_no_state_wa
     for rid in ("first", "second"):
         driver.check_tokens(rid)
     assert driver.cached["second"] == 68
+
+
+def make_gap_driver(groups, states):
+    """Of a driver whose tree has a prompt and cannot resume its first 36 tokens, the driver, those
+    tokens, and how many of them it can resume."""
+    sizes = make_sizes(
+        page_size=PAGE,
+        groups=groups,
+        states=states,
+        num_pages=200,
+        num_rows=5,
+        max_chunk_tokens=128,
+    )
+    driver, prompt = Driver(sizes, SchedulerArgs(radix_eviction_policy="lru")), numbers(3, 58)
+    run(driver, "first", prompt)
+    cursors = driver.scheduler.ranks[0].memory.cache.cursors
+    cursor = cursors.follow(np.array(prompt[:36], np.int32), "")
+    for i in range(9):
+        if cursor.length < cursor.matched:
+            break
+        run(driver, f"other {i}", numbers(10 + i, 58))
+    length = cursor.length
+    assert length < cursor.matched == 36
+    cursors.unfollow(cursor)
+    return driver, prompt[:36], length
+
+
+@pytest.mark.parametrize(
+    ("groups", "states"),
+    [
+        pytest.param(HYBRID, (40, 64, 1), id="states"),
+        pytest.param((*FULL_ATTENTION, CacheGroup(8, 1)), None, id="windows"),
+    ],
+)
+@pytest.mark.parametrize("num_shared", [36, 40])
+def test_a_gap_is_computed_once_by_those_that_arrive_together(groups, states, num_shared):
+    """With 40 tokens shared, the gap and tokens that the tree lacks."""
+    driver, shared, length = make_gap_driver(groups, states)
+    Liveness(driver.scheduler)
+    shared += [49, 48, 49, 48][: num_shared - 36]
+    for i in range(4):
+        driver.submit(generate(f"r{i}", shared + numbers(20 + i, 8), 3))
+    driver.step()
+    assert driver.scheduler.num_running == 1
+    driver.run()
+    assert [driver.cached[f"r{i}"] for i in range(4)] == [length, *[num_shared] * 3]
+    for i in range(4):
+        driver.check_tokens(f"r{i}")
+
+
+def test_a_state_is_kept_where_one_that_waits_for_a_gap_branches_off():
+    driver, shared, _ = make_gap_driver(HYBRID, (40, 64, 1))
+    driver.submit(generate("first to come", shared + numbers(20, 8), 3))
+    driver.submit(generate("shorter", shared[:24] + numbers(21, 8), 3))
+    driver.run()
+    assert driver.cached["shorter"] == 24
+    driver.check_tokens("shorter")
+
+
+def test_nothing_waits_for_a_state_that_cannot_be_kept():
+    driver, shared = make_driver(num_snapshots=1, multiple=64, max_chunk_tokens=128), numbers(3, 24)
+    driver.submit(generate("holds the slot", numbers(1, 9), 20))
+    driver.step()
+    for i in range(3):
+        driver.submit(generate(f"r{i}", shared + numbers(4 + i, 3), 3))
+    driver.step()
+    assert driver.scheduler.num_running == 4
+    driver.run()
 
 
 def test_nothing_waits_for_a_prompt_of_which_only_what_is_scored_is_left():

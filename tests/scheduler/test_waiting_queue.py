@@ -1,4 +1,6 @@
-"""Who is tried next: those that are due, by priority, retracted ones, the longest cached prefix."""
+"""Who is tried next: by priority, those that are due, retracted ones, the longest cached prefix."""
+
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
+from sgl_jax.scheduler.step_builder import NO_FLOOR
+from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, Offer, WaitingQueue
 from tests.scheduler.driver import make_sizes
+from tests.scheduler.liveness import due_of
 
 STEM = list(range(32))
 
@@ -23,7 +27,9 @@ class Queue:
         sizes = make_sizes(dp_size=dp_size, num_pages=64)
         ranks = Ranks(sizes, SchedulerArgs())
         self.memories = ranks.memories
-        self.waiting = WaitingQueue(policy, self.memories, ranks.tables, capacity=2048)
+        self.waiting = WaitingQueue(
+            policy, self.memories, ranks.tables, capacity=2048, tenants=ranks.tenants
+        )
         if cached_len:
             cache(self.memories[-1], STEM[:cached_len])
 
@@ -43,10 +49,19 @@ class Queue:
         return request
 
     def order(self, room: int = 60, open_ranks: tuple[int, ...] | None = None) -> list[int]:
-        ranks = range(len(self.memories)) if open_ranks is None else open_ranks
-        is_open = np.isin(np.arange(len(self.memories)), ranks)
-        num_pages = np.full(len(self.memories), room, np.int32)
-        return [r.arrival for r in self.waiting.candidates(num_pages, is_open, step=0)]
+        return [r.arrival for r in self.tried(self.offer(room, open_ranks))]
+
+    def offer(self, room: int, open_ranks: tuple[int, ...] | None = None) -> Offer:
+        count = len(self.memories)
+        return Offer(
+            num_pages=np.full(count, room, np.int32),
+            is_open=np.isin(np.arange(count), range(count) if open_ranks is None else open_ranks),
+            floor=np.full(count, NO_FLOOR),
+            may_preempt=np.zeros(count, np.bool_),
+        )
+
+    def tried(self, offer: Offer) -> Iterator[Request]:
+        return self.waiting.candidates(offer, 0, [], 0)
 
 
 def cache(memory: RankMemory, tokens: list[int]) -> None:
@@ -101,26 +116,43 @@ def test_a_higher_priority_comes_before_all_of_a_lower_one() -> None:
     queue.add(3, 8, priority=7)
     queue.add(4, priority=7)
     assert queue.order() == [2, 3, 4, 1, 0]
-    first = queue.waiting.first_by_priority()
-    assert first is not None
-    assert first.arrival == 2
 
 
-@pytest.mark.parametrize("priority", [0, 5])
-def test_a_stream_of_better_requests_does_not_starve_another(priority: int) -> None:
+def test_a_stream_of_better_requests_does_not_starve_another() -> None:
     queue = Queue("lpm")
     oldest = queue.add(0)
-    queue.add(1, 16, priority=priority)
+    queue.add(1, 16)
     for arrival in range(2, 3 * MAX_PASSED_OVER):
         first = queue.order()[0]
         if first == 0:
             assert arrival == MAX_PASSED_OVER + 2
-            assert queue.waiting.due() == [oldest]
+            assert due_of(queue.waiting) == [oldest]
             return
         (request,) = (r for r in queue.waiting if r.arrival == first)
         queue.waiting.started(request, 0)
-        queue.add(arrival, 16, priority=priority)
+        queue.add(arrival, 16)
     pytest.fail("the oldest request was passed over without end")
+
+
+@pytest.mark.parametrize("priority", [1, 2**40])
+def test_requests_of_a_higher_priority_pass_over_none(priority: int) -> None:
+    queue = Queue()
+    queue.add(0)
+    for arrival in range(1, 2 * MAX_PASSED_OVER):
+        queue.waiting.started(queue.add(arrival, priority=priority), 0)
+    assert due_of(queue.waiting) == []
+
+
+def test_a_floor_leaves_out_its_own_priority_and_lower_ones() -> None:
+    queue = Queue("fcfs")
+    for arrival, priority in enumerate([3, 1, 2]):
+        queue.add(arrival, priority=priority)
+    offer = queue.offer(60)
+    offer.floor[0] = 1
+    tried = queue.tried(offer)
+    assert next(tried).arrival == 0
+    offer.floor[0] = 2
+    assert list(tried) == []
 
 
 def test_requests_pinned_to_a_full_rank_do_not_hold_up_the_rest() -> None:
@@ -146,10 +178,10 @@ def test_room_that_is_taken_meanwhile_leaves_out_what_follows() -> None:
     queue = Queue("fcfs")
     for arrival in range(200):
         queue.add(arrival)
-    room, is_open = np.array([5], np.int32), np.ones(1, np.bool_)
-    candidates = queue.waiting.candidates(room, is_open, step=0)
+    offer = queue.offer(5)
+    candidates = queue.tried(offer)
     assert next(candidates).arrival == 0
-    room[0] = 0
+    offer.num_pages[0] = 0
     assert len(list(candidates)) < 100
 
 
@@ -158,10 +190,10 @@ def test_what_fits_the_room_that_is_left_is_found_behind_hundreds_that_do_not() 
     for arrival in range(600):
         queue.add(arrival, 32)
     queue.add(600)
-    room = np.array([60], np.int32)
-    tried = queue.waiting.candidates(room, np.array([True]), step=0)
+    offer = queue.offer(60)
+    tried = queue.tried(offer)
     assert next(tried).arrival == 0
-    room[0] = 3
+    offer.num_pages[0] = 3
     assert [request.arrival for request in tried] == [600]
 
 
@@ -189,11 +221,11 @@ def test_a_request_is_passed_over_by_younger_ones_alone() -> None:
     queue = Queue()
     queue.add(10_000)
     pass_over(queue, range(2 * MAX_PASSED_OVER))
-    assert queue.waiting.due() == []
+    assert due_of(queue.waiting) == []
     pass_over(queue, range(10_001, 10_001 + MAX_PASSED_OVER - 1))
-    assert queue.waiting.due() == []
+    assert due_of(queue.waiting) == []
     pass_over(queue, range(20_000, 20_001))
-    assert [request.arrival for request in queue.waiting.due()] == [10_000]
+    assert [request.arrival for request in due_of(queue.waiting)] == [10_000]
 
 
 def test_what_starts_where_a_request_may_not_run_does_not_pass_it_over() -> None:
@@ -288,7 +320,7 @@ def test_a_request_that_is_gone_is_followed_no_more() -> None:
     queue = Queue(cached_len=0)
     queue.waiting.remove(queue.add(0, 16))
     cache(queue.memories[0], STEM)
-    assert queue.memories[0].cache.cursors.take_moved() == []
+    assert not queue.memories[0].cache.cursors.take_has_moved()
 
 
 def test_what_was_cached_of_a_request_that_is_gone_is_not_taken_for_the_next_ones() -> None:
@@ -306,12 +338,12 @@ def test_of_many_that_were_passed_over_one_starts_and_the_others_are_passed_over
     queue = Queue()
     olds = [queue.add(arrival) for arrival in range(50)]
     for arrival in range(50, 50 + MAX_PASSED_OVER):
-        queue.waiting.started(queue.add(arrival, 16, priority=1), 0)
-    assert queue.waiting.due() == olds
+        queue.waiting.started(queue.add(arrival, 16), 0)
+    assert due_of(queue.waiting) == olds
     queue.waiting.started(olds[1], 0)
-    assert queue.waiting.due() == olds[:1]  # it is older: nothing that was due passes it over
+    assert due_of(queue.waiting) == olds[:1]  # it is older: nothing that was due passes it over
     queue.waiting.started(olds[0], 0)
-    assert queue.waiting.due() == []
+    assert due_of(queue.waiting) == []
     for arrival in range(500, 500 + MAX_PASSED_OVER):
-        queue.waiting.started(queue.add(arrival, 16, priority=1), 0)
-    assert queue.waiting.due() == olds[2:]
+        queue.waiting.started(queue.add(arrival, 16), 0)
+    assert due_of(queue.waiting) == olds[2:]

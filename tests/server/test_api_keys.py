@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from sgl_jax.core.messages import Tenant
 from sgl_jax.core.request_limits import MAX_SESSION_ID_CHARS, check_session_id
 from sgl_jax.core.server_args import ServerArgs, parse_server_args
 from sgl_jax.server import call_routes, management_routes, native_routes
@@ -86,6 +87,19 @@ def test_keys_come_from_flags_environment_and_files(tmp_path: Path) -> None:
     assert from_flags("--api-key", "flag", SGL_JAX_API_KEY="c3").api_key == "flag"
 
 
+def test_a_key_of_a_file_is_a_tenant_with_the_limits_on_its_line(tmp_path: Path) -> None:
+    clients = tmp_path / "clients"
+    clients.write_text("ann a1 weight=2.5 max_running=4\nbob b2 max_queued=7\nc3\n")
+    keys = ApiKeys.from_args(from_flags("--api-key-file", str(clients), "--api-key", "e5"))
+    callers = [admit(keys, "/generate", f"Bearer {key}") for key in ("a1", "b2", "c3", "e5")]
+    assert [caller and caller.tenant for caller in callers] == [
+        Tenant(name="ann", weight=2.5, max_running=4),
+        Tenant(name="bob", max_queued=7),
+        Tenant(name="key-3"),
+        None,
+    ]
+
+
 @pytest.mark.parametrize("key", ["", " ", "\t"])
 @pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key"])
 def test_an_empty_key_is_refused(flag: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +120,15 @@ def test_an_empty_variable_is_refused(name: str, capsys: pytest.CaptureFixture[s
     [
         ("", "holds no API key"),
         ("# nothing\n", "holds no API key"),
-        ("a b c\n", "line 1: must be KEY or NAME KEY"),
+        ("a b c\n", "line 1: must be KEY, or NAME KEY "),
+        ("a b weight=1 max=2\n", "line 1: must be KEY, or NAME KEY "),
+        ("b weight=1\n", "line 1: a key with options needs a name"),
+        ("a b weight=0\n", "line 1: weight must be above 0"),
+        ("a b weight=nan\n", r"line 1: weight must be a number from 0 to 1e\+06, got 'nan'"),
+        ("a b weight=-1\n", "line 1: weight must be a number"),
+        ("a b max_queued=\n", r"line 1: max_queued must be a number from 0 to 1e\+07, got ''"),
+        ("a b max_running=1.5\n", "line 1: max_running must be a whole number, got '1.5'"),
+        ("a b weight=1 weight=2\n", "line 1: weight stands there twice"),
         ("ann a1\nann a2\n", "line 2: the name 'ann' is taken"),
         ("ann a1\nbob a1\n", "the same as another one"),
     ],

@@ -1,6 +1,8 @@
 """The table of limits is the one the server has, and each of them refuses."""
 
+import asyncio
 import dataclasses
+import functools
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -77,8 +79,26 @@ async def test_a_body_beyond_its_route(
 
 @pytest.mark.anyio
 async def test_bodies_beyond_what_is_held(model_folder: Path, tokenizer: Tokenizer) -> None:
+    """One that is too long by itself is refused for good, one beside others for now."""
     answer = await refused(model_folder, tokenizer, BODY, max_held_body_bytes=100)
-    assert answer == (503, "too_many_bytes")
+    assert answer == (413, "body_too_large")
+    read, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield BODY[:150]
+        read.set()
+        await may_go_on.wait()
+        yield BODY[150:]
+
+    async with serving(model_folder, tokenizer, limits={"max_held_body_bytes": 300}) as rig:
+        json_type = {"content-type": "application/json"}
+        post = functools.partial(rig.http.post, "/v1/completions", headers=json_type)
+        first = asyncio.create_task(post(content=slow()))
+        await read.wait()
+        second = await post(content=BODY)
+        assert (second.status_code, second.json()["error"]["code"]) == (503, "too_many_bytes")
+        may_go_on.set()
+        assert (await first).status_code == 200
 
 
 @pytest.mark.anyio

@@ -184,8 +184,9 @@ async def test_the_cache_is_flushed_only_when_idle(rig: Rig) -> None:
 async def test_a_paused_server_is_healthy_and_takes_requests_that_wait(rig: Rig) -> None:
     paused = await rig.http.post("/pause_generation", json={"mode": "in_place"})
     assert paused.json() == {"is_paused": True, "num_running": 0, "num_waiting": 0}
-    health = await rig.http.get("/health")
-    assert (health.status_code, health.json()) == (200, {"status": "paused"})
+    for path in ("/health", "/health_generate"):
+        health = await rig.http.get(path)
+        assert (health.status_code, health.json()) == (200, {"status": "paused"})
     waiting = asyncio.create_task(rig.http.post("/generate", json={"text": "a"}))
     await meanwhile_until(lambda: rig.engine.running, "the request is there")
     assert not waiting.done()

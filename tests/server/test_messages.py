@@ -88,6 +88,11 @@ async def test_an_answer_says_why_it_ends(
     assert (told["stop_reason"], told["stop_sequence"]) == (reason, sequence)
 
 
+async def test_a_call_that_a_stop_sequence_cuts_off_is_none_to_make(rig: Rig) -> None:
+    told = await answer_to(rig, asking(CALL, tools=DECLARED, stop_sequences=["Par"]))
+    assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", "Par")
+
+
 async def test_the_conversation_is_told_in_order(rig: Rig) -> None:
     cached = {"type": "ephemeral"}
     messages = [

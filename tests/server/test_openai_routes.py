@@ -11,8 +11,8 @@ import pytest
 
 from sgl_jax.core.messages import AbortRequest, GenerateRequest
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.engine.scripted_engine import CRASH_SEED, FULL_SEED, LATE_SEED, LOGPROB
-from tests.server.conftest import Rig, serving
+from tests.engine.scripted_engine import CRASH_SEED, FULL_SEED, LATE_SEED, LOGPROB, MAX_RUNNING
+from tests.server.conftest import MAX_QUEUED, Rig, serving
 from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
@@ -164,6 +164,20 @@ async def test_several_prompts_have_choices_in_order(rig: Rig) -> None:
 
 async def test_completions_end_after_16_tokens_unless_told_otherwise(rig: Rig) -> None:
     assert (await complete(rig))["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    "fields", [{"n": 120}, {"prompt": ["hi"] * 120}, {"n": 60, "prompt": ["hi"] * 2}]
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_more_than_queue_and_rows_hold_is_a_400_with_what_they_hold(
+    rig: Rig, fields: dict[str, Any], stream: bool
+) -> None:
+    body = {"prompt": "hi", "stream": stream} | fields
+    answer = await rig.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert f"at most {MAX_QUEUED + MAX_RUNNING}, got 120" in answer.json()["error"]["message"]
+    assert rig.engine.seen == []
 
 
 async def test_a_full_queue_is_a_503_that_says_when_to_come_back(rig: Rig) -> None:

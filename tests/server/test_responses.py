@@ -112,7 +112,8 @@ async def test_calls_and_their_results_are_items(rig: Served) -> None:
 async def test_a_tool_that_must_be_called_is_a_grammar(rig: Served) -> None:
     served_rig, client = rig
     named: Any = {"type": "function", "name": "get_weather"}
-    for choice in (named, "required"):
+    allowed: Any = {"type": "allowed_tools", "mode": "auto", "tools": [named]}
+    for choice in (named, "required", allowed):
         await client.responses.create(
             model="default", input="x", tools=DECLARED, tool_choice=choice
         )

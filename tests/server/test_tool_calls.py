@@ -220,6 +220,35 @@ async def test_a_call_that_is_cut_off_ends_with_length(tools_folder: Path) -> No
         assert '{"a": 1}'.startswith(found["calls"][0]["arguments"])
 
 
+async def test_a_call_that_a_stop_string_cuts_off_ends_with_stop(tools_folder: Path) -> None:
+    """`tool_calls` would say that the arguments are whole."""
+    calls = [f'<tool_call>{{"name": "now", "arguments": {{"a": "{n}"}}}}</tool_call>' for n in "12"]
+    body = says("".join(calls)) | {"tools": DECLARED}
+    async with served(tools_folder) as (_, client):
+        for say in (whole, streamed):
+            for stop, num_calls in {"now": 0, "1": 1, "2": 2}.items():
+                found, reason = await say(client, **body, stop=stop)
+                assert (len(found["calls"]), reason) == (num_calls, "stop")
+            assert (await say(client, **body, stop="</tool_call>"))[1] == "tool_calls"
+            found, reason = await say(client, **body, stop="2", parallel_tool_calls=False)
+            assert (len(found["calls"]), reason) == (1, "tool_calls")
+
+
+async def test_no_event_of_a_stream_is_empty(tools_folder: Path) -> None:
+    text = ANSWERS["hermes"].text
+    async with served(tools_folder) as (_, client):
+        body = says(text) | {"tools": DECLARED, "stream": True}
+        chunks = [chunk async for chunk in await client.chat.completions.create(**body)]
+        amid = [chunk.choices[0].delta for chunk in chunks[1:-1]]
+        assert all(delta.content or delta.tool_calls for delta in amid)
+        counts: Any = {"stream_options": {"continuous_usage_stats": True}}
+        counted = [
+            chunk async for chunk in await client.chat.completions.create(**body, extra_body=counts)
+        ]
+        assert len(counted) > len(chunks)
+        assert all(chunk.usage for chunk in counted)
+
+
 async def test_reasoning_may_begin_in_the_prompt_and_may_stay_in_content(
     tools_folder: Path,
 ) -> None:
@@ -267,6 +296,26 @@ async def test_calls_can_be_forced_and_strict(tools_folder: Path, tool_format: s
         assert len(requests) == 2
         for request in requests:
             assert "get_weather" in (request.sampling.ebnf or "")
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_some_of_the_tools_can_be_allowed(tools_folder: Path, mode: str) -> None:
+    def choice(*names: str) -> Any:
+        named = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+    async with served(tools_folder) as (rig, client):
+        found, reason = await whole(client, **says("x"), tools=DECLARED, tool_choice=choice("now"))
+        assert (found["content"], reason) == ("x", "stop")  # the scripted engine heeds no grammar
+        assert prompt_of(rig) == "get_weather: 2; now: 0; <|assistant|>"
+        (request,) = (m for m in rig.engine.seen if isinstance(m, GenerateRequest))
+        grammar = request.sampling.ebnf or ""
+        assert "now" in grammar
+        assert "get_weather" not in grammar
+        assert ("text" in grammar) == (mode == "auto")
+        for names in ((), ("now", "then")):
+            with pytest.raises(openai.BadRequestError, match="tool_choice"):
+                await whole(client, **says("x"), tools=DECLARED, tool_choice=choice(*names))
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])

@@ -345,6 +345,18 @@ def test_sessions_are_limited_and_their_ids_are_their_own() -> None:
     s.close_all()
 
 
+def test_a_turn_that_no_closing_makes_room_for_is_a_fault_of_the_client() -> None:
+    s = talk(max_session_tokens=30)
+    s.say("s", [1] * 10, 2)
+    for number, turn in enumerate((SessionTurn(id="s"), SessionTurn(id="s", is_whole=True))):
+        new = [3] * (31 if turn.is_whole else 19)
+        s.driver.submit(generate(f"{number}", new, 1, session=turn))
+        finish = s.driver.finish[f"{number}"]
+        assert finish.status_code == 400
+        assert "30 tokens that all sessions may hold" in (finish.message or "")
+    s.close_all()
+
+
 def test_all_sessions_together_hold_no_more_tokens_than_they_may() -> None:
     """More is refused with a 503, and changes nothing, until some are closed or go back."""
     s = talk(max_session_tokens=30)

@@ -8,6 +8,7 @@ which tree of turns each regular one must be (`turn_trees.py`).
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck
@@ -36,6 +37,12 @@ from tests.sessions.turn_trees import TurnTrees
 
 MAX_SESSIONS = 6
 TIMEOUT_S = 8.0
+# The default run's share of examples.
+OPTIONS: dict[str, Any] = {
+    "max_examples": 60,
+    "stateful_step_count": 25,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
 
 
 class SessionMachine(SchedulerMachine):
@@ -435,10 +442,18 @@ class SessionMachine(SchedulerMachine):
                 assert pool_view.session_held_pages == held
             for session_id, lease in memory.sessions.idle():
                 known = len(self.talk.of[session_id].tokens)
-                assert lease.cache_protected_len <= lease.kv_committed_len <= known
-                # Of a turn that failed nothing is left; of one that succeeded, slots ahead.
-                num_ahead = lease.kv_allocated_len - lease.kv_committed_len
-                assert num_ahead <= 3 * (1 + self.driver.scheduler.sizes.max_draft_tokens)
+                assert 1 <= lease.kv_committed_len == lease.kv_allocated_len <= known
+                # The next turn can go on with all of it, and finds room in the windows' pools.
+                length = lease.kv_committed_len
+                assert resumable_len(memory, lease, length) == length
+                self.check_resting_windows(memory, lease)
+
+    def check_resting_windows(self, memory: RankMemory, lease: KVLease) -> None:
+        """An idle lease lists no more of a window than a pool of windows has for each row."""
+        listed = (lease.pages(memory.page_size) > 0).sum(axis=1)
+        for group, num_pages in zip(memory.groups, listed.tolist(), strict=True):
+            if group.sliding_window is not None and not group.is_recurrent:
+                assert num_pages <= memory.sizes.resting_pages(group)
 
     def check_trees(self) -> None:
         listed = self.talk.listed().items()
@@ -472,13 +487,7 @@ class SessionMachine(SchedulerMachine):
 def test_random_conversations_among_random_events_remember_what_they_should(
     tmp_path: Path,
 ) -> None:
-    run_machine(
-        tmp_path,
-        SessionMachine,
-        max_examples=60,
-        stateful_step_count=25,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    run_machine(tmp_path, SessionMachine, **OPTIONS)
 
 
 def sees_its_windows(memory: RankMemory, lease: KVLease, length: int) -> bool:

@@ -111,3 +111,42 @@ def test_a_retracted_turn_finds_or_computes_what_its_window_sees(layout: str) ->
     assert len(s.driver.tokens[rid]) == 30
     s.check()
     s.close_all()
+
+
+@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_sessions_leave_room_in_a_window_s_own_pool_for_the_rows_that_run(
+    page_size: int, radix: bool
+) -> None:
+    """A turn of one long chunk and one token has no later step that frees the chunk's pages."""
+    s = talk_with_windows(
+        "own pool",
+        page_size,
+        chunk=64,
+        num_rows=5,
+        overlap=False,
+        disable_radix_cache=not radix,
+    )
+    for session_id in ("b", "c", "d"):
+        s.open(session_id)
+    for number, session_id in enumerate(("s", "b", "c", "d", "s", "b")):
+        s.say(session_id, words(40, number), 1)
+    s.check()
+    s.close_all()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_turn_holds_of_a_window_no_more_than_its_chunk_and_what_that_sees(
+    page_size: int, num_drafts: int
+) -> None:
+    s = talk_with_windows("own pool", page_size, num_drafts=num_drafts, disable_radix_cache=True)
+    sizes, memory = s.driver.scheduler.sizes, s.driver.scheduler.ranks[0].memory
+    for turn in range(4):
+        s.begin("s", words(8, turn), 2)
+        while not s.driver.scheduler.is_idle:
+            s.driver.step()
+            listed = (memory.rows.pages[:, 1] > 0).sum(axis=1)
+            assert listed.max() <= sizes.row_pages(sizes.groups[1])
+        s.settle()
+    s.close_all()

@@ -53,6 +53,10 @@ def shown(events: list[Event]) -> str:
     )
 
 
+def content(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Content))
+
+
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 def test_a_recorded_answer_is_understood(answer: Answer) -> None:
     parser = AnswerParser(answer.tool, answer.reasoning)
@@ -101,6 +105,35 @@ def test_any_answer_cut_off_anywhere_is_read_by_any_parser(
     assert events == read(parser, ["".join(pieces)], answer.prompt_tail)
     begun = [event for event in events if isinstance(event, CallBegun)]
     assert len(begun) - events.count(CallEnded()) in (0, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in ANSWERS if CallEnded() in ANSWERS[name].events])
+def test_what_ends_a_call_is_no_content_even_if_it_is_cut_off(name: str) -> None:
+    answer = ANSWERS[name]
+    parser, tail = AnswerParser(answer.tool, answer.reasoning), answer.prompt_tail
+    reader = parser.reader(TOOLS, tail, has_reasoning=True)
+    num_chars, num_open = 0, answer.events.count(CallEnded())
+    while num_open and num_chars < len(answer.text):
+        num_open -= reader.feed(answer.text[num_chars]).count(CallEnded())
+        num_chars += 1
+    for end in range(num_chars, len(answer.text)):
+        assert content(answer.events).startswith(content(read(parser, [answer.text[:end]], tail)))
+
+
+@pytest.mark.parametrize(
+    ("tool", "tag"), [("qwen3_coder", "</function>"), ("glm45", "</tool_call>")]
+)
+def test_a_tag_that_would_end_a_call_is_no_content_if_it_is_cut_off(tool: str, tag: str) -> None:
+    text, reasoning = ANSWERS[tool].text, ANSWERS[tool].reasoning
+    events = read(AnswerParser(tool, reasoning), [text[: text.index(tag) + 4]])
+    assert "</" not in content(events)
+
+
+def test_a_call_of_gpt_oss_has_ended_when_its_arguments_have() -> None:
+    head = "<|channel|>commentary to=functions.now<|message|>"
+    for arguments, has_ended in {'{"a": ': False, '{"a": 1}': True, "": True}.items():
+        events = read(AnswerParser(HARMONY, HARMONY), [head + arguments])
+        assert (CallEnded() in events) == has_ended, arguments
 
 
 @given(

@@ -8,6 +8,7 @@ from sgl_jax.bench.host.memory import bench_allocator, bench_eviction, bench_tre
 from sgl_jax.bench.host.serving import LOADS, serving_lines
 from sgl_jax.bench.host.steps import DP_SIZE, bench_steps, busy_check_line
 from sgl_jax.bench.host.timing import HEADER, Timing
+from sgl_jax.bench.host.waiting import waiting_lines
 
 
 def all_timings(repeats: int) -> Iterator[Timing]:
@@ -33,6 +34,9 @@ def main() -> None:
         print(busy_check_line(dp_size, 16, repeats), flush=True)
     for name in LOADS:
         for line in serving_lines(name, 2 * repeats):
+            print(line, flush=True)
+    for policy in ("fcfs", "lpm"):
+        for line in waiting_lines(policy, 2 * repeats):
             print(line, flush=True)
 
 

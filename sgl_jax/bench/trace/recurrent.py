@@ -150,7 +150,7 @@ class StatesReplay:
         """Where a snapshot of a prompt is kept, as an engine does: at its last whole page, where it
         branches off from what the tree holds, and at each multiple of the interval."""
         page_size, interval = self.sizes.page_size, self.sizes.snapshot_interval
-        cursor = self.memory.cache.cursors.follow(matchable, "", tag=0)
+        cursor = self.memory.cache.cursors.follow(matchable, "")
         branch = cursor.matched
         self.memory.cache.cursors.unfollow(cursor)
         tail = len(matchable) // page_size * page_size

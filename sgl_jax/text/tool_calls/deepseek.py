@@ -22,7 +22,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     def call(lead: str) -> Reading[bool]:
         if not (yield from headed_call(unread, lead, _HEAD)):
             return False
-        yield from unread.skip("```")
+        yield from unread.close("```")
         return True
 
     yield from sections_amid_content(unread, _SECTION, _CALL, call)

@@ -33,7 +33,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
                 return False
             if not (yield from values.value(key, _VALUE_END)):
                 return False
-        if not (yield from unread.skip(_END)):
+        if not (yield from unread.close(_END)):
             return False
         yield from values.close()
         return True

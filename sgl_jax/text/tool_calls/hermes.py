@@ -12,7 +12,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
     def call(lead: str) -> Reading[bool]:
         if not (yield from json_call(unread, lead)):
             return False
-        yield from unread.skip(_END)
+        yield from unread.close(_END)
         return True
 
     yield from calls_amid_content(unread, _BEGIN, call)

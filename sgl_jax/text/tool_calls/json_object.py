@@ -139,8 +139,7 @@ def headed_call(unread: Unread, lead: str, head: re.Pattern[str]) -> Reading[boo
 def _rest_of_object(unread: Unread) -> Reading[None]:
     """Read the end of a call's object, with what else it says."""
     size = yield from find_end(unread, ObjectEnd(depth=1))
-    if size >= 0:
-        unread.take(size)
+    unread.take(size if size >= 0 else len(unread.held))
 
 
 def _name(text: str) -> str | None:

@@ -23,7 +23,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
         while (yield from unread.skip(",")):
             if not (yield from json_call(unread, ",")):
                 return False
-        yield from unread.skip("]")
+        yield from unread.close("]")
         return True
 
     yield from calls_amid_content(unread, _BEGIN, calls)

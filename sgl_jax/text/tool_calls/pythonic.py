@@ -40,7 +40,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
             yield CallBegun(name)
             yield Arguments(arguments)
             yield CallEnded()
-        yield from unread.skip(_END)
+        yield from unread.close(_END)
         yield from unread.skip_space()
     yield from unread.pass_on(Content, [])
 

@@ -36,10 +36,10 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
             unread.take(1)
             if not (yield from values.value(parameter, _PARAMETER_END)):
                 return False
-        if not (yield from unread.skip(_FUNCTION_END)):
+        if not (yield from unread.close(_FUNCTION_END)):
             return False
         yield from values.close()
-        yield from unread.skip(_END)
+        yield from unread.close(_END)
         return True
 
     yield from calls_amid_content(unread, _BEGIN, call)

@@ -55,9 +55,9 @@ def sections_amid_content(
             return False
         lead += call[0]
         while (yield from read_call(lead)):
-            yield from unread.skip(call[1])
+            yield from unread.close(call[1])
             if not (yield from unread.skip(call[0])):
-                yield from unread.skip(section[1])
+                yield from unread.close(section[1])
                 return True
             lead = call[0]
         return False

@@ -1,0 +1,437 @@
+"""Cursors on a prefix tree that changes.
+
+A waiting request is tried in many steps, and between two of them the tree seldom changes where it
+matters to that request. So instead of a lookup for each try, the tree keeps a cursor where the walk
+along its tokens ended, and moves it when that walk would end elsewhere. A change of the tree costs
+time for the live stems (`prefix_cursor.py`) on the nodes that change, however many prompts continue
+them.
+
+Where there are windows, less may be usable than matched. A live cursor then also watches the nodes
+from that where its usable prefix ends to that where its walk does: it is measured anew when the
+resumable positions of one of these change.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.prefix_cursor import (
+    LIVE,
+    CursorColumns,
+    KeyAt,
+    PrefixCursor,
+    common_prefix_len,
+)
+from sgl_jax.mem_cache.tree_component import PathStep
+from sgl_jax.mem_cache.tree_node import TreeNode
+
+
+class _Stop:
+    """A node where live cursors stand: one at its end at most, others within its edge, by number.
+
+    `place` is its place in `CursorIndex.nodes`.
+    """
+
+    __slots__ = ("at_end", "node", "place", "within")
+
+    def __init__(self, node: TreeNode, place: int) -> None:
+        self.node = node
+        self.place = place
+        self.at_end: PrefixCursor | None = None
+        self.within: dict[int, PrefixCursor] = {}
+
+    def cursors(self) -> list[PrefixCursor]:
+        """All that stand there."""
+        at_end = [] if self.at_end is None else [self.at_end]
+        return [*at_end, *self.within.values()]
+
+
+class CursorIndex:
+    """All cursors of one tree. The tree reports each change of its shape.
+
+    Args:
+        page_size: tokens.
+        root: of the tree.
+        walk: `walk(tokens, namespace, below)` answers the path below a node that lies on it.
+        key_at: how children are found.
+        usable_len: `usable_len(node, matched)` answers how much can be resumed of a walk of that
+            length, and the nodes where that was looked for. None: all of it always.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        root: TreeNode,
+        walk: Callable[[Int32Array, str, TreeNode], list[PathStep]],
+        key_at: KeyAt,
+        usable_len: Callable[[TreeNode, int], tuple[int, list[TreeNode]]] | None = None,
+    ) -> None:
+        self._page_size = page_size
+        self._root = root
+        self._walk = walk
+        self._key_at = key_at
+        self._usable_len = usable_len
+        self._watchers: dict[int, dict[int, PrefixCursor]] = {}  # by node id, by number
+        self._unmeasured: dict[int, PrefixCursor] = {}  # whose walk ends elsewhere now
+        self._stops: dict[int, _Stop] = {}  # by node id
+        # The nodes of all stops, by place; None where none is.
+        self.nodes: list[TreeNode | None] = []
+        self._free_places: list[int] = []
+        self.columns = CursorColumns()
+        self._has_moved = False
+        # Of no tokens, in all namespaces; the key of a stem behind it says which.
+        self._first = PrefixCursor(self._key_at, self.columns.take(), None, b"", root.key, "")
+        self._file(self._first, root, 0)
+        self._measure_all()
+
+    # -- prompts come and go ------------------------------------------------------------------
+
+    def follow(
+        self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
+    ) -> PrefixCursor:
+        """The cursor of a prompt of `tokens`; each call is to be ended by one of `unfollow`.
+
+        `below` is a locked node that is known to lie on the walk: what is above is not looked at.
+        Where the walks of other prompts end does not change.
+        """
+        tokens = tokens[: len(tokens) // self._page_size * self._page_size]
+        cursor = self._first
+        while cursor.end < len(tokens):
+            key = self._key_at(cursor.end, tokens[cursor.end :], namespace)
+            child = cursor.children.get(key)
+            if child is None:
+                cursor = self._add(cursor, key, tokens, namespace, below)
+                break
+            end = cursor.end + self._num_common(child.tokens[cursor.end :], tokens[cursor.end :])
+            cursor = child if end == child.end else self._part(child, end)
+        cursor.num_followers += 1
+        self._measure_all()
+        return cursor
+
+    def unfollow(self, cursor: PrefixCursor) -> None:
+        """A prompt that followed the cursor does not need it any more."""
+        cursor.num_followers -= 1
+        parent = cursor.parent
+        while parent is not None and not cursor.num_followers and len(cursor.children) < 2:
+            rest = next(iter(cursor.children.values()), None)
+            self._remove(cursor, parent, rest)
+            if rest is not None:
+                break
+            cursor, parent = parent, parent.parent
+        if self._unmeasured:
+            self._measure_all()
+
+    def take_has_moved(self) -> bool:
+        """Whether the length or place of a cursor may have changed since the last call."""
+        has_moved, self._has_moved = self._has_moved, False
+        return has_moved
+
+    def has_filed(self, node: TreeNode, key: bytes | None) -> bool:
+        """Whether a child of `node` under `key`, which it lacks, would move a cursor."""
+        return key is not None and self._waiting_for(node, key) is not None
+
+    def filed(self, node: TreeNode, key: bytes | None, most: int) -> list[PrefixCursor]:
+        """Some of the cursors with followers, `most` of them at most, that a child of `node` under
+        `key`, which it lacks, would move."""
+        stem = None if key is None else self._waiting_for(node, key)
+        if stem is None:
+            return []
+        return list(islice((each for each in stem.stems() if each.num_followers), most))
+
+    def num_awaiting(self, node: TreeNode, key: bytes, most: int) -> int:
+        """How many prompts, `most` of them at most, would go on from `node` if a child came under
+        `key`; or if more of the child that is there could be resumed, where its path cannot."""
+        child = node.children.get(key)
+        if child is not None:
+            watching = self._watchers.get(child.node_id, {}).values()
+            standing = [live.resting() for live in watching]
+        else:
+            stem = self._waiting_for(node, key)
+            standing = [] if stem is None else [stem.stems()]
+        count = 0
+        for cursor in chain.from_iterable(standing):
+            count += cursor.num_followers
+            if count >= most:
+                return most
+        return count
+
+    # -- what the tree reports ----------------------------------------------------------------
+
+    def child_added(self, parent: TreeNode, child: TreeNode) -> None:
+        """`parent` has a new child, which has none: stems may go on into its edge."""
+        cursor = self._waiting_for(parent, child.child_key)
+        if cursor is not None:
+            self._has_moved = True
+            self._go_along(cursor, child, parent.end)
+
+    def node_split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """`lower`'s edge lost its beginning to the new `upper`: cursors that ended there move."""
+        for cursor in self._moving_from(lower):
+            if cursor.reached <= upper.end:
+                self._file(cursor, upper, cursor.reached)
+        self._measure_watchers(lower)
+
+    def nodes_merged(self, upper: TreeNode, lower: TreeNode) -> None:
+        """`upper` became the beginning of its only child's edge: its cursors end within that."""
+        for cursor in self._moving_from(upper):
+            self._file(cursor, lower, cursor.reached)
+        self._measure_watchers(upper)
+
+    def leaf_trimmed(self, leaf: TreeNode, end: TreeNode) -> None:
+        """The path to `leaf` ends at `end` from now on: `leaf`, shortened, or its parent."""
+        for cursor in self._moving_from(leaf):
+            if cursor.start < end.end:
+                self._file(cursor, end, min(cursor.reached, end.end))
+            else:
+                self._rest(cursor)
+
+    def measure(self, nodes: Iterable[TreeNode]) -> None:
+        """What can be resumed in `nodes` has changed, or walks have moved: measure what that
+        concerns. To be called at the end of each change of a tree with windows."""
+        for node in nodes:
+            self._measure_watchers(node)
+        if self._measure_all():
+            self._has_moved = True
+
+    def audit(self) -> None:
+        """Prove that each cursor is where a fresh walk ends. Raises `LedgerError`."""
+        stems = list(self._first.stems())
+        for cursor in stems:
+            self._audit_walk(cursor)
+        live = [cursor for cursor in stems if cursor.at is not None]
+        for cursor in live:
+            self._audit_length(cursor)
+        if len(live) != sum(len(stop.cursors()) for stop in self._stops.values()):
+            raise LedgerError("cursors stand at nodes that are not live, or are gone")
+        if sum(map(len, self._watchers.values())) != sum(len(each.watched) for each in live):
+            raise LedgerError("nodes are watched for cursors that do not say so")
+
+    # -- the shape of the stems ---------------------------------------------------------------
+
+    def _add(
+        self,
+        parent: PrefixCursor,
+        key: bytes,
+        tokens: Int32Array,
+        namespace: str,
+        below: TreeNode | None,
+    ) -> PrefixCursor:
+        """A new stem behind `parent`, which has none that begins so."""
+        cursor = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
+        parent.children[key] = cursor
+        self.columns.above[cursor.number] = parent.number
+        if parent.at is None or parent.reached < parent.end:
+            return cursor
+        node, start = parent.at, parent.end
+        if below is not None and node.end < below.end <= cursor.end:
+            node, start = below, below.end
+            self._file(cursor, node, start)
+        elif start < node.end:
+            self._go_along(cursor, node, start)
+            start = cursor.matched
+        if start == node.end and (path := self._walk(tokens, namespace, node)):
+            matched = sum(step.num_matched for step in path)
+            self._file(cursor, path[-1].node, start + matched)
+        return cursor
+
+    def _part(self, lower: PrefixCursor, end: int) -> PrefixCursor:
+        """A new stem ends within that of `lower`, which continues it from now on."""
+        parent, key = lower.parent, lower.key
+        assert parent is not None
+        tokens, namespace = lower.tokens[:end], lower.namespace
+        upper = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
+        parent.children[key] = upper
+        lower.parent, lower.key = upper, self._key_at(end, lower.tokens[end:], namespace)
+        upper.children[lower.key] = lower
+        self.columns.above[upper.number] = parent.number
+        node = lower.at
+        if node is None:
+            self.columns.above[lower.number] = upper.number
+        elif lower.reached <= end:
+            self._take_over(upper, lower)
+        else:
+            while node.parent is not None and node.parent.end >= end:
+                node = node.parent
+            self._file(upper, node, end)
+        return upper
+
+    def _remove(
+        self, cursor: PrefixCursor, parent: PrefixCursor, rest: PrefixCursor | None
+    ) -> None:
+        """No prompt ends at a stem any more, and `rest` at most goes on from it."""
+        if rest is None:
+            del parent.children[cursor.key]
+        else:
+            rest.parent, rest.key = parent, cursor.key
+            parent.children[rest.key] = rest
+            if rest.at is None:
+                self.columns.above[rest.number] = parent.number
+                if cursor.at is not None:
+                    self._take_over(rest, cursor)
+        if cursor.at is not None:
+            self._rest(cursor)
+        self.columns.free(cursor.number)
+
+    def _take_over(self, cursor: PrefixCursor, live: PrefixCursor) -> None:
+        """A cursor that was not live stands where `live` did, which is so no more."""
+        node, reached = live.at, live.reached
+        assert node is not None
+        self._rest(live)
+        self._file(cursor, node, reached)  # at the same place: the last one freed is taken first
+
+    # -- where cursors stand ------------------------------------------------------------------
+
+    def _waiting_for(self, node: TreeNode, key: bytes) -> PrefixCursor | None:
+        """The stem that a child of `node` under `key` would continue."""
+        stop = self._stops.get(node.node_id)
+        if stop is None or stop.at_end is None:
+            return None
+        cursor = stop.at_end
+        if cursor.end == node.end:
+            return cursor.children.get(key)
+        return cursor if cursor.next_key == key else None
+
+    def _go_along(self, cursor: PrefixCursor | None, node: TreeNode, start: int) -> None:
+        """A stem, and those that continue it, go on along the edge of `node` from `start` on."""
+        edge = node.key[len(node.key) - (node.end - start) :]
+        while cursor is not None and (num_common := self._num_common(edge, cursor.tokens[start:])):
+            start, edge = start + num_common, edge[num_common:]
+            self._file(cursor, node, start)
+            if start < cursor.end or not len(edge):
+                return
+            cursor = cursor.children.get(self._key_at(start, edge, cursor.namespace))
+
+    def _num_common(self, a: Int32Array, b: Int32Array) -> int:
+        """Tokens of the whole pages that both begin with."""
+        return common_prefix_len(a, b) // self._page_size * self._page_size
+
+    def _file(self, cursor: PrefixCursor, node: TreeNode, reached: int) -> None:
+        """The cursor stands on `node` from now on, live."""
+        if cursor.at is not None:
+            self._take_out(cursor)
+        stop = self._stops.get(node.node_id) or self._new_stop(node)
+        cursor.at, cursor.reached = node, reached
+        if reached == node.end:
+            stop.at_end = cursor
+        else:
+            stop.within[cursor.number] = cursor
+        self.columns.above[cursor.number] = LIVE
+        self.columns.place[cursor.number] = stop.place
+        if self._usable_len is None:
+            self._set_usable(cursor, reached)
+        else:
+            self._unmeasured[cursor.number] = cursor
+
+    def _rest(self, cursor: PrefixCursor) -> None:
+        """The cursor is live no more."""
+        assert cursor.parent is not None, "the first cursor is live"
+        self._take_out(cursor)
+        self._unwatch(cursor)
+        self._unmeasured.pop(cursor.number, None)
+        cursor.at = None
+        self.columns.above[cursor.number] = cursor.parent.number
+
+    def _take_out(self, cursor: PrefixCursor) -> None:
+        assert cursor.at is not None, "the cursor is not live"
+        stop = self._stops[cursor.at.node_id]
+        if stop.at_end is cursor:
+            stop.at_end = None
+        else:
+            del stop.within[cursor.number]
+        if stop.at_end is None and not stop.within:
+            del self._stops[stop.node.node_id]
+            self.nodes[stop.place] = None
+            self._free_places.append(stop.place)
+
+    def _new_stop(self, node: TreeNode) -> _Stop:
+        if not self._free_places:
+            self._free_places.append(len(self.nodes))
+            self.nodes.append(None)
+        stop = _Stop(node, self._free_places.pop())
+        self._stops[node.node_id] = stop
+        self.nodes[stop.place] = node
+        return stop
+
+    def _moving_from(self, node: TreeNode) -> list[PrefixCursor]:
+        """The cursors on a node that changes."""
+        stop = self._stops.get(node.node_id)
+        if stop is None:
+            return []
+        self._has_moved = True
+        return stop.cursors()
+
+    # -- how much can be resumed --------------------------------------------------------------
+
+    def _measure_all(self) -> bool:
+        """Measure what has not been since it moved; whether a length changed."""
+        has_changed = False
+        while self._unmeasured:
+            _, cursor = self._unmeasured.popitem()
+            before = cursor.usable
+            self._measure(cursor)
+            has_changed |= cursor.usable != before
+        return has_changed
+
+    def _measure(self, cursor: PrefixCursor) -> None:
+        assert self._usable_len is not None
+        assert cursor.at is not None
+        self._unwatch(cursor)
+        length, cursor.watched = self._usable_len(cursor.at, cursor.reached)
+        self._set_usable(cursor, length)
+        for node in cursor.watched:
+            self._watchers.setdefault(node.node_id, {})[cursor.number] = cursor
+
+    def _set_usable(self, cursor: PrefixCursor, length: int) -> None:
+        cursor.usable = length
+        self.columns.usable_pages[cursor.number] = length // self._page_size
+
+    def _unwatch(self, cursor: PrefixCursor) -> None:
+        for node in cursor.watched:
+            watchers = self._watchers[node.node_id]
+            del watchers[cursor.number]
+            if not watchers:
+                del self._watchers[node.node_id]
+        cursor.watched = []
+
+    def _measure_watchers(self, node: TreeNode) -> None:
+        self._unmeasured.update(self._watchers.get(node.node_id, ()))
+
+    # -- proof --------------------------------------------------------------------------------
+
+    def _audit_walk(self, cursor: PrefixCursor) -> None:
+        path = self._walk(cursor.tokens, cursor.namespace, self._root)
+        node = path[-1].node if path else self._root
+        matched = sum(step.num_matched for step in path)
+        if (cursor.node.node_id, cursor.matched) != (node.node_id, matched):
+            raise LedgerError(f"{cursor!r} should be at {node!r}, length {matched}")
+        above = LIVE
+        if (parent := cursor.parent) is not None:
+            if not cursor.num_followers and len(cursor.children) < 2:
+                raise LedgerError(f"{cursor!r} is not needed")
+            if matched <= parent.end:
+                above = parent.number
+        is_live = cursor.at is not None
+        if is_live != (above == LIVE) or self.columns.above[cursor.number] != above:
+            raise LedgerError(f"{cursor!r}: live is {is_live}, {matched} tokens matched")
+
+    def _audit_length(self, cursor: PrefixCursor) -> None:
+        """A live cursor is listed where it stands, what can be resumed is what was measured last,
+        and each change of it would be seen."""
+        node = cursor.node
+        length = cursor.reached
+        seen: list[TreeNode] = []
+        if self._usable_len is not None:
+            length, seen = self._usable_len(node, cursor.reached)
+        is_watched = all(cursor.number in self._watchers.get(each.node_id, ()) for each in seen)
+        if cursor.usable != length or not is_watched or cursor.watched != seen:
+            raise LedgerError(f"{cursor!r}: {length} tokens can be resumed, in {seen}")
+        stop = self._stops.get(node.node_id)
+        is_at_end = cursor.reached == node.end
+        if stop is None or self.nodes[stop.place] is not node:
+            raise LedgerError(f"{cursor!r} stands on a node that is not listed at its place")
+        if (stop.at_end is cursor) != is_at_end or (cursor.number in stop.within) == is_at_end:
+            raise LedgerError(f"{cursor!r} is not listed where it stands")
+        columns = self.columns.usable_pages[cursor.number], self.columns.place[cursor.number]
+        if columns != (length // self._page_size, stop.place):
+            raise LedgerError(f"{cursor!r}: its columns say {columns}")

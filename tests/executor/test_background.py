@@ -1,0 +1,67 @@
+"""Compilation beside the engine's loop: on a thread, in order, ended early, counted apart."""
+
+import threading
+
+import jax
+import numpy as np
+
+from sgl_jax.executor.background import BackgroundCompilation
+from sgl_jax.executor.compile_watch import CompileWatch
+from tests.waiting import until
+
+
+def run_all(*jobs):
+    """Until they have ended."""
+    background = BackgroundCompilation(jobs, CompileWatch())
+    until(lambda: background.is_done, "the jobs end")
+    background.close()
+    return background
+
+
+def test_jobs_run_in_order_on_another_thread():
+    ran = []
+    background = run_all(*(lambda i=i: ran.append((i, threading.get_ident())) for i in range(3)))
+    assert [number for number, _ in ran] == [0, 1, 2]
+    assert threading.get_ident() not in {thread for _, thread in ran}
+    assert background.error is None
+
+
+def test_the_first_failure_is_reported_and_the_others_run():
+    ran = []
+    background = run_all(lambda: 1 // 0, lambda: [].pop(), lambda: ran.append(1))
+    assert background.error == "ZeroDivisionError: integer division or modulo by zero"
+    assert ran == [1]
+
+
+def test_closed_it_neither_begins_another_job_nor_waits_for_the_one_that_runs():
+    begun, may_end, ran = threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        assert may_end.wait(60)
+        ran.append("first")
+
+    background = BackgroundCompilation([first, lambda: ran.append("second")], CompileWatch())
+    assert begun.wait(60)
+    background.close()
+    assert not ran
+    may_end.set()
+    until(lambda: background.is_done, "the first job ends")
+    assert ran == ["first"]
+    assert background.error is None
+
+
+def test_compilations_are_counted_by_when_and_where_they_happen():
+    def compile_one(number):
+        jax.jit(lambda x: x * number)(np.ones(3))
+
+    watch = CompileWatch()
+    compile_one(3.5)
+    watch.arm()
+    background = BackgroundCompilation([lambda: compile_one(4.5)], watch)
+    until(lambda: background.is_done, "the job ends")
+    with watch.paused():
+        compile_one(5.5)
+    assert (watch.num_at_start, watch.num_beside_loop, watch.num_in_loop) == (1, 1, 0)
+    compile_one(6.5)
+    assert (watch.num_at_start, watch.num_beside_loop, watch.num_in_loop) == (1, 1, 1)

@@ -1,0 +1,139 @@
+"""Requests with a grammar wait for the programs of their steps; all others run on."""
+
+import pytest
+
+from sgl_jax.core.messages import OpenSession, SessionTurn, StopRequest
+from sgl_jax.core.server_args import SchedulerArgs
+from tests.scheduler.driver import Driver, generate, make_sizes
+
+
+def submit(driver: Driver, rid: str, **kwargs: object) -> None:
+    """A request with a grammar."""
+    driver.submit(generate(rid, [3, 4, 5], 4, regex="a+", **kwargs))
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """One request runs, two with a grammar wait for programs."""
+    driver = Driver(make_sizes(dp_size=2, num_rows=3, num_pages=40), SchedulerArgs())
+    driver.tick(0.0)
+    driver.events.await_programs()
+    driver.submit(generate("plain", [1, 2, 3], 12))
+    submit(driver, "x")
+    submit(driver, "y", dp_rank=1)
+    for _ in range(5):
+        driver.step()
+    return driver
+
+
+def open_gate(driver: Driver, error: str = "") -> None:
+    driver.events.programs_ready(error)
+    driver.collect()
+
+
+def test_they_start_when_the_programs_are_there(driver: Driver) -> None:
+    assert len(driver.tokens["plain"]) > 2
+    assert driver.scheduler.why_waiting("x").kind == "program"
+    assert driver.scheduler.count_waiting()["program"] == driver.scheduler.num_waiting == 2
+    assert [driver.scheduler.num_waiting_for(rank) for rank in range(2)] == [0, 1]
+    assert not any(plan.is_masked for plan in driver.plans)
+    open_gate(driver)
+    assert driver.scheduler.count_waiting()["program"] == 0
+    submit(driver, "late")
+    driver.run()
+    for rid in ("plain", "x", "y", "late"):
+        driver.check_tokens(rid)
+        assert driver.finish[rid].type == "length"
+    driver.check_replay()
+
+
+def test_alone_they_leave_the_engine_at_rest(driver: Driver) -> None:
+    while driver.step():
+        assert driver.scheduler.num_running
+    assert driver.scheduler.is_resting
+    assert not driver.scheduler.is_idle
+    open_gate(driver)
+    assert not driver.scheduler.is_resting
+    driver.run()
+    driver.check_replay()
+
+
+def test_without_programs_they_end_with_the_reason_and_others_run(driver: Driver) -> None:
+    open_gate(driver, "no programs")
+    submit(driver, "late")
+    for rid in ("x", "y", "late"):
+        assert (driver.finish[rid].status_code, driver.finish[rid].message) == (500, "no programs")
+    driver.run()
+    assert driver.finish["plain"].type == "length"
+    driver.check_replay()
+
+
+def abort(driver: Driver) -> None:
+    driver.abort("x")
+    driver.abort("y")
+
+
+def stop(driver: Driver) -> None:
+    for rid in ("x", "y"):
+        driver.events.stop(StopRequest(rid=rid, num_output_tokens=0))
+
+
+def pause(driver: Driver) -> None:
+    driver.pause("abort")
+    driver.events.resume()
+
+
+def time_out(driver: Driver) -> None:
+    driver.events.configure(SchedulerArgs(waiting_timeout=1.0), chunk_tokens=8)
+    driver.tick(5.0)
+
+
+def fail(driver: Driver) -> None:
+    driver.fail_all("a step failed")
+
+
+def rebuild(driver: Driver) -> None:
+    driver.in_flight.clear()
+    driver.events.rebuild("wrong records")
+    driver.collect()
+
+
+@pytest.mark.parametrize("end", [abort, stop, pause, time_out, fail, rebuild])
+def test_they_end_as_any_request_while_they_wait(driver: Driver, end) -> None:
+    end(driver)
+    assert driver.scheduler.num_waiting == 0
+    assert not {"x", "y"} & set(driver.scheduler._requests)
+    open_gate(driver)
+    submit(driver, "late")
+    driver.run()
+    driver.check_tokens("late")
+    driver.check_replay()
+
+
+def test_a_pause_holds_them_as_all_others(driver: Driver) -> None:
+    driver.pause("in_place")
+    assert driver.scheduler.why_waiting("x").kind == "paused"
+    assert driver.scheduler.count_waiting() == {"paused": 2}
+    open_gate(driver)
+    driver.step()
+    assert driver.scheduler.num_waiting == 2
+    driver.events.resume()
+    driver.run()
+    driver.check_replay()
+
+
+def test_a_turn_of_a_session_waits_with_its_history(driver: Driver) -> None:
+    driver.session(OpenSession(rid="q", session_id="s", streaming=True))
+    driver.submit(generate("first", [7, 8, 9], 3, session=SessionTurn(id="s")))
+    while "first" not in driver.finish:
+        driver.step()
+    history = driver.prompts["first"] + driver.tokens["first"]
+    turn = generate("second", [6], 3, regex="a+", session=SessionTurn(id="s"))
+    driver.submit(turn, history)
+    while driver.step():
+        pass
+    assert "second" not in driver.finish
+    open_gate(driver)
+    driver.run()
+    driver.check_tokens("second")
+    assert driver.cached["second"] > 0
