@@ -18,6 +18,7 @@ from math import sqrt
 
 import numpy as np
 
+from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy, UseRun
 from sgl_jax.mem_cache.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.ghost_pages import GhostPages, Int64Array, PrefixHasher, RecalledPages
@@ -70,7 +71,7 @@ class AdaptivePolicy(EvictionPolicy):
         super().discard(node)
 
     def next_victim(self, now: int) -> TreeNode | None:
-        """The first leaf by the favourite's order that it does not keep itself, or else the first."""
+        """The first leaf by the favourite's order that it does not keep, or else the first."""
         leaf = self._first(self._queues, now)
         if self._shadows.favourite == ADAPTIVE:
             return leaf
@@ -83,14 +84,14 @@ class AdaptivePolicy(EvictionPolicy):
         """The leaf that goes first by the favourite's order."""
         heads = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
         if self._shadows.favourite == ADAPTIVE:
-            return min(
-                heads,
-                key=lambda leaf: self.rate(leaf.num_uses, leaf.last_access, now),
-                default=None,
-            )
+            return self._lowest_rate(heads, now)
         if self._shadows.favourite == LRU:
             return min(heads, key=lambda leaf: (leaf.last_access, leaf.node_id), default=None)
         return heads[0] if heads else None
+
+    def _lowest_rate(self, leaves: list[TreeNode], now: int) -> TreeNode | None:
+        rates = (self.rate(leaf.num_uses, leaf.last_access, now) for leaf in leaves)
+        return min(zip(rates, range(len(leaves)), leaves, strict=True), default=(0, 0, None))[2]
 
     def _keep(self, leaf: TreeNode) -> None:
         super().discard(leaf)
@@ -106,7 +107,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _show(self, node: TreeNode, now: int) -> None:
         """The shadows see a use; the favourite's leaves, and who that is, may change."""
         favourite = self._shadows.favourite
-        gone = self._shadows.use(node.page_hashes, now).tolist()
+        gone = self._shadows.use(node.page_hashes, _hash_before(node), now).tolist()
         if not self._kept_by_hash:
             return
         changed = favourite != self._shadows.favourite
@@ -181,8 +182,15 @@ class AdaptivePolicy(EvictionPolicy):
             self._num_reused = [(count + 1) / 2 for count in self._num_reused]
             self._num_left = [(count + 1) / 2 for count in self._num_left]
 
+    def audit(self) -> None:
+        super().audit()
+        for queue in self._kept:
+            queue.audit()
+        if sum(map(len, self._kept)) != len(self._kept_by_hash):
+            raise LedgerError("leaves that the favourite keeps are not listed by their hash")
+
     def clear(self) -> None:
-        """Forget members, ghosts and counts."""
+        """Forget members, ghosts, counts and shadows."""
         super().clear()
         for queue in self._kept:
             queue.clear()

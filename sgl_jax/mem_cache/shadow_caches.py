@@ -7,10 +7,11 @@ is the favourite, once it leads clearly.
 
 - `ADAPTIVE`: as `adaptive_policy.py`, with counts and ghosts of its own.
 - `LRU`: least recently used first.
-- `LFU`: least used first since it entered the cache, up to 4 times, and least recently among equals.
+- `LFU`: least used first since it entered the cache, the least recently used of equals.
 
-All see the same uses, so a page's age is the same in each. A page is admitted whenever it is read.
-Pages of an edge are appended from its end, so that the end leaves first; the tree is not known here.
+All see the same uses, so a page's age is the same in each. A page is admitted whenever it
+is read. Pages of a path are appended from its end, so that the end leaves first; the tree is not
+known here.
 """
 
 from math import sqrt
@@ -22,12 +23,13 @@ from sgl_jax.core.compiled import compiled
 from sgl_jax.mem_cache.ghost_pages import Int64Array, UInt64Array
 
 ADAPTIVE, LRU, LFU = range(3)
-MAX_SAMPLED = 4096  # pages of a shadow
+MAX_SAMPLED = 8192  # pages of a shadow
 NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
 GHOSTS_PER_PAGE = 4
+_MAX_USES = 63  # that LFU tells apart
 HALVED_AFTER = 8  # turnovers until the adaptive shadow's counts fade by half
-_HITS_HALVED_AFTER = 2  # turnovers until hits fade by half
-_LEAD = 20  # a favourite leads by this part of the cache
+_HITS_HALVED_AFTER = 4  # turnovers until hits fade by half
+_LEAD = 5  # a favourite leads by this part of the cache
 
 # Columns of a page: its hash, the next of its bucket (or of the free ones), when it was used, and
 # in which call; when it left the adaptive shadow, as which in order, and its class then.
@@ -41,6 +43,7 @@ _SIZE, _FREE, _NUM_LEFT, _NUM_SEEN, _CALLS, _FAVOURITE = range(6, 12)
 _NUM_COUNTERS = 12
 _NONE = -1
 
+_NO_HASHES = np.zeros(0, np.int64)
 Float64Array = NDArray[np.float64]
 
 
@@ -57,7 +60,7 @@ class ShadowCaches:
         num_known = (3 + GHOSTS_PER_PAGE) * size + 1
         self._pages = np.zeros((num_known, _NUM_COLUMNS), np.int64)
         self._buckets = np.zeros(1 << num_known.bit_length(), np.int64)
-        self._queues = np.zeros((3, NUM_CLASSES, 2), np.int64)  # the oldest and the youngest
+        self._queues = np.zeros((3, _MAX_USES + 1, 2), np.int64)  # the oldest and the youngest
         self._ghosts = np.zeros(GHOSTS_PER_PAGE * size, np.int64)
         self._counters = np.zeros(_NUM_COUNTERS, np.int64)
         self._counts = np.zeros((2, NUM_CLASSES))  # pages used again, and those that left
@@ -66,10 +69,13 @@ class ShadowCaches:
             *(self._counters, self._counts),
         )
         self._counters[_SIZE] = size
+        self._path: list[UInt64Array] = []  # what is being used, not read by the shadows yet
+        self._now = 0  # when it was
         self.clear()
 
     def clear(self) -> None:
         """Forget all."""
+        self._path.clear()
         size = self._counters[_SIZE]
         self._counters[:] = 0
         self._counters[_SIZE] = size
@@ -86,34 +92,47 @@ class ShadowCaches:
         """The order that would have served most."""
         return int(self._counters[_FAVOURITE])
 
-    def use(self, hashes: UInt64Array, now: int) -> Int64Array:
-        """A request uses pages of these prefixes, in order: hashes that leave the favourite."""
-        return _use(hashes.view(np.int64), self._mask, now, *self._state)
+    def use(self, hashes: UInt64Array, before: int, now: int) -> Int64Array:
+        """A request uses pages of these prefixes, behind one of hash `before`.
+
+        Edges of one path in a row are read at once, when it has ended: in LFU, its new pages would
+        else push one another out. Returns the hashes of pages that left the favourite.
+        """
+        gone = _NO_HASHES
+        if self._path and int(self._path[-1][-1]) != before:
+            read = np.concatenate(self._path).view(np.int64)
+            gone = _use(read, self._mask, self._now, *self._state)
+            self._path.clear()
+        self._path.append(hashes)
+        self._now = now
+        return gone
 
     def favours(self, page_hash: int) -> bool:
         """Whether the page is of the sample, and in the favourite."""
         if page_hash & self._mask:
             return False
-        page = _find(page_hash, self._pages, self._buckets)
+        page = int(_find(page_hash, self._pages, self._buckets))
         return page != _NONE and bool(self._pages[page, _CLASS + self.favourite] >= 0)
 
 
 @compiled("(int64, int64[:, ::1], int64[::1])")
-def _find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> int:
+def _find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> np.int64:
     """The page of this hash, or `_NONE`."""
-    page = buckets[(page_hash >> 20) & (len(buckets) - 1)]
+    page: np.int64 = buckets[(page_hash >> 20) & (len(buckets) - 1)]
     while page != _NONE and pages[page, _HASH] != page_hash:
         page = pages[page, _CHAIN]
     return page
 
 
 @compiled("(int64, int64[:, ::1], int64[::1], int64[::1])")
-def _place(page_hash: int, pages: Int64Array, buckets: Int64Array, counters: Int64Array) -> int:
+def _place(
+    page_hash: int, pages: Int64Array, buckets: Int64Array, counters: Int64Array
+) -> np.int64:
     """The page of this hash, which is made if there is none; `_NONE` if all are taken."""
     page = _find(page_hash, pages, buckets)
     if page != _NONE or counters[_FREE] == _NONE:
         return page
-    page = counters[_FREE]
+    page = np.int64(counters[_FREE])
     counters[_FREE] = pages[page, _CHAIN]
     bucket = (page_hash >> 20) & (len(buckets) - 1)
     pages[page, _HASH] = page_hash
@@ -129,7 +148,7 @@ def _place(page_hash: int, pages: Int64Array, buckets: Int64Array, counters: Int
 def _is_ghost(page: int, pages: Int64Array, ghosts: Int64Array, counters: Int64Array) -> bool:
     """Whether the adaptive shadow remembers the page."""
     left_as = pages[page, _LEFT_AS]
-    return left_as > 0 and counters[_NUM_LEFT] - left_as < len(ghosts)
+    return bool(left_as > 0 and counters[_NUM_LEFT] - left_as < len(ghosts))
 
 
 @compiled("(int64, int64[:, ::1], int64[::1], int64[::1], int64[::1])")
@@ -191,12 +210,12 @@ def _victim(
 ) -> int:
     """The page to take from the shadow next, `_NONE` if all were used now."""
     victim, lowest = _NONE, 0.0
-    for num_uses in range(NUM_CLASSES):
+    for num_uses in range(_MAX_USES + 1):
         page = queues[shadow, num_uses, 0]
         if page == _NONE or pages[page, _LAST] == now:
             continue
         if shadow != ADAPTIVE:
-            return page
+            return int(page)
         reused, left = counts[0, num_uses], counts[1, num_uses]
         age = float(now - pages[page, _LAST] + 1)
         rate = reused / (reused + left) / (age * sqrt(sqrt(age)))
@@ -300,8 +319,9 @@ def _read(
             counters[_HITS + shadow] += 1
             if shadow == ADAPTIVE:
                 counts[0, uses] += 1
-            if shadow != LRU:
                 num_uses[i] = min(uses + 1, NUM_CLASSES - 1)
+            elif shadow == LFU:
+                num_uses[i] = min(uses + 1, _MAX_USES)
             continue
         is_new[i] = True
         if shadow == ADAPTIVE and _is_ghost(page, pages, ghosts, counters):
@@ -361,10 +381,7 @@ def _use(
     read, last_uses = read[:num_read], last_uses[:num_read]
     left = read[:0]
     for shadow in range(3):
-        gone = _read(
-            *(shadow, read, last_uses, now),
-            *(pages, buckets, queues, ghosts, counters, counts),
-        )
+        gone = _read(shadow, read, last_uses, now, pages, buckets, queues, ghosts, counters, counts)
         if shadow == counters[_FAVOURITE]:
             left = gone
     for i in range(num_read):

@@ -1,5 +1,7 @@
 """The order in which prefixes leave: what each policy keeps, and what it may cost."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,8 @@ from tests.mem_cache.cache_loads import (
     take,
     uniform_reuse,
 )
+from tests.mem_cache.drawn_loads import drawn_load, loss
+from tests.mem_cache.found_loads import FOUND
 from tests.mem_cache.tree_model import uses_of_pages
 
 LOADS = [system_prompts, conversations, uniform_reuse, scan_and_hot_set, moving_working_set]
@@ -149,6 +153,24 @@ def test_adaptive_never_serves_much_less_than_lru(load: object, num_pages: int) 
     prompts = load()
     adaptive, lru = (hit_rate(prompts, num_pages, policy) for policy in EVICTION_POLICIES)
     assert adaptive >= lru - 0.01
+
+
+@pytest.mark.parametrize("seed", [14, 31, 44, 57])
+def test_adaptive_never_serves_much_less_than_lru_or_lfu(seed: int) -> None:
+    assert loss(replace(drawn_load(seed), num_pages=40)) <= 0.02
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", [200, 230, 260])
+def test_drawn_loads_are_served_about_as_well_as_by_lru_or_lfu(first: int) -> None:
+    losses = [loss(drawn_load(seed)) for seed in range(first, first + 30)]
+    assert max(losses) <= 0.04
+    assert sum(losses) <= 0
+
+
+@pytest.mark.long
+def test_loads_found_by_search_lose_little() -> None:
+    assert max(map(loss, FOUND)) <= 0.04
 
 
 @pytest.mark.parametrize(("load", "gain"), [(system_prompts, 0.08), (scan_and_hot_set, 0.05)])

@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         "evict what is most likely to be used again",
         _ADAPTIVE,
-        "if victim is None or rate < lowest:",
-        "if victim is None or rate > lowest:",
+        "return min(zip(rates, range(len(leaves)), leaves, strict=True), default",
+        "return max(zip(rates, range(len(leaves)), leaves, strict=True), default",
     ),
     Mutation(
         "evict by age alone, though uses are counted",

@@ -1,0 +1,50 @@
+"""The shadows beside the cache serve what the caches that they stand for would."""
+
+import numpy as np
+import pytest
+
+from sgl_jax.mem_cache.ghost_pages import PrefixHasher
+from sgl_jax.mem_cache.shadow_caches import ADAPTIVE, LFU, LRU, ShadowCaches
+from tests.mem_cache.cache_loads import Prompt, fresh_pages, hit_rate, take
+from tests.mem_cache.drawn_loads import drawn_load, lfu_hit_rate
+
+
+def hits_of(prompts: list[Prompt], num_pages: int) -> np.ndarray:
+    """The share of pages that each shadow has when they are read."""
+    shadows, hasher = ShadowCaches(num_pages), PrefixHasher(1)
+    hits = np.zeros(3)
+    for now, prompt in enumerate([*prompts, [-2]], 1):
+        before = shadows._counters[:6].copy()
+        shadows._counters[9] = 0  # hits never fade
+        shadows.use(hasher.hashes(np.array(prompt, np.int32)), 0, now)
+        hits += shadows._counters[3:6] - before[3:6]
+    return hits / sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("seed", [14, 22, 102])
+def test_shadows_of_lru_and_lfu_serve_what_these_serve(seed: int) -> None:
+    load = drawn_load(seed)
+    prompts = load.prompts()
+    hits = hits_of(prompts, load.num_pages)
+    assert hits[LRU] == pytest.approx(hit_rate(prompts, load.num_pages, "lru"), abs=0.003)
+    assert hits[LFU] == pytest.approx(lfu_hit_rate(prompts, load.num_pages), abs=1e-9)
+
+
+def test_a_sample_serves_what_the_whole_serves() -> None:
+    pages = fresh_pages()
+    documents = [take(pages, 200) for _ in range(300)]
+    rng = np.random.default_rng(3)
+    prompts = [documents[i] for i in rng.zipf(1.3, 2000) % 300]
+    whole = [hit_rate(prompts, 20_000, "lru")]
+    sampled = 4 * hits_of(prompts, 20_000)[[LRU]]
+    assert sampled == pytest.approx(whole, abs=0.02)
+
+
+def test_all_is_forgotten_and_pages_of_one_hash_are_one() -> None:
+    shadows = ShadowCaches(4)
+    for now, first in enumerate([7, 7, 8, 7], 1):
+        shadows.use(np.array([first, 9, 9], np.uint64), 0, now)
+    assert shadows.favours(9)
+    shadows.clear()
+    assert not shadows.favours(9)
+    assert shadows.favourite == ADAPTIVE
