@@ -527,7 +527,7 @@ class Scheduler:
     def _end_unservable(self, builder: StepBuilder) -> None:
         """End the requests that do not fit their rank even alone."""
         rank = builder.rank
-        for row in builder.unservable:
+        for row in builder.take_unservable():
             view = rank.memory.view()
             text = (
                 f"the request needs more KV memory than rank {rank.dp_rank} can free: "
@@ -535,7 +535,6 @@ class Scheduler:
             )
             reason = FinishReason("abort", message=text, status_code=500)
             self._end(rank.running.request(row), reason)
-        builder.unservable.clear()
 
     def _forget(self, request: Request, *, succeeded: bool = False) -> None:
         del self._requests[request.rid]

@@ -50,7 +50,8 @@ class StepBuilder:
         self.rank = rank
         self.retracted: list[Request] = []  # since memory is short
         self.preempted: list[Request] = []  # for requests that start
-        self.unservable: list[int] = []  # rows that do not fit the rank even alone
+        self._unservable: list[int] = []  # rows that do not fit the rank even alone
+        self._is_short = False  # whether there was such a row
         self.decode_rows = runnable.decoding
         self.num_drafts = _NO_DRAFTS  # of each decode row; empty if there is no speculation
         self.drafts: Int32Array | None = None  # as in `RankPlan`
@@ -87,7 +88,13 @@ class StepBuilder:
     def can_admit(self) -> bool:
         """Whether a new request could start in this step. Not right after a retract: the
         memory that was just taken from one request is for those it was taken for."""
-        return not self.retracted
+        return not self.retracted and not self._is_short
+
+    def take_unservable(self) -> list[int]:
+        """The rows that do not fit the rank even alone, each once: their requests are to end."""
+        rows, self._unservable = self._unservable, []
+        self._is_short = self._is_short or bool(rows)
+        return rows
 
     @property
     def priority_floor(self) -> int:
@@ -233,7 +240,7 @@ class StepBuilder:
             if victim is None:
                 # Alone and still short: wait for finished requests to be read, if there are any.
                 if len(self.rank.running) == 1:
-                    self.unservable.append(int(rows[0]))
+                    self._unservable.append(int(rows[0]))
                 return rows[:0]
             rows = rows[rows != victim]
         return rows
@@ -291,7 +298,7 @@ class StepBuilder:
                 break
             self._add_chunk(row)
         # Prefills that block each other would wait forever: retract until one can go on.
-        while self.is_empty and not self.unservable and len(running.runnable()):
+        while self.is_empty and not self._unservable and len(running.runnable()):
             if len(running.runnable()) < len(running):
                 return  # a finished request will give back its pages when its result is read
             rows = running.runnable()
@@ -299,7 +306,7 @@ class StepBuilder:
             if self._add_chunk(first):
                 return
             if self._retract_one() is None:
-                self.unservable.append(first)
+                self._unservable.append(first)
                 return
 
     def _add_chunk(self, row: int) -> bool:

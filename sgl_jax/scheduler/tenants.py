@@ -27,8 +27,8 @@ OUTPUT_WEIGHT = 2
 MAX_TENANTS = 4096
 # Levels of counters above the lowest that are told apart.
 NUM_LEVELS = 64
-# A quantum is this part of the tokens that the KV pools hold: enough to use cached prefixes, and less
-# than what the running requests are served until they end.
+# A quantum is this part of the tokens that the KV pools hold: enough to use cached prefixes, and
+# less than what the running requests are served until they end.
 _QUANTUM_PART = 8
 NO_TENANT = 0  # the number of all requests that name none
 
