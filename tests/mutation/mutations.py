@@ -1244,9 +1244,9 @@ MUTATIONS = (
     ),
     Mutation(
         "reserve nothing for what starts in the same step",
-        _ROOM,
-        "self._num_reserved, self._num_pages = num_reserved + more, None",
-        "self._num_reserved, self._num_pages = num_reserved, None",
+        "sgl_jax/scheduler/step_room.py",
+        "        self._num_reserved, self._num_pages = None, None\n",
+        "        self._num_pages = None\n",
     ),
     Mutation(
         "leave room for all known tokens but not for the next",
@@ -1259,18 +1259,6 @@ MUTATIONS = (
         _RANK,
         "return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))",
         "return cursor.length",
-    ),
-    Mutation(
-        "never lower the reserve",
-        _RESERVE,
-        "max(self._share - _DECAY_PER_STEP, floor)",
-        "max(self._share, floor)",
-    ),
-    Mutation(
-        "raise the reserve for a retract that memory did not ask for",
-        _RANK,
-        '        if cause == "short":\n',
-        "        if True:\n",
     ),
     # -- preemption
     # -- a prefix in flight is waited for

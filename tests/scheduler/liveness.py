@@ -174,9 +174,11 @@ class Liveness:
         if not tenants.is_fair or args.enable_priority_scheduling:
             return
         may_start = (tenants._num_queued > 0) & ~tenants.is_full
-        served = tenants._served[may_start]
-        if len(served):
-            assert served.max() - served.min() <= 2 * tenants._max_lag, served
+        numbers = np.flatnonzero(may_start)
+        for number in numbers:  # in tokens of the one of less weight
+            lags = tenants._served[numbers] - tenants._served[number]
+            lags *= np.minimum(tenants._weight[numbers], tenants._weight[number])
+            assert lags.max() <= 2 * tenants._max_lag, lags
 
 
 def due_of(waiting: WaitingQueue) -> list[Request]:

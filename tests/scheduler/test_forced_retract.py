@@ -109,18 +109,6 @@ def test_each_rank_gives_up_half_of_its_own() -> None:
     driver.run()
 
 
-def test_it_does_not_raise_the_reserve_as_a_shortage_does() -> None:
-    driver = make_driver(1)
-    driver.submit(generate("a", [1], 30))
-    rank = driver.scheduler.ranks[0]
-    for _ in range(20):
-        driver.step()
-    share = rank.reserve._share
-    assert rank.num_force_retracted > 5
-    assert share <= 0.5
-    driver.run()
-
-
 @pytest.mark.parametrize("bound", [1, 2, 4])
 def test_nothing_starts_while_more_run_than_allowed(bound: int) -> None:
     driver = make_driver(3, test_retract_no_prefill_bs=bound)

@@ -82,7 +82,7 @@ def test_the_reserve_shrinks_where_outputs_are_short_and_scales() -> None:
         driver.step()
     before = reserve_of(driver, lengths)
     assert abs(reserve_of(driver, lengths, 0.5) - before / 2) <= 1
-    assert reserve_of(driver, lengths, 0.0) == 0
+    assert reserve_of(driver, lengths, 0.0) <= 3  # the next tokens of those that run
     for _ in range(100):
         lengths.add(1, 20, has_ended=True)
     lengths.update(driver.scheduler._all_ranks.running, np.zeros(0, np.intp))

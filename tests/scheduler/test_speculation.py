@@ -218,7 +218,7 @@ def test_refused_drafts_hold_no_memory_that_others_are_retracted_for() -> None:
 
 
 def test_rows_go_on_drafting_beside_one_whose_prompt_is_scored() -> None:
-    driver = with_executor(make_driver(max_prompt_logprob_tokens=2), PerfectDrafts)
+    driver = with_executor(make_driver(max_prompt_logprob_tokens=2, num_pages=64), PerfectDrafts)
     driver.submit(generate("plain", [1, 2, 3], 100))
     driver.step()
     driver.submit(generate("scored", list(range(1, 30)), 10, logprob_start_len=0))
