@@ -35,7 +35,7 @@ MAX_SKEW_REQUESTS = 4
 MAX_SKEW_SHARE = 0.25
 # Requests that get in one step a reason to wait; the others get it in the next.
 MAX_PUT_OFF = 128
-# Requests that are tried in one step for others to give way, in vain.
+# Requests for which others might give way are tried in a step until so many were tried in vain.
 MAX_FAILED_PREEMPTIONS = 32
 
 _T = TypeVar("_T", RankScheduler, RankRoom)
@@ -94,8 +94,8 @@ class Admission:
             pass
 
     def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
-        """Start what the queue offers, in its order, up to the first that preempts others: then
-        more may fit than before. Whether one did."""
+        """Start requests in the queue's order, up to the first that preempts others: then more may
+        fit than before. Returns whether the rest is to be tried anew."""
         threshold = self.args.priority_scheduling_preemption_threshold
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
         num_put_off = num_failed = 0
@@ -116,13 +116,14 @@ class Admission:
                 return True
             elif self._waiting.is_due(request):
                 room = self._hold_for(rooms, request)
-            else:
+            elif preemptible:
                 num_failed += 1
+                if num_failed == MAX_FAILED_PREEMPTIONS:
+                    offer.may_preempt[:] = False
+                    return True
             if room is not None:
                 _renew(offer, room)
-            if not preemptible and not offer.is_open.any():
-                break
-            if num_put_off == MAX_PUT_OFF or num_failed == MAX_FAILED_PREEMPTIONS:
+            if num_put_off == MAX_PUT_OFF or not (preemptible or offer.is_open.any()):
                 break
         return False
 

@@ -85,14 +85,20 @@ class Tenants:
     def enter(self, tenant: Tenant | None) -> int:
         """A request of a tenant arrives; the tenant's number. To be ended by `leave`."""
         number = NO_TENANT if tenant is None else self._number(tenant.name)
-        if tenant is not None:
+        if tenant is not None and number != NO_TENANT:
             self._weight[number], self._max_running[number] = tenant.weight, tenant.max_running
         if not self._num_queued[number]:
-            waiting = self._num_queued > 0
-            if waiting.any():
-                self._served[number] = max(self._served[number], self._served[waiting].min())
+            self._served[number] = max(self._served[number], self._lowest())
         self._num_requests[number] += 1
         return number
+
+    def _lowest(self) -> float:
+        """The counter that a tenant without waiting requests comes back at: the lowest of those
+        that wait, or of those that run; if none does, the highest of all."""
+        for present in (self._num_queued > 0, self._num_requests > 0):
+            if present.any():
+                return float(self._served[present].min())
+        return float(self._served.max())
 
     def leave(self, number: int) -> None:
         """A request ended."""
@@ -103,6 +109,7 @@ class Tenants:
         self._num_queued[number] += change
 
     def _number(self, name: str) -> int:
+        """The tenant's number; `NO_TENANT` if as many as may be remembered have requests."""
         number = self._numbers.get(name)
         if number is not None:
             return number

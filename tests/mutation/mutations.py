@@ -2352,7 +2352,7 @@ MUTATIONS = (
     Mutation(
         "pressure: save up shares of a tenant that is away",
         "sgl_jax/scheduler/tenants.py",
-        "self._served[number] = max(self._served[number], self._served[waiting].min())",
+        "self._served[number] = max(self._served[number], self._lowest())",
         "pass",
     ),
     Mutation(
