@@ -2195,9 +2195,9 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: preempt for any difference of priority",
-        "sgl_jax/scheduler/step_room.py",
-        "request.priority - threshold)",
-        "request.priority)",
+        "sgl_jax/scheduler/admission.py",
+        "        threshold = self.args.priority_scheduling_preemption_threshold\n        preemptible",
+        "        threshold = 0\n        preemptible",
     ),
     Mutation(
         "pressure: preempt though the request then does not fit",

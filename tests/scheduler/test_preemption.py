@@ -73,6 +73,17 @@ def test_only_a_difference_above_the_threshold_preempts(threshold_excess: int) -
     finish(driver)
 
 
+def test_what_is_within_the_threshold_stays_though_less_important_ones_do_not_suffice() -> None:
+    driver = make_driver()
+    start(driver, "low", 6, priority=0)
+    start(driver, "nearly as important", 8, priority=45)
+    ask(driver, "high", 15, priority=50)
+    driver.step()
+    assert running(driver) == {"low", "nearly as important"}
+    assert num_preempted(driver) == 0
+    finish(driver)
+
+
 def test_what_fits_preempts_nothing() -> None:
     driver = make_driver(num_running=2)
     start(driver, "low", 3, priority=0)
