@@ -2196,8 +2196,8 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt for any difference of priority",
         "sgl_jax/scheduler/admission.py",
-        "        threshold = self.args.priority_scheduling_preemption_threshold\n        preemptible",
-        "        threshold = 0\n        preemptible",
+        "priority_scheduling_preemption_threshold\n        preemptible",
+        "priority_scheduling_preemption_threshold * 0\n        preemptible",
     ),
     Mutation(
         "pressure: preempt though the request then does not fit",

@@ -64,6 +64,19 @@ def test_what_frees_nothing_is_not_preempted() -> None:
         beside.check_tokens(rid)
 
 
+def test_the_pages_of_its_own_prefix_are_no_gain_of_a_preemption() -> None:
+    """Only the low request reads 20 pages that the high one begins with."""
+    driver = priority_driver()
+    stem = [i % 47 for i in range(80)]
+    driver.submit(generate("important", [3] * 36, 20, priority=HIGH))
+    driver.submit(generate("low", [*stem, 49], 30, priority=LOW))
+    step_until(driver, lambda: driver.tokens["important"] and driver.tokens["low"])
+    driver.submit(generate("high", [*stem, *[5] * 60], 4, priority=HIGH))  # 16 pages beside them
+    driver.step()
+    assert num_preempted(driver) == 0
+    driver.run()
+
+
 def test_what_is_preempted_on_a_rank_makes_room_for_a_request_that_starts_there() -> None:
     """Rank 0 has the prefix and soon has room, too; on rank 1 a low request is in the way."""
     driver = priority_driver(dp_size=2, max_context_len=640, num_pages=161)
