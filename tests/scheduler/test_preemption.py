@@ -139,6 +139,16 @@ def test_the_youngest_of_those_with_as_much_output_goes_first() -> None:
     finish(driver)
 
 
+def test_a_victim_that_another_makes_superfluous_stays() -> None:
+    driver = make_driver()
+    start(driver, "small", 3, priority=0)
+    start(driver, "large", 10, priority=0)
+    ask(driver, "high", 14, priority=50)  # 7 pages are free; the small one alone does not suffice
+    driver.step()
+    assert running(driver) == {"small", "high"}
+    finish(driver)
+
+
 def test_the_rank_is_chosen_where_the_fewest_have_to_go() -> None:
     driver = make_driver(dp_size=2)
     for i in range(2):
