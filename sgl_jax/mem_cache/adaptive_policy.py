@@ -45,7 +45,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._page_size = page_size
         self._hasher = PrefixHasher(page_size)
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
-        self._shadows = ShadowCaches(num_pages)
+        self._shadows = ShadowCaches(num_pages - 1)  # without the null page
         # Leaves that the favourite keeps, so that they go after all others; also by their hash.
         self._kept: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in self._queues]
         self._kept_by_hash: dict[int, TreeNode] = {}
@@ -75,7 +75,7 @@ class AdaptivePolicy(EvictionPolicy):
         leaf = self._first(self._queues, now)
         if self._shadows.favourite == ADAPTIVE:
             return leaf
-        while leaf is not None and self._shadows.favours(_last_hash(leaf)):
+        while leaf is not None and self._shadows.favours(_last_hash(leaf), leaf.last_access):
             self._keep(leaf)
             leaf = self._first(self._queues, now)
         return leaf or self._first(self._kept, now)

@@ -107,8 +107,10 @@ class ShadowCaches:
         self._now = now
         return gone
 
-    def favours(self, page_hash: int) -> bool:
-        """Whether the page is of the sample, and in the favourite."""
+    def favours(self, page_hash: int, last_access: int) -> bool:
+        """Whether the page is of the sample, and in the favourite, or about to be read by it."""
+        if last_access == self._now:
+            return True
         if page_hash & self._mask:
             return False
         page = int(_find(page_hash, self._pages, self._buckets))
