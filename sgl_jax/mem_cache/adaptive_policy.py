@@ -75,7 +75,7 @@ class AdaptivePolicy(EvictionPolicy):
     def next_victim(self, now: int) -> TreeNode | None:
         """The first leaf by the favourite's order that it does not keep, or else the first."""
         leaf = self._first(self._queues, now)
-        if self._shadows.favourite == ADAPTIVE:
+        if not self._shadows.has_changed:
             return leaf
         while leaf is not None:
             if leaf.last_access >= self._shadows.path_used_at:
@@ -88,10 +88,11 @@ class AdaptivePolicy(EvictionPolicy):
         return self._first(self._kept, now)
 
     def num_kept(self, leaf: TreeNode) -> int:
-        """Up to the last page that the favourite has; none of a leaf that it keeps whole."""
-        if self._shadows.favourite == ADAPTIVE or self._is_kept(leaf):
+        """Up to the last page that the favourite has, or has used more often than the end."""
+        if not self._shadows.has_changed:
             return 0
-        return self._shadows.num_held(leaf.page_hashes)
+        num_uses = self._kept_by_hash[_last_hash(leaf)][1] if self._is_kept(leaf) else -1
+        return self._shadows.num_used_more(leaf.page_hashes, num_uses)
 
     def _first(self, queues: list[EvictionQueue[TreeNode]], now: int) -> TreeNode | None:
         """The leaf that goes first by the favourite's order."""

@@ -39,8 +39,8 @@ _CLASS, _OLDER, _YOUNGER = 7, 10, 13
 _NUM_COLUMNS = 16
 # Counters: pages in each shadow and hits of each, from their first place on; then single ones.
 _USED, _HITS = 0, 3
-_SIZE, _FREE, _NUM_LEFT, _NUM_SEEN, _CALLS, _FAVOURITE = range(6, 12)
-_NUM_COUNTERS = 12
+_SIZE, _FREE, _NUM_LEFT, _NUM_SEEN, _CALLS, _FAVOURITE, _HAS_CHANGED = range(6, 13)
+_NUM_COUNTERS = 13
 _NONE = -1
 
 _NO_HASHES = np.zeros(0, np.int64)
@@ -92,6 +92,11 @@ class ShadowCaches:
         """The order that would have served most."""
         return int(self._counters[_FAVOURITE])
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the favourite was ever another: until then the cache has its own order."""
+        return bool(self._counters[_HAS_CHANGED])
+
     def use(self, hashes: UInt64Array, before: int, now: int) -> Int64Array | None:
         """A request uses pages of these prefixes, behind one of hash `before`.
 
@@ -120,10 +125,11 @@ class ShadowCaches:
         num_uses = int(self._pages[page, _CLASS + self.favourite])
         return num_uses if page != _NONE and num_uses >= 0 else None
 
-    def num_held(self, hashes: UInt64Array) -> int:
-        """Up to the last page that the favourite has."""
+    def num_used_more(self, hashes: UInt64Array, num_uses: int) -> int:
+        """Pages up to the last that the favourite has, with more uses than `num_uses`."""
         column = _CLASS + self.favourite
-        return int(_num_held(hashes.view(np.int64), column, self._pages, self._buckets))
+        pages, buckets = self._pages, self._buckets
+        return int(_num_used_more(hashes.view(np.int64), num_uses, column, pages, buckets))
 
 
 @compiled("(int64, int64[:, ::1], int64[::1])")
@@ -135,16 +141,16 @@ def _find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> np.int64:
     return page
 
 
-@compiled("(int64[::1], int64, int64[:, ::1], int64[::1])")
-def _num_held(hashes: Int64Array, column: int, pages: Int64Array, buckets: Int64Array) -> int:
-    """See `ShadowCaches.num_held`."""
-    num_held = len(hashes)
-    while num_held:
-        page = _find(hashes[num_held - 1], pages, buckets)
-        if page != _NONE and pages[page, column] >= 0:
-            break
-        num_held -= 1
-    return num_held
+@compiled("(int64[::1], int64, int64, int64[:, ::1], int64[::1])")
+def _num_used_more(
+    hashes: Int64Array, num_uses: int, column: int, pages: Int64Array, buckets: Int64Array
+) -> int:
+    """See `ShadowCaches.num_used_more`."""
+    for i in range(len(hashes) - 1, -1, -1):
+        page = _find(hashes[i], pages, buckets)
+        if page != _NONE and pages[page, column] > num_uses:
+            return i + 1
+    return 0
 
 
 @compiled("(int64, int64[:, ::1], int64[::1], int64[::1])")
@@ -311,6 +317,7 @@ def _choose(counters: Int64Array) -> None:
     lead = counters[_HITS + best] - counters[_HITS + counters[_FAVOURITE]]
     if lead * _LEAD > counters[_SIZE]:
         counters[_FAVOURITE] = best
+        counters[_HAS_CHANGED] = 1
     if counters[_NUM_SEEN] >= _HITS_HALVED_AFTER * counters[_SIZE]:
         counters[_NUM_SEEN] = 0
         for shadow in range(3):
