@@ -27,9 +27,10 @@ MAX_SAMPLED = 8192  # pages of a shadow
 NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
 GHOSTS_PER_PAGE = 4
 MAX_USES = 63  # that LFU tells apart
-HALVED_AFTER = 8  # turnovers until the adaptive shadow's counts fade by half
-_HITS_HALVED_AFTER = 4  # turnovers until hits fade by half
-_LEAD = 5  # a favourite leads by this part of the cache
+HALVED_AFTER = 8  # turnovers until hits, and the adaptive shadow's counts, fade by half
+# A new favourite leads by this part of the cache: by more from the second on, since caches of
+# equal shadows may hold different pages, and each change costs what has to be filled again.
+_FIRST_LEAD, _NEXT_LEAD = 0.2, 0.67
 
 # Columns of a page: its hash, the next of its bucket (or of the free ones), when it was used, and
 # in which call; when it left the adaptive shadow, as which in order, and its class then.
@@ -315,10 +316,10 @@ def _choose(counters: Int64Array) -> None:
         if counters[_HITS + shadow] > counters[_HITS + best]:
             best = shadow
     lead = counters[_HITS + best] - counters[_HITS + counters[_FAVOURITE]]
-    if lead * _LEAD > counters[_SIZE]:
+    if lead > counters[_SIZE] * (_NEXT_LEAD if counters[_HAS_CHANGED] else _FIRST_LEAD):
         counters[_FAVOURITE] = best
         counters[_HAS_CHANGED] = 1
-    if counters[_NUM_SEEN] >= _HITS_HALVED_AFTER * counters[_SIZE]:
+    if counters[_NUM_SEEN] >= HALVED_AFTER * counters[_SIZE]:
         counters[_NUM_SEEN] = 0
         for shadow in range(3):
             counters[_HITS + shadow] //= 2
