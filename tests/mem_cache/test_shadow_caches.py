@@ -47,9 +47,8 @@ def test_what_a_shadow_serves_is_served_when_it_is_followed(seed: int) -> None:
 
 
 def test_a_leaf_keeps_what_the_favourite_has_or_has_used_more_often() -> None:
-    shadows, now = ShadowCaches(4), 0
-    for pages in ([1, 2], [1, 2], [1, 2, 3, 4], [7]):
-        now += 1
+    shadows = ShadowCaches(4)
+    for now, pages in enumerate(([1, 2], [1, 2], [1, 2, 3, 4], [7]), 1):
         shadows.use(np.array(pages, np.uint64), 0, now)
         shadows.read_path()
     shadows._counters[11] = LFU  # the favourite
