@@ -27,10 +27,11 @@ MAX_SAMPLED = 8192  # pages of a shadow
 NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
 GHOSTS_PER_PAGE = 4
 MAX_USES = 63  # that LFU tells apart
-HALVED_AFTER = 8  # turnovers until hits, and the adaptive shadow's counts, fade by half
-# A new favourite leads by this part of the cache: by more from the second on, since caches of
-# equal shadows may hold different pages, and each change costs what has to be filled again.
-_FIRST_LEAD, _NEXT_LEAD = 0.2, 0.67
+HALVED_AFTER = 8  # turnovers until the adaptive shadow's counts fade by half
+_HITS_HALVED_AFTER = 4  # turnovers until hits fade by half
+# A new favourite leads by this part of the cache, and by more after a few changes: equal shadows
+# may hold different pages, and each change costs the hits of a cache that has to be filled again.
+_EARLY_LEAD, _LATE_LEAD, _NUM_EARLY_CHANGES = 0.2, 0.67, 3
 
 # Columns of a page: its hash, the next of its bucket (or of the free ones), when it was used, and
 # in which call; when it left the adaptive shadow, as which in order, and its class then.
@@ -40,7 +41,7 @@ _CLASS, _OLDER, _YOUNGER = 7, 10, 13
 _NUM_COLUMNS = 16
 # Counters: pages in each shadow and hits of each, from their first place on; then single ones.
 _USED, _HITS = 0, 3
-_SIZE, _FREE, _NUM_LEFT, _NUM_SEEN, _CALLS, _FAVOURITE, _HAS_CHANGED = range(6, 13)
+_SIZE, _FREE, _NUM_LEFT, _NUM_SEEN, _CALLS, _FAVOURITE, _NUM_CHANGES = range(6, 13)
 _NUM_COUNTERS = 13
 _NONE = -1
 
@@ -96,7 +97,7 @@ class ShadowCaches:
     @property
     def has_changed(self) -> bool:
         """Whether the favourite was ever another: until then the cache has its own order."""
-        return bool(self._counters[_HAS_CHANGED])
+        return bool(self._counters[_NUM_CHANGES])
 
     def use(self, hashes: UInt64Array, before: int, now: int) -> Int64Array | None:
         """A request uses pages of these prefixes, behind one of hash `before`.
@@ -316,10 +317,11 @@ def _choose(counters: Int64Array) -> None:
         if counters[_HITS + shadow] > counters[_HITS + best]:
             best = shadow
     lead = counters[_HITS + best] - counters[_HITS + counters[_FAVOURITE]]
-    if lead > counters[_SIZE] * (_NEXT_LEAD if counters[_HAS_CHANGED] else _FIRST_LEAD):
+    is_early = counters[_NUM_CHANGES] < _NUM_EARLY_CHANGES
+    if lead > counters[_SIZE] * (_EARLY_LEAD if is_early else _LATE_LEAD):
         counters[_FAVOURITE] = best
-        counters[_HAS_CHANGED] = 1
-    if counters[_NUM_SEEN] >= HALVED_AFTER * counters[_SIZE]:
+        counters[_NUM_CHANGES] += 1
+    if counters[_NUM_SEEN] >= _HITS_HALVED_AFTER * counters[_SIZE]:
         counters[_NUM_SEEN] = 0
         for shadow in range(3):
             counters[_HITS + shadow] //= 2
