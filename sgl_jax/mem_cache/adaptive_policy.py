@@ -11,6 +11,9 @@ Pages that left are remembered for a while by a hash of their prefix (`ghost_pag
 returns is in the next class, as if it had stayed, so that what returns again and again is kept
 in the end, though no cache could hold it from one use to the next. Its return counts in part, as
 far as keeping it a little longer would have served it.
+
+Shadow caches (`shadow_caches.py`) count the hits that this order, LRU and LFU would have had. Once
+another leads, the cache follows the one that leads: leaves that it keeps go after all others.
 """
 
 from hashlib import blake2b
