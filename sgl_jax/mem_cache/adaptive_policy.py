@@ -111,6 +111,8 @@ class AdaptivePolicy(EvictionPolicy):
         return min(zip(rates, range(len(leaves)), leaves, strict=True), default=(0, 0, None))[2]
 
     def _is_kept(self, leaf: TreeNode) -> bool:
+        if not len(leaf.page_hashes):
+            return False  # the root
         return self._kept_by_hash.get(_last_hash(leaf), (None, 0))[0] is leaf
 
     def _keep(self, leaf: TreeNode, num_uses: int) -> None:

@@ -27,11 +27,10 @@ MAX_SAMPLED = 8192  # pages of a shadow
 NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
 GHOSTS_PER_PAGE = 4
 MAX_USES = 63  # that LFU tells apart
-HALVED_AFTER = 8  # turnovers until the adaptive shadow's counts fade by half
-_HITS_HALVED_AFTER = 4  # turnovers until hits fade by half
+HALVED_AFTER = 8  # turnovers until hits, and the adaptive shadow's counts, fade by half
 # A new favourite leads by this part of the cache, and by more after a few changes: equal shadows
 # may hold different pages, and each change costs the hits of a cache that has to be filled again.
-_EARLY_LEAD, _LATE_LEAD, _NUM_EARLY_CHANGES = 0.2, 0.67, 3
+_EARLY_LEAD, _LATE_LEAD, _NUM_EARLY_CHANGES = 0.2, 0.67, 2
 
 # Columns of a page: its hash, the next of its bucket (or of the free ones), when it was used, and
 # in which call; when it left the adaptive shadow, as which in order, and its class then.
@@ -321,7 +320,7 @@ def _choose(counters: Int64Array) -> None:
     if lead > counters[_SIZE] * (_EARLY_LEAD if is_early else _LATE_LEAD):
         counters[_FAVOURITE] = best
         counters[_NUM_CHANGES] += 1
-    if counters[_NUM_SEEN] >= _HITS_HALVED_AFTER * counters[_SIZE]:
+    if counters[_NUM_SEEN] >= HALVED_AFTER * counters[_SIZE]:
         counters[_NUM_SEEN] = 0
         for shadow in range(3):
             counters[_HITS + shadow] //= 2
