@@ -11,6 +11,9 @@ Pages that left are remembered for a while by a hash of their prefix (`ghost_pag
 returns is in the next class, as if it had stayed, so that what returns again and again is kept
 in the end, though no cache could hold it from one use to the next. Its return counts in part, as
 far as keeping it a little longer would have served it.
+
+Shadow caches (`shadow_caches.py`) count the hits that this order, LRU and LFU would have had. Once
+another leads, the cache follows the one that leads: leaves that it keeps go after all others.
 """
 
 from hashlib import blake2b
@@ -27,6 +30,7 @@ from sgl_jax.mem_cache.shadow_caches import (
     GHOSTS_PER_PAGE,
     HALVED_AFTER,
     LRU,
+    MAX_USES,
     NUM_CLASSES,
     ShadowCaches,
 )
@@ -45,10 +49,11 @@ class AdaptivePolicy(EvictionPolicy):
         self._page_size = page_size
         self._hasher = PrefixHasher(page_size)
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
-        self._shadows = ShadowCaches(num_pages)
-        # Leaves that the favourite keeps, so that they go after all others; also by their hash.
-        self._kept: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in self._queues]
-        self._kept_by_hash: dict[int, TreeNode] = {}
+        self._shadows = ShadowCaches(num_pages - 1)  # without the null page
+        # Leaves that the favourite keeps, which go after all others: by its number of uses, and
+        # with that number by their hash.
+        self._kept: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(MAX_USES + 1)]
+        self._kept_by_hash: dict[int, tuple[TreeNode, int]] = {}
         self._forget_counts()
 
     def _forget_counts(self) -> None:
@@ -57,10 +62,10 @@ class AdaptivePolicy(EvictionPolicy):
         self._num_left_since_halved = 0
 
     def __len__(self) -> int:
-        return super().__len__() + sum(map(len, self._kept))
+        return super().__len__() + len(self._kept_by_hash)
 
     def __contains__(self, node: TreeNode) -> bool:
-        return super().__contains__(node) or node in self._kept[node.num_uses]
+        return super().__contains__(node) or self._is_kept(node)
 
     def add(self, node: TreeNode) -> None:
         self._release(node)
@@ -73,48 +78,58 @@ class AdaptivePolicy(EvictionPolicy):
     def next_victim(self, now: int) -> TreeNode | None:
         """The first leaf by the favourite's order that it does not keep, or else the first."""
         leaf = self._first(self._queues, now)
-        if self._shadows.favourite == ADAPTIVE:
+        if not self._shadows.has_changed:
             return leaf
-        while leaf is not None and self._shadows.favours(_last_hash(leaf)):
-            self._keep(leaf)
+        while leaf is not None:
+            if leaf.last_access >= self._shadows.path_used_at:
+                self._follow(self._shadows.read_path())  # a leaf without locks: its path has ended
+            num_uses = self._shadows.num_uses(_last_hash(leaf))
+            if num_uses is None:
+                return leaf
+            self._keep(leaf, num_uses)
             leaf = self._first(self._queues, now)
-        return leaf or self._first(self._kept, now)
+        return self._first(self._kept, now)
+
+    def num_kept(self, leaf: TreeNode) -> int:
+        """Up to the last page that the favourite has, or has used more often than the end."""
+        if not self._shadows.has_changed:
+            return 0
+        num_uses = self._kept_by_hash[_last_hash(leaf)][1] if self._is_kept(leaf) else -1
+        return self._shadows.num_used_more(leaf.page_hashes, num_uses)
 
     def _first(self, queues: list[EvictionQueue[TreeNode]], now: int) -> TreeNode | None:
         """The leaf that goes first by the favourite's order."""
-        heads = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
+        leaves = (leaf for queue in queues if (leaf := queue.oldest()) is not None)
         if self._shadows.favourite == ADAPTIVE:
-            return self._lowest_rate(heads, now)
+            return self._lowest_rate(list(leaves), now)
         if self._shadows.favourite == LRU:
-            return min(heads, key=lambda leaf: (leaf.last_access, leaf.node_id), default=None)
-        return heads[0] if heads else None
+            return min(leaves, key=lambda leaf: (leaf.last_access, leaf.node_id), default=None)
+        return next(leaves, None)
 
     def _lowest_rate(self, leaves: list[TreeNode], now: int) -> TreeNode | None:
         rates = (self.rate(leaf.num_uses, leaf.last_access, now) for leaf in leaves)
         return min(zip(rates, range(len(leaves)), leaves, strict=True), default=(0, 0, None))[2]
 
-    def _keep(self, leaf: TreeNode) -> None:
+    def _is_kept(self, leaf: TreeNode) -> bool:
+        if not len(leaf.page_hashes):
+            return False  # the root
+        return self._kept_by_hash.get(_last_hash(leaf), (None, 0))[0] is leaf
+
+    def _keep(self, leaf: TreeNode, num_uses: int) -> None:
         super().discard(leaf)
-        self._kept[leaf.num_uses].add(leaf)
-        self._kept_by_hash[_last_hash(leaf)] = leaf
+        self._kept[num_uses].add(leaf)
+        self._kept_by_hash[_last_hash(leaf)] = leaf, num_uses
 
     def _release(self, leaf: TreeNode) -> None:
         """The favourite keeps the leaf no more, if it did."""
-        if leaf in self._kept[leaf.num_uses]:
-            self._kept[leaf.num_uses].discard(leaf)
-            self._kept_by_hash.pop(_last_hash(leaf), None)
+        if self._is_kept(leaf):
+            self._kept[self._kept_by_hash.pop(_last_hash(leaf))[1]].discard(leaf)
 
-    def _show(self, node: TreeNode, now: int) -> None:
-        """The shadows see a use; the favourite's leaves, and who that is, may change."""
-        favourite = self._shadows.favourite
-        gone = self._shadows.use(node.page_hashes, _hash_before(node), now).tolist()
-        if not self._kept_by_hash:
-            return
-        changed = favourite != self._shadows.favourite
-        for page_hash in list(self._kept_by_hash) if changed else gone:
-            leaf = self._kept_by_hash.get(page_hash)
-            if leaf is not None:
-                self.add(leaf)
+    def _follow(self, gone: Int64Array | None) -> None:
+        """The favourite lost pages of these hashes; None if it is another one."""
+        for page_hash in list(self._kept_by_hash) if gone is None else gone.tolist():
+            if page_hash in self._kept_by_hash:
+                self.add(self._kept_by_hash[page_hash][0])
 
     def rate(self, num_uses: int, last_access: int, now: int) -> float:
         """The share of such pages that was used again, by age."""
@@ -126,7 +141,7 @@ class AdaptivePolicy(EvictionPolicy):
     def begin(self, node: TreeNode) -> list[UseRun]:
         """Recall which of the pages were here before."""
         node.page_hashes = self._hasher.hashes(node.key, _hash_before(node))
-        self._show(node, node.last_access)
+        self._follow(self._shadows.use(node.page_hashes, _hash_before(node), node.last_access))
         pages = self._ghosts.recall(node.page_hashes)
         if pages is None:
             return [UseRun(len(node.key), 0)]
@@ -149,7 +164,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def use(self, node: TreeNode, now: int) -> None:
         """Count what is used again; the node is in the next class."""
-        self._show(node, now)
+        self._follow(self._shadows.use(node.page_hashes, _hash_before(node), now))
         self._num_reused[node.num_uses] += len(node.page_hashes)
         if node.num_uses < NUM_CLASSES - 1:
             self.discard(node)
@@ -168,7 +183,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
         """Count what leaves, and remember it."""
-        if keep_tokens and leaf in self._kept[leaf.num_uses]:
+        if keep_tokens and self._is_kept(leaf):
             self.add(leaf)  # the favourite may not keep its new end
         keep = keep_tokens // self._page_size
         gone = leaf.page_hashes[keep:]

@@ -59,6 +59,10 @@ class EvictionPolicy(ABC):
     def next_victim(self, now: int) -> TreeNode | None:
         """The leaf to take from first; None if none may go. It stays in the set."""
 
+    def num_kept(self, leaf: TreeNode) -> int:
+        """Pages of the next victim's edge that stay until another leaf has been chosen."""
+        return 0
+
     @abstractmethod
     def rate(self, num_uses: int, last_access: int, now: int) -> float:
         """How likely something of so many uses and this age is to be used, to compare by."""

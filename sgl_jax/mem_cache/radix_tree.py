@@ -224,7 +224,7 @@ class RadixTree:
         keep = self.full.pages_to_keep(leaf, num_pages)
         if self.resumable is not None:
             keep = self.resumable.pages_to_keep(leaf, num_pages, pool, self.full)
-        self._trim(leaf, keep * self.page_size)
+        self._trim(leaf, max(keep, self._policy.num_kept(leaf)) * self.page_size)
         return True
 
     def path_to(self, node: TreeNode, start: TreeNode | None = None) -> list[TreeNode]:

@@ -26,10 +26,11 @@ ADAPTIVE, LRU, LFU = range(3)
 MAX_SAMPLED = 8192  # pages of a shadow
 NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
 GHOSTS_PER_PAGE = 4
-_MAX_USES = 63  # that LFU tells apart
-HALVED_AFTER = 8  # turnovers until the adaptive shadow's counts fade by half
-_HITS_HALVED_AFTER = 4  # turnovers until hits fade by half
-_LEAD = 5  # a favourite leads by this part of the cache
+MAX_USES = 63  # that LFU tells apart
+HALVED_AFTER = 8  # turnovers until hits, and the adaptive shadow's counts, fade by half
+# A new favourite leads by this part of the cache, and by more after a few changes: equal shadows
+# may hold different pages, and each change costs the hits of a cache that has to be filled again.
+_EARLY_LEAD, _LATE_LEAD, _NUM_EARLY_CHANGES = 0.2, 0.67, 2
 
 # Columns of a page: its hash, the next of its bucket (or of the free ones), when it was used, and
 # in which call; when it left the adaptive shadow, as which in order, and its class then.
@@ -39,8 +40,8 @@ _CLASS, _OLDER, _YOUNGER = 7, 10, 13
 _NUM_COLUMNS = 16
 # Counters: pages in each shadow and hits of each, from their first place on; then single ones.
 _USED, _HITS = 0, 3
-_SIZE, _FREE, _NUM_LEFT, _NUM_SEEN, _CALLS, _FAVOURITE = range(6, 12)
-_NUM_COUNTERS = 12
+_SIZE, _FREE, _NUM_LEFT, _NUM_SEEN, _CALLS, _FAVOURITE, _NUM_CHANGES = range(6, 13)
+_NUM_COUNTERS = 13
 _NONE = -1
 
 _NO_HASHES = np.zeros(0, np.int64)
@@ -60,7 +61,7 @@ class ShadowCaches:
         num_known = (3 + GHOSTS_PER_PAGE) * size + 1
         self._pages = np.zeros((num_known, _NUM_COLUMNS), np.int64)
         self._buckets = np.zeros(1 << num_known.bit_length(), np.int64)
-        self._queues = np.zeros((3, _MAX_USES + 1, 2), np.int64)  # the oldest and the youngest
+        self._queues = np.zeros((3, MAX_USES + 1, 2), np.int64)  # the oldest and the youngest
         self._ghosts = np.zeros(GHOSTS_PER_PAGE * size, np.int64)
         self._counters = np.zeros(_NUM_COUNTERS, np.int64)
         self._counts = np.zeros((2, NUM_CLASSES))  # pages used again, and those that left
@@ -70,7 +71,7 @@ class ShadowCaches:
         )
         self._counters[_SIZE] = size
         self._path: list[UInt64Array] = []  # what is being used, not read by the shadows yet
-        self._now = 0  # when it was
+        self.path_used_at = 0
         self.clear()
 
     def clear(self) -> None:
@@ -92,27 +93,44 @@ class ShadowCaches:
         """The order that would have served most."""
         return int(self._counters[_FAVOURITE])
 
-    def use(self, hashes: UInt64Array, before: int, now: int) -> Int64Array:
+    @property
+    def has_changed(self) -> bool:
+        """Whether the favourite was ever another: until then the cache has its own order."""
+        return bool(self._counters[_NUM_CHANGES])
+
+    def use(self, hashes: UInt64Array, before: int, now: int) -> Int64Array | None:
         """A request uses pages of these prefixes, behind one of hash `before`.
 
         Edges of one path in a row are read at once, when it has ended: in LFU, its new pages would
-        else push one another out. Returns the hashes of pages that left the favourite.
+        else push one another out. As `read_path`, of the path before.
         """
-        gone = _NO_HASHES
-        if self._path and int(self._path[-1][-1]) != before:
-            read = np.concatenate(self._path).view(np.int64)
-            gone = _use(read, self._mask, self._now, *self._state)
-            self._path.clear()
+        continues = not self._path or int(self._path[-1][-1]) == before
+        gone = _NO_HASHES if continues else self.read_path()
         self._path.append(hashes)
-        self._now = now
+        self.path_used_at = now
         return gone
 
-    def favours(self, page_hash: int) -> bool:
-        """Whether the page is of the sample, and in the favourite."""
-        if page_hash & self._mask:
-            return False
-        page = int(_find(page_hash, self._pages, self._buckets))
-        return page != _NONE and bool(self._pages[page, _CLASS + self.favourite] >= 0)
+    def read_path(self) -> Int64Array | None:
+        """The path has ended: hashes of pages that left the favourite, None if that is another."""
+        if not self._path:
+            return _NO_HASHES
+        favourite = self.favourite
+        read = np.concatenate(self._path).view(np.int64)
+        self._path.clear()
+        gone = _use(read, self._mask, self.path_used_at, *self._state)
+        return gone if self.favourite == favourite else None
+
+    def num_uses(self, page_hash: int) -> int | None:
+        """By the favourite's count; None if it does not have the page, or that is no sample."""
+        page = _find(page_hash, self._pages, self._buckets)
+        num_uses = int(self._pages[page, _CLASS + self.favourite])
+        return num_uses if page != _NONE and num_uses >= 0 else None
+
+    def num_used_more(self, hashes: UInt64Array, num_uses: int) -> int:
+        """Pages up to the last that the favourite has, with more uses than `num_uses`."""
+        column = _CLASS + self.favourite
+        pages, buckets = self._pages, self._buckets
+        return int(_num_used_more(hashes.view(np.int64), num_uses, column, pages, buckets))
 
 
 @compiled("(int64, int64[:, ::1], int64[::1])")
@@ -122,6 +140,18 @@ def _find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> np.int64:
     while page != _NONE and pages[page, _HASH] != page_hash:
         page = pages[page, _CHAIN]
     return page
+
+
+@compiled("(int64[::1], int64, int64, int64[:, ::1], int64[::1])")
+def _num_used_more(
+    hashes: Int64Array, num_uses: int, column: int, pages: Int64Array, buckets: Int64Array
+) -> int:
+    """See `ShadowCaches.num_used_more`."""
+    for i in range(len(hashes) - 1, -1, -1):
+        page = _find(hashes[i], pages, buckets)
+        if page != _NONE and pages[page, column] > num_uses:
+            return i + 1
+    return 0
 
 
 @compiled("(int64, int64[:, ::1], int64[::1], int64[::1])")
@@ -210,7 +240,7 @@ def _victim(
 ) -> int:
     """The page to take from the shadow next, `_NONE` if all were used now."""
     victim, lowest = _NONE, 0.0
-    for num_uses in range(_MAX_USES + 1):
+    for num_uses in range(MAX_USES + 1):
         page = queues[shadow, num_uses, 0]
         if page == _NONE or pages[page, _LAST] == now:
             continue
@@ -286,9 +316,11 @@ def _choose(counters: Int64Array) -> None:
         if counters[_HITS + shadow] > counters[_HITS + best]:
             best = shadow
     lead = counters[_HITS + best] - counters[_HITS + counters[_FAVOURITE]]
-    if lead * _LEAD > counters[_SIZE]:
+    is_early = counters[_NUM_CHANGES] < _NUM_EARLY_CHANGES
+    if lead > counters[_SIZE] * (_EARLY_LEAD if is_early else _LATE_LEAD):
         counters[_FAVOURITE] = best
-    if counters[_NUM_SEEN] >= _HITS_HALVED_AFTER * counters[_SIZE]:
+        counters[_NUM_CHANGES] += 1
+    if counters[_NUM_SEEN] >= HALVED_AFTER * counters[_SIZE]:
         counters[_NUM_SEEN] = 0
         for shadow in range(3):
             counters[_HITS + shadow] //= 2
@@ -321,7 +353,7 @@ def _read(
                 counts[0, uses] += 1
                 num_uses[i] = min(uses + 1, NUM_CLASSES - 1)
             elif shadow == LFU:
-                num_uses[i] = min(uses + 1, _MAX_USES)
+                num_uses[i] = min(uses + 1, MAX_USES)
             continue
         is_new[i] = True
         if shadow == ADAPTIVE and _is_ghost(page, pages, ghosts, counters):

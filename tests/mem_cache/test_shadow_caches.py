@@ -6,7 +6,7 @@ import pytest
 from sgl_jax.mem_cache.ghost_pages import PrefixHasher
 from sgl_jax.mem_cache.shadow_caches import ADAPTIVE, LFU, LRU, ShadowCaches
 from tests.mem_cache.cache_loads import Prompt, fresh_pages, hit_rate, take
-from tests.mem_cache.drawn_loads import drawn_load, lfu_hit_rate
+from tests.mem_cache.drawn_loads import drawn_load, lfu_hit_rate, loss
 
 
 def hits_of(prompts: list[Prompt], num_pages: int) -> np.ndarray:
@@ -40,11 +40,28 @@ def test_a_sample_serves_what_the_whole_serves() -> None:
     assert sampled == pytest.approx(whole, abs=0.02)
 
 
+@pytest.mark.parametrize("seed", [22, 3023, 3597])
+def test_what_a_shadow_serves_is_served_when_it_is_followed(seed: int) -> None:
+    """A path that was just used, and parts of a leaf."""
+    assert loss(drawn_load(seed)) <= 0.02
+
+
+def test_a_leaf_keeps_what_the_favourite_has_or_has_used_more_often() -> None:
+    shadows = ShadowCaches(4)
+    for now, pages in enumerate(([1, 2], [1, 2], [1, 2, 3, 4], [7]), 1):
+        shadows.use(np.array(pages, np.uint64), 0, now)
+        shadows.read_path()
+    shadows._counters[11] = LFU  # the favourite
+    path = np.array([1, 2, 3, 4], np.uint64)
+    assert [shadows.num_uses(page) for page in (1, 2, 3, 4)] == [2, 2, 0, None]
+    assert [shadows.num_used_more(path, uses) for uses in (-1, 0, 2)] == [3, 2, 0]
+
+
 def test_all_is_forgotten_and_pages_of_one_hash_are_one() -> None:
     shadows = ShadowCaches(4)
     for now, first in enumerate([7, 7, 8, 7], 1):
         shadows.use(np.array([first, 9, 9], np.uint64), 0, now)
-    assert shadows.favours(9)
+    assert shadows.num_uses(9) == 2  # the last path has not been read yet
     shadows.clear()
-    assert not shadows.favours(9)
+    assert shadows.num_uses(9) is None
     assert shadows.favourite == ADAPTIVE

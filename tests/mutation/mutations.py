@@ -24,6 +24,7 @@ _LEASE = "sgl_jax/mem_cache/lease.py"
 _TREE = "sgl_jax/mem_cache/radix_tree.py"
 _FULL = "sgl_jax/mem_cache/full_component.py"
 _ADAPTIVE = "sgl_jax/mem_cache/adaptive_policy.py"
+_SHADOWS = "sgl_jax/mem_cache/shadow_caches.py"
 _GHOSTS = "sgl_jax/mem_cache/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/radix_cache.py"
 _WINDOW = "sgl_jax/mem_cache/window_component.py"
@@ -197,6 +198,30 @@ MUTATIONS = (
         _ADAPTIVE,
         "    if parent is not None and len(parent.page_hashes):\n",
         "    if False:\n",
+    ),
+    Mutation(
+        "a shadow that is followed gives up the path that was just used",
+        _ADAPTIVE,
+        "if leaf.last_access >= self._shadows.path_used_at:",
+        "if False:",
+    ),
+    Mutation(
+        "a whole leaf goes where the shadow gave up its end",
+        _ADAPTIVE,
+        "        return self._shadows.num_used_more(leaf.page_hashes, num_uses)\n",
+        "        return 0\n",
+    ),
+    Mutation(
+        "a shadow counts a hit of no page",
+        _SHADOWS,
+        "            counters[_HITS + shadow] += 1\n",
+        "",
+    ),
+    Mutation(
+        "the shadow of LFU has the order of LRU",
+        _SHADOWS,
+        "                num_uses[i] = min(uses + 1, MAX_USES)",
+        "                num_uses[i] = 0",
     ),
     # -- edges that become one
     Mutation(
