@@ -52,6 +52,7 @@ class StepBuilder:
         self.preempted: list[Request] = []  # for requests that start
         self._unservable: list[int] = []  # rows that do not fit the rank even alone
         self._is_short = False  # whether there was such a row
+        self._has_admitted = False
         self.decode_rows = runnable.decoding
         self.num_drafts = _NO_DRAFTS  # of each decode row; empty if there is no speculation
         self.drafts: Int32Array | None = None  # as in `RankPlan`
@@ -126,6 +127,7 @@ class StepBuilder:
         `num_reserved` pages are the rank's reserve.
         """
         row = self.rank.admit(request, cursor, num_reserved)
+        self._has_admitted = True
         self._prefilling.append(row)
         self.num_prefill_tokens += self._num_wanted(row)
         if self.rank.running.priorities.differ:
@@ -297,6 +299,8 @@ class StepBuilder:
             if self._num_left <= 0:
                 break
             self._add_chunk(row)
+        if self._has_admitted:
+            return  # a request that has just started may have its first chunk in the next step
         # Prefills that block each other would wait forever: retract until one can go on.
         while self.is_empty and not self._unservable and len(running.runnable()):
             if len(running.runnable()) < len(running):

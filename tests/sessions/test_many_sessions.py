@@ -34,6 +34,12 @@ FEW, MANY = 40, 500
 NOT_COUNTED = ("eviction_queue.py", "transition_log.py", "ghost_pages.py")
 
 
+@pytest.fixture(autouse=True)
+def _every_step_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths of outputs are otherwise counted anew in every eighth step."""
+    monkeypatch.setattr("sgl_jax.scheduler.scheduler.OUTPUT_LENGTHS_INTERVAL", 1)
+
+
 class SessionId(str):
     """An id that counts how often one is compared."""
 
