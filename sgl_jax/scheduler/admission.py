@@ -94,8 +94,9 @@ class Admission:
             pass
 
     def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
-        """Start requests in the queue's order, up to the first that preempts others: then more may
-        fit than before. Returns whether the rest is to be tried anew."""
+        """Start requests in the queue's order, up to the first after which more may fit than
+        before: it has preempted others, or its output is forecast to be short. Returns whether the
+        rest is to be tried anew."""
         threshold = self.args.priority_scheduling_preemption_threshold
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
         num_put_off = num_failed = 0
@@ -107,7 +108,9 @@ class Admission:
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
-                    self._start(room, request)
+                    if self._start(room, request):
+                        _renew(offer, room)
+                        return True
                 else:
                     self._put_off(room, request, chosen)
                     num_put_off += 1
@@ -260,17 +263,19 @@ class Admission:
             self._waiting.stay(request, best.dp_rank, step + num_steps)
         return best if self._waiting.is_staying(request, step) else cheapest
 
-    def _start(self, room: RankRoom, request: Request) -> None:
+    def _start(self, room: RankRoom, request: Request) -> bool:
+        """Start a request that fits; whether others may fit now that did not before."""
         dp_rank = room.rank.dp_rank
         home = self._home_of(request)
         if home is not None and home is not room.rank.memory and request.kept_by is not None:
             release_idle_lease(home, request.kept_by)
-        room.start(request, self._waiting.cursors(request)[dp_rank])
+        may_more_fit = room.start(request, self._waiting.cursors(request)[dp_rank])
         if request.num_retractions == 0:
             self._tenants.serve_prompt(request.tenant, request.prompt_len, request.cached_tokens)
         self._waiting.started(request, dp_rank)
         self._holds.pop(request.rid, None)
         self._next_rank = dp_rank + 1
+        return may_more_fit
 
 
 def _may_preempt(builder: StepBuilder, below: int) -> bool:

@@ -151,8 +151,13 @@ class RankRoom:
         self._soonest_end = int(ends.min()) if len(ends) else None
         self._look()
 
-    def start(self, request: Request, cursor: PrefixCursor) -> None:
-        """Start a request that fits."""
+    def start(self, request: Request, cursor: PrefixCursor) -> bool:
+        """Start a request that fits.
+
+        Returns whether others may fit now that did not before: it takes more pages than others can
+        come to share with it, unless the forecast of the reserve has fallen.
+        """
+        num_pages = self.num_pages - self.rank.num_pages_needed(request, cursor)
         row = self._builder.admit(request, cursor, self._reserve())
         self._num_reserved, self._num_pages = None, None
         self._preemptible = None
@@ -161,6 +166,7 @@ class RankRoom:
         self._look()
         if self._in_flight is not None:
             self._in_flight.add(row)
+        return self.num_pages > num_pages
 
     def _steps_to_room(self) -> int:
         """Steps until so many requests have ended as wait for room, and one more."""
