@@ -1,4 +1,4 @@
-"""What it costs that nobody knows how long outputs will be: tokens computed twice, and memory idle.
+"""The cost of unknown output lengths: tokens that are computed twice, and idle memory.
 
 Requests of many kinds of lengths pass through the real scheduler, with a fake executor that ends
 each after its number of tokens. All wait from the start, each with a prompt of its own, and pages

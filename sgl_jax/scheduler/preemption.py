@@ -94,7 +94,7 @@ class Preemptible:
 class FreedPages:
     """Counts the pages of the first pool that become available as leases end.
 
-    `kept`, int32[n], are pages that stay in use whoever leaves.
+    `kept`, int32[n], are pages that stay in use in any case.
     """
 
     def __init__(self, memory: RankMemory, kept: Int32Array = _NO_PAGES) -> None:

@@ -1,7 +1,7 @@
 """Requests held back until the programs of their steps are compiled.
 
 Only requests with a grammar draw in steps of their own. They stay out of the waiting queue, so they
-hold up nothing, preempt nothing and are passed over by nobody.
+hold up nothing, preempt nothing and are not passed over.
 """
 
 from collections.abc import Iterator

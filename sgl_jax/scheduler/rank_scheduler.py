@@ -99,10 +99,6 @@ class RankScheduler:
         running requests read as well."""
         return self.num_pages_at_most(request) - self.memory.num_pages_in_use(cursor)
 
-    def fits(self, request: Request, cursor: PrefixCursor) -> bool:
-        """Whether a row, the request's pages and the reserve are there, or with idle sessions."""
-        return self.has_row and self.num_pages_needed(request, cursor) <= self.num_pages_to_give()
-
     def reusable_len(self, request: Request, cursor: PrefixCursor) -> int:
         """Tokens of `request` that the tree, or its session's lease, has computed here."""
         lease = request.session_lease(self.memory)
@@ -297,7 +293,7 @@ class RankScheduler:
     ) -> Request:
         """Take the memory of the request in `row` away; it keeps its tokens, to run again.
 
-        Where the cause is not that memory is short, it says nothing about the reserve.
+        `cause` is counted.
         """
         lease = self.running.request(row).lease
         assert lease is not None, "a running request holds a lease"

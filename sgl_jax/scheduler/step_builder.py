@@ -325,9 +325,9 @@ class StepBuilder:
         count = min(count, room)
         if count <= 0 or not memory.grow_row(row, committed + count):
             return False
+        _, num_scored = self._share(row, count, self._num_scored_left)
         self.chunk_rows.append(row)
         self.chunk_lens.append(count)
-        score_start = max(int(self.rank.running.score_start[row]), committed)
         self._num_left -= count
-        self._num_scored_left -= max(committed + count - score_start, 0)
+        self._num_scored_left -= num_scored
         return True

@@ -647,8 +647,8 @@ MUTATIONS = (
     Mutation(
         "let every row score as much as a step may",
         "sgl_jax/scheduler/step_builder.py",
-        "self._num_scored_left -= max(committed + count - score_start, 0)",
-        "self._num_scored_left -= 0",
+        "self._num_scored_left -= num_scored\n        return True",
+        "self._num_scored_left -= 0\n        return True",
     ),
     Mutation(
         "report the log-probability of the first token for every accepted one",
