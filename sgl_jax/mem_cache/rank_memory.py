@@ -22,7 +22,7 @@ from sgl_jax.mem_cache.page_allocator import PageAllocator
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.radix_cache import ChunkCache, RadixCache
 from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool, RowTables
-from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows, pages_beyond
+from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows, pages_held_and_lacking
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.session_leases import SessionLeases
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -70,6 +70,10 @@ class RankMemory:
         self._paged_groups = [
             number for number, group in enumerate(sizes.groups) if not group.is_recurrent
         ]
+        # Of the first pool: its groups, and pages that a row may list of each.
+        first = self.groups_of[0]
+        most = [sizes.row_pages(sizes.groups[number]) for number in first]
+        self.first_tables = np.array(first, np.intp), np.array(most, np.intp)
         # Of each pool, pages that a row takes for a page of tokens.
         self._num_tables = [
             sum(not sizes.groups[number].is_recurrent for number in numbers)
@@ -168,15 +172,6 @@ class RankMemory:
             return num_pages
         firsts = self.rows.first_pages[self.groups_of[0], lease.row]
         return int((num_pages - firsts).sum())
-
-    def num_held_each(self, rows: RowIndex) -> Int32Array:
-        """`num_held` of the leases of `rows`: int32[n]."""
-        held: Int32Array = -(-self.rows.kv_allocated_len[rows] // np.int32(self.page_size))
-        if self.lists_all:
-            return held
-        numbers = self.groups_of[0]
-        listed: Int32Array = len(numbers) * held - self.rows.first_pages[numbers][:, rows].sum(0)
-        return listed.astype(np.int32)
 
     def can_go_back(self, lease: KVLease, length: int) -> bool:
         """Whether `lease` could go on from its first `length` tokens or, with recurrent layers,
@@ -310,18 +305,11 @@ class RankMemory:
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
         """Pages of the first pool that each row lacks to hold `allocated_lens` tokens;
         int32[len(rows)]."""
-        rows, lens = np.asarray(rows, np.intp), np.asarray(allocated_lens, np.int32)
-        allocated_len = self.rows.kv_allocated_len
-        beyond: Int32Array = pages_beyond(rows, lens, allocated_len, self.page_size)
-        if self.lists_all:
-            return beyond
-        held = -(-allocated_len[rows] // self.page_size)
-        total = np.zeros_like(beyond)
-        for number in self.groups_of[0]:
-            most = self.sizes.row_pages(self.groups[number])
-            listed = held - self.rows.first_pages[number, rows]
-            total += np.minimum(beyond, np.maximum(most - listed, 0))
-        return total
+        rows = np.asarray(rows, np.intp)
+        lens = np.empty((1, len(rows)), np.int32)
+        lens[0] = allocated_lens
+        lacking: Int32Array = pages_held_and_lacking(self, self.rows, rows, lens)[1]
+        return lacking
 
     def tokens_that_fit(self, row: int) -> int:
         """Tokens that `row` could hold with all that is free or evictable."""

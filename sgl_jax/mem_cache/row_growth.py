@@ -166,17 +166,50 @@ def _commit(
     return -1
 
 
-@compiled("(int64[::1], int32[::1], int32[::1], int32)")
-def pages_beyond(
-    rows: RowIndex, lens: Int32Array, allocated_len: Int32Array, page_size: int
+def pages_held_and_lacking(
+    memory: "RankMemory", tables: RowTables, rows: RowIndex, lens: Int32Array
 ) -> Int32Array:
-    """Pages that `lens` tokens take beyond those that each of `rows` holds, or none: int32[n]."""
-    lacking = np.zeros(len(rows), np.int32)
-    assert len(rows) == len(lens)
-    for i in range(len(rows)):
-        assert 0 <= rows[i] < len(allocated_len)
-        held_len = allocated_len[rows[i]]
-        num_left = -held_len % page_size  # slots of its last page
-        if lens[i] - held_len > num_left:
-            lacking[i] = (lens[i] - held_len - num_left + page_size - 1) // page_size
-    return lacking
+    """Pages of the first pool that each row lists, and lacks to hold so many tokens.
+
+    Args:
+        memory: of any rank.
+        tables: columns that `rows`, int64[n], are indices of.
+        lens: int32[k, n] tokens.
+
+    Returns int32[1 + k, n].
+    """
+    numbers, most = memory.first_tables
+    pages: Int32Array = _held_and_lacking(
+        rows, lens, tables.kv_allocated_len, tables.first_pages, numbers, most, memory.page_size
+    )
+    return pages
+
+
+@compiled("(int64[::1], int32[:, ::1], int32[::1], int32[:, :], int64[::1], int64[::1], int64)")
+def _held_and_lacking(
+    rows: RowIndex,
+    lens: Int32Array,
+    allocated_len: Int32Array,
+    first_pages: Int32Array,
+    groups: IntpArray,
+    most: IntpArray,
+    page_size: int,
+) -> Int32Array:
+    """`pages_held_and_lacking`: of `groups`, a row lists no more than `most` pages of each."""
+    num_lens, num_rows = lens.shape
+    pages = np.zeros((1 + num_lens, num_rows), np.int32)
+    assert len(rows) == num_rows
+    assert len(groups) == len(most)
+    for i in range(num_rows):
+        row = rows[i]
+        assert 0 <= row < len(allocated_len)
+        held = (allocated_len[row] + page_size - 1) // page_size
+        for k in range(len(groups)):
+            assert 0 <= groups[k] < len(first_pages)
+            listed = held - first_pages[groups[k], row]
+            pages[0, i] += listed
+            room = max(most[k] - listed, 0)
+            for j in range(num_lens):
+                beyond = (lens[j, i] + page_size - 1) // page_size - held
+                pages[1 + j, i] += min(max(beyond, 0), room)
+    return pages

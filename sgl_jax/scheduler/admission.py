@@ -78,8 +78,8 @@ class Admission:
         ):
             return
         rooms = [
-            RankRoom(builder, soonest_end)
-            for builder, soonest_end in zip(builders, ranks.soonest_ends(), strict=True)
+            RankRoom(*args)
+            for args in zip(builders, ranks.soonest_ends(), ranks.num_reserved(), strict=True)
         ]
         self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}
         offer = Offer(
@@ -149,11 +149,11 @@ class Admission:
         """
         cursors, best = self._waiting.cursors(request), None
         for room in _allowed(rooms, request):
-            cursor = cursors[room.rank.dp_rank]
+            cursor = cursors[room.dp_rank]
             num_read = room.rank.reusable_len(request, cursor)
             leader = room.leader(request, cursor, num_read)
             if leader is not None:
-                self._waiting.follow(request, room.rank.dp_rank, *leader)
+                self._waiting.follow(request, room.dp_rank, *leader)
                 room.rank.keep_branch(*leader)
                 return None
             found = room.preemption(request, cursor, threshold)
@@ -183,7 +183,7 @@ class Admission:
         return min(
             (max(room.num_short(request, cursors[r]), 0), room.num_running, r)
             for room in allowed
-            for r in (room.rank.dp_rank,)
+            for r in (room.dp_rank,)
         )[2]
 
     # -- why others wait ----------------------------------------------------------------------
@@ -234,13 +234,15 @@ class Admission:
     def _options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
         """All ranks that a request may run on; none if it fits none of them now."""
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
-        fits = [room.fits(request, cursors[room.rank.dp_rank]) for room in allowed]
-        if not any(fits):
+        short = [room.num_short(request, cursors[room.dp_rank]) for room in allowed]
+        if not any(
+            pages <= 0 and room.takes(request) for room, pages in zip(allowed, short, strict=True)
+        ):
             return []
         bound = _num_unskewed(rooms)
         return [
-            room.option(request, cursors[room.rank.dp_rank], bound, fits=fits_here)
-            for room, fits_here in zip(allowed, fits, strict=True)
+            room.option(request, cursors[room.dp_rank], pages, bound)
+            for room, pages in zip(allowed, short, strict=True)
         ]
 
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:
@@ -265,7 +267,7 @@ class Admission:
 
     def _start(self, room: RankRoom, request: Request) -> bool:
         """Start a request that fits; whether others may fit now that did not before."""
-        dp_rank = room.rank.dp_rank
+        dp_rank = room.dp_rank
         home = self._home_of(request)
         if home is not None and home is not room.rank.memory and request.kept_by is not None:
             release_idle_lease(home, request.kept_by)
@@ -286,7 +288,7 @@ def _may_preempt(builder: StepBuilder, below: int) -> bool:
 
 def _renew(offer: Offer, room: RankRoom) -> None:
     """Bring the rank's part of an offer up to date."""
-    dp_rank = room.rank.dp_rank
+    dp_rank = room.dp_rank
     offer.is_open[dp_rank], offer.floor[dp_rank] = room.is_open, room.priority_floor
     offer.num_pages[dp_rank] = room.num_pages if room.is_open else 0
 

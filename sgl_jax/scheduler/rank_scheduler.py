@@ -45,6 +45,7 @@ class RankScheduler:
         tables: RowTables,
         columns: RowColumns,
         output_lengths: OutputLengths,
+        reserve: AdmissionReserve,
     ) -> None:
         self.dp_rank = dp_rank
         self.memory = RankMemory(
@@ -56,7 +57,7 @@ class RankScheduler:
         )
         self.running = RunningRows(columns)
         self._output_lengths = output_lengths
-        self.reserve = AdmissionReserve(output_lengths, args.schedule_conservativeness)
+        self.reserve = reserve
         self.num_retracted = 0
         self.num_evicted_sessions = 0
         self.num_force_retracted = 0  # of these, for tests

@@ -17,6 +17,7 @@ from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.scheduler.output_lengths import OutputLengths
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.running_rows import RowColumns
 from sgl_jax.scheduler.tenants import Tenants
 
@@ -29,12 +30,15 @@ class Ranks:
         self.tables = RowTables.empty(num_rows, len(sizes.groups), sizes.pages_per_row)
         self.running = RowColumns.empty(num_rows, sizes.max_context_len)
         self.output_lengths = OutputLengths()
+        self.reserve = AdmissionReserve(self.output_lengths, args.schedule_conservativeness)
         self.ranks = []
         for dp_rank, first in enumerate(range(0, num_rows, sizes.num_rows)):
             part = slice(first, first + sizes.num_rows)
             tables, columns = self.tables.part(part), self.running.part(part)
             self.ranks.append(
-                RankScheduler(dp_rank, sizes, args, tables, columns, self.output_lengths)
+                RankScheduler(
+                    dp_rank, sizes, args, tables, columns, self.output_lengths, self.reserve
+                )
             )
         self.tenants = Tenants(sizes, is_fair=args.fair_share == "tokens")
         self.page_size = sizes.page_size
@@ -71,6 +75,10 @@ class Ranks:
     def update_output_lengths(self) -> None:
         """Let the reserves heed what running requests have come to, and which outputs ended."""
         self.output_lengths.update(self.running, self.active()[0])
+
+    def num_reserved(self) -> list[int]:
+        """The pages that each rank leaves for the further output of its running requests."""
+        return self.reserve.pages_of_each(self.memories, self.tables, self.running, *self.active())
 
     def soonest_ends(self) -> list[int | None]:
         """In how many steps the first of each rank's running requests may end; None if it has

@@ -9,15 +9,19 @@ meantime, so the sum has a peak: what that exceeds the present need by is the re
 are computed, so that all hosts find the same.)
 """
 
+from collections.abc import Sequence
 from math import ceil
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.req_to_token_pool import RowTables
+from sgl_jax.mem_cache.row_growth import pages_held_and_lacking
 from sgl_jax.scheduler.output_lengths import Float64Array, OutputLengths
-from sgl_jax.scheduler.running_rows import RunningRows
+from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 # How far above its mean the need of running requests is forecast, in standard deviations: it is
 # higher at a moment with a chance of 40 %, at the peak of all moments more seldom.
@@ -32,7 +36,7 @@ _MOMENTS: IntpArray = np.concatenate(
 
 
 class AdmissionReserve:
-    """The reserve of one rank. `conservativeness` scales it; `lengths` are those of all ranks."""
+    """The reserve of ranks. `conservativeness` scales it; `lengths` are those of all ranks."""
 
     def __init__(self, lengths: OutputLengths, conservativeness: float) -> None:
         self._lengths = lengths
@@ -53,92 +57,153 @@ class AdmissionReserve:
         """
         if rows is None:
             rows = running.active
-        if len(rows) == 0:
-            return 0
-        planned_len, max_len = running.planned_len[rows], running.max_len[rows]
-        known_len = np.minimum(planned_len + np.int32(1), max_len)
-        num_in_use = memory.allocator.num_pages - 1 - memory.num_reclaimable_pages - num_freed
-        most = memory.pages_to_grow(rows, max_len)
-        # One more like the youngest has the same limit.
-        at_most = int(most.sum()) + memory.request_pages(int(max_len[-1]))
-        peak = _peak(
-            running.length_class[rows],
-            planned_len - running.prompt_len[rows],
-            max_len - planned_len,
-            memory.num_held_each(rows),
-            memory.pages_to_grow(rows, known_len),
-            most,
-            num_in_use,
+        bounds = np.array((0, len(rows)))
+        return self.pages_of_each([memory], memory.rows, running, rows, bounds, num_freed)[0]
+
+    def pages_of_each(
+        self,
+        memories: Sequence[RankMemory],
+        tables: RowTables,
+        running: RowColumns,
+        rows: RowIndex,
+        bounds: IntpArray,
+        num_freed: int = 0,
+    ) -> list[int]:
+        """`pages` of several ranks.
+
+        `tables` and `running` are columns of their joint rows; `rows` of rank k, oldest first, lie
+        in [bounds[k], bounds[k + 1]).
+        """
+        in_use = [
+            each.allocator.num_pages - 1 - each.num_reclaimable_pages - num_freed
+            for each in memories
+        ]
+        lens = _lens(rows, running.planned_len, running.max_len)
+        pages = pages_held_and_lacking(memories[0], tables, rows, lens)
+        peaks, lacking, at_most, youngest = _peaks(
+            rows,
+            bounds,
+            running.length_class,
+            running.prompt_len,
+            lens,
+            pages,
+            np.array(in_use),
             self._lengths.starts,
             self._lengths.survival,
             _MOMENTS,
         )
-        forecast = min(ceil(max(peak - num_in_use, 0.0) * self._conservativeness), at_most)
-        # Prompts that are not computed yet are no forecast.
-        return max(forecast, int(memory.pages_to_grow(rows, planned_len).sum()))
+        return [
+            # Prompts that are not computed yet are no forecast.
+            max(self._forecast(peak - used, most, memories[0].request_pages(longest)), known)
+            if longest
+            else 0
+            for peak, used, most, longest, known in zip(
+                peaks.tolist(),
+                in_use,
+                at_most.tolist(),
+                youngest.tolist(),
+                lacking.tolist(),
+                strict=True,
+            )
+        ]
+
+    def _forecast(self, growth: float, at_most: int, one_more: int) -> int:
+        """Pages by which the need is forecast to grow; no more than the requests, and one more,
+        may come to take."""
+        return min(ceil(max(growth, 0.0) * self._conservativeness), at_most + one_more)
+
+
+@compiled("(int64[::1], int32[::1], int32[::1])")
+def _lens(rows: RowIndex, planned_len: Int32Array, max_len: Int32Array) -> Int32Array:
+    """Tokens that each of `rows` has, has with one more, and may come to have: int32[3, n]."""
+    lens = np.empty((3, len(rows)), np.int32)
+    assert len(planned_len) == len(max_len)
+    for i in range(len(rows)):
+        row = rows[i]
+        assert 0 <= row < len(planned_len)
+        lens[0, i], lens[2, i] = planned_len[row], max_len[row]
+        lens[1, i] = min(planned_len[row] + 1, max_len[row])
+    return lens
 
 
 @compiled(
-    "(int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int64, "
+    "(int64[::1], int64[::1], int32[::1], int32[::1], int32[:, ::1], int32[:, ::1], int64[::1], "
     "int64[::1], float64[:, ::1], int64[::1])"
 )
-def _peak(
-    classes: Int32Array,
-    output_lens: Int32Array,
-    left_lens: Int32Array,
-    held: Int32Array,
-    known: Int32Array,
-    most: Int32Array,
-    num_in_use: int,
+def _peaks(
+    rows: RowIndex,
+    bounds: IntpArray,
+    length_class: Int32Array,
+    prompt_len: Int32Array,
+    lens: Int32Array,
+    pages: Int32Array,
+    num_in_use: IntpArray,
     starts: IntpArray,
     survival: Float64Array,
     moments: IntpArray,
-) -> float:
-    """The most pages that the requests, and one more like the last, will hold at any moment.
+) -> tuple[Float64Array, IntpArray, IntpArray, IntpArray]:
+    """The most pages that each rank's requests, and one more like the last, will hold at any
+    moment: float64[ranks]. Also, int64[ranks] each, the pages that they lack for the tokens which
+    they have, and for all that they may come to have, and how long the last may become.
 
     Args:
-        classes: of the requests, oldest first; so are those that follow.
-        output_lens: tokens generated,
-        left_lens: and those that they may still generate.
-        held: pages that they list,
-        known: that they lack for the tokens which they have,
-        most: and for all that they may come to have.
-        num_in_use: pages that they list, each counted once.
+        rows: joint, oldest first; those of rank k lie in [bounds[k], bounds[k + 1]).
+        length_class: of all joint rows, as `prompt_len`.
+        lens: int32[3, n] of `rows`, from `_lens`.
+        pages: int32[4, n], from `pages_held_and_lacking` for `lens`.
+        num_in_use: pages that the requests of each rank list, each counted once.
         starts: as `survival`, of `OutputLengths`.
         moments: ascending from 0, in steps.
     """
-    n = len(classes)
-    assert n == len(output_lens) == len(left_lens) == len(held) == len(known) == len(most) > 0
-    # A shared page is given back by the last that reads it: each has its part of it.
-    own_part = num_in_use / max(held.sum(), 1)
+    num_ranks = len(bounds) - 1
+    peaks = np.zeros(num_ranks)
+    sums = np.zeros((3, num_ranks), np.int64)
+    assert bounds[num_ranks] == len(rows)
+    assert num_ranks == len(num_in_use)
+    assert lens.shape[1] == pages.shape[1] == len(rows)
     mean, variance, at_most = np.zeros((3, len(moments)))
-    for i in range(n + 1):
-        last = min(i, n - 1)
-        output_len, left_len = output_lens[last], left_lens[last]
-        size = own_part * held[last] + known[last]
-        growth = (most[last] - known[last]) / max(left_len, 1)  # pages a token
-        if i == n:  # one more
-            output_len, left_len, size = 0, output_len + left_len, 0.0
-        assert 0 <= classes[last] < len(survival)
-        chances = survival[classes[last]]
-        bucket = np.searchsorted(starts, output_len, "right") - 1
-        now = chances[bucket]
+    for rank in range(num_ranks):
+        first, end = bounds[rank], bounds[rank + 1]
+        if first == end:
+            continue
+        mean[:], variance[:], at_most[:] = 0, 0, 0
+        num_held = 0
+        for i in range(first, end):
+            num_held += pages[0, i]
+            sums[0, rank] += pages[1, i]
+            sums[1, rank] += pages[3, i]
+        sums[2, rank] = lens[2, end - 1]
+        # A shared page is given back by the last that reads it: each has its part of it.
+        own_part = num_in_use[rank] / max(num_held, 1)
+        for i in range(first, end + 1):
+            last = min(i, end - 1)
+            row = rows[last]
+            assert 0 <= row < len(prompt_len)
+            output_len, left_len = lens[0, last] - prompt_len[row], lens[2, last] - lens[0, last]
+            known, most = pages[2, last], pages[3, last]
+            size = own_part * pages[0, last] + known
+            growth = (most - known) / max(left_len, 1)  # pages a token
+            if i == end:  # one more
+                output_len, left_len, size = 0, output_len + left_len, 0.0
+            assert 0 <= length_class[row] < len(survival)
+            chances = survival[length_class[row]]
+            bucket = np.searchsorted(starts, output_len, "right") - 1
+            now = chances[bucket]
+            for j in range(len(moments) - 1):
+                if moments[j] > 0 and moments[j] >= left_len:
+                    break
+                while bucket + 1 < len(starts) and starts[bucket + 1] <= output_len + moments[j]:
+                    bucket += 1
+                chance = chances[bucket] / now
+                if chance < _LEAST_CHANCE:
+                    break
+                # Until the next moment, in the mean.
+                ahead = 0.5 * (moments[j] + moments[j + 1])
+                expected = size + growth * min(ahead, left_len)
+                mean[j] += chance * expected
+                variance[j] += chance * (1 - chance) * expected * expected
+                at_most[j] += expected
         for j in range(len(moments) - 1):
-            if moments[j] > 0 and moments[j] >= left_len:
-                break
-            while bucket + 1 < len(starts) and starts[bucket + 1] <= output_len + moments[j]:
-                bucket += 1
-            chance = chances[bucket] / now
-            if chance < _LEAST_CHANCE:
-                break
-            # Until the next moment, in the mean.
-            ahead = 0.5 * (moments[j] + moments[j + 1])
-            pages = size + growth * min(ahead, left_len)
-            mean[j] += chance * pages
-            variance[j] += chance * (1 - chance) * pages * pages
-            at_most[j] += pages
-    peak = 0.0
-    for j in range(len(moments) - 1):
-        likely = min(mean[j] + _NUM_DEVIATIONS * np.sqrt(variance[j]), at_most[j])
-        peak = max(peak, likely)
-    return peak
+            likely = min(mean[j] + _NUM_DEVIATIONS * np.sqrt(variance[j]), at_most[j])
+            peaks[rank] = max(peaks[rank], likely)
+    return peaks, sums[0], sums[1], sums[2]

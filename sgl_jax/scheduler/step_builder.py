@@ -255,7 +255,7 @@ class StepBuilder:
     def _give_back_tails(self, rows: RowIndex) -> bool:
         """Free the slots of drafts that were not accepted; whether that gave any page."""
         memory, ends = self.rank.memory, self._decode_ends(rows)
-        has_tail = memory.pages_to_grow(rows, ends) == 0
+        has_tail = memory.rows.kv_allocated_len[rows] > ends
         freed = 0
         for row, end in zip(rows[has_tail].tolist(), ends[has_tail].tolist(), strict=True):
             freed += sum(free_tail(memory, memory.leases[row], end))

@@ -33,18 +33,20 @@ class RankRoom:
     Args:
         builder: the rank's share of the step.
         soonest_end: in how many steps the first of its running requests may end; None without any.
+        num_reserved: pages that are left for its running requests.
     """
 
-    def __init__(self, builder: StepBuilder, soonest_end: int | None) -> None:
+    def __init__(self, builder: StepBuilder, soonest_end: int | None, num_reserved: int) -> None:
         self.rank: RankScheduler = builder.rank
+        self.dp_rank = builder.rank.dp_rank
         self.num_staying = 0  # requests that are to wait for room here though others have it
         self._builder = builder
         self.chunk_size = builder.chunk_size
         self._soonest_end = soonest_end
         self._held_above = NO_FLOOR
-        # Looked up when they are first asked for.
+        # Computed when they are first read.
+        self._num_reserved: int | None = num_reserved
         self._num_pages: int | None = None
-        self._num_reserved: int | None = None
         self._in_flight: InFlight | None = None
         self._preemptible: Preemptible | None = None
         self._look()
@@ -54,6 +56,7 @@ class RankRoom:
         self.num_running = len(self.rank.running)
         self._has_row = self.rank.has_row
         self._has_tokens_above = self._builder.priority_floor
+        self._is_prefilling = self._builder.is_prefilling
         # Whether the step takes another request of some priority here, if that fits.
         self.is_open = self._has_row and self._builder.can_admit
 
@@ -70,13 +73,14 @@ class RankRoom:
         return self._num_reserved
 
     def num_short(self, request: Request, cursor: PrefixCursor) -> int:
-        """Pages that `request` lacks here; not above 0 if it has enough."""
-        return self.rank.num_pages_needed(request, cursor) - self.num_pages
+        """Pages that `request` lacks here, or more; not above 0 if it has enough."""
+        # Mostly there are enough without a look at how much of its prefix is in use.
+        num_short = self.rank.num_pages_at_most(request) - self.num_pages
+        return num_short if num_short <= 0 else num_short - self.rank.memory.num_pages_in_use(cursor)
 
-    def fits(self, request: Request, cursor: PrefixCursor) -> bool:
-        """Whether `request` can start here in this step."""
-        is_open = self.is_open and request.priority > self.priority_floor
-        return is_open and self._has_pages(request, cursor)
+    def takes(self, request: Request) -> bool:
+        """Whether `request` can start here in this step, if it has enough pages."""
+        return self.is_open and request.priority > self.priority_floor
 
     @property
     def priority_floor(self) -> int:
@@ -84,21 +88,12 @@ class RankRoom:
         this step, or the rank is held against them."""
         return max(self._held_above, self._has_tokens_above)
 
-    def _has_pages(self, request: Request, cursor: PrefixCursor) -> bool:
-        # Mostly there are enough without a look at how much of its prefix is in use.
-        if self.rank.num_pages_at_most(request) <= self.num_pages:
-            return True
-        return self.num_short(request, cursor) <= 0
-
     def option(
-        self, request: Request, cursor: PrefixCursor, num_unskewed: int, *, fits: bool
+        self, request: Request, cursor: PrefixCursor, num_short: int, num_unskewed: int
     ) -> Option:
-        """What it costs to run `request` here, where more than `num_unskewed` are too many.
-
-        `fits` is what the method of that name says.
-        """
-        may_fit_next = self._has_row and request.priority > self._held_above
-        has_room = fits or (may_fit_next and self._has_pages(request, cursor))
+        """What it costs to run `request` here, which lacks `num_short` pages, where more requests
+        than `num_unskewed` are too many."""
+        has_pages = num_short <= 0
         num_read = self.rank.reusable_len(request, cursor)
         leader = self.leader(request, cursor, num_read)
         if leader is not None:
@@ -106,15 +101,16 @@ class RankRoom:
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self.chunk_size * (self.num_running - num_unskewed)
-        if not has_room:
+        if not (has_pages and self._has_row and request.priority > self._held_above):
             num_ahead += self.chunk_size * self._steps_to_room()
         cost = len(request.tokens) - num_read + num_ahead
-        return Option(cost, self.num_running, self.rank.dp_rank, fits, leader)
+        fits = has_pages and self.takes(request)
+        return Option(cost, self.num_running, self.dp_rank, fits, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
         """The row computing more of the request's tokens here than the `num_read` that are there,
         if that is worth waiting for."""
-        if not self._builder.is_prefilling:
+        if not self._is_prefilling:
             return None
         if self._in_flight is None:
             rows = self._builder.prefilling_rows()
