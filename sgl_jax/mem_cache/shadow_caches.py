@@ -14,6 +14,7 @@ is read. Pages of a path are appended from its end, so that the end leaves first
 known here.
 """
 
+from itertools import accumulate
 from math import sqrt
 
 import numpy as np
@@ -52,7 +53,14 @@ _STATE = "int64[:, ::1], int64[::1], int64[:, :, ::1], int64[::1], int64[::1], f
 
 
 class ShadowCaches:
-    """Of a cache of `num_pages` pages; `favourite` is one of `ADAPTIVE`, `LRU` and `LFU`."""
+    """Of a cache of `num_pages` pages.
+
+    `favourite`, one of `ADAPTIVE`, `LRU` and `LFU`, is the order that would have served most.
+    `has_changed` is False until it is another for the first time: the cache has its own order.
+    """
+
+    favourite: int
+    has_changed: bool
 
     def __init__(self, num_pages: int) -> None:
         bits = max((num_pages - 1).bit_length() - (MAX_SAMPLED - 1).bit_length(), 0)
@@ -70,13 +78,18 @@ class ShadowCaches:
             *(self._counters, self._counts),
         )
         self._counters[_SIZE] = size
-        self._path: list[UInt64Array] = []  # what is being used, not read by the shadows yet
+        # Edges that are not read yet, the last of them of an open path. Of each path that has
+        # ended: the edges up to its end, and when it was used.
+        self._edges: list[UInt64Array] = []
+        self._ends: list[int] = []
+        self._times: list[int] = []
         self.path_used_at = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget all."""
-        self._path.clear()
+        for unread in (self._edges, self._ends, self._times):
+            unread.clear()
         size = self._counters[_SIZE]
         self._counters[:] = 0
         self._counters[_SIZE] = size
@@ -87,38 +100,43 @@ class ShadowCaches:
         self._pages[:, _CLASS : _CLASS + 3] = _NONE
         self._pages[:, _CHAIN] = np.arange(1, len(self._pages) + 1)
         self._pages[-1, _CHAIN] = _NONE
+        self.favourite, self.has_changed = ADAPTIVE, False
 
     @property
-    def favourite(self) -> int:
-        """The order that would have served most."""
-        return int(self._counters[_FAVOURITE])
+    def num_unread(self) -> int:
+        """Paths that have ended and are not read yet."""
+        return len(self._ends)
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the favourite was ever another: until then the cache has its own order."""
-        return bool(self._counters[_NUM_CHANGES])
+    def use(self, hashes: UInt64Array, now: int) -> None:
+        """The open path goes on along pages of these prefixes.
 
-    def use(self, hashes: UInt64Array, before: int, now: int) -> Int64Array | None:
-        """A request uses pages of these prefixes, behind one of hash `before`.
-
-        Edges of one path in a row are read at once, when it has ended: in LFU, its new pages would
-        else push one another out. As `read_path`, of the path before.
+        It is read as a whole: in LFU, its new pages would else push one another out.
         """
-        continues = not self._path or int(self._path[-1][-1]) == before
-        gone = _NO_HASHES if continues else self.read_path()
-        self._path.append(hashes)
+        self._edges.append(hashes)
         self.path_used_at = now
-        return gone
 
-    def read_path(self) -> Int64Array | None:
-        """The path has ended: hashes of pages that left the favourite, None if that is another."""
-        if not self._path:
+    def end_path(self) -> None:
+        """The next pages are those of another path; the open one has some."""
+        self._ends.append(len(self._edges))
+        self._times.append(self.path_used_at)
+
+    def read(self) -> Int64Array | None:
+        """Read the paths that have ended: hashes of pages that left the favourite, None if that
+        has changed."""
+        if not self._ends:
             return _NO_HASHES
-        favourite = self.favourite
-        read = np.concatenate(self._path).view(np.int64)
-        self._path.clear()
-        gone = _use(read, self._mask, self.path_used_at, *self._state)
-        return gone if self.favourite == favourite else None
+        num_changes = self._counters[_NUM_CHANGES]
+        edges, self._edges = self._edges[: self._ends[-1]], self._edges[self._ends[-1] :]
+        num_pages = np.array(list(accumulate(map(len, edges), initial=0)))
+        ends, times = num_pages[self._ends], np.array(self._times)
+        self._ends.clear()
+        self._times.clear()
+        hashes = np.concatenate(edges).view(np.int64)
+        gone = _read_paths(hashes, ends, times, self._mask, *self._state)
+        if self._counters[_NUM_CHANGES] == num_changes:
+            return gone
+        self.favourite, self.has_changed = int(self._counters[_FAVOURITE]), True
+        return None
 
     def num_uses(self, page_hash: int) -> int | None:
         """By the favourite's count; None if it does not have the page, or that is no sample."""
@@ -240,7 +258,7 @@ def _victim(
 ) -> int:
     """The page to take from the shadow next, `_NONE` if all were used now."""
     victim, lowest = _NONE, 0.0
-    for num_uses in range(MAX_USES + 1):
+    for num_uses in range(NUM_CLASSES if shadow == ADAPTIVE else MAX_USES + 1):
         page = queues[shadow, num_uses, 0]
         if page == _NONE or pages[page, _LAST] == now:
             continue
@@ -255,8 +273,8 @@ def _victim(
 
 
 @compiled(f"(int64, int64, {_STATE})")
-def _remember(
-    page: int,
+def _make_room(
+    shadow: int,
     now: int,
     pages: Int64Array,
     buckets: Int64Array,
@@ -264,9 +282,22 @@ def _remember(
     ghosts: Int64Array,
     counters: Int64Array,
     counts: Float64Array,
-) -> None:
-    """The page is about to leave the adaptive shadow: count it, and make it a ghost."""
-    num_uses = pages[page, _CLASS + ADAPTIVE]
+) -> int:
+    """Room for a page in the shadow: the page that left, or `_NONE`.
+
+    The adaptive one counts it, and makes it a ghost.
+    """
+    if counters[_USED + shadow] < counters[_SIZE]:
+        return _NONE
+    page = _victim(shadow, now, pages, queues, counts)
+    if page == _NONE:
+        return _NONE
+    num_uses = pages[page, _CLASS + shadow]
+    _unlink(page, shadow, pages, queues)
+    pages[page, _CLASS + shadow] = _NONE
+    counters[_USED + shadow] -= 1
+    if shadow != ADAPTIVE:
+        return page
     counts[1, num_uses] += 1
     place = counters[_NUM_LEFT] % len(ghosts)
     forgotten = ghosts[place]
@@ -281,30 +312,6 @@ def _remember(
         for each in range(NUM_CLASSES):
             counts[0, each] = (counts[0, each] + 1) / 2
             counts[1, each] = (counts[1, each] + 1) / 2
-
-
-@compiled(f"(int64, int64, {_STATE})")
-def _make_room(
-    shadow: int,
-    now: int,
-    pages: Int64Array,
-    buckets: Int64Array,
-    queues: Int64Array,
-    ghosts: Int64Array,
-    counters: Int64Array,
-    counts: Float64Array,
-) -> int:
-    """Room for a page in the shadow: the page that left, or `_NONE`."""
-    if counters[_USED + shadow] < counters[_SIZE]:
-        return _NONE
-    page = _victim(shadow, now, pages, queues, counts)
-    if page == _NONE:
-        return _NONE
-    if shadow == ADAPTIVE:
-        _remember(page, now, pages, buckets, queues, ghosts, counters, counts)
-    _unlink(page, shadow, pages, queues)
-    pages[page, _CLASS + shadow] = _NONE
-    counters[_USED + shadow] -= 1
     return page
 
 
@@ -383,11 +390,12 @@ def _read(
     return left[:num_left]
 
 
-@compiled(f"(int64[::1], int64, int64, {_STATE})")
-def _use(
+@compiled(f"(int64[::1], int64[::1], int64[::1], int64, {_STATE})")
+def _read_paths(
     hashes: Int64Array,
+    ends: Int64Array,
+    times: Int64Array,
     mask: int,
-    now: int,
     pages: Int64Array,
     buckets: Int64Array,
     queues: Int64Array,
@@ -395,29 +403,38 @@ def _use(
     counters: Int64Array,
     counts: Float64Array,
 ) -> Int64Array:
-    """See `ShadowCaches.use`."""
-    counters[_CALLS] += 1
-    read = np.empty(len(hashes), np.int64)
-    last_uses = np.empty(len(hashes), np.int64)
-    num_read = 0
-    for i in range(len(hashes)):
-        if hashes[i] & mask:
-            continue
-        page = _place(hashes[i], pages, buckets, counters)
-        # Two prefixes of one hash in one call would be one page twice in a queue.
-        if page == _NONE or pages[page, _CALL] == counters[_CALLS]:
-            continue
-        read[num_read], last_uses[num_read] = page, pages[page, _LAST]
-        pages[page, _CALL], pages[page, _LAST] = counters[_CALLS], now
-        num_read += 1
-    read, last_uses = read[:num_read], last_uses[:num_read]
-    left = read[:0]
-    for shadow in range(3):
-        gone = _read(shadow, read, last_uses, now, pages, buckets, queues, ghosts, counters, counts)
-        if shadow == counters[_FAVOURITE]:
-            left = gone
-    for i in range(num_read):
-        _free(read[i], pages, buckets, ghosts, counters)
-    counters[_NUM_SEEN] += num_read
-    _choose(counters)
-    return left
+    """See `ShadowCaches.read`; one path after another."""
+    assert len(ends) == len(times)
+    assert ends[-1] == len(hashes)
+    left = np.empty(len(hashes), np.int64)
+    num_left = start = 0
+    for path in range(len(ends)):
+        end, now = ends[path], times[path]
+        counters[_CALLS] += 1
+        read = np.empty(end - start, np.int64)
+        last_uses = np.empty(end - start, np.int64)
+        num_read = 0
+        for page_hash in hashes[start:end]:
+            if page_hash & mask:
+                continue
+            page = _place(page_hash, pages, buckets, counters)
+            # Two prefixes of one hash in one path would be one page twice in a queue.
+            if page == _NONE or pages[page, _CALL] == counters[_CALLS]:
+                continue
+            read[num_read], last_uses[num_read] = page, pages[page, _LAST]
+            pages[page, _CALL], pages[page, _LAST] = counters[_CALLS], now
+            num_read += 1
+        start = end
+        read, last_uses = read[:num_read], last_uses[:num_read]
+        for shadow in range(3):
+            gone = _read(
+                shadow, read, last_uses, now, pages, buckets, queues, ghosts, counters, counts
+            )
+            if shadow == counters[_FAVOURITE]:
+                left[num_left : num_left + len(gone)] = gone
+                num_left += len(gone)
+        for page in read:
+            _free(page, pages, buckets, ghosts, counters)
+        counters[_NUM_SEEN] += num_read
+        _choose(counters)
+    return left[:num_left]

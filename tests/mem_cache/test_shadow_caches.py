@@ -16,7 +16,9 @@ def hits_of(prompts: list[Prompt], num_pages: int) -> np.ndarray:
     for now, prompt in enumerate([*prompts, [-2]], 1):
         before = shadows._counters[:6].copy()
         shadows._counters[9] = 0  # hits never fade
-        shadows.use(hasher.hashes(np.array(prompt, np.int32)), 0, now)
+        shadows.use(hasher.hashes(np.array(prompt, np.int32)), now)
+        shadows.end_path()
+        shadows.read()
         hits += shadows._counters[3:6] - before[3:6]
     return hits / sum(map(len, prompts))
 
@@ -49,9 +51,10 @@ def test_what_a_shadow_serves_is_served_when_it_is_followed(seed: int) -> None:
 def test_a_leaf_keeps_what_the_favourite_has_or_has_used_more_often() -> None:
     shadows = ShadowCaches(4)
     for now, pages in enumerate(([1, 2], [1, 2], [1, 2, 3, 4], [7]), 1):
-        shadows.use(np.array(pages, np.uint64), 0, now)
-        shadows.read_path()
-    shadows._counters[11] = LFU  # the favourite
+        shadows.use(np.array(pages, np.uint64), now)
+        shadows.end_path()
+    shadows.read()
+    shadows.favourite = LFU
     path = np.array([1, 2, 3, 4], np.uint64)
     assert [shadows.num_uses(page) for page in (1, 2, 3, 4)] == [2, 2, 0, None]
     assert [shadows.num_used_more(path, uses) for uses in (-1, 0, 2)] == [3, 2, 0]
@@ -60,8 +63,10 @@ def test_a_leaf_keeps_what_the_favourite_has_or_has_used_more_often() -> None:
 def test_all_is_forgotten_and_pages_of_one_hash_are_one() -> None:
     shadows = ShadowCaches(4)
     for now, first in enumerate([7, 7, 8, 7], 1):
-        shadows.use(np.array([first, 9, 9], np.uint64), 0, now)
-    assert shadows.num_uses(9) == 2  # the last path has not been read yet
+        shadows.use(np.array([first, 9, 9], np.uint64), now)
+        shadows.end_path()
+    shadows.read()
+    assert shadows.num_uses(9) == 3
     shadows.clear()
     assert shadows.num_uses(9) is None
     assert shadows.favourite == ADAPTIVE

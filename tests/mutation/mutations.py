@@ -136,8 +136,8 @@ MUTATIONS = (
     Mutation(
         "change the class of a leaf that is still listed in the old one",
         _ADAPTIVE,
-        "            self.discard(node)\n            node.num_uses += 1\n",
-        "            node.num_uses += 1\n",
+        "                self.discard(node)\n            node.num_uses += 1\n",
+        "                pass\n            node.num_uses += 1\n",
     ),
     Mutation(
         "a page that returns begins anew",
