@@ -25,15 +25,8 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy, UseRun
 from sgl_jax.mem_cache.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.ghost_pages import GhostPages, Int64Array, PrefixHasher, RecalledPages
-from sgl_jax.mem_cache.shadow_caches import (
-    ADAPTIVE,
-    GHOSTS_PER_PAGE,
-    HALVED_AFTER,
-    LRU,
-    MAX_USES,
-    NUM_CLASSES,
-    ShadowCaches,
-)
+from sgl_jax.mem_cache.shadow_caches import GHOSTS_PER_PAGE, ShadowCaches
+from sgl_jax.mem_cache.shadow_pages import ADAPTIVE, HALVED_AFTER, LRU, MAX_USES, NUM_CLASSES
 from sgl_jax.mem_cache.tree_node import TreeNode, front
 
 _MAX_UNREAD = 16  # paths, which the shadows read together

@@ -76,7 +76,9 @@ class RankRoom:
         """Pages that `request` lacks here, or more; not above 0 if it has enough."""
         # Mostly there are enough without a look at how much of its prefix is in use.
         num_short = self.rank.num_pages_at_most(request) - self.num_pages
-        return num_short if num_short <= 0 else num_short - self.rank.memory.num_pages_in_use(cursor)
+        return (
+            num_short if num_short <= 0 else num_short - self.rank.memory.num_pages_in_use(cursor)
+        )
 
     def takes(self, request: Request) -> bool:
         """Whether `request` can start here in this step, if it has enough pages."""
