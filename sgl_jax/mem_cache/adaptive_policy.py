@@ -25,16 +25,11 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction_policy import EvictionPolicy, UseRun
 from sgl_jax.mem_cache.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.ghost_pages import GhostPages, Int64Array, PrefixHasher, RecalledPages
-from sgl_jax.mem_cache.shadow_caches import (
-    ADAPTIVE,
-    GHOSTS_PER_PAGE,
-    HALVED_AFTER,
-    LRU,
-    MAX_USES,
-    NUM_CLASSES,
-    ShadowCaches,
-)
+from sgl_jax.mem_cache.shadow_caches import GHOSTS_PER_PAGE, ShadowCaches
+from sgl_jax.mem_cache.shadow_pages import ADAPTIVE, HALVED_AFTER, LRU, MAX_USES, NUM_CLASSES
 from sgl_jax.mem_cache.tree_node import TreeNode, front
+
+_MAX_UNREAD = 16  # paths, which the shadows read together
 
 
 class AdaptivePolicy(EvictionPolicy):
@@ -50,6 +45,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._hasher = PrefixHasher(page_size)
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
         self._shadows = ShadowCaches(num_pages - 1)  # without the null page
+        self._path_end: TreeNode | None = None  # the last node that was used
         # Leaves that the favourite keeps, which go after all others: by its number of uses, and
         # with that number by their hash.
         self._kept: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(MAX_USES + 1)]
@@ -68,21 +64,26 @@ class AdaptivePolicy(EvictionPolicy):
         return super().__contains__(node) or self._is_kept(node)
 
     def add(self, node: TreeNode) -> None:
-        self._release(node)
-        super().add(node)
+        if self._kept_by_hash:
+            self._release(node)
+        self._queues[node.num_uses].add(node)
 
     def discard(self, node: TreeNode) -> None:
-        self._release(node)
-        super().discard(node)
+        if self._kept_by_hash:
+            self._release(node)
+        self._queues[node.num_uses].discard(node)
 
     def next_victim(self, now: int) -> TreeNode | None:
         """The first leaf by the favourite's order that it does not keep, or else the first."""
+        if self._shadows.num_unread:
+            self._follow(self._shadows.read())
         leaf = self._first(self._queues, now)
         if not self._shadows.has_changed:
             return leaf
         while leaf is not None:
             if leaf.last_access >= self._shadows.path_used_at:
-                self._follow(self._shadows.read_path())  # a leaf without locks: its path has ended
+                self._end_path()  # a leaf without locks: its path has ended
+                self._follow(self._shadows.read())
             num_uses = self._shadows.num_uses(_last_hash(leaf))
             if num_uses is None:
                 return leaf
@@ -99,14 +100,16 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _first(self, queues: list[EvictionQueue[TreeNode]], now: int) -> TreeNode | None:
         """The leaf that goes first by the favourite's order."""
-        leaves = (leaf for queue in queues if (leaf := queue.oldest()) is not None)
+        leaves = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
         if self._shadows.favourite == ADAPTIVE:
-            return self._lowest_rate(list(leaves), now)
+            return self._lowest_rate(leaves, now)
         if self._shadows.favourite == LRU:
             return min(leaves, key=lambda leaf: (leaf.last_access, leaf.node_id), default=None)
-        return next(leaves, None)
+        return leaves[0] if leaves else None
 
     def _lowest_rate(self, leaves: list[TreeNode], now: int) -> TreeNode | None:
+        if len(leaves) == 1:
+            return leaves[0]
         rates = (self.rate(leaf.num_uses, leaf.last_access, now) for leaf in leaves)
         return min(zip(rates, range(len(leaves)), leaves, strict=True), default=(0, 0, None))[2]
 
@@ -141,7 +144,7 @@ class AdaptivePolicy(EvictionPolicy):
     def begin(self, node: TreeNode) -> list[UseRun]:
         """Recall which of the pages were here before."""
         node.page_hashes = self._hasher.hashes(node.key, _hash_before(node))
-        self._follow(self._shadows.use(node.page_hashes, _hash_before(node), node.last_access))
+        self._go_along(node, node.last_access)
         pages = self._ghosts.recall(node.page_hashes)
         if pages is None:
             return [UseRun(len(node.key), 0)]
@@ -164,11 +167,26 @@ class AdaptivePolicy(EvictionPolicy):
 
     def use(self, node: TreeNode, now: int) -> None:
         """Count what is used again; the node is in the next class."""
-        self._follow(self._shadows.use(node.page_hashes, _hash_before(node), now))
+        self._go_along(node, now)
         self._num_reused[node.num_uses] += len(node.page_hashes)
         if node.num_uses < NUM_CLASSES - 1:
-            self.discard(node)
+            if not node.children:
+                self.discard(node)
             node.num_uses += 1
+
+    def _go_along(self, node: TreeNode, now: int) -> None:
+        """A request uses `node`, on the same path as the node before if that is its parent."""
+        if node.parent is not self._path_end:
+            self._end_path()
+            if self._shadows.num_unread == _MAX_UNREAD:
+                self._follow(self._shadows.read())
+        self._shadows.use(node.page_hashes, now)
+        self._path_end = node
+
+    def _end_path(self) -> None:
+        if self._path_end is not None:
+            self._shadows.end_path()
+            self._path_end = None
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Both halves were used as often."""
@@ -212,6 +230,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._kept_by_hash.clear()
         self._ghosts.clear()
         self._shadows.clear()
+        self._path_end = None
         self._forget_counts()
 
 

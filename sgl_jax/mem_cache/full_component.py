@@ -91,7 +91,8 @@ class FullComponent:
             if step.locks[self.index] == 1:
                 self.num_evictable -= len(step.values[self.index])
                 self.num_protected += len(step.values[self.index])
-                self.refresh(step)
+                if not step.children:
+                    self._policy.discard(step)
             step = step.parent
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
@@ -104,7 +105,8 @@ class FullComponent:
             if step.locks[self.index] == 0:
                 self.num_evictable += len(step.values[self.index])
                 self.num_protected -= len(step.values[self.index])
-                self.refresh(step)
+                if not step.children:
+                    self._policy.add(step)
             step = step.parent
 
     def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages = None) -> None:

@@ -93,13 +93,29 @@ class PrefixCursor:
     @property
     def next_key(self) -> bytes | None:
         """The key of the child of `node` that would continue the walk, if one can."""
-        live = self.live
-        matched = live.reached
-        if live.at is None or matched < live.at.end or matched == self.end:
+        cursor: PrefixCursor | None = None
+        above = self
+        while above.at is None:
+            assert above.parent is not None, "the first cursor is live"
+            cursor, above = above, above.parent
+        matched = above.reached
+        if matched < above.at.end:
             return None
-        if matched == self.start:
-            return self.key
-        return self._key_at(matched, self.tokens[matched:], self.namespace)
+        if matched < above.end:
+            return self._key_at(matched, above.tokens[matched:], above.namespace)
+        return None if cursor is None else cursor.key
+
+    def places(self) -> list[tuple[TreeNode, bytes]]:
+        """The nodes that tokens may come behind which the walk goes along, or would go along next,
+        with their keys: nodes from where the walk ends up to where what can be resumed of it ends,
+        since between the two is a gap."""
+        live = self.live
+        node, key, places = live.at, self.next_key, []
+        while node is not None and node.end >= live.usable:
+            if key is not None:
+                places.append((node, key))
+            key, node = node.child_key, node.parent
+        return places
 
     def stems(self) -> "Iterator[PrefixCursor]":
         """This one and those that continue it."""

@@ -174,7 +174,8 @@ class RadixTree:
         is_new = length < len(tokens)
         if is_new:
             node = self._add_child(node, tokens[length:].copy(), offer.namespace)
-        added = self.path_to(node, start)
+        # An old node may lack pages of windows alone.
+        added = [node] if self.resumable is None else self.path_to(node, start)
         for step in added:
             for component in self.components:
                 component.absorb(step, offer)
@@ -300,10 +301,11 @@ class RadixTree:
         start = node.end
         limit = len(tokens) // self.page_size * self.page_size
         while start < limit:
-            child = node.children.get(self.child_key(node, tokens[start:], namespace))
+            rest = tokens[start:limit]
+            child = node.children.get(self.key_at(start, rest, namespace))
             if child is None:
                 break
-            matched = common_prefix_len(child.key, tokens[start:limit])
+            matched = common_prefix_len(child.key, rest)
             matched = matched // self.page_size * self.page_size
             path.append(PathStep(child, matched))
             start += matched
@@ -437,7 +439,8 @@ class RadixTree:
         for step in self.path_to(node, start):
             self._policy.use(step, self._clock)
             step.last_access = self._clock
-            self.full.refresh(step)
+            if not step.children:
+                self.full.refresh(step)
             if self.resumable is not None:
                 self.resumable.used(step)
 

@@ -20,6 +20,8 @@ def front(values: NDArray[_Scalar], count: int) -> NDArray[_Scalar]:
     half of the memory that a view of it would keep.
     """
     kept = values[:count]
+    if not count:
+        return kept  # of a node that goes
     whole = values.base if isinstance(values.base, np.ndarray) else values
     return kept if 2 * count >= len(whole) else kept.copy()
 

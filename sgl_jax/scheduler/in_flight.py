@@ -11,12 +11,11 @@ of a step: a step that computes less is over sooner. A request whose prompt the 
 complete gets its first token no later by the wait.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor, common_prefix_len
-from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 
@@ -96,13 +95,14 @@ class InFlight:
             cursor: of its tokens on the rank's tree.
             num_read: tokens that it would not compute if it started now.
         """
-        memory, tokens = self._rank.memory, request.matchable()
+        memory = self._rank.memory
         if not memory.can_keep_state:
             return None  # nothing could go on from where the row comes past
-        for node, key in _places(cursor):
+        for node, key in cursor.places():
             first = self._rows.get((node.node_id, key))
             if first is None:
                 continue
+            tokens = request.matchable()
             row, shared = self._furthest(first, tokens, node.end)
             if self._rank.running.priority[row] < request.priority:
                 continue  # others may get the step's prompt tokens before it, and hold it up
@@ -134,17 +134,3 @@ class InFlight:
         little at a time, which is not worth waiting for."""
         running = self._rank.running
         return running.known_tokens(row)[: running.score_start[row]]
-
-
-def _places(cursor: PrefixCursor) -> Iterator[tuple[TreeNode, bytes]]:
-    """Where a row may have got to that computes tokens which the cursor's walk goes along, or would
-    go along next: nodes, and the keys of what comes behind them.
-
-    From where the walk ends, up to where what can be resumed of it ends: between the two is a gap.
-    """
-    node: TreeNode | None = cursor.node
-    key = cursor.next_key
-    while node is not None and node.end >= cursor.length:
-        if key is not None:
-            yield node, key
-        key, node = node.child_key, node.parent

@@ -24,7 +24,7 @@ _LEASE = "sgl_jax/mem_cache/lease.py"
 _TREE = "sgl_jax/mem_cache/radix_tree.py"
 _FULL = "sgl_jax/mem_cache/full_component.py"
 _ADAPTIVE = "sgl_jax/mem_cache/adaptive_policy.py"
-_SHADOWS = "sgl_jax/mem_cache/shadow_caches.py"
+_SHADOWS = "sgl_jax/mem_cache/shadow_pages.py"
 _GHOSTS = "sgl_jax/mem_cache/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/radix_cache.py"
 _WINDOW = "sgl_jax/mem_cache/window_component.py"
@@ -136,8 +136,8 @@ MUTATIONS = (
     Mutation(
         "change the class of a leaf that is still listed in the old one",
         _ADAPTIVE,
-        "            self.discard(node)\n            node.num_uses += 1\n",
-        "            node.num_uses += 1\n",
+        "                self.discard(node)\n            node.num_uses += 1\n",
+        "                pass\n            node.num_uses += 1\n",
     ),
     Mutation(
         "a page that returns begins anew",
