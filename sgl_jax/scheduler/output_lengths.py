@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
-from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.running_rows import RowColumns
 
@@ -34,6 +34,14 @@ _PRIOR_FROM = 256  # tokens, before which the prior expects no end
 _MAX_HAZARD = 0.99
 
 
+# Steps ahead for which needs are forecast: 0, 8, .. 24, 32, 40, .. 56, 64, 80, .. 112, 128, 160, ..
+# 1,024. Later steps are not planned for: memory that is idle for longer costs more than a retract,
+# which keeps all tokens.
+MOMENTS: IntpArray = np.concatenate(
+    (np.arange(0, 32, 8), ((4 + np.arange(4)) << np.arange(3, 8)[:, None]).reshape(-1), [1024])
+)
+
+
 def _bucket_starts() -> IntpArray:
     """The least length of each bucket: 0, 1, .. 15, 16, 18, .. 30, 32, 36, .."""
     doublings = np.arange(_NUM_DOUBLINGS)[:, None]
@@ -49,6 +57,10 @@ class OutputLengths:
         shape = (MAX_CLASSES, len(self.starts))
         # [class, bucket]: the chance to reach the bucket.
         self.survival: Float64Array = np.zeros(shape)
+        # [class, bucket, moment]: that so many steps follow from the bucket's first length, where
+        # `is_current`, [class, bucket]: it is computed when it is first read.
+        self.chances: Float64Array = np.zeros((*shape, len(MOMENTS) - 1))
+        self.is_current: BoolArray = np.zeros(shape, np.bool_)
         self._reached = np.zeros(shape)
         self._ended = np.zeros(shape)
         self._classes: dict[tuple[int, int], int] = {}
@@ -63,6 +75,7 @@ class OutputLengths:
                 return _ALL
             number = self._classes[key] = 1 + len(self._classes)
             self.survival[number] = self.survival[_ALL]
+            self.is_current[number] = False
         return number
 
     def add(self, number: int, num_tokens: int, *, has_ended: bool) -> None:
@@ -73,6 +86,7 @@ class OutputLengths:
 
     def update(self, running: RowColumns, rows: RowIndex) -> None:
         """Compute `survival` anew, with what the running requests in `rows` have come to."""
+        self.is_current[:] = False
         _update(
             running.length_class[rows],
             running.planned_len[rows] - running.prompt_len[rows],

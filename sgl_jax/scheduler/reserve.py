@@ -15,11 +15,11 @@ from math import ceil
 import numpy as np
 
 from sgl_jax.core.compiled import compiled
-from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.row_growth import pages_held_and_lacking
-from sgl_jax.scheduler.output_lengths import Float64Array, OutputLengths
+from sgl_jax.scheduler.output_lengths import MOMENTS, Float64Array, OutputLengths
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 # How far above its mean the need of running requests is forecast, in standard deviations: it is
@@ -27,11 +27,6 @@ from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 _NUM_DEVIATIONS = 0.25
 # A request that runs on with less than this chance is taken for gone.
 _LEAST_CHANCE = 0.001
-# Steps ahead: 0, 8, .. 24, 32, 40, .. 56, 64, 80, .. 112, 128, 160, .. 1,024. Later steps are not
-# planned for: memory that is idle for longer costs more than a retract, which keeps all tokens.
-_MOMENTS: IntpArray = np.concatenate(
-    (np.arange(0, 32, 8), ((4 + np.arange(4)) << np.arange(3, 8)[:, None]).reshape(-1), [1024])
-)
 
 
 class AdmissionReserve:
@@ -89,7 +84,9 @@ class AdmissionReserve:
             np.array(in_use),
             self._lengths.starts,
             self._lengths.survival,
-            _MOMENTS,
+            self._lengths.chances,
+            self._lengths.is_current,
+            MOMENTS,
         )
         return [
             # Prompts that are not computed yet are no forecast.
@@ -126,8 +123,29 @@ def _lens(rows: RowIndex, planned_len: Int32Array, max_len: Int32Array) -> Int32
 
 
 @compiled(
+    "(int64, float64[::1], int64[::1], int64[::1], float64[::1])",
+)
+def _find_chances(
+    bucket: int,
+    survival: Float64Array,
+    starts: IntpArray,
+    moments: IntpArray,
+    chances: Float64Array,
+) -> None:
+    """Write the chances of an output in `bucket` to go on up to each of `moments`."""
+    assert len(survival) == len(starts)
+    assert len(chances) < len(moments)
+    first = bucket
+    for j in range(len(chances)):
+        while bucket + 1 < len(starts) and starts[bucket + 1] <= starts[first] + moments[j]:
+            bucket += 1
+        chance = survival[bucket] / survival[first]
+        chances[j] = chance if chance >= _LEAST_CHANCE else 0.0
+
+
+@compiled(
     "(int64[::1], int64[::1], int32[::1], int32[::1], int32[:, ::1], int32[:, ::1], int64[::1], "
-    "int64[::1], float64[:, ::1], int64[::1])"
+    "int64[::1], float64[:, ::1], float64[:, :, ::1], boolean[:, ::1], int64[::1])"
 )
 def _peaks(
     rows: RowIndex,
@@ -139,6 +157,8 @@ def _peaks(
     num_in_use: IntpArray,
     starts: IntpArray,
     survival: Float64Array,
+    chances: Float64Array,
+    is_current: BoolArray,
     moments: IntpArray,
 ) -> tuple[Float64Array, IntpArray, IntpArray, IntpArray]:
     """The most pages that each rank's requests, and one more like the last, will hold at any
@@ -151,18 +171,18 @@ def _peaks(
         lens: int32[3, n] of `rows`, from `_lens`.
         pages: int32[4, n], from `pages_held_and_lacking` for `lens`.
         num_in_use: pages that the requests of each rank list, each counted once.
-        starts: as `survival`, of `OutputLengths`.
-        moments: ascending from 0, in steps.
+        starts: as `survival`, `chances` and `is_current`, of `OutputLengths`.
+        moments: `MOMENTS`.
     """
-    num_ranks = len(bounds) - 1
+    num_ranks, num_moments = len(bounds) - 1, len(moments) - 1
     peaks = np.zeros(num_ranks)
     sums = np.zeros((3, num_ranks), np.int64)
+    mean, variance, at_most = np.zeros((3, num_moments))
+    ahead = 0.5 * (moments[:-1] + moments[1:])  # until the next moment, in the mean
     assert bounds[num_ranks] == len(rows)
     assert num_ranks == len(num_in_use)
     assert lens.shape[1] == pages.shape[1] == len(rows)
-    num_moments = len(moments) - 1
-    mean, variance, at_most = np.zeros((3, num_moments))
-    aheads = 0.5 * (moments[:-1] + moments[1:])  # until the next moment, in the mean
+    assert chances.shape[2] == num_moments
     for rank in range(num_ranks):
         first, end = bounds[rank], bounds[rank + 1]
         if first == end:
@@ -186,23 +206,23 @@ def _peaks(
             growth = (most - known) / max(left_len, 1)  # pages a token
             if i == end:  # one more
                 output_len, left_len, size = 0, output_len + left_len, 0.0
-            assert 0 <= length_class[row] < len(survival)
-            chances = survival[length_class[row]]
+            of_class = length_class[row]
             bucket = np.searchsorted(starts, output_len, "right") - 1
-            per_now = 1 / chances[bucket]
-            for j in range(num_moments):
-                if j > 0 and moments[j] >= left_len:
-                    break
-                while starts[bucket + 1] <= output_len + moments[j]:
-                    bucket += 1
-                chance = chances[bucket] * per_now
-                if chance < _LEAST_CHANCE:
-                    break
-                expected = size + growth * min(aheads[j], left_len)
-                likely = chance * expected
+            assert 0 <= of_class < len(survival)
+            goes_on = chances[of_class, bucket]
+            if not is_current[of_class, bucket]:
+                _find_chances(bucket, survival[of_class], starts, moments, goes_on)
+                is_current[of_class, bucket] = True
+            num_ahead = 1
+            while num_ahead < num_moments and moments[num_ahead] < left_len:
+                num_ahead += 1
+            for j in range(num_ahead):
+                chance = goes_on[j]
+                held = size + growth * min(ahead[j], float(left_len))
+                likely = chance * held
                 mean[j] += likely
-                variance[j] += likely * (expected - likely)
-                at_most[j] += expected
+                variance[j] += likely * (held - likely)
+                at_most[j] += held if chance > 0 else 0.0
         for j in range(num_moments):
             likely = min(mean[j] + _NUM_DEVIATIONS * np.sqrt(variance[j]), at_most[j])
             peaks[rank] = max(peaks[rank], likely)

@@ -404,8 +404,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: a cursor goes on in the default one",
         _CURSOR,
-        "return self._key_at(matched, self.tokens[matched:], self.namespace)",
-        'return self._key_at(matched, self.tokens[matched:], "")',
+        "return self._key_at(matched, above.tokens[matched:], above.namespace)",
+        'return self._key_at(matched, above.tokens[matched:], "")',
     ),
     Mutation(
         "namespaces: prompts of different ones share a cursor",
@@ -550,14 +550,8 @@ MUTATIONS = (
     Mutation(
         "lock the end of a path alone",
         _FULL,
-        """                self.refresh(step)
-            step = step.parent
-
-    def unlock""",
-        """                self.refresh(step)
-            step = None
-
-    def unlock""",
+        "                    self._policy.discard(step)\n            step = step.parent\n",
+        "                    self._policy.discard(step)\n            step = None\n",
     ),
     Mutation(
         "split an edge without its locks",
@@ -863,8 +857,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         "sgl_jax/scheduler/step_room.py",
-        "return is_open and self._has_pages(request, cursor)",
-        "return is_open",
+        "fits = has_pages and self.takes(request)",
+        "fits = self.takes(request)",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -1355,9 +1349,9 @@ MUTATIONS = (
     ),
     Mutation(
         "compute a gap as often as there are requests for it",
-        _IN_FLIGHT,
-        "        key, node = node.child_key, node.parent\n",
-        "        return\n",
+        _CURSOR,
+        "            key, node = node.child_key, node.parent\n",
+        "            return places\n",
     ),
     Mutation(
         "count none of the others that wait for a gap",
@@ -1477,8 +1471,8 @@ MUTATIONS = (
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
         "sgl_jax/scheduler/waiting_queue.py",
-        "np.where(needed <= room[:, None]",
-        "np.where(needed < room[:, None]",
+        "is_short = needed > room[k]",
+        "is_short = needed >= room[k]",
     ),
     Mutation(
         "count nothing of a prefix as in use",
@@ -1495,8 +1489,8 @@ MUTATIONS = (
     Mutation(
         "look no further than the first requests",
         "sgl_jax/scheduler/waiting_queue.py",
-        "                room, floor = room_now, floor_now\n",
-        "                return\n",
+        "offer.floor, room, floor):\n",
+        "offer.floor, room, floor):\n                return\n",
     ),
     Mutation(
         "learn of no prefix that is cached later",
