@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
@@ -161,7 +160,9 @@ def _peaks(
     assert bounds[num_ranks] == len(rows)
     assert num_ranks == len(num_in_use)
     assert lens.shape[1] == pages.shape[1] == len(rows)
-    mean, variance, at_most = np.zeros((3, len(moments)))
+    num_moments = len(moments) - 1
+    mean, variance, at_most = np.zeros((3, num_moments))
+    aheads = 0.5 * (moments[:-1] + moments[1:])  # until the next moment, in the mean
     for rank in range(num_ranks):
         first, end = bounds[rank], bounds[rank + 1]
         if first == end:
@@ -188,22 +189,21 @@ def _peaks(
             assert 0 <= length_class[row] < len(survival)
             chances = survival[length_class[row]]
             bucket = np.searchsorted(starts, output_len, "right") - 1
-            now = chances[bucket]
-            for j in range(len(moments) - 1):
-                if moments[j] > 0 and moments[j] >= left_len:
+            per_now = 1 / chances[bucket]
+            for j in range(num_moments):
+                if j > 0 and moments[j] >= left_len:
                     break
-                while bucket + 1 < len(starts) and starts[bucket + 1] <= output_len + moments[j]:
+                while starts[bucket + 1] <= output_len + moments[j]:
                     bucket += 1
-                chance = chances[bucket] / now
+                chance = chances[bucket] * per_now
                 if chance < _LEAST_CHANCE:
                     break
-                # Until the next moment, in the mean.
-                ahead = 0.5 * (moments[j] + moments[j + 1])
-                expected = size + growth * min(ahead, left_len)
-                mean[j] += chance * expected
-                variance[j] += chance * (1 - chance) * expected * expected
+                expected = size + growth * min(aheads[j], left_len)
+                likely = chance * expected
+                mean[j] += likely
+                variance[j] += likely * (expected - likely)
                 at_most[j] += expected
-        for j in range(len(moments) - 1):
+        for j in range(num_moments):
             likely = min(mean[j] + _NUM_DEVIATIONS * np.sqrt(variance[j]), at_most[j])
             peaks[rank] = max(peaks[rank], likely)
     return peaks, sums[0], sums[1], sums[2]

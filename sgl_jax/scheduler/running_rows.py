@@ -325,6 +325,10 @@ class RunningRows(RowColumns):
         self.tokens[row, last_block:count] = self.latest[row, : count - last_block]
         return self.tokens[row, :count]
 
+    def expected_steps_to_end(self, row: int) -> int:
+        """`expected_steps_to_ends` of one row."""
+        return int(self.max_len[row] - self.planned_len[row]) // 2
+
     def runnable(self) -> RowIndex:
         """Active rows that still need a step, oldest first."""
         return self.active[self.may_run(self.active)]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.in_flight import InFlight, Leader
 from sgl_jax.scheduler.preemption import Preemptible, Preemption
@@ -47,6 +48,7 @@ class RankRoom:
         # Computed when they are first read.
         self._num_reserved: int | None = num_reserved
         self._num_pages: int | None = None
+        self._sorted_ends: Int32Array | None = None
         self._in_flight: InFlight | None = None
         self._preemptible: Preemptible | None = None
         self._look()
@@ -145,6 +147,7 @@ class RankRoom:
         for row in rows:
             self._builder.preempt(row)
         self._num_pages = self._num_reserved = self._in_flight = self._preemptible = None
+        self._sorted_ends = None
         ends = self.rank.expected_steps_to_ends()
         self._soonest_end = int(ends.min()) if len(ends) else None
         self._look()
@@ -159,12 +162,13 @@ class RankRoom:
         row = self._builder.admit(request, cursor, self._reserve())
         self._num_reserved, self._num_pages = None, None
         self._preemptible = None
-        end = int(self.rank.running.expected_steps_to_ends(np.array([row]))[0])
+        self._sorted_ends = None
+        end = self.rank.running.expected_steps_to_end(row)
         self._soonest_end = end if self._soonest_end is None else min(self._soonest_end, end)
         self._look()
         if self._in_flight is not None:
             self._in_flight.add(row)
-        return self.num_pages > num_pages
+        return self.is_open and self.num_pages > num_pages
 
     def _steps_to_room(self) -> int:
         """Steps until so many requests have ended as wait for room, and one more."""
@@ -172,5 +176,6 @@ class RankRoom:
             return 1
         if not self.num_staying:
             return self._soonest_end
-        ends = np.sort(self.rank.expected_steps_to_ends())
-        return int(ends[min(self.num_staying, len(ends) - 1)])
+        if self._sorted_ends is None:
+            self._sorted_ends = np.sort(self.rank.expected_steps_to_ends())
+        return int(self._sorted_ends[min(self.num_staying, len(self._sorted_ends) - 1)])

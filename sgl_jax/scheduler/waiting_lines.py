@@ -78,6 +78,29 @@ def drop_leaders(
                 has_leader[line] = False
 
 
+@compiled("(int64[::1], int32[::1], boolean[::1], int64[::1], int32[::1], int64[::1])")
+def take_offer(
+    ranks: IntpArray,
+    num_pages: Int32Array,
+    is_open: BoolArray,
+    floor: Int64Array,
+    room: Int32Array,
+    room_floor: Int64Array,
+) -> bool:
+    """Bring `room` int32[len(ranks)], pages for a request that preempts nothing, and `room_floor`
+    up to date with an offer's columns of all ranks; whether that changed any."""
+    has_changed = False
+    assert len(num_pages) == len(is_open) == len(floor)
+    assert len(room) == len(room_floor) == len(ranks)
+    for k in range(len(ranks)):
+        rank = ranks[k]
+        assert 0 <= rank < len(num_pages)
+        pages = num_pages[rank] if is_open[rank] else -1
+        has_changed |= pages != room[k] or floor[rank] != room_floor[k]
+        room[k], room_floor[k] = pages, floor[rank]
+    return has_changed
+
+
 @compiled(
     "(int64, int64[::1], int32[::1], boolean[::1], int64[::1], int64, boolean[::1], boolean[::1], "
     "int64[::1], int32[::1], boolean[:, ::1], int64[::1], int32[::1], int32[:, ::1])"

@@ -37,6 +37,7 @@ from sgl_jax.scheduler.waiting_lines import (
     pass_over,
     read_cursors,
     rule_out,
+    take_offer,
 )
 
 # Later requests of its own priority or a lower one that start before a request is due.
@@ -293,7 +294,8 @@ class WaitingQueue:
         end = self._end
         ranks = (offer.is_open | offer.may_preempt).nonzero()[0]
         self._drop_leaders(slice(end))
-        room, floor = self._room(offer, ranks), offer.floor[ranks]
+        room, floor = np.zeros(len(ranks), np.int32), np.zeros(len(ranks), np.int64)
+        take_offer(ranks, offer.num_pages, offer.is_open, offer.floor, room, floor)
         least, doubtful = least_pages(
             end,
             ranks,
@@ -311,8 +313,7 @@ class WaitingQueue:
             self._cached_pages,
         )
         if len(doubtful):
-            few, needed = least[:, doubtful], self._pages_needed(doubtful, ranks)
-            least[:, doubtful] = np.where(needed <= room[:, None], few, np.maximum(few, needed))
+            self._count_in_use(doubtful, ranks, room, least)
         is_full = self._tenants.is_full
         if is_full.any():
             least[:, is_full[self._tenant[:end]]] = NEVER
@@ -325,9 +326,7 @@ class WaitingQueue:
         while len(keys) and keys[first := int(keys.argmin())] != LAST:
             keys[first] = LAST
             yield self._by_line[first]
-            room_now, floor_now = self._room(offer, ranks), offer.floor[ranks]
-            if not (np.array_equal(room_now, room) and np.array_equal(floor_now, floor)):
-                room, floor = room_now, floor_now
+            if take_offer(ranks, offer.num_pages, offer.is_open, offer.floor, room, floor):
                 rule_out(
                     keys,
                     least,
@@ -338,11 +337,6 @@ class WaitingQueue:
                     self._priority,
                     passed_over,
                 )
-
-    def _room(self, offer: Offer, ranks: IntpArray) -> Int32Array:
-        """Pages that each of `ranks` gives to a request that preempts nothing."""
-        room: Int32Array = np.where(offer.is_open, offer.num_pages, np.int32(-1))[ranks]
-        return room
 
     def _most_room(
         self, ranks: IntpArray, preemptible: Sequence[Preemptible], threshold: int
@@ -413,21 +407,24 @@ class WaitingQueue:
     def _note_most_cached(self, start: int, end: int) -> None:
         most_cached(start, end, self._may_run, self._cached_pages, self._most_cached)
 
-    def _pages_needed(self, lines: Int64Array, ranks: IntpArray) -> Int32Array:
-        """Pages that each of `lines` takes beside what is in use of its prefix.
-
-        int32[len(ranks), len(lines)].
-        """
-        needed = np.empty((len(ranks), len(lines)), np.int32)
+    def _count_in_use(
+        self, lines: Int64Array, ranks: IntpArray, room: Int32Array, least: Int32Array
+    ) -> None:
+        """Raise `least` where those of `lines` do not fit that might if all that is cached for them
+        were in use: a line takes all pages of its prefix that are not."""
         for k, dp_rank in enumerate(ranks.tolist()):
-            memory, places = self._memories[dp_rank], self._place[dp_rank, lines]
+            on_rank = lines[least[k, lines] <= room[k]]
+            if not len(on_rank):
+                continue
+            memory, places = self._memories[dp_rank], self._place[dp_rank, on_rank]
             nodes = memory.cache.cursors.nodes
             in_use = np.zeros(len(nodes), np.int32)
             for place in np.flatnonzero(np.bincount(places)).tolist():
                 in_use[place] = memory.in_use_len(nodes[place]) // memory.page_size
-            cached = self._cached_pages[dp_rank, lines]
-            needed[k] = self._num_pages[lines] - np.minimum(in_use[places], cached)
-        return needed
+            cached = self._cached_pages[dp_rank, on_rank]
+            needed = self._num_pages[on_rank] - np.minimum(in_use[places], cached)
+            is_short = needed > room[k]
+            least[k, on_rank[is_short]] = needed[is_short]
 
     def _order_keys(
         self,
