@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain, islice
 
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.cursor_stops import CursorStops
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.prefix_cursor import (
     LIVE,
@@ -25,26 +26,6 @@ from sgl_jax.mem_cache.prefix_cursor import (
 )
 from sgl_jax.mem_cache.tree_component import PathStep
 from sgl_jax.mem_cache.tree_node import TreeNode
-
-
-class _Stop:
-    """A node where live cursors stand: one at its end at most, others within its edge, by number.
-
-    `place` is its place in `CursorIndex.nodes`.
-    """
-
-    __slots__ = ("at_end", "node", "place", "within")
-
-    def __init__(self, node: TreeNode, place: int) -> None:
-        self.node = node
-        self.place = place
-        self.at_end: PrefixCursor | None = None
-        self.within: dict[int, PrefixCursor] = {}
-
-    def cursors(self) -> list[PrefixCursor]:
-        """All that stand there."""
-        at_end = [] if self.at_end is None else [self.at_end]
-        return [*at_end, *self.within.values()]
 
 
 class CursorIndex:
@@ -74,10 +55,8 @@ class CursorIndex:
         self._usable_len = usable_len
         self._watchers: dict[int, dict[int, PrefixCursor]] = {}  # by node id, by number
         self._unmeasured: dict[int, PrefixCursor] = {}  # whose walk ends elsewhere now
-        self._stops: dict[int, _Stop] = {}  # by node id
-        # The nodes of all stops, by place; None where none is.
-        self.nodes: list[TreeNode | None] = []
-        self._free_places: list[int] = []
+        self._stops = CursorStops()
+        self.nodes = self._stops.nodes  # where live cursors stand, by place
         self.columns = CursorColumns()
         self._has_moved = False
         # Of no tokens, in all namespaces; the key of a stem behind it says which.
@@ -202,7 +181,7 @@ class CursorIndex:
         live = [cursor for cursor in stems if cursor.at is not None]
         for cursor in live:
             self._audit_length(cursor)
-        if len(live) != sum(len(stop.cursors()) for stop in self._stops.values()):
+        if len(live) != len(self._stops):
             raise LedgerError("cursors stand at nodes that are not live, or are gone")
         if sum(map(len, self._watchers.values())) != sum(len(each.watched) for each in live):
             raise LedgerError("nodes are watched for cursors that do not say so")
@@ -284,10 +263,9 @@ class CursorIndex:
 
     def _waiting_for(self, node: TreeNode, key: bytes) -> PrefixCursor | None:
         """The stem that a child of `node` under `key` would continue."""
-        stop = self._stops.get(node.node_id)
-        if stop is None or stop.at_end is None:
+        cursor = self._stops.at_end(node)
+        if cursor is None:
             return None
-        cursor = stop.at_end
         if cursor.end == node.end:
             return cursor.children.get(key)
         return cursor if cursor.next_key == key else None
@@ -309,15 +287,10 @@ class CursorIndex:
     def _file(self, cursor: PrefixCursor, node: TreeNode, reached: int) -> None:
         """The cursor stands on `node` from now on, live."""
         if cursor.at is not None:
-            self._take_out(cursor)
-        stop = self._stops.get(node.node_id) or self._new_stop(node)
+            self._stops.take_out(cursor)
         cursor.at, cursor.reached = node, reached
-        if reached == node.end:
-            stop.at_end = cursor
-        else:
-            stop.within[cursor.number] = cursor
         self.columns.above[cursor.number] = LIVE
-        self.columns.place[cursor.number] = stop.place
+        self.columns.place[cursor.number] = self._stops.put(cursor, node)
         if self._usable_len is None:
             self._set_usable(cursor, reached)
         else:
@@ -326,40 +299,18 @@ class CursorIndex:
     def _rest(self, cursor: PrefixCursor) -> None:
         """The cursor is live no more."""
         assert cursor.parent is not None, "the first cursor is live"
-        self._take_out(cursor)
+        self._stops.take_out(cursor)
         self._unwatch(cursor)
         self._unmeasured.pop(cursor.number, None)
         cursor.at = None
         self.columns.above[cursor.number] = cursor.parent.number
 
-    def _take_out(self, cursor: PrefixCursor) -> None:
-        assert cursor.at is not None, "the cursor is not live"
-        stop = self._stops[cursor.at.node_id]
-        if stop.at_end is cursor:
-            stop.at_end = None
-        else:
-            del stop.within[cursor.number]
-        if stop.at_end is None and not stop.within:
-            del self._stops[stop.node.node_id]
-            self.nodes[stop.place] = None
-            self._free_places.append(stop.place)
-
-    def _new_stop(self, node: TreeNode) -> _Stop:
-        if not self._free_places:
-            self._free_places.append(len(self.nodes))
-            self.nodes.append(None)
-        stop = _Stop(node, self._free_places.pop())
-        self._stops[node.node_id] = stop
-        self.nodes[stop.place] = node
-        return stop
-
     def _moving_from(self, node: TreeNode) -> list[PrefixCursor]:
         """The cursors on a node that changes."""
-        stop = self._stops.get(node.node_id)
-        if stop is None:
-            return []
-        self._has_moved = True
-        return stop.cursors()
+        cursors = self._stops.cursors(node)
+        if cursors:
+            self._has_moved = True
+        return cursors
 
     # -- how much can be resumed --------------------------------------------------------------
 
@@ -426,12 +377,9 @@ class CursorIndex:
         is_watched = all(cursor.number in self._watchers.get(each.node_id, ()) for each in seen)
         if cursor.usable != length or not is_watched or cursor.watched != seen:
             raise LedgerError(f"{cursor!r}: {length} tokens can be resumed, in {seen}")
-        stop = self._stops.get(node.node_id)
-        is_at_end = cursor.reached == node.end
-        if stop is None or self.nodes[stop.place] is not node:
-            raise LedgerError(f"{cursor!r} stands on a node that is not listed at its place")
-        if (stop.at_end is cursor) != is_at_end or (cursor.number in stop.within) == is_at_end:
+        place = self._stops.place(cursor)
+        if place is None:
             raise LedgerError(f"{cursor!r} is not listed where it stands")
         columns = self.columns.usable_pages[cursor.number], self.columns.place[cursor.number]
-        if columns != (length // self._page_size, stop.place):
+        if columns != (length // self._page_size, place):
             raise LedgerError(f"{cursor!r}: its columns say {columns}")

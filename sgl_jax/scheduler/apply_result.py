@@ -48,8 +48,9 @@ def apply_result(
     gains = ranks.running.append(
         *launched, epoch=ranks.tables.epoch, tokens=tokens, num_stop_ids=num_stop_ids
     )
-    ranks.num_generated_tokens += int(gains.num_tokens)
-    ranks.tenants.serve_outputs(ranks.running.tenant[launched.rows], gains.counts)
+    num_tokens = int(gains.num_tokens)
+    ranks.num_generated_tokens += num_tokens
+    ranks.tenants.serve_outputs(ranks.running.tenant, launched.rows, gains.counts, num_tokens)
     if tokens.shape[1] > 1:
         _count_drafts(ranks, plan, launched.rows, gains.counts, tokens)
         if ranks.has_states:

@@ -93,8 +93,9 @@ class StepBuilder:
 
     def take_unservable(self) -> list[int]:
         """The rows that do not fit the rank even alone, each once: their requests are to end."""
-        rows, self._unservable = self._unservable, []
-        self._is_short = self._is_short or bool(rows)
+        rows = self._unservable
+        if rows:
+            self._unservable, self._is_short = [], True
         return rows
 
     @property
@@ -152,6 +153,8 @@ class StepBuilder:
     def _plan_tokens(self) -> None:
         """Count the prompt tokens that the prefilling rows leave."""
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        if not self._prefilling:
+            return  # as in most steps
         for _, num_left, num_scored_left in self._shares(NO_FLOOR):
             self._num_left, self._num_scored_left = num_left, num_scored_left
 
@@ -295,7 +298,7 @@ class StepBuilder:
         """Add a chunk of each prefilling row that the step's prompt tokens and memory allow."""
         running = self.rank.running
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
-        for row in self._in_order():
+        for row in self._in_order() if self._prefilling else ():
             if self._num_left <= 0:
                 break
             self._add_chunk(row)

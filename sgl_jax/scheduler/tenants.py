@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import Tenant
-from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.core.step_plan import BoolArray, Int32Array, RowIndex
 
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
@@ -133,12 +133,15 @@ class Tenants:
         cost = PROMPT_WEIGHT * (num_tokens - num_cached)
         self._served[number] += cost / self._weight[number]
 
-    def serve_outputs(self, numbers: Int32Array, counts: Int32Array) -> None:
-        """Requests of tenants int32[n] gained `counts` tokens, int32[n]."""
+    def serve_outputs(
+        self, numbers: Int32Array, rows: RowIndex, counts: Int32Array, num_tokens: int
+    ) -> None:
+        """Requests in `rows`, of the tenants that `numbers` has by row, gained `counts` tokens,
+        int32[len(rows)], together `num_tokens`."""
         if len(self._numbers) == 1:
-            self._tokens[2, NO_TENANT] += int(counts.sum())
+            self._tokens[2, NO_TENANT] += num_tokens
             return
-        gained = np.bincount(numbers, counts, len(self._served))
+        gained = np.bincount(numbers[rows], counts, len(self._served))
         self._tokens[2] += gained.astype(np.int64)
         self._served += OUTPUT_WEIGHT * gained / self._weight
 

@@ -57,6 +57,7 @@ _LINES = "sgl_jax/scheduler/waiting_lines.py"
 _RESERVE = "sgl_jax/scheduler/reserve.py"
 _CURSOR = "sgl_jax/mem_cache/prefix_cursor.py"
 _CURSORS = "sgl_jax/mem_cache/cursor_index.py"
+_STOPS = "sgl_jax/mem_cache/cursor_stops.py"
 _GROWTH = "sgl_jax/mem_cache/row_growth.py"
 _SIZES = "sgl_jax/core/engine_sizes.py"
 
@@ -402,12 +403,6 @@ MUTATIONS = (
         'memory.cache.cursors.follow(tokens, "", known)',
     ),
     Mutation(
-        "namespaces: a cursor goes on in the default one",
-        _CURSOR,
-        "return self._key_at(matched, above.tokens[matched:], above.namespace)",
-        'return self._key_at(matched, above.tokens[matched:], "")',
-    ),
-    Mutation(
         "namespaces: prompts of different ones share a cursor",
         _CURSORS,
         "key = self._key_at(cursor.end, tokens[cursor.end :], namespace)",
@@ -550,8 +545,14 @@ MUTATIONS = (
     Mutation(
         "lock the end of a path alone",
         _FULL,
-        "                    self._policy.discard(step)\n            step = step.parent\n",
-        "                    self._policy.discard(step)\n            step = None\n",
+        """                    self._policy.discard(step)
+            step = step.parent
+
+    def unlock""",
+        """                    self._policy.discard(step)
+            step = None
+
+    def unlock""",
     ),
     Mutation(
         "split an edge without its locks",
@@ -1351,7 +1352,7 @@ MUTATIONS = (
         "compute a gap as often as there are requests for it",
         _CURSOR,
         "            key, node = node.child_key, node.parent\n",
-        "            return places\n",
+        "            break\n",
     ),
     Mutation(
         "count none of the others that wait for a gap",
@@ -1574,8 +1575,8 @@ MUTATIONS = (
     Mutation(
         "shorten a cursor without a report",
         _CURSORS,
-        "            return []\n        self._has_moved = True\n",
-        "            return []\n",
+        "        if cursors:\n            self._has_moved = True\n",
+        "",
     ),
     Mutation(
         "leave a stem live though the walk does not get past its parent",
@@ -1585,7 +1586,7 @@ MUTATIONS = (
     ),
     Mutation(
         "shorten those alone that stand at the end of a leaf",
-        _CURSORS,
+        _STOPS,
         "        return [*at_end, *self.within.values()]\n",
         "        return [*at_end]\n",
     ),
@@ -1609,7 +1610,7 @@ MUTATIONS = (
     ),
     Mutation(
         "give the place of a node where cursors are away",
-        _CURSORS,
+        _STOPS,
         "        if stop.at_end is None and not stop.within:\n",
         "        if stop.at_end is None:\n",
     ),
@@ -1857,8 +1858,8 @@ MUTATIONS = (
     Mutation(
         "windows: a cursor that is not needed is watched for",
         _CURSORS,
-        "        self._take_out(cursor)\n        self._unwatch(cursor)\n",
-        "        self._take_out(cursor)\n",
+        "        self._stops.take_out(cursor)\n        self._unwatch(cursor)\n",
+        "        self._stops.take_out(cursor)\n",
     ),
     Mutation(
         "windows: pass a token that the next query sees",
