@@ -19,6 +19,7 @@ from sgl_jax.mem_cache.cursor_stops import CursorStops
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.prefix_cursor import (
     LIVE,
+    NO_CURSOR,
     CursorColumns,
     KeyAt,
     PrefixCursor,
@@ -61,6 +62,7 @@ class CursorIndex:
         self._has_moved = False
         # Of no tokens, in all namespaces; the key of a stem behind it says which.
         self._first = PrefixCursor(self._key_at, self.columns.take(), None, b"", root.key, "")
+        self.columns.parent[self._first.number] = NO_CURSOR
         self._file(self._first, root, 0)
         self._measure_all()
 
@@ -85,12 +87,14 @@ class CursorIndex:
             end = cursor.end + self._num_common(child.tokens[cursor.end :], tokens[cursor.end :])
             cursor = child if end == child.end else self._part(child, end)
         cursor.num_followers += 1
+        self._count(cursor, 1)
         self._measure_all()
         return cursor
 
     def unfollow(self, cursor: PrefixCursor) -> None:
         """A prompt that followed the cursor does not need it any more."""
         cursor.num_followers -= 1
+        self._count(cursor, -1)
         parent = cursor.parent
         while parent is not None and not cursor.num_followers and len(cursor.children) < 2:
             rest = next(iter(cursor.children.values()), None)
@@ -100,6 +104,12 @@ class CursorIndex:
             cursor, parent = parent, parent.parent
         if self._unmeasured:
             self._measure_all()
+
+    def _count(self, cursor: PrefixCursor | None, change: int) -> None:
+        """A prompt more (1) or less (-1) follows the cursor."""
+        while cursor is not None:
+            self.columns.num_prompts[cursor.number] += change
+            cursor = cursor.parent
 
     def take_has_moved(self) -> bool:
         """Whether the length or place of a cursor may have changed since the last call."""
@@ -198,7 +208,8 @@ class CursorIndex:
     ) -> PrefixCursor:
         """A new stem behind `parent`, which has none that begins so."""
         cursor = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
-        parent.children[key] = cursor
+        self._attach(cursor, parent, key)
+        self._size(cursor, 0)
         self.columns.above[cursor.number] = parent.number
         if parent.at is None or parent.reached < parent.end:
             return cursor
@@ -220,9 +231,9 @@ class CursorIndex:
         assert parent is not None
         tokens, namespace = lower.tokens[:end], lower.namespace
         upper = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
-        parent.children[key] = upper
-        lower.parent, lower.key = upper, self._key_at(end, lower.tokens[end:], namespace)
-        upper.children[lower.key] = lower
+        self._attach(upper, parent, key)
+        self._size(upper, self.columns.num_prompts[lower.number])
+        self._attach(lower, upper, self._key_at(end, lower.tokens[end:], namespace))
         self.columns.above[upper.number] = parent.number
         node = lower.at
         if node is None:
@@ -242,8 +253,7 @@ class CursorIndex:
         if rest is None:
             del parent.children[cursor.key]
         else:
-            rest.parent, rest.key = parent, cursor.key
-            parent.children[rest.key] = rest
+            self._attach(rest, parent, cursor.key)
             if rest.at is None:
                 self.columns.above[rest.number] = parent.number
                 if cursor.at is not None:
@@ -251,6 +261,17 @@ class CursorIndex:
         if cursor.at is not None:
             self._rest(cursor)
         self.columns.free(cursor.number)
+
+    def _attach(self, cursor: PrefixCursor, parent: PrefixCursor, key: bytes) -> None:
+        """The stem continues that of `parent` from now on."""
+        cursor.parent, cursor.key = parent, key
+        parent.children[key] = cursor
+        self.columns.parent[cursor.number] = parent.number
+
+    def _size(self, cursor: PrefixCursor, num_prompts: int) -> None:
+        """A new stem, which so many prompts have in common."""
+        self.columns.end_pages[cursor.number] = cursor.end // self._page_size
+        self.columns.num_prompts[cursor.number] = num_prompts
 
     def _take_over(self, cursor: PrefixCursor, live: PrefixCursor) -> None:
         """A cursor that was not live stands where `live` did, which is so no more."""
@@ -356,6 +377,7 @@ class CursorIndex:
         matched = sum(step.num_matched for step in path)
         if (cursor.node.node_id, cursor.matched) != (node.node_id, matched):
             raise LedgerError(f"{cursor!r} should be at {node!r}, length {matched}")
+        self._audit_stem(cursor)
         above = LIVE
         if (parent := cursor.parent) is not None:
             if not cursor.num_followers and len(cursor.children) < 2:
@@ -365,6 +387,15 @@ class CursorIndex:
         is_live = cursor.at is not None
         if is_live != (above == LIVE) or self.columns.above[cursor.number] != above:
             raise LedgerError(f"{cursor!r}: live is {is_live}, {matched} tokens matched")
+
+    def _audit_stem(self, cursor: PrefixCursor) -> None:
+        """The columns have its parent, its length, and how many prompts begin with it."""
+        columns, number = self.columns, cursor.number
+        num_prompts = sum(each.num_followers for each in cursor.stems())
+        parent = NO_CURSOR if cursor.parent is None else cursor.parent.number
+        said = columns.parent[number], columns.end_pages[number], columns.num_prompts[number]
+        if said != (parent, cursor.end // self._page_size, num_prompts):
+            raise LedgerError(f"{cursor!r}: its columns say {said}")
 
     def _audit_length(self, cursor: PrefixCursor) -> None:
         """A live cursor is listed where it stands, what can be resumed is what was measured last,

@@ -16,7 +16,8 @@ from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.tree_node import TreeNode
 
-LIVE = -1  # in the column `above`, and the number of no cursor
+LIVE = -1  # in the column `above`
+NO_CURSOR = -1  # in the column `parent`
 
 # `key_at(start, tokens, namespace)` is the key of the child of a node that ends at `start`, where
 # `tokens` go on.
@@ -141,24 +142,27 @@ class CursorColumns:
     """A line for each cursor, for loops over many: int32 arrays, longer than what is used.
 
     `above` is the number of the parent of a cursor that is not live, else `LIVE`; of live ones
-    `usable_pages` are the pages of `length`, and `place` that of the stop.
+    `usable_pages` are the pages of `length`, and `place` that of the stop. `parent` is the number
+    of the parent of any, `end_pages` are the pages of `end`, and `num_prompts` begin with
+    its tokens.
     """
 
     def __init__(self) -> None:
-        self.above = np.full(64, LIVE, np.int32)
-        self.usable_pages = np.zeros(64, np.int32)
-        self.place = np.zeros(64, np.int32)
+        self._set(np.zeros((6, 64), np.int32))
         self._free = list(range(64))[::-1]
+
+    def _set(self, table: Int32Array) -> None:
+        self._table = table
+        self.above, self.usable_pages, self.place, self.parent, self.end_pages, self.num_prompts = (
+            table
+        )
 
     def take(self) -> int:
         """The number of a new cursor."""
         if not self._free:
             size = len(self.above)
             self._free = list(range(size, 2 * size))[::-1]
-            self.above, self.usable_pages, self.place = (
-                np.concatenate([column, column])
-                for column in (self.above, self.usable_pages, self.place)
-            )
+            self._set(np.concatenate([self._table, self._table], axis=1))
         return self._free.pop()
 
     def free(self, number: int) -> None:

@@ -8,7 +8,9 @@ no share is saved up.
 
 Counters that differ by less than a quantum are equal, and among their requests the ordinary order
 decides, so that a cached prefix is used while it is there (a deficit; Cao et al., "Locality-aware
-Fair Scheduling in LLM Serving", 2025).
+Fair Scheduling in LLM Serving", 2025). In its turn a tenant's requests go first whose prefix most
+other waiting requests continue: these find it cached then. A tenant that is served early is served
+before its conversations' next requests have come, and finds their prefixes evicted when they do.
 """
 
 from typing import NamedTuple
@@ -28,7 +30,7 @@ MAX_TENANTS = 4096
 # Levels of counters above the lowest that are told apart.
 NUM_LEVELS = 64
 # A quantum is this part of the tokens that the KV pools hold: enough to use cached prefixes, and
-# less than what the running requests are served until they end.
+# less than the running requests are served until they end.
 _QUANTUM_PART = 8
 NO_TENANT = 0  # the number of all requests that name none
 

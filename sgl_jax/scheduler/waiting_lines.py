@@ -17,11 +17,14 @@ Int64Array: TypeAlias = NDArray[np.int64]
 NO_RANK = -1
 NEVER = np.iinfo(np.int32).max  # pages that no rank has
 # Parts of an order key, in bits. What does not fit is cut: it changes the order of extremes only.
-_ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS = 24, 8, 17, 12
+_ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS = 20, 12, 17, 12
 MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
     (1 << bits) - 1 for bits in (_ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS)
 )
 LAST = np.iinfo(np.int64).max  # no order key
+# Degrees of reuse: one for each page that others would read for so many that a request computes.
+NUM_REUSES = 32
+_REUSE_PAGES = 4
 
 
 @compiled("(int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])")
@@ -58,6 +61,38 @@ def most_cached(
         for dp_rank in range(len(may_run)):
             if may_run[dp_rank, line]:
                 most[line] = max(most[line], cached_pages[dp_rank, line])
+
+
+@compiled("(boolean[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])")
+def reuse_order(
+    is_waiting: BoolArray,
+    num_pages: Int32Array,
+    most_cached: Int32Array,
+    cursor: Int32Array,
+    parent: Int32Array,
+    end_pages: Int32Array,
+    num_prompts: Int32Array,
+) -> Int32Array:
+    """Lines by the pages that other waiting requests would read for each page that a line computes.
+
+    int32[len(is_waiting)] below `NUM_REUSES`, 0 for the most pages. The first four are columns of
+    the queue, with the cursors of one rank's tree; the others are columns of these cursors.
+    """
+    order = np.full(len(is_waiting), NUM_REUSES - 1, np.int32)
+    assert len(is_waiting) == len(num_pages) == len(most_cached) == len(cursor)
+    for line in range(len(is_waiting)):
+        if not is_waiting[line]:
+            continue
+        cached, number, num_saved = most_cached[line], cursor[line], 0
+        while number >= 0 and end_pages[number] > cached:
+            assert number < len(parent)
+            above = parent[number]
+            start = max(end_pages[above], cached) if above >= 0 else cached
+            num_saved += (end_pages[number] - start) * (num_prompts[number] - 1)
+            number = above
+        num_read = _REUSE_PAGES * num_saved // max(num_pages[line] - cached, 1)
+        order[line] -= min(num_read, NUM_REUSES - 1)
+    return order
 
 
 @compiled("(boolean[::1], int32[:, ::1], int32[::1], int32[::1])")

@@ -6,7 +6,8 @@ prompt each rank has cached is followed by cursors on the ranks' trees and never
 
 Order: by priority; then, where tenants have shares, by how much theirs were served; then requests
 that were passed over too often; then retracted ones, which have output to lose; then the longest
-cached prefix (`lpm`) or none of that (`fcfs`); then the tenant that was served least; then arrival.
+cached prefix (`lpm`) or none of that (`fcfs`); then the tenant that was served least, and with
+`lpm` its requests whose prefix most other waiting requests continue; then arrival.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from sgl_jax.scheduler.waiting_lines import (
     MOST_LEVELS,
     NEVER,
     NO_RANK,
+    NUM_REUSES,
     Int64Array,
     drop_leaders,
     least_pages,
@@ -36,6 +38,7 @@ from sgl_jax.scheduler.waiting_lines import (
     order_keys,
     pass_over,
     read_cursors,
+    reuse_order,
     rule_out,
     take_offer,
 )
@@ -443,6 +446,8 @@ class WaitingQueue:
         if turns is not None:
             level = level * NUM_LEVELS + turns.level[tenant]
             turn, num_levels = turns.order[tenant], num_levels * NUM_LEVELS
+            if self._uses_cached_len:
+                turn = turn * NUM_REUSES + self._reuse_order()
         if num_levels > MOST_LEVELS:  # number those that occur
             level = np.unique(level, return_inverse=True)[1].astype(np.int64)
         keys: Int64Array = order_keys(
@@ -459,3 +464,17 @@ class WaitingQueue:
             self._arrival,
         )
         return keys
+
+    def _reuse_order(self) -> Int32Array:
+        end = self._end
+        stems = self._memories[0].cache.cursors.columns  # alike on every rank
+        order: Int32Array = reuse_order(
+            self._is_waiting[:end],
+            self._num_pages[:end],
+            self._most_cached[:end],
+            self._cursor[0, :end],
+            stems.parent,
+            stems.end_pages,
+            stems.num_prompts,
+        )
+        return order

@@ -2406,6 +2406,30 @@ MUTATIONS = (
         "turn, num_levels = self._no_turns[:end], num_levels",
     ),
     Mutation(
+        "pressure: turns of tenants after the requests that others would read",
+        "sgl_jax/scheduler/waiting_queue.py",
+        "turn = turn * NUM_REUSES + self._reuse_order()",
+        "turn = turn + self._reuse_order() * NUM_REUSES",
+    ),
+    Mutation(
+        "pressure: the requests first that others would read least",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "order[line] -= min(num_read, NUM_REUSES - 1)",
+        "order[line] -= NUM_REUSES - 1 - min(num_read, NUM_REUSES - 1)",
+    ),
+    Mutation(
+        "pressure: count a request among those that would read it",
+        "sgl_jax/scheduler/waiting_lines.py",
+        "(num_prompts[number] - 1)",
+        "num_prompts[number]",
+    ),
+    Mutation(
+        "pressure: a stem that is parted has no prompts",
+        _CURSORS,
+        "self._size(upper, self.columns.num_prompts[lower.number])",
+        "self._size(upper, 0)",
+    ),
+    Mutation(
         "pressure: forget what waits at the gate among a tenant's requests",
         "sgl_jax/scheduler/scheduler.py",
         "            self._all_ranks.tenants.queue(request.tenant, 1)\n",

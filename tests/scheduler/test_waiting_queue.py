@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.core.messages import GenerateRequest, Tenant
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -23,22 +23,30 @@ STEM = list(range(32))
 class Queue:
     """A queue before ranks whose trees hold the first tokens of `STEM`, rank r 8 * r of them."""
 
-    def __init__(self, policy: str = "lpm", dp_size: int = 1, cached_len: int = 32) -> None:
+    def __init__(
+        self,
+        policy: str = "lpm",
+        dp_size: int = 1,
+        cached_len: int = 32,
+        fair_share: str = "off",
+    ) -> None:
         sizes = make_sizes(dp_size=dp_size, num_pages=64)
-        ranks = Ranks(sizes, SchedulerArgs())
-        self.memories = ranks.memories
+        ranks = Ranks(sizes, SchedulerArgs(fair_share=fair_share))
+        self.memories, self.tenants = ranks.memories, ranks.tenants
         self.waiting = WaitingQueue(
             policy, self.memories, ranks.tables, capacity=2048, tenants=ranks.tenants
         )
         if cached_len:
             cache(self.memories[-1], STEM[:cached_len])
 
-    def add(self, arrival: int, prefix_len: int = 0, **kwargs: object) -> Request:
-        """A request that begins with so much of the stem."""
+    def add(
+        self, arrival: int, prefix_len: int = 0, tokens: list[int] | None = None, **kwargs: object
+    ) -> Request:
+        """A request of `tokens`, or one that begins with so much of the stem."""
         settings = {"num_retractions": 0, "priority": 0} | kwargs
         message = GenerateRequest(
             rid=f"r{arrival}",
-            input_ids=STEM[:prefix_len] + [49] * 5,
+            input_ids=STEM[:prefix_len] + [49] * 5 if tokens is None else tokens,
             sampling=SamplingParams(),
             dp_rank=settings.pop("dp_rank", None),
         )
@@ -96,6 +104,32 @@ def test_what_is_cached_is_known_when_it_changes_without_a_lookup() -> None:
     assert queue.order() == [1, 0]
     queue.memories[0].cache.reset()
     assert queue.order() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "fair_share", "order"),
+    [
+        ("lpm", "tokens", [6, 3, 4, 1, 2, 7, 5, 8]),
+        ("lpm", "off", [6, 1, 2, 3, 4, 5, 7, 8]),
+        ("fcfs", "tokens", [1, 2, 3, 4, 6, 5, 7, 8]),
+    ],
+)
+def test_of_a_tenant_those_go_first_that_others_would_read(
+    policy: str, fair_share: str, order: list[int]
+) -> None:
+    queue = Queue(policy, fair_share=fair_share)
+    alone, other, shared = ([first + i for i in range(16)] for first in (50, 70, 90))
+    a, b = (queue.tenants.enter(Tenant(name=name)) for name in "ab")
+    queue.tenants.serve_prompt(b, 10, 0)  # less than a quantum
+    queue.add(1, tokens=alone, tenant=a)
+    queue.add(2, tokens=alone[:4] * 4, tenant=a)  # begins as another does, and goes on alone
+    queue.add(3, tokens=shared, tenant=a)
+    queue.add(4, tokens=[*shared, *alone], tenant=a)
+    queue.add(5, tokens=other[-5:], tenant=b)
+    queue.add(6, 8, tenant=a)  # is cached
+    queue.add(7, tokens=shared, tenant=b)
+    queue.add(8, tokens=other * 2, tenant=b)
+    assert queue.order() == order
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
