@@ -6,8 +6,10 @@ of a stream are compared with those of as long a time afterwards, when nothing i
 
     python -m sgl_jax.bench.compile_gap [--model-path DIR] [--streams 4] [--compile-s 5]
 
-XLA's own work takes cores and threads that a CPU's steps need too, unlike an accelerator's. The
-second run finds all programs in the compilation cache, and shows how the loop alone fares.
+Cyclic garbage is collected as in the engine process, between steps: a search that Python begins in
+the compiling thread stops all streams for a fifth of a second. XLA's own work takes cores and
+threads that a CPU's steps need too, unlike an accelerator's. The second run finds all programs in
+the compilation cache, and shows how the loop alone fares.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import InProcessChannel
 from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.garbage import collect_if_many, take_over_collection
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.programs import Programs
 
@@ -40,7 +43,9 @@ class Streams:
         self._channel = InProcessChannel(self._receive)
         self._times_s: dict[str, list[float]] = {}
         self._structured_ended = threading.Event()
-        self._loop = threading.Thread(target=core.run, args=(self._channel,))
+        self._loop = threading.Thread(
+            target=core.run, args=(self._channel,), kwargs={"after_turn": collect_if_many}
+        )
         self._loop.start()
 
     def submit(self, rid: str, **sampling: Any) -> None:
@@ -107,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with patch.object(Programs, "halves", slow_halves(options.compile_s)):
         core = EngineCore(args)
+        take_over_collection()
         streams = Streams(core)
         for number in range(options.streams):
             streams.submit(f"{number}", max_new_tokens=8000, ignore_eos=True)
