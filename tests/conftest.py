@@ -10,7 +10,10 @@ from hypothesis.internal.conjecture import engine
 
 # For who only wants to know that a test fails: `--hypothesis-profile=no_shrink`.
 _NO_SHRINK = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-hypothesis.settings.register_profile("no_shrink", phases=_NO_SHRINK, database=None)
+# No test is timed: on a busy machine any example may take long.
+hypothesis.settings.register_profile("no_shrink", phases=_NO_SHRINK, database=None, deadline=None)
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.load_profile("default")
 
 # The search for the smallest failing case of a state machine ends within its test's time-out.
 engine.MAX_SHRINKING_SECONDS = 90
