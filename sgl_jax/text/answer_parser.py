@@ -9,31 +9,12 @@ from sgl_jax.text.harmony import HARMONY_CALLS, HARMONY_MARKS, read_harmony
 from sgl_jax.text.output_events import Content
 from sgl_jax.text.reader import AnswerReader, Reading, Unread
 from sgl_jax.text.reasoning import REASONING_FORMATS
+from sgl_jax.text.tool_calls.call_form import Tools
 from sgl_jax.text.tool_calls.call_grammar import CallGrammar
-from sgl_jax.text.tool_calls.deepseek import DEEPSEEK_V3
-from sgl_jax.text.tool_calls.gemma import GEMMA
-from sgl_jax.text.tool_calls.glm import GLM45
-from sgl_jax.text.tool_calls.hermes import HERMES
-from sgl_jax.text.tool_calls.kimi import KIMI_K2
-from sgl_jax.text.tool_calls.llama3 import LLAMA3
-from sgl_jax.text.tool_calls.mistral import MISTRAL
-from sgl_jax.text.tool_calls.pythonic import PYTHONIC
-from sgl_jax.text.tool_calls.qwen3_coder import QWEN3_CODER
-from sgl_jax.text.tool_calls.tool_format import Tools
+from sgl_jax.text.tool_calls.call_reader import read_calls
+from sgl_jax.text.tool_calls.formats import TOOL_FORMATS
 
 HARMONY = "gpt-oss"  # one format of both: a parser of this name reads reasoning and calls
-TOOL_FORMATS = {
-    "hermes": HERMES,
-    "qwen25": HERMES,
-    "qwen3_coder": QWEN3_CODER,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-    "deepseekv3": DEEPSEEK_V3,
-    "kimi_k2": KIMI_K2,
-    "glm45": GLM45,
-    "gemma": GEMMA,
-    "pythonic": PYTHONIC,
-}
 
 # A template that has all of these texts writes calls, or reasoning, in this format. The first
 # line that fits counts.
@@ -87,8 +68,8 @@ class AnswerParser(NamedTuple):
     def call_grammar(self) -> CallGrammar | None:
         """That of its calls, if an answer can be held to them."""
         if self.is_harmony:
-            return HARMONY_CALLS
-        return TOOL_FORMATS[self.tool_format].grammar if self.tool_format else None
+            return CallGrammar(HARMONY_CALLS)
+        return CallGrammar(TOOL_FORMATS[self.tool_format]) if self.tool_format else None
 
     def reasoning_after(self, prompt_tail: str) -> tuple[str, str] | None:
         """The marks of the reasoning that an answer to this prompt may begin with; None: it begins
@@ -99,7 +80,8 @@ class AnswerParser(NamedTuple):
 
     def call_id(self, digits: str) -> str:
         """A call's id made of hexadecimal `digits`, such as the model's chat template takes."""
-        return digits[:9] if self.tool_format == "mistral" else f"call_{digits[:24]}"
+        form = TOOL_FORMATS.get(self.tool_format or "")
+        return digits[:9] if form and form.has_short_ids else f"call_{digits[:24]}"
 
     def reader(self, tools: Tools | None, prompt_tail: str, *, has_reasoning: bool) -> AnswerReader:
         """The reader of one answer.
@@ -119,7 +101,7 @@ class AnswerParser(NamedTuple):
             if has_reasoning and self.reasoning_format is not None:
                 yield from REASONING_FORMATS[self.reasoning_format].read(unread, prompt_tail)
             if tools is not None and self.tool_format is not None:
-                yield from TOOL_FORMATS[self.tool_format].read(unread, tools)
+                yield from read_calls(unread, TOOL_FORMATS[self.tool_format], tools)
             yield from unread.pass_on(Content, [])
 
         return AnswerReader(read)

@@ -12,15 +12,15 @@ import re
 
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, Reasoning
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar, Messages
+from sgl_jax.text.tool_calls.call_form import CallForm, Messages, ToolFormat
 from sgl_jax.text.tool_calls.json_object import ObjectEnd
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_MARKS = (_START, _MESSAGE, _CHANNEL, *_ENDS, "<|constrain|>")
 _FUNCTIONS = "functions."
-# A call ends with the answer. Thoughts and what is told before it may come first.
-HARMONY_CALLS = CallGrammar(
+# An answer ends with its call. Reasoning and a text for the user may come before it.
+HARMONY_CALLS = ToolFormat(
     (
         CallForm(
             head=f"{_CHANNEL}commentary to={_FUNCTIONS}",

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.text.answer_parser import HARMONY, TOOL_FORMATS, AnswerParser, choose_parser
+from sgl_jax.text.answer_parser import HARMONY, AnswerParser, choose_parser
 from sgl_jax.text.output_events import (
     Arguments,
     CallBegun,
@@ -18,6 +18,7 @@ from sgl_jax.text.output_events import (
     joined,
 )
 from sgl_jax.text.reasoning import REASONING_FORMATS
+from sgl_jax.text.tool_calls.formats import TOOL_FORMATS
 from tests.text.recorded_answers import ANSWERS, PARIS, TOOLS, Answer
 
 PARSERS = [AnswerParser(tool, None) for tool in TOOL_FORMATS]

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
+from sgl_jax.text.tool_calls.call_form import CallForm, ToolFormat, Tools
 from sgl_jax.text.tool_calls.lark import SpecialIds, free_text, literal
-from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools
 from sgl_jax.text.tool_calls.value_grammar import Notation
 
 # Begin of a call -> its end and the mark around strings.
@@ -79,7 +78,7 @@ def _form(begin: str, end: str, quote: str) -> CallForm:
         tail=end,
         between="",
         mark=begin,
-        arguments=notation.arguments,
+        arguments=notation,
         names=_NAME,
     )
 
@@ -91,7 +90,5 @@ def _key(name: str) -> str:
 
 
 GEMMA = ToolFormat(
-    _read,
-    (*_MARKS, *(mark for marks in _MARKS.values() for mark in marks)),
-    CallGrammar(tuple(_form(begin, end, quote) for begin, (end, quote) in _MARKS.items())),
+    tuple(_form(begin, end, quote) for begin, (end, quote) in _MARKS.items()), reader=_read
 )

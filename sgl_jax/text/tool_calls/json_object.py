@@ -120,22 +120,6 @@ def json_call(unread: Unread, lead: str, known: frozenset[str] | None = None) ->
     return False
 
 
-def headed_call(unread: Unread, lead: str, head: re.Pattern[str]) -> Reading[bool]:
-    """A call as a head and the object of its arguments; `lead` and result as of `json_call`.
-
-    `head` matches all before the object, and has groups `name` and perhaps `id`.
-    """
-    at = yield from unread.find("{")
-    found = head.fullmatch(unread.held[:at]) if at >= 0 else None
-    if found is None:
-        yield Content(lead)
-        return False
-    unread.take(at)
-    yield CallBegun(found["name"], found.groupdict().get("id"))
-    yield from arguments(unread)
-    return True
-
-
 def _rest_of_object(unread: Unread) -> Reading[None]:
     """Read the end of a call's object, with what else it says."""
     size = yield from find_end(unread, ObjectEnd(depth=1))

@@ -16,10 +16,9 @@ from sgl_jax.text.output_events import (
     as_json,
 )
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
+from sgl_jax.text.tool_calls.call_form import CallForm, ToolFormat, Tools
 from sgl_jax.text.tool_calls.json_object import ObjectEnd, find_end
 from sgl_jax.text.tool_calls.lark import SpecialIds
-from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools
 from sgl_jax.text.tool_calls.value_grammar import Notation
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
@@ -101,8 +100,8 @@ _LIST = CallForm(
     between=", ",
     begin="[",
     end="]",
-    arguments=_NOTATION.arguments,
+    arguments=_NOTATION,
     names=rf"{_IDENTIFIER}(\.{_IDENTIFIER})*",
 )
 _MARKED = _LIST._replace(begin=f"{_BEGIN}[", end=f"]{_END}")
-PYTHONIC = ToolFormat(_read, (_BEGIN, _END), CallGrammar((_LIST, _MARKED), first_of_calls="["))
+PYTHONIC = ToolFormat((_LIST, _MARKED), first_of_calls="[", reader=_read)

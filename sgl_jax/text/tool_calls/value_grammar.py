@@ -42,14 +42,18 @@ class Notation(NamedTuple):
     begin: str = ""
     end: str = ""
 
-    def arguments(self, rule: str, schema: Mapping[str, Any], special: SpecialIds) -> Iterator[str]:
-        """The lines of rule `rule`: the properties in their order, without those not required.
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.string(""),)
 
-        Raises ValueError, saying why, for a schema that is not held.
+    def rule(self, name: str, schema: Mapping[str, Any], special: SpecialIds) -> Iterator[str]:
+        """The lines of a rule: the properties in their order, without those not required.
+
+        Raises ValueError, with the reason, for a schema that cannot be enforced.
         """
-        parts, rules = ArgumentSchema.of(schema), _Rules(self, rule, special, schema)
+        parts, rules = ArgumentSchema.of(schema), _Rules(self, name, special, schema)
         members = rules.members(parts.properties, parts.required, self.argument)
-        yield f"{rule}: {quoted(self.begin)} {members} {quoted(self.end)}"
+        yield f"{name}: {quoted(self.begin)} {members} {quoted(self.end)}"
         yield from rules.lines
 
     def written(self, value: Any) -> str:

@@ -1,0 +1,156 @@
+"""How a model writes calls: a table for each format, from which reader and grammar are made.
+
+`call_reader` reads what `call_grammar` allows, and more: spaces anywhere, marks left out at the
+end of a call, JSON in any order.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.tool_calls.lark import NUMBER, SpecialIds, of_json
+
+# Beside NUMBER, within a text: letters and digits; the begin and the end of a call's id.
+WORD, ID, ID_END = "\1\2\3"
+_NO_IDS = str.maketrans("", "", ID + ID_END)
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_MARK = r"<[^<>\s]*[>=]|\[[A-Z_]+\]|```"
+_PATTERNS = {NUMBER: r"\d+", WORD: r"\w+", ID: "(?P<id>", ID_END: ")"}
+
+Schema = Mapping[str, Any]
+# The name of each tool -> the JSON schema of its arguments.
+Tools = Mapping[str, Schema]
+
+
+class ArgumentForm(Protocol):
+    """How the arguments of a call are written."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts with its marks."""
+
+    def rule(self, name: str, schema: Schema, special: SpecialIds) -> Iterator[str]:
+        """The lines of the grammar rule `name`: arguments that `schema` allows.
+
+        Raises ValueError for a schema that the form cannot enforce.
+        """
+
+
+class JsonArguments(NamedTuple):
+    """Arguments as a JSON object."""
+
+    texts: tuple[str, ...] = ()
+
+    def rule(self, name: str, schema: Schema, special: SpecialIds) -> Iterator[str]:
+        yield f"{name}: {of_json({'type': 'object', **schema} if schema else _NO_ARGUMENTS)}"
+
+
+class CallForm(NamedTuple):
+    """A way to write calls.
+
+    head, after_name, tail: before a call's name, before its arguments, after them.
+    between: separates two calls; None if an answer has only one.
+    begin, end: around all calls.
+    mark: starts calls amid text; "" if they stand at the beginning of an answer only.
+    names: pattern of valid names; None if a call is a JSON object and its name a string in it.
+    """
+
+    head: str
+    after_name: str
+    tail: str
+    between: str | None
+    begin: str = ""
+    end: str = ""
+    mark: str = ""
+    arguments: ArgumentForm = JsonArguments()
+    names: str | None = r"[\w.-]+"
+
+    def named(self, tool: str) -> str:
+        """The text before the arguments of `tool`. Raises ValueError for an invalid name."""
+        if self.names is None:
+            tool = json.dumps(tool, ensure_ascii=False)[1:-1]
+        elif not re.fullmatch(self.names, tool):
+            raise ValueError(f"{tool!r}: names are {self.names} in calls of this model's format")
+        return (self.head + tool + self.after_name).translate(_NO_IDS)
+
+    def after_mark(self) -> "CallForm":
+        """The same without `mark`, with which each call or all of them begin."""
+        if self.begin:
+            return self._replace(begin=self.begin.removeprefix(self.mark))
+        if self.mark and self.head.startswith(self.mark):
+            return self._replace(head=self.head.removeprefix(self.mark), between=None)
+        return self
+
+    @property
+    def head_pattern(self) -> str:
+        """Matches the text before the arguments, with groups `name` and perhaps `id`."""
+        texts = map(_loose, (self.head, self.after_name))
+        # Neighbouring `\s*` would take quadratic time on many spaces.
+        return re.sub(r"(\\s\*)+", r"\\s*", rf"\s*{f'(?P<name>{self.names})'.join(texts)}\s*")
+
+    @property
+    def closing_marks(self) -> list[str]:
+        """The marks after the arguments."""
+        return re.findall(_MARK, self.tail)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        around = (self.mark, self.begin, self.between or "", self.end)
+        return (*around, self.head, self.after_name, self.tail, *self.arguments.texts)
+
+
+class Messages(NamedTuple):
+    """How an answer that consists of messages is written.
+
+    texts: each may stand before the text of a message that precedes a call or the last text.
+    text_end: after each of these texts.
+    last: before a text that ends the answer without a call.
+    """
+
+    texts: tuple[str, ...]
+    text_end: str
+    last: str
+
+
+class ToolFormat(NamedTuple):
+    """How a model writes calls, in one of several forms.
+
+    also_read: forms that are read, but not part of the grammar.
+    first_of_calls: where calls without a mark may stand at the beginning, the characters that they
+        begin or go on with: no text begins with these.
+    messages: where an answer consists of such; calls then have no mark.
+    reader: reads an answer from after its reasoning; None if `call_reader` does.
+    has_short_ids: the chat template takes ids of nine characters only.
+    """
+
+    forms: tuple[CallForm, ...]
+    also_read: tuple[CallForm, ...] = ()
+    first_of_calls: str = ""
+    messages: Messages | None = None
+    reader: Callable[[Unread, Tools], Reading[None]] | None = None
+    has_short_ids: bool = False
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Texts of the tokens that are read, special ones among them."""
+        return frozenset(_marks_in(chain(*(form.texts for form in (*self.forms, *self.also_read)))))
+
+
+def _marks_in(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from re.findall(_MARK, text)
+
+
+def _loose(text: str) -> str:
+    """A pattern of `text` with any spaces around its words and marks."""
+    pieces = re.split(rf"(\s+|{_MARK}|[{NUMBER}{WORD}{ID}{ID_END}])", text)
+    return "".join(_PATTERNS.get(piece) or _loose_piece(piece) for piece in pieces)
+
+
+def _loose_piece(piece: str) -> str:
+    if not piece.strip():
+        return piece and r"\s*"
+    return rf"\s*{re.escape(piece)}\s*" if re.fullmatch(_MARK, piece) else re.escape(piece)
