@@ -5,14 +5,14 @@ The formats are named by flags, or chosen by what the chat template says, where 
 
 from typing import NamedTuple
 
-from sgl_jax.text.harmony import HARMONY_CALLS, HARMONY_MARKS, read_harmony
+from sgl_jax.text.formats.call_form import Tools
+from sgl_jax.text.formats.call_grammar import CallGrammar
+from sgl_jax.text.formats.call_reader import read_calls
+from sgl_jax.text.formats.harmony import HARMONY_CALLS, HARMONY_MARKS, read_harmony
+from sgl_jax.text.formats.reasoning import REASONING_FORMATS
+from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
 from sgl_jax.text.output_events import Content
 from sgl_jax.text.reader import AnswerReader, Reading, Unread
-from sgl_jax.text.reasoning import REASONING_FORMATS
-from sgl_jax.text.tool_calls.call_form import Tools
-from sgl_jax.text.tool_calls.call_grammar import CallGrammar
-from sgl_jax.text.tool_calls.call_reader import read_calls
-from sgl_jax.text.tool_calls.formats import TOOL_FORMATS
 
 HARMONY = "gpt-oss"  # one format of both: a parser of this name reads reasoning and calls
 

@@ -16,9 +16,9 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
 from sgl_jax.text.output_events import Arguments, CallBegun, Content, Event, Reasoning
 from sgl_jax.text.tokenizer import Tokenizer
-from sgl_jax.text.tool_calls.formats import TOOL_FORMATS
 from tests.server.conftest import Rig, serving, text_workers
 from tests.server.server_process import SCRIPTED, running_server
 from tests.text.recorded_answers import ANSWERS, PARIS, TOOLS

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sgl_jax.core.grammar import is_lenient, lenient
-from sgl_jax.text.tool_calls.argument_schema import ArgumentSchema
-from sgl_jax.text.tool_calls.lark import SpecialIds, literal, of_json, quoted
+from sgl_jax.text.formats.argument_schema import ArgumentSchema
+from sgl_jax.text.formats.lark import SpecialIds, literal, of_json, quoted
 
 _NOT_HELD = ("allOf", "oneOf", "not", "if", "prefixItems", "patternProperties", "contains")
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")

@@ -1,10 +1,10 @@
 """The formats of tool calls, one table each, by their names as flags."""
 
-from sgl_jax.text.tool_calls.call_form import ID, ID_END, WORD, CallForm, ToolFormat
-from sgl_jax.text.tool_calls.gemma import GEMMA
-from sgl_jax.text.tool_calls.lark import NUMBER
-from sgl_jax.text.tool_calls.pythonic import PYTHONIC
-from sgl_jax.text.tool_calls.tags import Tags
+from sgl_jax.text.formats.call_form import ID, ID_END, WORD, CallForm, ToolFormat
+from sgl_jax.text.formats.gemma import GEMMA
+from sgl_jax.text.formats.lark import NUMBER
+from sgl_jax.text.formats.pythonic import PYTHONIC
+from sgl_jax.text.formats.tags import Tags
 
 # Qwen 2.5 and 3 as well: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 _HERMES = ToolFormat(

@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
+from sgl_jax.text.formats.call_form import CallForm, ToolFormat, Tools
+from sgl_jax.text.formats.json_object import arguments, json_call
+from sgl_jax.text.formats.tags import TaggedArguments, Tags
 from sgl_jax.text.output_events import CallBegun, Content
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_form import CallForm, ToolFormat, Tools
-from sgl_jax.text.tool_calls.json_object import arguments, json_call
-from sgl_jax.text.tool_calls.tags import TaggedArguments, Tags
 
 
 def read_calls(unread: Unread, tool_format: ToolFormat, tools: Tools) -> Reading[None]:

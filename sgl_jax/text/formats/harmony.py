@@ -10,10 +10,10 @@ ends with `<|start|>assistant`, so the first message begins after that.
 
 import re
 
+from sgl_jax.text.formats.call_form import CallForm, Messages, ToolFormat
+from sgl_jax.text.formats.json_object import ObjectEnd
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, Reasoning
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_form import CallForm, Messages, ToolFormat
-from sgl_jax.text.tool_calls.json_object import ObjectEnd
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -6,8 +6,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS
-from sgl_jax.text.tool_calls.call_form import ArgumentForm, CallForm, ToolFormat, Tools
-from sgl_jax.text.tool_calls.lark import SpecialIds, free_text, literal
+from sgl_jax.text.formats.call_form import ArgumentForm, CallForm, ToolFormat, Tools
+from sgl_jax.text.formats.lark import SpecialIds, free_text, literal
 
 
 class CallGrammar(NamedTuple):

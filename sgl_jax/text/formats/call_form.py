@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
+from sgl_jax.text.formats.lark import NUMBER, SpecialIds, of_json
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.lark import NUMBER, SpecialIds, of_json
 
 # Beside NUMBER, within a text: letters and digits; the begin and the end of a call's id.
 WORD, ID, ID_END = "\1\2\3"

@@ -8,11 +8,11 @@ import json
 import re
 from collections.abc import Iterator
 
+from sgl_jax.text.formats.call_form import CallForm, ToolFormat, Tools
+from sgl_jax.text.formats.lark import SpecialIds, free_text, literal
+from sgl_jax.text.formats.value_grammar import Notation
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_form import CallForm, ToolFormat, Tools
-from sgl_jax.text.tool_calls.lark import SpecialIds, free_text, literal
-from sgl_jax.text.tool_calls.value_grammar import Notation
 
 # Begin of a call -> its end and the mark around strings.
 _MARKS = {

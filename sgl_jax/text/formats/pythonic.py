@@ -8,6 +8,10 @@ import ast
 import keyword
 from collections.abc import Iterator
 
+from sgl_jax.text.formats.call_form import CallForm, ToolFormat, Tools
+from sgl_jax.text.formats.json_object import ObjectEnd, find_end
+from sgl_jax.text.formats.lark import SpecialIds
+from sgl_jax.text.formats.value_grammar import Notation
 from sgl_jax.text.output_events import (
     Arguments,
     CallBegun,
@@ -16,10 +20,6 @@ from sgl_jax.text.output_events import (
     as_json,
 )
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_form import CallForm, ToolFormat, Tools
-from sgl_jax.text.tool_calls.json_object import ObjectEnd, find_end
-from sgl_jax.text.tool_calls.lark import SpecialIds
-from sgl_jax.text.tool_calls.value_grammar import Notation
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from sgl_jax.text.formats.argument_schema import ArgumentSchema
+from sgl_jax.text.formats.lark import SpecialIds, free_text, literal, of_json
 from sgl_jax.text.output_events import Arguments, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.argument_schema import ArgumentSchema
-from sgl_jax.text.tool_calls.lark import SpecialIds, free_text, literal, of_json
 
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
