@@ -1,13 +1,12 @@
-"""How a model writes calls: a table for each format, from which reader and grammar are made.
+"""The table of a format of calls, from which its reader and its grammar are made.
 
-`call_reader` reads what `call_grammar` allows, and more: spaces anywhere, marks left out at the
-end of a call, JSON in any order.
+`call_reader` reads each call that `call_grammar` allows, and more: spaces anywhere, marks left out
+at the end of a call, JSON in any order.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from sgl_jax.text.formats.lark import NUMBER, SpecialIds, of_json
@@ -26,7 +25,7 @@ Tools = Mapping[str, Schema]
 
 
 class ArgumentForm(Protocol):
-    """How the arguments of a call are written."""
+    """A notation for the arguments of a call."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -103,7 +102,7 @@ class CallForm(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """How an answer that consists of messages is written.
+    """The texts of an answer that consists of messages.
 
     texts: each may stand before the text of a message that precedes a call or the last text.
     text_end: after each of these texts.
@@ -116,13 +115,13 @@ class Messages(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """How a model writes calls, in one of several forms.
+    """The notation of one model's calls, in one of several forms.
 
     also_read: forms that are read, but not part of the grammar.
-    first_of_calls: where calls without a mark may stand at the beginning, the characters that they
-        begin or go on with: no text begins with these.
-    messages: where an answer consists of such; calls then have no mark.
-    reader: reads an answer from after its reasoning; None if `call_reader` does.
+    first_of_calls: characters that calls without a mark at the beginning start or continue with;
+        no text starts with these. "" if each call has a mark.
+    messages: set if an answer consists of messages; calls then have no mark.
+    reader: reads an answer after its reasoning; None for the generic `call_reader`.
     has_short_ids: the chat template takes ids of nine characters only.
     """
 
@@ -136,12 +135,8 @@ class ToolFormat(NamedTuple):
     @property
     def marks(self) -> frozenset[str]:
         """Texts of the tokens that are read, special ones among them."""
-        return frozenset(_marks_in(chain(*(form.texts for form in (*self.forms, *self.also_read)))))
-
-
-def _marks_in(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield from re.findall(_MARK, text)
+        texts = (text for form in (*self.forms, *self.also_read) for text in form.texts)
+        return frozenset(re.findall(_MARK, "\n".join(texts)))
 
 
 def _loose(text: str) -> str:

@@ -1,7 +1,7 @@
 """FunctionGemma and Gemma 4: `call:f{a:1,b:<escape>text<escape>}` between marks of its own.
 
-Arguments are JSON but for their keys, which have no quotes, and for their strings, which stand
-between marks. They are handed out when the call is complete.
+Arguments are JSON, except that keys have no quotes and strings stand between marks. They are handed
+out when the call is complete.
 """
 
 import json
@@ -41,7 +41,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
 
 
 def _as_json(text: str, quote: str) -> str | None:
-    """The arguments as JSON; None if they are not written as they should be."""
+    """The arguments as JSON; None if they are malformed."""
     outside, inside = text.split(quote)[::2], text.split(quote)[1::2]
     if len(outside) == len(inside):
         return None

@@ -7,60 +7,43 @@ from sgl_jax.text.formats.pythonic import PYTHONIC
 from sgl_jax.text.formats.tags import Tags
 
 # Qwen 2.5 and 3 as well: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
-_HERMES = ToolFormat(
-    (
-        CallForm(
-            mark="<tool_call>",
-            head='<tool_call>\n{"name": "',
-            after_name='", "arguments": ',
-            tail="}\n</tool_call>",
-            between="\n",
-            names=None,
-        ),
-    )
+_HERMES = CallForm(
+    mark="<tool_call>",
+    head='<tool_call>\n{"name": "',
+    after_name='", "arguments": ',
+    tail="}\n</tool_call>",
+    between="\n",
+    names=None,
 )
 
 # Llama 3.1 to 3.3: {"name": "f", "parameters": {"a": 1}}; {...}, perhaps after the mark.
-_LLAMA3 = ToolFormat(
-    (
-        CallForm(
-            mark="<|python_tag|>",
-            head='{"name": "',
-            after_name='", "parameters": ',
-            tail="}",
-            between=";",
-            names=None,
-        ),
-    ),
-    first_of_calls="{;",
+_LLAMA3 = CallForm(
+    mark="<|python_tag|>",
+    head='{"name": "',
+    after_name='", "parameters": ',
+    tail="}",
+    between=";",
+    names=None,
 )
 
 # Qwen3-Coder, Qwen3.5: each value has lines of its own.
-_QWEN3_CODER = ToolFormat(
-    (
-        CallForm(
-            mark="<tool_call>",
-            head="<tool_call>\n<function=",
-            after_name=">\n",
-            tail="</function>\n</tool_call>",
-            between="\n",
-            arguments=Tags("<parameter=", ">\n", "\n</parameter>\n"),
-        ),
-    )
+_QWEN3_CODER = CallForm(
+    mark="<tool_call>",
+    head="<tool_call>\n<function=",
+    after_name=">\n",
+    tail="</function>\n</tool_call>",
+    between="\n",
+    arguments=Tags("<parameter=", ">\n", "\n</parameter>\n"),
 )
 
 # GLM 4.5 to 4.7.
-_GLM45 = ToolFormat(
-    (
-        CallForm(
-            mark="<tool_call>",
-            head="<tool_call>",
-            after_name="\n",
-            tail="</tool_call>",
-            between="\n",
-            arguments=Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-        ),
-    )
+_GLM45 = CallForm(
+    mark="<tool_call>",
+    head="<tool_call>",
+    after_name="\n",
+    tail="</tool_call>",
+    between="\n",
+    arguments=Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
 )
 
 # [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]; since 2025 [TOOL_CALLS]f[ARGS]{"a": 1},
@@ -117,14 +100,14 @@ _KIMI_K2 = CallForm(
 )
 
 TOOL_FORMATS = {
-    "hermes": _HERMES,
-    "qwen25": _HERMES,
-    "qwen3_coder": _QWEN3_CODER,
-    "llama3": _LLAMA3,
+    "hermes": ToolFormat((_HERMES,)),
+    "qwen25": ToolFormat((_HERMES,)),
+    "qwen3_coder": ToolFormat((_QWEN3_CODER,)),
+    "llama3": ToolFormat((_LLAMA3,), first_of_calls="{;"),
     "mistral": _MISTRAL,
     "deepseekv3": ToolFormat((_DEEPSEEK_V3, _DEEPSEEK_V3_1)),
     "kimi_k2": ToolFormat((_KIMI_K2,), also_read=(_KIMI_K2._replace(head=ID),)),
-    "glm45": _GLM45,
+    "glm45": ToolFormat((_GLM45,)),
     "gemma": GEMMA,
     "pythonic": PYTHONIC,
 }
