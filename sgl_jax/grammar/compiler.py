@@ -130,13 +130,13 @@ def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
 def _structural_tag(text: str) -> str:
     value = json.loads(text)
     if not isinstance(value, dict) or not value.get("structures") or not value.get("triggers"):
-        raise ValueError("an object with lists `structures` and `triggers` is wanted")
+        raise ValueError("must be an object with lists `structures` and `triggers`")
     triggers = value["triggers"]
     tags = []
     for number, each in enumerate(value["structures"]):
         is_whole = isinstance(each, dict) and {"begin", "schema", "end"} <= each.keys()
         if not is_whole or not isinstance(each["schema"], dict):
-            raise ValueError(f"structures[{number}]: begin, schema and end are wanted")
+            raise ValueError(f"structures[{number}]: must have begin, schema and end")
         trigger = next((one for one in triggers if each["begin"].startswith(one)), None)
         if trigger is None:
             raise ValueError(f"structures[{number}]: {each['begin']!r} begins with no trigger")

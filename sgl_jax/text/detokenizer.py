@@ -115,6 +115,6 @@ def make_detokenizer(
     `kept`: special tokens whose text stays even if special tokens are skipped.
     """
     skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
-    if tokenizer.knows_bytes:
+    if tokenizer.is_byte_level:
         return ByteDetokenizer(tokenizer, skipped=skipped)
     return WindowDetokenizer(tokenizer, prompt_ids, skipped=skipped)

@@ -39,7 +39,7 @@ class Tokenizer:
         self._backend = hf_tokenizer.backend_tokenizer
         # `skip_special_tokens` leaves these out of the text.
         self.special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
-        self._byte_of_char = _byte_level_alphabet() if self._is_byte_level() else None
+        self._byte_of_char = _byte_level_alphabet() if self._has_byte_level_decoder() else None
         self.token_bytes = cache(self._token_bytes)
         self.special_ids_of = cache(self._special_ids_of)
 
@@ -91,7 +91,7 @@ class Tokenizer:
         return int(self._backend.get_vocab_size())
 
     @cached_property
-    def knows_text(self) -> bool:
+    def can_encode(self) -> bool:
         """True if any token is text; False if it was loaded without files."""
         return any(i not in self.special_ids for i in self._backend.get_vocab().values())
 
@@ -137,9 +137,9 @@ class Tokenizer:
         tokens = {self._backend.id_to_token(i): i for i in self.special_ids}
         return {text: tokens[text] for text in texts if text in tokens}
 
-    def check_knows_text(self) -> None:
+    def check_can_encode(self) -> None:
         """Raise `InvalidRequestError` if the tokenizer cannot encode text."""
-        if not self.knows_text:
+        if not self.can_encode:
             raise InvalidRequestError(
                 "this model has no tokenizer: send token ids (input_ids) instead of text", "text"
             )
@@ -147,9 +147,9 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Long texts take seconds, during which other threads run.
 
-        Raises as `check_knows_text`.
+        Raises as `check_can_encode`.
         """
-        self.check_knows_text()
+        self.check_can_encode()
         # Not `encode`, which keeps the GIL and computes offsets that nothing uses.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
@@ -161,7 +161,7 @@ class Tokenizer:
         return text
 
     @property
-    def knows_bytes(self) -> bool:
+    def is_byte_level(self) -> bool:
         """True if every token stands for fixed bytes in any context (byte-level BPE)."""
         return self._byte_of_char is not None
 
@@ -235,7 +235,7 @@ class Tokenizer:
             ) from error
         return prompt
 
-    def _is_byte_level(self) -> bool:
+    def _has_byte_level_decoder(self) -> bool:
         decoder = json.loads(self._backend.to_str())["decoder"] or {}
         steps = decoder.get("decoders", [decoder])
         return [step.get("type") for step in steps] == ["ByteLevel"]

@@ -19,7 +19,7 @@ def load_tokenizer(args: ServerArgs) -> Tokenizer:
     A model without a tokenizer is served by token ids alone, unless `args` name a tokenizer.
     """
     tokenizer = Tokenizer.load(args.tokenizer_folder, args.chat_template)
-    if not tokenizer.knows_text:
+    if not tokenizer.can_encode:
         if args.tokenizer_path is not None or args.chat_template is not None:
             raise ValueError(f"there is no tokenizer in {args.tokenizer_folder!r}")
         logger.warning("no tokenizer in %r: prompts must be token ids", args.tokenizer_folder)
@@ -38,7 +38,7 @@ def check_tokenizer(tokenizer: Tokenizer, path: str, chat_template: str | None =
     Raises:
         ValueError: with the reason in one line.
     """
-    if not tokenizer.knows_text:
+    if not tokenizer.can_encode:
         return
     _check_round_trip(tokenizer, path)
     if not tokenizer.has_chat_template:
@@ -58,7 +58,7 @@ def check_vocabulary(tokenizer: Tokenizer, path: str, vocab_size: int) -> None:
     text and the tokens of a sample are checked.
     """
     used = {"its eos token": tokenizer.eos_token_id, "its bos token": tokenizer.bos_token_id}
-    if tokenizer.knows_text:
+    if tokenizer.can_encode:
         used["a plain text"] = max(tokenizer.encode(_SAMPLE))
     for what, token in used.items():
         if token is not None and token >= vocab_size:

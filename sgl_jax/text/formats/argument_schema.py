@@ -25,12 +25,12 @@ class ArgumentSchema(NamedTuple):
         """Raises ValueError for anything but an object's properties, unless `schema` is lenient."""
         beyond = [name for name in _BEYOND_PROPERTIES if name in schema]
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        is_held = not beyond and isinstance(properties, dict) and {*required} <= properties.keys()
-        if not is_held and not is_lenient(schema):
-            why = f"{beyond[0]} is not held" if beyond else "each that is required is a property"
+        is_object = isinstance(properties, dict) and {*required} <= properties.keys()
+        if (beyond or not is_object) and not is_lenient(schema):
+            why = f"{beyond[0]} cannot be enforced" if beyond else "each required name must be one"
             raise ValueError(
-                f"parameters must be the properties of an object in calls of this model's format: "
-                f"{why}"
+                "parameters must be the properties of an object in calls of this model's format: "
+                + why
             )
         if not isinstance(properties, dict):
             properties = {}

@@ -29,7 +29,7 @@ class ArgumentForm(Protocol):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The texts with its marks."""
+        """The texts that contain its marks."""
 
     def rule(self, name: str, schema: Schema, special: SpecialIds) -> Iterator[str]:
         """The lines of the grammar rule `name`: arguments that `schema` allows.
@@ -76,7 +76,7 @@ class CallForm(NamedTuple):
         return (self.head + tool + self.after_name).translate(_NO_IDS)
 
     def after_mark(self) -> "CallForm":
-        """The same without `mark`, with which each call or all of them begin."""
+        """The form after `mark`, which starts each call or all of them."""
         if self.begin:
             return self._replace(begin=self.begin.removeprefix(self.mark))
         if self.mark and self.head.startswith(self.mark):
@@ -86,13 +86,13 @@ class CallForm(NamedTuple):
     @property
     def head_pattern(self) -> str:
         """Matches the text before the arguments, with groups `name` and perhaps `id`."""
-        texts = map(_loose, (self.head, self.after_name))
+        head, after_name = _loose(self.head), _loose(self.after_name)
+        pattern = rf"\s*{head}(?P<name>{self.names}){after_name}\s*"
         # Neighbouring `\s*` would take quadratic time on many spaces.
-        return re.sub(r"(\\s\*)+", r"\\s*", rf"\s*{f'(?P<name>{self.names})'.join(texts)}\s*")
+        return re.sub(r"(\\s\*)+", r"\\s*", pattern)
 
     @property
     def closing_marks(self) -> list[str]:
-        """The marks after the arguments."""
         return re.findall(_MARK, self.tail)
 
     @property

@@ -20,7 +20,7 @@ class ObjectEnd:
         """`depth`: brackets that are open already."""
         self._quotes = quotes
         self._depth = depth
-        self._quote = ""  # that the text is within
+        self._quote = ""  # opened and not closed yet
         self._is_escaped = False
 
     def feed(self, piece: str) -> int:
@@ -73,7 +73,7 @@ def arguments(unread: Unread) -> Reading[bool]:
         yield None
 
 
-def json_call(unread: Unread, lead: str, known: frozenset[str] | None = None) -> Reading[bool]:
+def json_call(unread: Unread, lead: str, known: frozenset[str] | None) -> Reading[bool]:
     """A call as an object `{"name": ..., "arguments": {...}}`, or `parameters`.
 
     Args:
