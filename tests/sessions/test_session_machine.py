@@ -21,6 +21,7 @@ from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.row_states import resumable_len
+from sgl_jax.scheduler.events import Note
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.sessions.streaming import StreamingSession
@@ -378,7 +379,7 @@ class SessionMachine(SchedulerMachine):
         driver = self.driver
         self.is_replayed = False  # no replay can know of this whim
         chosen = driver.scheduler.ranks[rank % driver.scheduler.sizes.dp_size]
-        driver.events.note(f"rank {chosen.dp_rank} evicts an idle session")
+        driver.record(Note(f"rank {chosen.dp_rank} evicts an idle session"))
         num_idle = chosen.memory.sessions.num_idle
         assert chosen.evict_idle_session() == (num_idle > 0)
 
