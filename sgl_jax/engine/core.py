@@ -361,7 +361,7 @@ class EngineCore:
         reply: Reply = self.scheduler.handle(message)
         return reply
 
-    def tell_state(self, message: GetState) -> Reply:
+    def read_state(self, message: GetState) -> Reply:
         """See `state`."""
         return answer(message, self.state())
 

@@ -73,7 +73,6 @@ class SessionMachine(SchedulerMachine):
         # Of turns in flight: sessions evicted before them, tokens their lease held, on what rank.
         self.lease_at_begin: dict[str, tuple[int, int, int]] = {}
         self.first_rank: dict[str, int] = {}  # where each request started, before any retract
-        self.num_adopted = 0  # turns that read the tree, since their lease had less
         for rank in self.driver.scheduler.ranks:
             self.watch_admissions(rank)
         for namespace in ("", "red"):
@@ -112,7 +111,6 @@ class SessionMachine(SchedulerMachine):
             if request.num_retractions == 0:
                 self.first_rank[request.rid] = rank.dp_rank
                 assert request.cached_tokens == max(in_lease, in_tree)
-            self.num_adopted += 0 < in_lease < in_tree
             return row
 
         rank.admit = watched  # type: ignore[method-assign]
