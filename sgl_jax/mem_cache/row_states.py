@@ -95,17 +95,6 @@ def take_snapshot_slot(memory: "RankMemory", row: int, length: int) -> int:
     return int(slots[0])
 
 
-def drop_snapshot(memory: "RankMemory", lease: KVLease, length: int) -> None:
-    """Give the slot back that `lease` took for the state after `length` tokens: no step will write
-    it. Raises `LeaseError` if it has none there, or the tree owns it."""
-    lease.require_live()
-    column = length // memory.page_size - 1
-    is_own = length % memory.page_size == 0 and length > lease.cache_protected_len
-    if not is_own or not _listed(memory, lease.row)[column]:
-        raise LeaseError(f"{lease!r} has no snapshot of its own after {length} tokens")
-    _free(memory, lease.row, np.array([column]))
-
-
 def let_go_snapshots(memory: "RankMemory", row: int, certain_len: int) -> None:
     """Give up the snapshots of `row` before its last one of the first `certain_len` tokens.
 

@@ -8,7 +8,6 @@ from sgl_jax.models.decoder import Architecture, BuildOptions, CausalLM
 from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from sgl_jax.models.gpt_oss import gpt_oss_layer
 from sgl_jax.models.llama import llama_layer
-from sgl_jax.models.mistral import mistral_layer
 from sgl_jax.models.qwen2 import qwen2_layer
 from sgl_jax.models.qwen3 import qwen3_layer, qwen3_moe_layer
 from sgl_jax.models.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
@@ -20,7 +19,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Gemma3ForConditionalGeneration": GEMMA3,
         "GptOssForCausalLM": Architecture(gpt_oss_layer),
         "LlamaForCausalLM": Architecture(llama_layer),
-        "MistralForCausalLM": Architecture(mistral_layer),
+        "MistralForCausalLM": Architecture(llama_layer),  # a window on every layer
         "Qwen2ForCausalLM": Architecture(qwen2_layer),
         "Qwen3ForCausalLM": Architecture(qwen3_layer),
         "Qwen3MoeForCausalLM": Architecture(qwen3_moe_layer),

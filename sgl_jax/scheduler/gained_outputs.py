@@ -51,9 +51,12 @@ class GainedOutputs:
         """Only `outputs` are left of what was gained."""
         self.outputs, self._rids, self._tokens = outputs, [], []
 
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self._rids)
+
     def take(self) -> OutputBatch | None:
         """All of it, once; None if nothing."""
-        if not self.outputs and not self._rids:
+        if not self:
             return None
         batch = OutputBatch(self.outputs, self._rids, b"".join(self._tokens))
         self.clear_to([])

@@ -2015,12 +2015,6 @@ MUTATIONS = (
         "*_cells(row, np.array([column + 1])), slots)",
     ),
     Mutation(
-        "states: give a snapshot back that the tree owns",
-        _STATES,
-        "% memory.page_size == 0 and length > lease.cache_protected_len",
-        "% memory.page_size == 0",
-    ),
-    Mutation(
         "states: let go of snapshots for one that is not certain",
         _STATES,
         "listed[first : certain_len // page_size].nonzero()",
