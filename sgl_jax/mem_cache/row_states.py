@@ -96,7 +96,7 @@ def take_snapshot_slot(memory: "RankMemory", row: int, length: int) -> int:
 
 
 def drop_snapshot(memory: "RankMemory", lease: KVLease, length: int) -> None:
-    """Free the slot that `lease` took for the state after `length` tokens, since no step will write
+    """Give the slot back that `lease` took for the state after `length` tokens: no step will write
     it. Raises `LeaseError` if it has none there, or the tree owns it."""
     lease.require_live()
     column = length // memory.page_size - 1

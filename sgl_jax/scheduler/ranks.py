@@ -78,7 +78,7 @@ class Ranks:
         self.output_lengths.update(self.running, self.active()[0])
 
     def num_reserved(self) -> list[int]:
-        """The pages that each rank reserves for the further output of its running requests."""
+        """The pages that each rank leaves for the further output of its running requests."""
         return self.reserve.pages_of_each(self.memories, self.tables, self.running, *self.active())
 
     def soonest_ends(self) -> list[int | None]:

@@ -1,8 +1,8 @@
 """The running requests as columns of arrays, indexed by row: of all ranks, and views for each.
 
 A decode step touches only these arrays, so its cost on the host hardly depends on the number of
-running requests. Rows are those of the rank's `ReqToTokenPool`. The arrays are the host's own: a
-step plan gets copies.
+running requests. Each rank indexes them by its `ReqToTokenPool` rows. The arrays are the host's
+own: a step plan gets copies.
 
     0         prompt_len        known_len        planned_len         + unread_drafts     max_len
     |  prompt  |  output, read   |  sampled by launched steps, not read yet  |  perhaps  |

@@ -170,7 +170,7 @@ def least_pages(
 
     Args:
         room: int32[len(ranks)], their pages.
-        is_open: bool[all ranks]; a line that stays for a rank that is not open does not start.
+        is_open: bool[all ranks]; a line that stays for one that is not open does not start.
         floor: int64[len(ranks)]; a line starts there only if its priority is above.
         step: being planned. The following parameters are the queue's columns.
     """
