@@ -52,7 +52,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._forget_counts()
 
     def _forget_counts(self) -> None:
-        self._num_reused = [1.0] * NUM_CLASSES  # pages, with the share of those that returned
+        self._num_reused = [1.0] * NUM_CLASSES  # pages, and the share that returned
         self._num_left = [1.0] * NUM_CLASSES  # pages
         self._num_left_since_halved = 0
 

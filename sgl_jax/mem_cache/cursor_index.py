@@ -130,7 +130,7 @@ class CursorIndex:
 
     def num_awaiting(self, node: TreeNode, key: bytes, most: int) -> int:
         """Count prompts, `most` at most, that would continue from `node` through a child under
-        `key`; if that child exists, those that need more of it to be resumable."""
+        `key`; if that child exists, prompts that need more of it to be resumable."""
         child = node.children.get(key)
         if child is not None:
             watching = self._watchers.get(child.node_id, {}).values()
@@ -194,7 +194,7 @@ class CursorIndex:
         if len(live) != len(self._stops):
             raise LedgerError("cursors stand at nodes that are not live, or are gone")
         if sum(map(len, self._watchers.values())) != sum(len(each.watched) for each in live):
-            raise LedgerError("nodes are watched for cursors that do not say so")
+            raise LedgerError("nodes are watched for cursors that do not list them")
 
     # -- the shape of the stems ---------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class CursorIndex:
         parent = NO_CURSOR if cursor.parent is None else cursor.parent.number
         said = columns.parent[number], columns.end_pages[number], columns.num_prompts[number]
         if said != (parent, cursor.end // self._page_size, num_prompts):
-            raise LedgerError(f"{cursor!r}: its columns say {said}")
+            raise LedgerError(f"{cursor!r}: its columns hold {said}")
 
     def _audit_length(self, cursor: PrefixCursor) -> None:
         """Check that a live cursor is listed at its place, has the length last measured, and
@@ -413,4 +413,4 @@ class CursorIndex:
             raise LedgerError(f"{cursor!r} is not listed where it stands")
         columns = self.columns.usable_pages[cursor.number], self.columns.place[cursor.number]
         if columns != (length // self._page_size, place):
-            raise LedgerError(f"{cursor!r}: its columns say {columns}")
+            raise LedgerError(f"{cursor!r}: its columns hold {columns}")

@@ -84,7 +84,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge is about to take over that of `upper`, in front; `num_uses` is equal."""
+        """`lower`'s edge is about to take over `upper`'s, in front; `num_uses` is equal."""
 
     @abstractmethod
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:

@@ -176,7 +176,7 @@ class PageAllocator:
         wrong = self._owner[pages] != owner
         if owner in (FREE, RESERVED) or wrong.any():
             raise OwnershipError(
-                f"{self.name}: {describe_owner(owner)} cannot {action} what it does not own: "
+                f"{self.name}: {describe_owner(owner)} cannot {action} pages of another owner: "
                 f"{self.describe(pages[wrong] if wrong.any() else pages)}"
             )
         values, counts = np.unique(pages, return_counts=True)

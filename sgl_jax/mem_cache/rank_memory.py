@@ -59,7 +59,7 @@ class RankMemory:
         self.state_group = sizes.state_group
         self.state_pool = None if self.state_group is None else sizes.groups[self.state_group].pool
         if self.state_pool == 0:
-            raise ValueError("states must have a pool of their own, behind that of the first pages")
+            raise ValueError("states need a pool of their own, after the first pool of pages")
         num_groups, num_pools = len(sizes.groups), len(sizes.pool_pages)
         self.rows = ReqToTokenPool(
             tables or RowTables.empty(sizes.num_rows, num_groups, sizes.pages_per_row)

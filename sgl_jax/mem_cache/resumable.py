@@ -281,11 +281,11 @@ class Resumable:
         """Raise `LedgerError` unless a fresh computation finds the same, and only locks keep dead
         pages. `nodes` are all nodes, parents first."""
         if self._changed:
-            raise LedgerError(f"not looked for what is dead: {list(self._changed.values())}")
+            raise LedgerError(f"nodes not checked for dead pages: {list(self._changed.values())}")
         for node in nodes:
             is_usable, runs = self._positions(node)
             if not np.array_equal(is_usable, node.is_usable) or runs != node.runs:
-                raise LedgerError(f"{node!r}: what can be resumed is {is_usable.tolist()}")
+                raise LedgerError(f"{node!r}: the resumable positions are {is_usable.tolist()}")
             for window in self.windows:
                 is_dead = self.is_dead(window, node) & (node.locks[window.index] == 0)
                 if is_dead.any():

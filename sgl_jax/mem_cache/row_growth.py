@@ -80,7 +80,7 @@ def _lacking_pages(
     """The pages that `rows` lack to hold `lens` tokens, row by row.
 
     Returns, for each page, its row, its row within the rank (`num_rows` rows each) and its column
-    in the row; and the bounds of each rank's pages. `bounds` are those of the ranks' rows;
+    in the row; and the bounds of each rank's pages. `bounds` delimit the ranks' rows;
     `allocated_len` covers the rows of all ranks.
     """
     assert len(rows) == len(lens) == bounds[len(bounds) - 1]

@@ -48,11 +48,11 @@ class GainedOutputs:
         self._tokens.append(tokens.astype("<i4", copy=False).tobytes())
 
     def clear_to(self, outputs: list[RequestOutput]) -> None:
-        """Replace the gained outputs by `outputs`."""
+        """Only `outputs` are left of what was gained."""
         self.outputs, self._rids, self._tokens = outputs, [], []
 
     def take(self) -> OutputBatch | None:
-        """Return and remove all outputs; None if there are none."""
+        """All of it, once; None if nothing."""
         if not self.outputs and not self._rids:
             return None
         batch = OutputBatch(self.outputs, self._rids, b"".join(self._tokens))
