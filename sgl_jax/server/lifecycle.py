@@ -174,7 +174,7 @@ class _Server:
                 )
             if loading.done():
                 # The workers load it too, but not before it is known that it can be read.
-                if loading.result().knows_text:
+                if loading.result().can_encode:
                     self._text_workers.start()
                 await asyncio.wait((self._ready, stopping), return_when=first)
         finally:

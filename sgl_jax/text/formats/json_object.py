@@ -1,4 +1,4 @@
-"""JSON objects in an answer: calls that are objects, and arguments that are."""
+"""Calls and arguments that are JSON objects."""
 
 import json
 import re
@@ -14,17 +14,17 @@ _HEAD = re.compile(
 
 
 class ObjectEnd:
-    """Finds where the object or list ends that the text fed to it begins with."""
+    """Finds the end of the object or list that a text begins with, fed piece by piece."""
 
     def __init__(self, quotes: str = '"', depth: int = 0) -> None:
         """`depth`: brackets that are open already."""
         self._quotes = quotes
         self._depth = depth
-        self._quote = ""  # that the text is within
+        self._quote = ""  # opened and not closed yet
         self._is_escaped = False
 
     def feed(self, piece: str) -> int:
-        """Characters of `piece` up to the end and with it; -1 if the end is not among them."""
+        """Characters of `piece` up to and including the end; -1 if it is not in `piece`."""
         for index, char in enumerate(piece):
             if self._is_escaped:
                 self._is_escaped = False
@@ -45,7 +45,7 @@ class ObjectEnd:
 
 
 def find_end(unread: Unread, end: ObjectEnd) -> Reading[int]:
-    """Characters of what is unread up to `end` and with it; -1 if it does not end."""
+    """Unread characters up to and including `end`; -1 if the text stops before."""
     num_seen = 0
     while True:
         size = end.feed(unread.held[num_seen:])
@@ -58,10 +58,7 @@ def find_end(unread: Unread, end: ObjectEnd) -> Reading[int]:
 
 
 def arguments(unread: Unread) -> Reading[bool]:
-    """Hand out the object that comes next as the arguments of the call that has begun.
-
-    Returns whether it ended.
-    """
+    """Hand out the next object as the arguments of the open call; returns whether it ended."""
     end = ObjectEnd()
     while True:
         size = end.feed(unread.held)
@@ -76,15 +73,15 @@ def arguments(unread: Unread) -> Reading[bool]:
         yield None
 
 
-def json_call(unread: Unread, lead: str, known: frozenset[str] | None = None) -> Reading[bool]:
+def json_call(unread: Unread, lead: str, known: frozenset[str] | None) -> Reading[bool]:
     """A call as an object `{"name": ..., "arguments": {...}}`, or `parameters`.
 
     Args:
-        lead: what was read before it, content if no such object comes.
-        known: names of tools; an object with another name is no call. None: all are.
+        lead: the text read before it, content if no such object comes.
+        known: names of tools; an object with another name is no call. None: any name is valid.
 
     Returns:
-        whether there was one.
+        True if there was one.
     """
     end, num_seen = ObjectEnd(), 0
     while True:
@@ -120,24 +117,8 @@ def json_call(unread: Unread, lead: str, known: frozenset[str] | None = None) ->
     return False
 
 
-def headed_call(unread: Unread, lead: str, head: re.Pattern[str]) -> Reading[bool]:
-    """A call as a head and the object of its arguments; `lead` and result as of `json_call`.
-
-    `head` matches all before the object, and has groups `name` and perhaps `id`.
-    """
-    at = yield from unread.find("{")
-    found = head.fullmatch(unread.held[:at]) if at >= 0 else None
-    if found is None:
-        yield Content(lead)
-        return False
-    unread.take(at)
-    yield CallBegun(found["name"], found.groupdict().get("id"))
-    yield from arguments(unread)
-    return True
-
-
 def _rest_of_object(unread: Unread) -> Reading[None]:
-    """Read the end of a call's object, with what else it says."""
+    """Read the rest of a call's object, with any other keys."""
     size = yield from find_end(unread, ObjectEnd(depth=1))
     unread.take(size if size >= 0 else len(unread.held))
 
@@ -152,7 +133,7 @@ def _name(text: str) -> str | None:
 
 
 def _parsed(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call that is an object; None if it is none."""
+    """Name and arguments of a call; None if `text` is not one."""
     try:
         call: Any = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):

@@ -1,19 +1,19 @@
-"""What is read of a tool's parameters where its arguments are not written as JSON."""
+"""The parts of a tool's parameters that count if its arguments are not written as JSON."""
 
 from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 from sgl_jax.core.grammar import is_lenient
 
-# What says more of an object than its properties do.
+# Keywords that constrain an object beyond its properties.
 _BEYOND_PROPERTIES = ("$ref", "allOf", "anyOf", "oneOf", "not", "if")
 _ROOT = ("$defs", "definitions", "x-guidance")
 
 
 class ArgumentSchema(NamedTuple):
-    """The arguments' schemas by their names, which of them there must be, and whatever else counts.
+    """The arguments' schemas by name, the required names, and the keywords of the root.
 
-    root: "$defs" and "definitions" of the schema, those that it has, and whether it is lenient.
+    root: "$defs" and "definitions" if present, and the mark of a lenient schema.
     """
 
     properties: Mapping[str, Any]
@@ -22,16 +22,15 @@ class ArgumentSchema(NamedTuple):
 
     @classmethod
     def of(cls, schema: Mapping[str, Any]) -> "ArgumentSchema":
-        """Raises ValueError for parameters of anything but an object's properties, unless it is
-        lenient."""
+        """Raises ValueError for anything but an object's properties, unless `schema` is lenient."""
         beyond = [name for name in _BEYOND_PROPERTIES if name in schema]
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        is_held = not beyond and isinstance(properties, dict) and {*required} <= properties.keys()
-        if not is_held and not is_lenient(schema):
-            why = f"{beyond[0]} is not held" if beyond else "each that is required is a property"
+        is_object = isinstance(properties, dict) and {*required} <= properties.keys()
+        if (beyond or not is_object) and not is_lenient(schema):
+            why = f"{beyond[0]} cannot be enforced" if beyond else "each that is required must be one"
             raise ValueError(
-                f"parameters must be the properties of an object in calls of this model's format: "
-                f"{why}"
+                "parameters must be the properties of an object in calls of this model's format: "
+                + why
             )
         if not isinstance(properties, dict):
             properties = {}

@@ -1,26 +1,26 @@
-"""gpt-oss's answers: messages on channels, of which those to a function are calls.
+"""gpt-oss's answers: messages on channels; a message to a function is a call.
 
     <|channel|>analysis<|message|>I need the weather.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>It is sunny.<|return|>
 
-The channel `analysis` is reasoning, what is to nobody on another channel is content. The prompt
-ends with `<|start|>assistant`, so the first message begins after that.
+The channel `analysis` is reasoning; other messages without a recipient are content. The prompt
+ends with `<|start|>assistant`, so the first message begins after it.
 """
 
 import re
 
+from sgl_jax.text.formats.call_form import CallForm, Messages, ToolFormat
+from sgl_jax.text.formats.json_object import ObjectEnd
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, Reasoning
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar, Messages
-from sgl_jax.text.tool_calls.json_object import ObjectEnd
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_MARKS = (_START, _MESSAGE, _CHANNEL, *_ENDS, "<|constrain|>")
 _FUNCTIONS = "functions."
-# A call ends with the answer. Thoughts and what is told before it may come first.
-HARMONY_CALLS = CallGrammar(
+# An answer ends with its call. Reasoning and a text for the user may come before it.
+HARMONY_CALLS = ToolFormat(
     (
         CallForm(
             head=f"{_CHANNEL}commentary to={_FUNCTIONS}",
@@ -43,11 +43,7 @@ _HEAD = re.compile(
 
 
 def read_harmony(unread: Unread, *, has_tools: bool, has_reasoning: bool) -> Reading[None]:
-    """Read an answer.
-
-    Without `has_tools`, calls are content: none was asked for; without `has_reasoning`, so is
-    reasoning.
-    """
+    """Read an answer. Calls are content without `has_tools`, reasoning without `has_reasoning`."""
     lead = ""
     while unread.held or not unread.has_ended:
         size = -1
@@ -70,7 +66,7 @@ def read_harmony(unread: Unread, *, has_tools: bool, has_reasoning: bool) -> Rea
 def _body(
     unread: Unread, head: re.Match[str], *, has_tools: bool, has_reasoning: bool
 ) -> Reading[str]:
-    """Hand out a message's text by its `head`; returns the mark that ended it."""
+    """Hand out the text of the message with this `head`; returns the mark that ended it."""
     ends = (*_ENDS, _START)
     to = head["to"] or head["also_to"] or ""
     if has_tools and to.startswith(_FUNCTIONS):

@@ -1,19 +1,18 @@
 """FunctionGemma and Gemma 4: `call:f{a:1,b:<escape>text<escape>}` between marks of its own.
 
-Arguments are JSON but for their keys, which have no quotes, and for their strings, which stand
-between marks. They are handed out when the call is complete.
+Arguments are JSON, except that keys have no quotes and strings stand between marks. They are handed
+out when the call is complete.
 """
 
 import json
 import re
 from collections.abc import Iterator
 
+from sgl_jax.text.formats.call_form import CallForm, ToolFormat, Tools
+from sgl_jax.text.formats.lark import SpecialIds, free_text, literal
+from sgl_jax.text.formats.value_grammar import Notation
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
-from sgl_jax.text.tool_calls.lark import SpecialIds, free_text, literal
-from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools
-from sgl_jax.text.tool_calls.value_grammar import Notation
 
 # Begin of a call -> its end and the mark around strings.
 _MARKS = {
@@ -42,7 +41,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
 
 
 def _as_json(text: str, quote: str) -> str | None:
-    """The arguments as JSON; None if they are not written as they should be."""
+    """The arguments as JSON; None if they are malformed."""
     outside, inside = text.split(quote)[::2], text.split(quote)[1::2]
     if len(outside) == len(inside):
         return None
@@ -79,7 +78,7 @@ def _form(begin: str, end: str, quote: str) -> CallForm:
         tail=end,
         between="",
         mark=begin,
-        arguments=notation.arguments,
+        arguments=notation,
         names=_NAME,
     )
 
@@ -91,7 +90,5 @@ def _key(name: str) -> str:
 
 
 GEMMA = ToolFormat(
-    _read,
-    (*_MARKS, *(mark for marks in _MARKS.values() for mark in marks)),
-    CallGrammar(tuple(_form(begin, end, quote) for begin, (end, quote) in _MARKS.items())),
+    tuple(_form(begin, end, quote) for begin, (end, quote) in _MARKS.items()), reader=_read
 )

@@ -7,13 +7,15 @@ from sgl_jax.text.reader import Reading, Unread
 
 
 class ReasoningFormat(NamedTuple):
-    """Reasoning stands between an opening and a closing mark; each pair of them is one way."""
+    """`pairs`: the opening and closing marks of reasoning, one pair for each way to write it."""
 
     pairs: tuple[tuple[str, str], ...]
 
     def marks_after(self, prompt_tail: str) -> tuple[str, str] | None:
-        """The marks of the reasoning that an answer to this prompt may begin with, the first "" if
-        the prompt has it; None if the prompt has closed the reasoning."""
+        """The marks of the reasoning that an answer to this prompt may begin with.
+
+        The opening mark is "" if the prompt ends with it; None if the prompt closed the reasoning.
+        """
         tail = prompt_tail.rstrip()
         for opening, closing in self.pairs:
             if tail.endswith(closing):
@@ -34,7 +36,7 @@ class ReasoningFormat(NamedTuple):
             if tail.endswith(closing):
                 return
             if tail.endswith(opening) or (yield from unread.comes(opening)):
-                yield from unread.skip(opening)  # it may repeat what the prompt ends with
+                yield from unread.skip(opening)  # it may repeat the end of the prompt
                 yield from unread.skip_space()
                 yield from unread.pass_on(Reasoning, [closing])
                 yield from unread.skip_space()

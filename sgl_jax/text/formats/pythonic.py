@@ -1,26 +1,19 @@
 """Llama 4 and others: an answer that is a list of calls as Python writes them, `[f(a=1), g()]`.
 
-Only a list at the beginning of an answer that calls tools of the request counts. It is handed out
-when it is complete.
+Only a list at the beginning of an answer counts, and only if it calls tools of the request. It is
+handed out when it is complete.
 """
 
 import ast
 import keyword
 from collections.abc import Iterator
 
-from sgl_jax.text.output_events import (
-    Arguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    as_json,
-)
+from sgl_jax.text.formats.call_form import CallForm, ToolFormat, Tools
+from sgl_jax.text.formats.json_object import ObjectEnd, find_end
+from sgl_jax.text.formats.lark import SpecialIds
+from sgl_jax.text.formats.value_grammar import Notation
+from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
-from sgl_jax.text.tool_calls.call_grammar import CallForm, CallGrammar
-from sgl_jax.text.tool_calls.json_object import ObjectEnd, find_end
-from sgl_jax.text.tool_calls.lark import SpecialIds
-from sgl_jax.text.tool_calls.tool_format import ToolFormat, Tools
-from sgl_jax.text.tool_calls.value_grammar import Notation
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
 
@@ -46,7 +39,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
 
 
 def _parsed(text: str, tools: Tools) -> list[tuple[str, str]]:
-    """Name and arguments of each call; none if it is not a list of calls of `tools`."""
+    """Name and arguments of each call; empty if `text` is not a list of calls of `tools`."""
     try:
         written = ast.parse(text, mode="eval").body
         nodes = written.elts if isinstance(written, ast.List) else []
@@ -57,7 +50,7 @@ def _parsed(text: str, tools: Tools) -> list[tuple[str, str]]:
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
-    """Raises ValueError or TypeError if it is no call, or its arguments are no JSON."""
+    """Raises ValueError or TypeError if `node` is no call, or its arguments are not JSON."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")
     values = {}
@@ -78,7 +71,7 @@ def _argument(name: str) -> str:
 
 
 def _strings(rule: str, special: SpecialIds) -> Iterator[str]:
-    """Without escapes by numbers, of which JSON has others than Python."""
+    """Without numeric escapes, which differ between JSON and Python."""
     quotes = (rf"/{q}([^{q}\\\x00-\x1f]|\\[{q}\\nrt])*{q}/" for q in "\"'")
     yield f"{rule}: {' | '.join(quotes)}"
 
@@ -101,8 +94,8 @@ _LIST = CallForm(
     between=", ",
     begin="[",
     end="]",
-    arguments=_NOTATION.arguments,
+    arguments=_NOTATION,
     names=rf"{_IDENTIFIER}(\.{_IDENTIFIER})*",
 )
 _MARKED = _LIST._replace(begin=f"{_BEGIN}[", end=f"]{_END}")
-PYTHONIC = ToolFormat(_read, (_BEGIN, _END), CallGrammar((_LIST, _MARKED), first_of_calls="["))
+PYTHONIC = ToolFormat((_LIST, _MARKED), first_of_calls="[", reader=_read)

@@ -1,6 +1,6 @@
 """Pieces of grammars in Lark's form, as llguidance reads it.
 
-Texts of special tokens are written by their ids, since no grammar can spell them.
+Special tokens are written by their ids, since no grammar can spell them.
 """
 
 import json
@@ -17,7 +17,7 @@ SpecialIds = Mapping[str, int]
 
 
 def literal(text: str, special: SpecialIds) -> str:
-    """A text, special tokens by their ids."""
+    """`text` as a literal, with special tokens by their ids."""
     marks = [*map(re.escape, sorted(special, key=len, reverse=True)), NUMBER]
     pieces = re.split(f"({'|'.join(marks)})", text)
     return " ".join(_piece(piece, special) for piece in pieces if piece) or '""'
@@ -41,10 +41,10 @@ def free_text(rule: str, end: str, special: SpecialIds, text: str = "/(?s:.*)/")
 
 
 def quoted(text: str) -> str:
-    """A text without special tokens."""
+    """A literal of a text without special tokens."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def of_json(schema: Mapping[str, Any]) -> str:
-    """JSON that `schema` allows. Each is a root of its own, which references in it begin with."""
+    """JSON that `schema` allows. The references in `schema` start at `schema` itself."""
     return f"%json {json.dumps(styled(schema))}"

@@ -1,8 +1,8 @@
 """Arguments as values of a notation that is almost JSON, such as Python's, as a grammar.
 
-Held are types, `enum`, `const`, `anyOf`, references, an object's properties and which of them are
-required, an array's items and how many, and a number's limits. A string's pattern, format and
-length are not.
+The grammar enforces types, `enum`, `const`, `anyOf`, references, properties and which of them are
+required, an array's items and their number, and a number's limits, but not a string's pattern,
+format and length.
 """
 
 import json
@@ -10,21 +10,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sgl_jax.core.grammar import is_lenient, lenient
-from sgl_jax.text.tool_calls.argument_schema import ArgumentSchema
-from sgl_jax.text.tool_calls.lark import SpecialIds, literal, of_json, quoted
+from sgl_jax.text.formats.argument_schema import ArgumentSchema
+from sgl_jax.text.formats.lark import SpecialIds, literal, of_json, quoted
 
-_NOT_HELD = ("allOf", "oneOf", "not", "if", "prefixItems", "patternProperties", "contains")
+_NOT_ENFORCED = ("allOf", "oneOf", "not", "if", "prefixItems", "patternProperties", "contains")
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ANY = ["string", "number", "boolean", "null", "array", "object"]
 
 
 class Notation(NamedTuple):
-    """How values are written.
+    """The way to write values.
 
     string, strings: one string; the lines of a rule for any string.
     true, false, null: the words for these values.
     separator: between items.
-    argument, key: an argument's name and a key within a value, with what stands between it and its
+    argument, key: an argument's name and a key within a value, with the text between it and its
         value; they raise ValueError for a name that cannot be written.
     keys: any such key, in Lark's form.
     begin, end: around all arguments.
@@ -42,18 +42,22 @@ class Notation(NamedTuple):
     begin: str = ""
     end: str = ""
 
-    def arguments(self, rule: str, schema: Mapping[str, Any], special: SpecialIds) -> Iterator[str]:
-        """The lines of rule `rule`: the properties in their order, without those not required.
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.string(""),)
 
-        Raises ValueError, saying why, for a schema that is not held.
+    def rule(self, name: str, schema: Mapping[str, Any], special: SpecialIds) -> Iterator[str]:
+        """The lines of a rule: the properties in their order, without those not required.
+
+        Raises ValueError, with the reason, for a schema that cannot be enforced.
         """
-        parts, rules = ArgumentSchema.of(schema), _Rules(self, rule, special, schema)
+        parts, rules = ArgumentSchema.of(schema), _Rules(self, name, special, schema)
         members = rules.members(parts.properties, parts.required, self.argument)
-        yield f"{rule}: {quoted(self.begin)} {members} {quoted(self.end)}"
+        yield f"{name}: {quoted(self.begin)} {members} {quoted(self.end)}"
         yield from rules.lines
 
     def written(self, value: Any) -> str:
-        """A value that JSON has."""
+        """`value`, which JSON can hold, in this notation."""
         match value:
             case None:
                 return self.null
@@ -70,7 +74,7 @@ class Notation(NamedTuple):
 
 
 class _Rules:
-    """The rules that one tool's arguments need, as they turn up."""
+    """Collects the rules of one tool's arguments."""
 
     def __init__(
         self, notation: Notation, prefix: str, special: SpecialIds, root: Mapping[str, Any]
@@ -80,7 +84,7 @@ class _Rules:
         self._special = special
         self._root = root
         self._is_lenient = is_lenient(root)
-        self._shared: dict[str, str] = {}  # what has a rule of its own -> its name
+        self._shared: dict[str, str] = {}  # a part that several rules use -> its rule
         self._count = 0
         self.lines: list[str] = []
 
@@ -90,12 +94,12 @@ class _Rules:
         required: Collection[str],
         name: Callable[[str], str],
     ) -> str:
-        """Those of an object, in order and separated; `name` writes what is before a value."""
+        """An object's members, in order and separated; `name` writes the text before a value."""
         members = [
             self._rule(f"{literal(name(key), self._special)} {self._value(schema)}")
             for key, schema in properties.items()
         ]
-        after = [""]  # what may follow each member, backwards
+        after = [""]  # the rules of the members after each one, backwards
         for key, member in reversed([*zip(properties, members, strict=True)]):
             mark = "" if key in required else "?"
             after.append(self._rule(f"({self._separator} {member}){mark} {after[-1]}"))
@@ -109,14 +113,14 @@ class _Rules:
         return f"({' | '.join(begins)})"
 
     def _rule(self, body: str) -> str:
-        """The name of a new rule."""
+        """Add a rule; returns its name."""
         name = f"{self._prefix}_{self._count}"
         self._count += 1
         self.lines.append(f"{name}: {body}")
         return name
 
     def _once(self, what: str, body: Callable[[], str]) -> str:
-        """The name of the rule for `what`, which `body` may refer to."""
+        """The rule of the shared part `what`; `body` may refer to it."""
         if what not in self._shared:
             name = self._shared[what] = f"{self._prefix}_shared_{len(self._shared)}"
             self.lines.append(f"{name}: {body()}")
@@ -134,18 +138,18 @@ class _Rules:
         return quoted(self._notation.separator)
 
     def _value(self, schema: Any) -> str:
-        """The values that `schema` allows. Raises ValueError where that is not held."""
+        """The values that `schema` allows. Raises ValueError if that cannot be enforced."""
         if schema is True or schema == {}:
             return self._once("any", lambda: self._of_types(_ANY, {}))
         if not isinstance(schema, dict):
             raise ValueError(f"parameters: no value is of schema {schema!r}")
-        beyond = [name for name in _NOT_HELD if name in schema]
+        beyond = [name for name in _NOT_ENFORCED if name in schema]
         if beyond and self._is_lenient:
-            kept = {key: value for key, value in schema.items() if key not in _NOT_HELD}
+            kept = {key: value for key, value in schema.items() if key not in _NOT_ENFORCED}
             either = {"anyOf": schema["oneOf"]} if "oneOf" in schema else {}
             return self._value(either | kept)
         if beyond:
-            raise ValueError(f"{beyond[0]} is not held in calls of this model's format")
+            raise ValueError(f"{beyond[0]} cannot be enforced in calls of this model's format")
         if "$ref" in schema:
             return self._reference(schema["$ref"])
         if "anyOf" in schema:
