@@ -22,7 +22,7 @@ _Id = Annotated[str, Field(max_length=256)]
 class TextBlock(StrictModel):
     """A piece of text; images and documents are not supported."""
 
-    unserved = unserved_fields.MESSAGES_TEXT
+    unserved = unserved_fields.PART
 
     type: Literal["text"]
     text: str
@@ -31,7 +31,7 @@ class TextBlock(StrictModel):
 class ThinkingBlock(StrictModel):
     """What the model thought before what follows."""
 
-    unserved = unserved_fields.MESSAGES_THINKING
+    unserved = unserved_fields.PART
 
     type: Literal["thinking"]
     thinking: str
@@ -40,7 +40,7 @@ class ThinkingBlock(StrictModel):
 class ToolUseBlock(StrictModel):
     """A call that the model made."""
 
-    unserved = unserved_fields.MESSAGES_BLOCK
+    unserved = unserved_fields.PART
 
     type: Literal["tool_use"]
     id: _Id
@@ -54,7 +54,7 @@ _Text = str | Annotated[list[TextBlock], Field(fail_fast=True, max_length=_MAX_B
 class ToolResultBlock(StrictModel):
     """The result of a call."""
 
-    unserved = unserved_fields.MESSAGES_TOOL_RESULT
+    unserved = unserved_fields.PART
 
     type: Literal["tool_result"]
     tool_use_id: _Id
@@ -92,7 +92,7 @@ class Message(StrictModel):
 class MessagesTool(StrictModel):
     """A tool that the model may call. Anthropic's own tools are not there."""
 
-    unserved = unserved_fields.MESSAGES_TOOL
+    unserved = unserved_fields.PART
 
     type: Literal["custom"] = "custom"
     name: FunctionName
@@ -116,7 +116,7 @@ class MessagesToolChoice(StrictModel):
 class Thinking(StrictModel):
     """Whether the model thinks first, for chat templates that know of it."""
 
-    unserved = unserved_fields.MESSAGES_THINKING_OPTIONS
+    unserved = unserved_fields.PART
 
     type: Literal["enabled", "adaptive", "disabled"]
 
@@ -131,7 +131,7 @@ class OutputFormat(StrictModel):
 class OutputConfig(StrictModel):
     """Of the answer."""
 
-    unserved = unserved_fields.MESSAGES_OUTPUT
+    unserved = unserved_fields.PART
 
     format: OutputFormat | None = None
     effort: str | None = Field(
@@ -147,8 +147,6 @@ class Metadata(StrictModel):
 
 class CountTokensBody(RequestFields):
     """Body of `/v1/messages/count_tokens`: what the prompt is made of."""
-
-    unserved = unserved_fields.MESSAGES
 
     system: _Text | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(

@@ -22,8 +22,6 @@ _TopNum = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 class NativeSampling(SamplingFields):
     """`sampling_params`: SGLang's names; ranges as in `SamplingParams`."""
 
-    unserved = unserved_fields.NATIVE_SAMPLING
-
     max_new_tokens: int | None = in_range(
         "max_new_tokens", "0: the prompt is computed, scored if asked for, and nothing generated"
     )
@@ -31,8 +29,6 @@ class NativeSampling(SamplingFields):
 
 class GenerateBody(RequestFields):
     """Body of `/generate`: `text` or `input_ids`, one prompt or a list."""
-
-    unserved = unserved_fields.GENERATE
 
     text: str | ForEach[str] | None = None
     input_ids: TokenIds | ForEach[TokenIds] | None = None
@@ -51,6 +47,7 @@ class GenerateBody(RequestFields):
         default=None, description="true: as logprob_start_len -1"
     )
     return_text_in_logprobs: bool | None = None
+    return_meta_info: bool | None = Field(default=None, description="without effect: always there")
     stream_output: bool | None = Field(
         default=None,
         description="true: each event of a stream has only what is new; default: what "
@@ -134,7 +131,7 @@ class GenerateBody(RequestFields):
 class AbortBody(StrictModel):
     """Body of `/abort_request`: one request by its `rid`, or all."""
 
-    unserved = unserved_fields.ABORT
+    unserved = unserved_fields.REQUEST
 
     rid: str = ""
     abort_all: bool = False

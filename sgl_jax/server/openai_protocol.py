@@ -36,7 +36,7 @@ MAX_MESSAGES = 16_384
 class StreamOptions(StrictModel):
     """`include_usage`: a last event with the usage; `continuous_usage_stats`: in every event."""
 
-    unserved = unserved_fields.STREAM_OPTIONS
+    unserved = unserved_fields.PART
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -117,7 +117,7 @@ class TextPart(StrictModel):
 class ChatMessage(StrictModel):
     """One message of a conversation."""
 
-    unserved = unserved_fields.MESSAGE
+    unserved = unserved_fields.PART
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
@@ -167,8 +167,6 @@ class ChatMessage(StrictModel):
 
 class ChatRequest(GenerationFields):
     """Body of `/v1/chat/completions`."""
-
-    unserved = unserved_fields.CHAT
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
         min_length=1, max_length=MAX_MESSAGES
@@ -266,8 +264,6 @@ class ChatRequest(GenerationFields):
 
 class CompletionRequest(GenerationFields):
     """Body of `/v1/completions`."""
-
-    unserved = unserved_fields.COMPLETION
 
     prompt: str | TokenIds | ForEach[str] | ForEach[TokenIds]
     max_tokens: int | None = Field(default=None, ge=0, description="0 only with echo")

@@ -7,6 +7,7 @@ from pydantic import Field
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import Namespace
 from sgl_jax.core.request_limits import for_each, one_namespace
+from sgl_jax.server import unserved_fields
 from sgl_jax.server.strict_model import ForEach, Priority, Rid, StrictModel, User
 
 _RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")
@@ -14,6 +15,8 @@ _RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")
 
 class RequestFields(StrictModel):
     """The fields that all protocols share. A list has one entry for each prompt."""
+
+    unserved = unserved_fields.REQUEST
 
     model: str = "default"
     stream: bool | None = None

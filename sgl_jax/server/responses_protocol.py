@@ -22,7 +22,7 @@ Message = dict[str, Any]
 class InputText(StrictModel):
     """A piece of text; images, files and audio are not supported."""
 
-    unserved = unserved_fields.RESPONSE_TEXT
+    unserved = unserved_fields.PART
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -34,7 +34,7 @@ _Text = str | Annotated[list[InputText], Field(fail_fast=True)]
 class MessageItem(StrictModel):
     """A message of the conversation."""
 
-    unserved = unserved_fields.RESPONSE_ITEM
+    unserved = unserved_fields.PART
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -44,7 +44,7 @@ class MessageItem(StrictModel):
 class CallItem(CalledFunction):
     """A call that the model made."""
 
-    unserved = unserved_fields.RESPONSE_ITEM
+    unserved = unserved_fields.PART
 
     type: Literal["function_call"]
     call_id: _Id
@@ -53,7 +53,7 @@ class CallItem(CalledFunction):
 class CallOutputItem(StrictModel):
     """The result of a call."""
 
-    unserved = unserved_fields.RESPONSE_ITEM
+    unserved = unserved_fields.PART
 
     type: Literal["function_call_output"]
     call_id: _Id
@@ -70,7 +70,7 @@ class ReasoningText(StrictModel):
 class ReasoningInput(StrictModel):
     """What the model thought before the item that follows."""
 
-    unserved = unserved_fields.RESPONSE_REASONING
+    unserved = unserved_fields.PART
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
@@ -95,7 +95,7 @@ InputItem = Annotated[
 class ResponseTool(FunctionDefinition):
     """A function that the model may call."""
 
-    unserved = unserved_fields.RESPONSE_TOOL
+    unserved = unserved_fields.PART
 
     type: Literal["function"]
 
@@ -128,7 +128,7 @@ class TextFormat(StrictModel):
 class TextOptions(StrictModel):
     """Of the answer's text."""
 
-    unserved = unserved_fields.RESPONSE_TEXT_OPTIONS
+    unserved = unserved_fields.PART
 
     format: TextFormat | None = None
 
@@ -136,15 +136,13 @@ class TextOptions(StrictModel):
 class ReasoningOptions(StrictModel):
     """How much the model shall think, for chat templates that know of it."""
 
-    unserved = unserved_fields.RESPONSE_REASONING_OPTIONS
+    unserved = unserved_fields.PART
 
     effort: str | None = None
 
 
 class ResponsesBody(RequestFields):
     """Body of `/v1/responses`."""
-
-    unserved = unserved_fields.RESPONSES
 
     input: (
         str

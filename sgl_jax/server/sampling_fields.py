@@ -14,6 +14,7 @@ from sgl_jax.core.sampling_params import (
     RANGES,
     SamplingParams,
 )
+from sgl_jax.server import unserved_fields
 from sgl_jax.server.strict_model import StrictModel
 
 _MAX_STOP_IDS_SENT = 256  # each is looked at for every answer, though few may count
@@ -45,6 +46,8 @@ _Json = _GrammarText | dict[str, Any]
 
 class SamplingFields(StrictModel):
     """The sampling parameters that all protocols spell alike."""
+
+    unserved = unserved_fields.REQUEST
 
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")

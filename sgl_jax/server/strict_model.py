@@ -12,7 +12,7 @@ from sgl_jax.core.request_limits import (
     MIN_PRIORITY,
 )
 from sgl_jax.server.limits import MAX_FIELDS
-from sgl_jax.server.unserved_fields import Fields
+from sgl_jax.server.unserved_fields import NONE, UnservedFields
 
 T = TypeVar("T")
 
@@ -26,13 +26,14 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> None:
     properties = schema.setdefault("properties", {})
-    properties.update({name: field.schema for name, field in model.unserved.items()})
+    schemas = model.unserved.schemas().items()
+    properties |= {name: schema for name, schema in schemas if name not in model.model_fields}
 
 
 class StrictModel(BaseModel):
     """No coercion, no unknown fields, no NaN; a null counts as not given.
 
-    `unserved` are the fields that are known, and taken only where they ask for nothing.
+    `unserved` fields are accepted only where they request nothing.
     """
 
     model_config = ConfigDict(
@@ -42,7 +43,7 @@ class StrictModel(BaseModel):
         frozen=True,
         json_schema_extra=_describe_unserved,
     )
-    unserved: ClassVar[Fields] = {}
+    unserved: ClassVar[UnservedFields] = NONE
 
     @model_validator(mode="before")
     @classmethod
@@ -51,10 +52,7 @@ class StrictModel(BaseModel):
             return body
         if len(body) > MAX_FIELDS:  # or each unknown one would become an error of its own
             raise ValueError(f"at most {MAX_FIELDS} fields, got {len(body)}")
-        for name in body.keys() & cls.unserved.keys():
-            cls.unserved[name].check(body[name])
-        return {
-            name: value
-            for name, value in body.items()
-            if value is not None and name not in cls.unserved
-        }
+        unserved = {n for n in body if n in cls.unserved and n not in cls.model_fields}
+        for name in unserved:
+            cls.unserved.check(name, body[name])
+        return {n: value for n, value in body.items() if value is not None and n not in unserved}

@@ -17,7 +17,7 @@ _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_templat
 class TokenizeBody(StrictModel):
     """Body of `/tokenize`: a text, several, or a conversation."""
 
-    unserved = unserved_fields.TOKENIZE
+    unserved = unserved_fields.REQUEST
 
     model: str = "default"
     prompt: str | ForEach[str] | None = None

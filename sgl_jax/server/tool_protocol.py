@@ -52,7 +52,7 @@ class CalledFunction(StrictModel):
 class ToolCall(StrictModel):
     """A call that the model made earlier in the conversation."""
 
-    unserved = unserved_fields.TOOL_CALL
+    unserved = unserved_fields.PART
 
     id: str | None = None
     type: Literal["function"] = "function"
