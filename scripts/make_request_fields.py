@@ -14,8 +14,9 @@ from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
 from sgl_jax.core.calls import CALLS
-from sgl_jax.server.call_routes import body_of
-from sgl_jax.server.messages_protocol import (
+from sgl_jax.server.admin.calls import body_of
+from sgl_jax.server.apis.completions import CompletionRequest
+from sgl_jax.server.apis.messages import (
     CountTokensBody,
     Message,
     MessagesBody,
@@ -29,17 +30,8 @@ from sgl_jax.server.messages_protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from sgl_jax.server.native_protocol import AbortBody, GenerateBody, NativeSampling
-from sgl_jax.server.openai_protocol import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    ResponseFormat,
-    StreamOptions,
-    TextPart,
-)
-from sgl_jax.server.request_fields import RequestFields
-from sgl_jax.server.responses_protocol import (
+from sgl_jax.server.apis.native import AbortBody, GenerateBody, NativeSampling
+from sgl_jax.server.apis.responses import (
     CallItem,
     CallOutputItem,
     InputText,
@@ -51,12 +43,23 @@ from sgl_jax.server.responses_protocol import (
     TextFormat,
     TextOptions,
 )
-from sgl_jax.server.sampling_fields import SamplingFields
-from sgl_jax.server.score_protocol import ScoreBody
-from sgl_jax.server.session_protocol import SessionParams
-from sgl_jax.server.strict_model import StrictModel
-from sgl_jax.server.text_protocol import DetokenizeBody, TokenizeBody
-from sgl_jax.server.tool_protocol import CalledFunction, FunctionDefinition, ToolCall
+from sgl_jax.server.apis.text import DetokenizeBody, ScoreBody, TokenizeBody
+from sgl_jax.server.chat_request import (
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    FunctionDefinition,
+    TextPart,
+    ToolCall,
+)
+from sgl_jax.server.fields import (
+    RequestFields,
+    ResponseFormat,
+    SamplingFields,
+    SessionParams,
+    StreamOptions,
+    StrictModel,
+)
 from sgl_jax.server.unserved_fields import PART, REQUEST, UnservedFields, advice, as_json
 
 TARGET = Path(__file__).parent.parent / "docs" / "request_fields.md"

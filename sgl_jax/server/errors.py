@@ -27,7 +27,6 @@ from sgl_jax.core.errors import (
 from sgl_jax.core.messages import FinishReason
 
 logger = logging.getLogger(__name__)
-
 RETRY_AFTER_S = 1
 # Answers to try again later: the status, and the `code` that programs can test.
 _UNAVAILABLE: Mapping[type[Exception], tuple[int, str]] = {

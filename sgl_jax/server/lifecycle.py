@@ -48,20 +48,18 @@ from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
-from sgl_jax.server.api_keys import ApiKeys
-from sgl_jax.server.app import build_app
-from sgl_jax.server.context import ServerContext
-from sgl_jax.server.health import Gate
-from sgl_jax.server.http_guard import guarded_protocol
-from sgl_jax.server.limits import Limits
-from sgl_jax.server.middleware import let_pages_in
+from sgl_jax.server.admin.management import Gate
+from sgl_jax.server.app import build_app, let_pages_in
+from sgl_jax.server.guards.connection import guarded_protocol
+from sgl_jax.server.guards.keys import ApiKeys
+from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.references import References
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer_check import check_vocabulary
 from sgl_jax.text.worker_process import TextWorkers
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
 _LAST_BYTES_TIMEOUT_S = 5  # for answers still being written when the server stops
 _ENGINE_STOP_TIMEOUT_S = 15.0
 _DRAIN_POLL_S = 0.05
@@ -147,11 +145,11 @@ class _Server:
                     app = let_pages_in(gate, self._args.cors_allow_origins)
                     async with _http(app, Limits.of(self._args), listener) as serving:
                         logger.info("listening at %s; the engine starts", _url(listener))
-                        context = await self._start(client)
-                        if context is None:  # stopped while starting
+                        refs = await self._start(client)
+                        if refs is None:  # stopped while starting
                             return 0
-                        self._open(gate, context)
-                        return await self._serve(context, listener, serving)
+                        self._open(gate, refs)
+                        return await self._serve(refs, listener, serving)
                 finally:
                     if self._texts is not None:
                         await self._texts.close()
@@ -160,7 +158,7 @@ class _Server:
                 self._text_workers.close()
                 client.close()
 
-    async def _start(self, client: ZmqEngineClient) -> ServerContext | None:
+    async def _start(self, client: ZmqEngineClient) -> References | None:
         """Wait for the engine; the tokenizer loads meanwhile. None if a signal came first."""
         loading = _in_thread(lambda: open_model_files(self._args))
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -202,14 +200,14 @@ class _Server:
         limits = Limits.of(self._args, self._frontend.checks.max_prompt_chars)
         self._texts = TextPool(self._text_workers, limits)
         engine_metrics = EngineMetrics(metrics)
-        return ServerContext(
+        return References(
             self._args, self._frontend, info, engine_metrics, limits, self._texts, self._health
         )
 
-    def _open(self, gate: Gate, context: ServerContext) -> None:
+    def _open(self, gate: Gate, refs: References) -> None:
         """From now on requests are served."""
-        app = build_app(context, self._keys)
-        context.texts.start()
+        app = build_app(refs, self._keys)
+        refs.texts.start()
         # What was built stays as long as the process. A full collection that looked through all of
         # it, modules and vocabulary, would hold up every client.
         gc.collect()
@@ -217,28 +215,28 @@ class _Server:
         gate.open(app)
 
     async def _serve(
-        self, context: ServerContext, listener: socket.socket, serving: "asyncio.Future[None]"
+        self, refs: References, listener: socket.socket, serving: "asyncio.Future[None]"
     ) -> int:
-        logger.info("serving %s as %r", self._args.model_path, context.model_name)
+        logger.info("serving %s as %r", self._args.model_path, refs.model_name)
         print(f"sgl_jax is ready at {_url(listener)}", flush=True)
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if self._death is None:
-            await self._drain(context)
+            await self._drain(refs)
         return 1 if self._death is not None or not self._stop.is_set() else 0
 
-    async def _drain(self, context: ServerContext) -> None:
+    async def _drain(self, refs: References) -> None:
         """Let the running requests finish, up to the time allowed; the rest ends with an error."""
-        context.draining = True
-        frontend = context.frontend
+        refs.draining = True
+        frontend = refs.frontend
         logger.info("shutting down: %d requests to finish", frontend.num_open)
-        if context.is_paused:
+        if refs.is_paused:
             frontend.ask(ContinueGeneration(), lambda reply: None)
         deadline = time.monotonic() + self._args.drain_timeout
 
         def is_busy() -> bool:
-            return bool(frontend.num_open or context.texts.num_open)
+            return bool(frontend.num_open or refs.texts.num_open)
 
         while is_busy() and time.monotonic() < deadline and self._death is None:
             if self._health.stuck_since:  # nothing will finish
@@ -248,7 +246,7 @@ class _Server:
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
         if is_busy():
-            num_open = frontend.num_open + context.texts.num_open
+            num_open = frontend.num_open + refs.texts.num_open
             logger.warning("%d requests did not finish in time", num_open)
             frontend.fail(
                 "the server is shutting down, and the request did not finish within the "
@@ -271,7 +269,7 @@ class _Server:
             if not self._ready.done():
                 self._ready.set_result(message)
         elif isinstance(message, EngineChanged):
-            self._ready.result().info.update(message.info)  # which the context has
+            self._ready.result().info.update(message.info)  # which `References` holds
         elif isinstance(message, Heartbeat):
             self._health.hear(message)
         elif isinstance(message, EngineFailed):

@@ -39,7 +39,15 @@ class UnservedFields(NamedTuple):
 
     def check(self, name: str, value: Any) -> None:
         """Raise `InvalidRequestError` if `value` requests a feature that is not there."""
-        if name in self.ignored or _requests_nothing(value, _ALLOWED.get(name)):
+        if name in self.ignored:
+            return
+        if isinstance(value, list) and len(value) > MAX_REQUESTS_PER_CALL:
+            raise InvalidRequestError(
+                f"{name}: a list has one entry for each prompt, at most {MAX_REQUESTS_PER_CALL}, "
+                f"got {len(value)}",
+                name,
+            )
+        if _requests_nothing(value, _ALLOWED.get(name)):
             return
         raise InvalidRequestError(f"{name}: {self.reasons[name]}; {advice(name)}", name)
 
@@ -65,9 +73,9 @@ def as_json(value: Any) -> str:
 
 
 def _requests_nothing(value: Any, allowed: tuple[Any, ...] | None) -> bool:
-    if isinstance(value, list):
-        is_short = len(value) <= MAX_REQUESTS_PER_CALL  # an entry for each prompt
-        return is_short and all(_requests_nothing(each, allowed) for each in value)
+    if isinstance(value, list):  # an entry for each prompt
+        is_flat = not any(isinstance(each, (list, dict)) for each in value)
+        return is_flat and all(_requests_nothing(each, allowed) for each in value)
     if allowed is None or value is None:
         return not value
     # Python's True equals 1.
@@ -83,7 +91,6 @@ def _table(ignored: str, refused: Mapping[str, str]) -> UnservedFields:
 
 
 NONE = _table("", {})
-
 REQUEST = _table(
     # Accounting, labels, traces and hints; formats of a stream.
     "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
@@ -141,7 +148,6 @@ REQUEST = _table(
         "it is format of output_config now": "output_format",
     },
 )
-
 # Messages, their parts and tools. Clients send back parts of answers.
 PART = _table(
     "index phase provider_specific_fields id status async caller namespace annotations logprobs "

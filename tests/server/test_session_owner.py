@@ -10,8 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.messages import CloseSession, GenerateRequest
 from sgl_jax.core.request_limits import check_session_id
-from sgl_jax.server.api_keys import Caller, note_caller
-from sgl_jax.server.session_owner import SessionOwner
+from sgl_jax.server.guards.keys import Caller, SessionOwner, note_caller
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
 
