@@ -27,7 +27,7 @@ _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
 
 
 class AnswerFormat(Protocol):
-    """How one API family writes its answers."""
+    """Writes the answers of one API."""
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
         """The event lines (`data: ...`) for one chunk of choice `index`."""
@@ -164,7 +164,6 @@ async def respond(
 
 
 def json_response(value: Any) -> Response:
-    """`value` (structs, dictionaries) as JSON."""
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
@@ -174,7 +173,6 @@ def event(value: Any) -> bytes:
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """The same with a name."""
     return b"event: %b\n%b" % (name.encode(), event(value))
 
 
@@ -238,7 +236,7 @@ class EventStream(Response):
 
 
 async def gather(group: StreamGroup) -> list[Chunk]:
-    """Of each request its one chunk: unless it is streamed, all comes at the end."""
+    """The one chunk of each request: unless it is streamed, all comes at the end."""
     chunks: dict[int, Chunk] = {}
     async with group:
         while group.num_open:

@@ -105,13 +105,14 @@ class ChatAnswer:
         self._is_amid_call = False
 
     def events(self, chunk: Chunk) -> Iterator[Event]:
-        """Events of a chunk for the client; counts calls as they begin."""
+        """Events of a chunk for the client, calls with an id; counts calls as they begin."""
         events = self._reader.feed(chunk.text)
         if chunk.finish is not None:
             events = joined([*events, *self._reader.finish()])
         for event in events:
             if isinstance(event, CallBegun):
                 self.num_calls += 1
+                event = event._replace(id=event.id or self._parser.call_id(uuid.uuid4().hex))
             is_of_call = isinstance(event, (CallBegun, Arguments, CallEnded))
             if is_of_call and self.num_calls > 1 and not self._is_parallel:
                 continue
@@ -121,12 +122,8 @@ class ChatAnswer:
                 yield event
 
     def finish_reason(self, finish: FinishReason | None) -> str | None:
-        """As OpenAI calls it. A call that a stop string has cut off is none to make."""
+        """The name in OpenAI's API. A call that a stop string has cut off does not count."""
         if finish is None:
             return None
         has_calls = self.num_calls > 0 and not self._is_amid_call
         return "tool_calls" if finish.type == "stop" and has_calls else finish.type
-
-    def call_id(self, given: str | None) -> str:
-        """A call's id: of the answer's own format, if it has them."""
-        return given or self._parser.call_id(uuid.uuid4().hex)

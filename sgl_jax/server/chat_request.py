@@ -5,14 +5,14 @@ the bodies of `/v1/responses` and `/v1/messages` take.
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionId
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
-from sgl_jax.server import unserved_fields
 from sgl_jax.server.fields import (
     GenerationFields,
+    Part,
     StrictModel,
     held_schema,
     refuse_several,
@@ -22,8 +22,8 @@ MAX_TOOLS = 1024
 FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class FunctionDefinition(StrictModel):
-    """What a tool does, and the JSON schema of its arguments."""
+class FunctionDefinition(Part):
+    """A tool's purpose, and the JSON schema of its arguments."""
 
     name: FunctionName
     description: str | None = None
@@ -34,13 +34,11 @@ class FunctionDefinition(StrictModel):
 
 
 class Tool(StrictModel):
-    """A function that the model may call."""
-
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class CalledFunction(StrictModel):
+class CalledFunction(Part):
     """`arguments` is the text of a JSON object."""
 
     name: FunctionName
@@ -58,10 +56,8 @@ class CalledFunction(StrictModel):
         return arguments or "{}"
 
 
-class ToolCall(StrictModel):
+class ToolCall(Part):
     """A call that the model made earlier in the conversation."""
-
-    unserved = unserved_fields.PART
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -74,28 +70,22 @@ class ToolCall(StrictModel):
 
 
 class NamedFunction(StrictModel):
-    """Of a tool."""
-
     name: FunctionName
 
 
 class NamedTool(StrictModel):
-    """The tool that must be called."""
-
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(StrictModel):
-    """Of the tools that the model is told of, those that it may call, or one of which it must."""
+    """The tools that the model may call, or one of which it must, among those it sees."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedToolChoice(StrictModel):
-    """`AllowedTools`, as one of the choices."""
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
@@ -116,11 +106,7 @@ class TextPart(StrictModel):
     text: str
 
 
-class ChatMessage(StrictModel):
-    """One message of a conversation."""
-
-    unserved = unserved_fields.PART
-
+class ChatMessage(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
         default=None, description="may be missing beside tool_calls"
@@ -142,7 +128,7 @@ class ChatMessage(StrictModel):
 
     @property
     def num_chars(self) -> int:
-        """Characters that the template is going to write of it, at least."""
+        """Characters that the template will write for it, at least."""
         calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
         return len(self._text) + calls
 
@@ -198,6 +184,14 @@ class ChatRequest(GenerationFields):
         default=None, description="of a streaming session, which finds what is new by itself"
     )
 
+    @classmethod
+    def of(cls, body: dict[str, Any], field: str) -> "ChatRequest":
+        """The chat that another API's body makes. Raises `InvalidRequestError` at its `field`."""
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise InvalidRequestError(f"{field}: {error.errors()[0]['msg']}", field) from error
+
     @model_validator(mode="after")
     def _supported_combination(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
@@ -208,12 +202,12 @@ class ChatRequest(GenerationFields):
 
     @property
     def shown_tools(self) -> list[Tool]:
-        """Tools that the model is told of."""
+        """Tools that the model sees."""
         return (self.tools or []) if self.tool_choice != "none" else []
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]] | None:
-        """By name of each told tool the schema of its arguments; None without any."""
+        """The schema of arguments of each shown tool, by name; None without any."""
         functions = [tool.function for tool in self.shown_tools]
         return {function.name: function.parameters or {} for function in functions} or None
 
@@ -240,7 +234,6 @@ class ChatRequest(GenerationFields):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is to call a tool."""
         choice = self.tool_choice
         if isinstance(choice, AllowedToolChoice):
             choice = choice.allowed_tools.mode
@@ -248,18 +241,17 @@ class ChatRequest(GenerationFields):
 
     @property
     def holds_calls(self) -> bool:
-        """Whether calls, if there are any, are held to `held_schemas`."""
+        """Calls, if there are any, are held to `held_schemas`."""
         has_strict = any(tool.function.strict for tool in self.shown_tools)
         return has_strict or isinstance(self.tool_choice, AllowedToolChoice)
 
     @property
     def separates_reasoning(self) -> bool:
-        """Whether reasoning is told from content."""
+        """Reasoning is a field beside content."""
         return self.separate_reasoning is not False
 
     @property
     def template_args(self) -> dict[str, Any]:
-        """Variables for the chat template."""
         effort = (
             {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         )

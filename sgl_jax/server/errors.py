@@ -52,7 +52,7 @@ _UNION_BRANCH = re.compile(r"^(str|int|float|bool|constrained-.*|list\[.*|dict\[
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What was wrong; `param` is the field at fault, `code` a name that programs can test."""
+    """The reason; `param` is the field at fault, `code` a name that programs can test."""
 
     message: str
     type: str
@@ -67,7 +67,7 @@ class ErrorResponse(msgspec.Struct, frozen=True):
 
 
 class MessagesErrorBody(msgspec.Struct, frozen=True):
-    """What was wrong, of the kinds that Anthropic's clients know."""
+    """The reason, of one of the kinds in Anthropic's API."""
 
     type: str
     message: str
@@ -131,14 +131,12 @@ def abort_error(
 
 
 def error_body(error: ApiError) -> ErrorBody:
-    """What the envelope of an error holds."""
     other = "invalid_request_error" if error.status_code < 500 else "server_error"
     kind = "rate_limit_error" if error.status_code == 429 else other
     return ErrorBody(str(error.detail), kind, error.param, error.code)
 
 
 def envelope(error: ApiError) -> bytes:
-    """The JSON of an error."""
     return msgspec.json.encode(ErrorResponse(error_body(error)))
 
 
@@ -150,7 +148,6 @@ def messages_error(error: ApiError) -> MessagesError:
 
 
 def is_of_messages(path: str) -> bool:
-    """Whether a route is one of Anthropic's."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 

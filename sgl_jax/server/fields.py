@@ -71,6 +71,12 @@ class StrictModel(BaseModel):
 _RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")
 
 
+class Part(StrictModel):
+    """A message, a part of one, a tool or a group of settings."""
+
+    unserved = unserved_fields.PART
+
+
 class RequestFields(StrictModel):
     """The fields that all protocols share. A list has one entry for each prompt."""
 
@@ -185,7 +191,6 @@ class SamplingFields(StrictModel):
 
     @property
     def num_choices(self) -> int:
-        """Answers to each prompt."""
         return self.n or 1
 
     def to_sampling(self, choice: int) -> SamplingParams:
@@ -243,7 +248,6 @@ class SessionParams(StrictModel):
 
 
 def session_turn(params: SessionParams | None) -> SessionTurn | None:
-    """As the engine takes it."""
     return None if params is None else SessionTurn(**params.model_dump(exclude_none=True))
 
 
@@ -255,17 +259,15 @@ def refuse_several(count: int, field: str) -> None:
         )
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(Part):
     """`include_usage`: a last event with the usage; `continuous_usage_stats`: in every event."""
-
-    unserved = unserved_fields.PART
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(StrictModel):
-    """A schema with a name. Without `strict`, what of it no grammar can hold counts for nothing."""
+    """A schema with a name. Without `strict`, parts that no grammar can hold are dropped."""
 
     name: str
     description: str | None = None
@@ -274,12 +276,11 @@ class JsonSchema(StrictModel):
 
     @property
     def held(self) -> dict[str, Any]:
-        """The schema that the answer is held to."""
         return held_schema(self.json_value, is_strict=self.strict)
 
 
 class ResponseFormat(StrictModel):
-    """What the answer's text is: anything, a JSON object, JSON by a schema, tags (SGLang's)."""
+    """Any text, a JSON object, JSON by a schema, or tags (SGLang's)."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -289,7 +290,7 @@ class ResponseFormat(StrictModel):
     triggers: list[str] | None = Field(default=None, description="of a structural_tag")
 
     def grammar(self) -> dict[str, str]:
-        """The sampling parameter that says the same, by name; none for text."""
+        """The equal sampling parameter, by name; none for text."""
         if self.type == "json_object":
             return {"json_schema": '{"type": "object"}'}
         if self.type == "structural_tag":
@@ -305,7 +306,7 @@ class ResponseFormat(StrictModel):
 
 
 class GenerationFields(RequestFields, SamplingFields):
-    """What chat and completions have in common."""
+    """Fields of chats and completions."""
 
     stream_options: StreamOptions | None = None
     min_tokens: int | None = in_range("min_new_tokens", "same as min_new_tokens")

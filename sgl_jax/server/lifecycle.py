@@ -113,7 +113,6 @@ class _Server:
         self._texts: TextPool | None = None
 
     async def run(self) -> int:
-        """Serve; the exit code."""
         code = 1
         try:
             code = await self._run()
@@ -205,7 +204,6 @@ class _Server:
         )
 
     def _open(self, gate: Gate, refs: References) -> None:
-        """From now on requests are served."""
         app = build_app(refs, self._keys)
         refs.texts.start()
         # What was built stays as long as the process. A full collection that looked through all of

@@ -50,7 +50,6 @@ class References:
 
     @property
     def model_path(self) -> str:
-        """Folder of the served weights."""
         return str(self.engine_info["model_path"])
 
     @property
@@ -77,7 +76,6 @@ class References:
 
 
 def references_of(request: Request) -> References:
-    """The references of the app that serves `request`."""
     refs = request.app.state.references
     assert isinstance(refs, References)
     return refs

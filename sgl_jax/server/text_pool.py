@@ -67,7 +67,6 @@ class TextPool:
         self._serving = [asyncio.ensure_future(self._serve()) for _ in range(_NUM_WORKERS)]
 
     async def close(self) -> None:
-        """Drop all work."""
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
@@ -116,7 +115,6 @@ class TextPool:
                 answer.cancel()
 
     async def _serve(self) -> None:
-        """One worker at a time, for ever."""
         async with contextlib.AsyncExitStack() as stack:
             worker = _Worker(self._workers)
             stack.callback(worker.close)
@@ -182,7 +180,6 @@ class _Worker:
         raise ApiError(503, "the prompt could not be tokenised; try again", code="text_worker")
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The streams of a worker that is there."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._workers.new_worker())
             async with asyncio.timeout(_WORKER_START_S):
@@ -190,7 +187,6 @@ class _Worker:
         return self._streams
 
     def close(self) -> None:
-        """Let go of the worker, which ends when it has answered."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
@@ -230,7 +226,6 @@ class FairQueue(Generic[T]):
         return sum(map(len, self._waiting.values()))
 
     def put(self, client: str, work: T) -> None:
-        """Add the work of a client."""
         self._waiting.setdefault(client, deque()).append(work)
         self._changed.set()
 

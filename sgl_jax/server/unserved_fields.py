@@ -52,7 +52,6 @@ class UnservedFields(NamedTuple):
         raise InvalidRequestError(f"{name}: {self.reasons[name]}; {advice(name)}", name)
 
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """The JSON schema of each field."""
         ignored = {name: {"description": "without effect"} for name in self.ignored}
         refused = {
             name: {"description": f"not served: {reason}; {advice(name)}"}
@@ -68,7 +67,6 @@ def advice(name: str) -> str:
 
 
 def as_json(value: Any) -> str:
-    """A value as clients write it."""
     return str(value).lower() if isinstance(value, bool) else str(value).replace("'", '"')
 
 

@@ -61,7 +61,7 @@ def body_of(call: Call) -> type[StrictModel]:
 
 
 def message_of(call: Call, body: StrictModel, owner: SessionOwner) -> tuple[Any, str | None]:
-    """What `body` asks of the engine, and the session's id if it is made up."""
+    """The message that `body` makes, and the session's id if it is generated."""
     fields: dict[str, Any] = {}
     made_up = None
     for name, hint, _ in _fields(call):
@@ -77,7 +77,7 @@ def message_of(call: Call, body: StrictModel, owner: SessionOwner) -> tuple[Any,
 
 
 def _fields(call: Call) -> list[tuple[str, Any, Any]]:
-    """Name, annotation and default of all that a client may say."""
+    """Name, annotation and default of each field that a client may send."""
     hints = typing.get_type_hints(call.message, include_extras=True)
     fields = msgspec.structs.fields(call.message)
     return [(f.name, hints[f.name], f.default) for f in fields if f.name != "rid"]
@@ -151,7 +151,7 @@ async def _ask(
 
 
 def _as_told(data: Any, owner: SessionOwner) -> Any:
-    """`data` with sessions' ids as their owner calls them, without what is said of others'."""
+    """`data` with client-side session ids; other callers' sessions removed."""
     if isinstance(data, list):
         own = [entry for entry in data if owner.client_id(entry["session_id"]) is not None]
         return [_as_told(entry, owner) for entry in own]

@@ -153,7 +153,7 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
 def health_answer(
     check: Callable[[], None], health: EngineHealth, *, is_paused: bool = False
 ) -> Response:
-    """200 if `check` passes; else what it raises, in words and with since when."""
+    """200 if `check` passes; else the error that it raises, and since when."""
     try:
         check()
     except Exception as raised:
@@ -183,7 +183,6 @@ class Gate:
         self._app: ASGIApp | None = None
 
     def open(self, app: ASGIApp) -> None:
-        """From now on requests are `app`'s."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -93,7 +93,7 @@ class FunctionDelta(Struct, frozen=True):
 
 
 class ToolCallDelta(Struct, frozen=True):
-    """`index` tells the calls of an answer apart; id and type come once."""
+    """`index` is that of the call in the answer; id and type come once."""
 
     index: int
     function: FunctionDelta
@@ -102,7 +102,7 @@ class ToolCallDelta(Struct, frozen=True):
 
 
 class Delta(Struct):
-    """What a chunk adds to the message."""
+    """The gain of a chunk."""
 
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
@@ -133,8 +133,6 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 class ChatFormat(OpenAIFormat):
-    """Answers of `/v1/chat/completions`."""
-
     _kind, _event_type, _whole_type = "chatcmpl", ChatCompletionChunk, ChatCompletion
     _body: ChatRequest
 
@@ -148,7 +146,7 @@ class ChatFormat(OpenAIFormat):
         if is_first:
             self._answers[index] = ChatAnswer(self._refs, self._body, stream)
         answer = self._answers[index]
-        deltas = [_delta(event, answer) for event in answer.events(chunk)]
+        deltas = [_delta(event, answer.num_calls - 1) for event in answer.events(chunk)]
         ending = self._ending(chunk, answer)
         is_ending = any(part is not None for part in ending)
         if not deltas and (is_first or is_ending or self._always_counts):
@@ -186,16 +184,15 @@ class ChatFormat(OpenAIFormat):
         return logprobs, answer.finish_reason(chunk.finish), matched
 
 
-def _delta(event: Event, answer: ChatAnswer) -> Delta:
-    index = answer.num_calls - 1
+def _delta(event: Event, index: int) -> Delta:
+    """`index` is that of the last call."""
     match event:
         case Content(text):
             return Delta(content=text)
         case Reasoning(text):
             return Delta(reasoning_content=text)
-        case CallBegun(name, given_id):
-            begin = FunctionDelta("", name)
-            call = ToolCallDelta(index, begin, answer.call_id(given_id), "function")
+        case CallBegun(name, str(call_id)):
+            call = ToolCallDelta(index, FunctionDelta("", name), call_id, "function")
             return Delta(tool_calls=[call])
         case Arguments(text):
             return Delta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))])
@@ -210,8 +207,8 @@ def _message(answer: ChatAnswer, chunk: Chunk) -> AssistantMessage:
                 content += text
             case Reasoning(text):
                 reasoning += text
-            case CallBegun(name, given_id):
-                calls.append(ToolCallAnswer(answer.call_id(given_id), FunctionOfCall(name)))
+            case CallBegun(name, str(call_id)):
+                calls.append(ToolCallAnswer(call_id, FunctionOfCall(name)))
             case Arguments(text):
                 calls[-1].function.arguments += text
     return AssistantMessage(

@@ -68,7 +68,6 @@ class CompletionRequest(GenerationFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids."""
         prompt: Any = self.prompt
         is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
         prompts: list[str | list[int]] = [prompt] if is_one else prompt

@@ -7,14 +7,13 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from msgspec import Struct, field
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import FinishReason
 from sgl_jax.core.sampling_params import MAX_STOP_STRINGS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
-from sgl_jax.server import unserved_fields
 from sgl_jax.server.answer_stream import json_response, named_event
 from sgl_jax.server.chat import ChatAnswer, answer_chat, check_chat
 from sgl_jax.server.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, FunctionName
@@ -25,7 +24,7 @@ from sgl_jax.server.errors import (
     client_names,
     messages_error,
 )
-from sgl_jax.server.fields import RequestFields, StrictModel, User, in_range
+from sgl_jax.server.fields import Part, RequestFields, StrictModel, User, in_range
 from sgl_jax.server.guards.json_body import JsonRoute
 from sgl_jax.server.openapi import answers, streamed_answers
 from sgl_jax.server.references import References, references_of
@@ -36,29 +35,21 @@ _MAX_BLOCKS = 16_384
 _Id = Annotated[str, Field(max_length=256)]
 
 
-class TextBlock(StrictModel):
+class TextBlock(Part):
     """A piece of text; images and documents are not supported."""
-
-    unserved = unserved_fields.PART
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(StrictModel):
-    """What the model thought before what follows."""
-
-    unserved = unserved_fields.PART
+class ThinkingBlock(Part):
+    """Reasoning of the model before the next block."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(StrictModel):
-    """A call that the model made."""
-
-    unserved = unserved_fields.PART
-
+class ToolUseBlock(Part):
     type: Literal["tool_use"]
     id: _Id
     name: FunctionName
@@ -68,18 +59,14 @@ class ToolUseBlock(StrictModel):
 _Text = str | Annotated[list[TextBlock], Field(fail_fast=True, max_length=_MAX_BLOCKS)]
 
 
-class ToolResultBlock(StrictModel):
-    """The result of a call."""
-
-    unserved = unserved_fields.PART
-
+class ToolResultBlock(Part):
     type: Literal["tool_result"]
     tool_use_id: _Id
     content: _Text = ""
 
 
 def _type_of(block: Any) -> str | None:
-    """None for what is no block at all."""
+    """None for a value that is no block at all."""
     return str(block.get("type")) if isinstance(block, dict) else getattr(block, "type", None)
 
 
@@ -93,23 +80,18 @@ Block = Annotated[
 
 
 class Message(StrictModel):
-    """One message of a conversation."""
-
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(fail_fast=True, max_length=_MAX_BLOCKS)]
 
     @property
     def blocks(self) -> Sequence[Any]:
-        """The content as blocks."""
         if isinstance(self.content, str):
             return [TextBlock(type="text", text=self.content)]
         return self.content
 
 
-class MessagesTool(StrictModel):
+class MessagesTool(Part):
     """A tool that the model may call. Anthropic's own tools are not there."""
-
-    unserved = unserved_fields.PART
 
     type: Literal["custom"] = "custom"
     name: FunctionName
@@ -121,7 +103,7 @@ class MessagesTool(StrictModel):
 
 
 class MessagesToolChoice(StrictModel):
-    """Whether the model calls a tool: as it likes, any of them, the one named, or none."""
+    """The model calls a tool: as it likes, any of them, the one named, or none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = Field(default=None, description="of the tool that is called")
@@ -130,10 +112,8 @@ class MessagesToolChoice(StrictModel):
     )
 
 
-class Thinking(StrictModel):
-    """Whether the model thinks first, for chat templates that know of it."""
-
-    unserved = unserved_fields.PART
+class Thinking(Part):
+    """Reasoning comes first, for chat templates with that setting."""
 
     type: Literal["enabled", "adaptive", "disabled"]
 
@@ -145,11 +125,7 @@ class OutputFormat(StrictModel):
     json_value: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(StrictModel):
-    """Of the answer."""
-
-    unserved = unserved_fields.PART
-
+class OutputConfig(Part):
     format: OutputFormat | None = None
     effort: str | None = Field(
         default=None, description="for chat templates that know of reasoning_effort"
@@ -157,13 +133,11 @@ class OutputConfig(StrictModel):
 
 
 class Metadata(StrictModel):
-    """Of the request."""
-
     user_id: User | None = Field(default=None, description="the same as user, which goes first")
 
 
 class CountTokensBody(RequestFields):
-    """Body of `/v1/messages/count_tokens`: what the prompt is made of."""
+    """Body of `/v1/messages/count_tokens`: the parts of a prompt."""
 
     system: _Text | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
@@ -176,7 +150,7 @@ class CountTokensBody(RequestFields):
     metadata: Metadata | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as a chat. Raises `InvalidRequestError` for what no chat can be."""
+        """The same as a chat. Raises `InvalidRequestError` if no chat can be like it."""
         messages = [each for message in self.messages for each in _chat_messages(message)]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": _text(self.system)})
@@ -200,12 +174,7 @@ class CountTokensBody(RequestFields):
         if output is not None:
             body["reasoning_effort"] = output.effort
             body["response_format"] = _response_format(output.format)
-        try:
-            return ChatRequest.model_validate(body)
-        except ValidationError as error:
-            raise InvalidRequestError(
-                f"messages: {error.errors()[0]['msg']}", "messages"
-            ) from error
+        return ChatRequest.of(body, "messages")
 
     @property
     def _sampling(self) -> dict[str, Any]:
@@ -213,8 +182,6 @@ class CountTokensBody(RequestFields):
 
 
 class MessagesBody(CountTokensBody):
-    """Body of `/v1/messages`."""
-
     max_tokens: int = Field(ge=1)
     stop_sequences: (
         Annotated[
@@ -239,7 +206,7 @@ class MessagesBody(CountTokensBody):
 
 
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
-    """The message as those of a chat: a call's result is one of its own, before what is said."""
+    """The message as those of a chat: a call's result is one of its own, before the text."""
     said: list[str] = []
     calls: list[dict[str, Any]] = []
     thought = ""
@@ -295,20 +262,18 @@ def _response_format(wanted: OutputFormat | None) -> dict[str, Any] | None:
 
 
 class TextAnswer(Struct, tag_field="type", tag="text"):
-    """What is said."""
-
     text: str = ""
 
 
 class ThinkingAnswer(Struct, tag_field="type", tag="thinking"):
-    """What is thought. There are no signatures: nothing is hidden that one could prove."""
+    """Reasoning. Nothing is hidden, so there is nothing to sign."""
 
     thinking: str = ""
     signature: str = ""
 
 
 class ToolUseAnswer(Struct, tag_field="type", tag="tool_use"):
-    """A call. Of an answer that was cut off, `input` has what was complete."""
+    """A call. If the answer was cut off, `input` has the complete part."""
 
     id: str
     name: str
@@ -341,8 +306,6 @@ class MessageObject(Struct):
 
 
 class InputTokens(Struct, frozen=True):
-    """Answer of `/v1/messages/count_tokens`."""
-
     input_tokens: int
 
 
@@ -375,7 +338,7 @@ async def count_tokens(body: CountTokensBody, request: Request) -> Response:
 
 
 class MessagesFormat:
-    """Of one message, whose request has one prompt and one choice."""
+    """One message: its request has one prompt and one choice."""
 
     def __init__(self, refs: References, chat: ChatRequest) -> None:
         self._refs, self._chat = refs, chat
@@ -385,11 +348,17 @@ class MessagesFormat:
         self._finish: FinishReason | None = None
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        told = b""
+        written = b""
         if self._answer is None:
             begun = self._message(stream, num_output_tokens=0)
-            told = _write({"type": "message_start", "message": begun})
-        return told + b"".join(map(_write, self._take(chunk, stream)))
+            written = _write({"type": "message_start", "message": begun})
+            self._answer = ChatAnswer(self._refs, self._chat, stream)
+        self._finish = chunk.finish
+        if chunk.finish is not None and chunk.finish.type == "abort":
+            raise ApiError(503, chunk.finish.message or "the request was aborted", code="aborted")
+        for event in self._answer.events(chunk):
+            written += b"".join(map(_write, self._add(event)))
+        return written
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         last = b"".join(map(_write, self._close()))
@@ -402,21 +371,11 @@ class MessagesFormat:
         return named_event("error", messages_error(error))
 
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> MessageObject:
-        for _ in [*self._take(chunks[0], streams[0]), *self._close()]:
-            pass  # what a stream is told of is in the blocks
+        self.event(0, chunks[0], streams[0])
+        self.closing(streams)
         return self._message(streams[0], streams[0].num_output_tokens)
 
-    def _take(self, chunk: Chunk, stream: RequestStream) -> Iterator[dict[str, Any]]:
-        """What a chunk brings, as events of a stream."""
-        if self._answer is None:
-            self._answer = ChatAnswer(self._refs, self._chat, stream)
-        self._finish = chunk.finish
-        if chunk.finish is not None and chunk.finish.type == "abort":
-            raise ApiError(503, chunk.finish.message or "the request was aborted", code="aborted")
-        for event in self._answer.events(chunk):
-            yield from self._add(event, self._answer)
-
-    def _add(self, event: Event, answer: ChatAnswer) -> Iterator[dict[str, Any]]:
+    def _add(self, event: Event) -> Iterator[dict[str, Any]]:
         last = self._blocks[-1] if self._blocks else None
         match event:
             case Content(text):
@@ -431,8 +390,8 @@ class MessagesFormat:
                     yield from self._open(last)
                 last.thinking += text
                 yield self._delta({"type": "thinking_delta", "thinking": text})
-            case CallBegun(name, given_id):
-                yield from self._open(ToolUseAnswer(answer.call_id(given_id), name))
+            case CallBegun(name, str(call_id)):
+                yield from self._open(ToolUseAnswer(call_id, name))
             case Arguments(text):
                 self._arguments += text
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
@@ -456,7 +415,6 @@ class MessagesFormat:
         return self._about("content_block_delta", delta=delta)
 
     def _about(self, name: str, **fields: Any) -> dict[str, Any]:
-        """An event of the last block."""
         return {"type": name, "index": len(self._blocks) - 1, **fields}
 
     def _message(self, stream: RequestStream, num_output_tokens: int) -> MessageObject:

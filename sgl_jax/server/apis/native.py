@@ -39,7 +39,7 @@ NativeLogprob = tuple[float | None, int, str | None]  # log-probability, token i
 
 
 class MetaInfo(Struct, frozen=True):
-    """What is to be known of an answer beside its text. `e2e_latency` in seconds, at the end."""
+    """Facts of an answer beside its text. `e2e_latency` in seconds, at the end."""
 
     id: str
     prompt_tokens: int
@@ -99,7 +99,7 @@ class GenerateBody(RequestFields):
 
     @property
     def is_list(self) -> bool:
-        """Whether the answer is a list: a list of prompts was sent, or several answers wanted."""
+        """The answer is a list: to a list of prompts, or of several choices."""
         return self._is_batch or self.num_choices > 1
 
     @property
@@ -109,7 +109,6 @@ class GenerateBody(RequestFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids."""
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequestError("send either text or input_ids", "text")
         given: Any = self.input_ids if self.text is None else self.text
@@ -128,7 +127,6 @@ class GenerateBody(RequestFields):
 
     @property
     def num_choices(self) -> int:
-        """Answers to each prompt: the same for all of them."""
         given = self.sampling_params
         if not isinstance(given, list):
             return 1 if given is None else given.num_choices
@@ -138,12 +136,11 @@ class GenerateBody(RequestFields):
         return counts.pop() if counts else 1
 
     def sampling_of(self, num_prompts: int) -> list[NativeSampling]:
-        """One for each prompt."""
         given = for_each("sampling_params", self.sampling_params, num_prompts)
         return [sampling or NativeSampling() for sampling in given]
 
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
-        """As of every protocol, with the log-probabilities that each prompt wants."""
+        """As in every API, with the log-probabilities that each prompt requests."""
         given: Any = self.token_ids_logprob or []
         ids = given if given and isinstance(given[0], list) else [given] * num_prompts
         each = zip(
@@ -282,8 +279,6 @@ _encode = msgspec.json.encode
 
 
 class StreamedAnswer:
-    """The events of one request, as bytes."""
-
     def __init__(
         self,
         stream: RequestStream,
@@ -327,7 +322,7 @@ class StreamedAnswer:
         return data
 
     def _add_logprobs(self, chunk: Chunk) -> Iterator[bytes | bytearray]:
-        """All that are to be told with `chunk`, as further fields of `meta_info`."""
+        """All log-probabilities to send with `chunk`, as further fields of `meta_info`."""
         if not self._logprobs:
             return
         gained = native_logprobs(
@@ -347,7 +342,6 @@ class StreamedAnswer:
 
 
 def _append(written: bytearray, items: Sequence[Any]) -> None:
-    """`items` to the inside of a JSON list."""
     if not items:
         return
     if written:
@@ -358,7 +352,7 @@ def _append(written: bytearray, items: Sequence[Any]) -> None:
 def describe(
     stream: RequestStream, num_tokens: int, finish: FinishReason | None, **logprobs: Any
 ) -> MetaInfo:
-    """Of `stream`, after `num_tokens` output tokens; `logprobs` are fields of `MetaInfo`."""
+    """The facts of `stream` after `num_tokens` output tokens; `logprobs` are further fields."""
     return MetaInfo(
         id=stream.client_rid,
         prompt_tokens=stream.num_prompt_tokens,

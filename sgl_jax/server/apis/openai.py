@@ -145,12 +145,11 @@ class OpenAIFormat:
 
 
 def ending(finish: FinishReason | None) -> tuple[str | None, int | str | None]:
-    """`finish_reason` and `matched_stop`."""
     return (None, None) if finish is None else (finish.type, finish.matched)
 
 
 def usage_of(streams: Sequence[RequestStream], num_choices: int = 1) -> Usage:
-    """Of all together; prompts count once, however many choices each of them has."""
+    """The sum over all; prompts count once, however many choices each of them has."""
     prompts = streams[::num_choices]
     return _usage(
         sum(stream.num_prompt_tokens for stream in prompts),

@@ -12,12 +12,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Struct, field
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.request_stream import Chunk, RequestStream
-from sgl_jax.server import unserved_fields
 from sgl_jax.server.answer_stream import json_response, named_event
 from sgl_jax.server.chat import ChatAnswer, answer_chat
 from sgl_jax.server.chat_request import (
@@ -28,7 +27,7 @@ from sgl_jax.server.chat_request import (
     FunctionDefinition,
 )
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.fields import RequestFields, StrictModel, in_range
+from sgl_jax.server.fields import Part, RequestFields, StrictModel, in_range
 from sgl_jax.server.guards.json_body import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
 from sgl_jax.server.openapi import answers, streamed_answers
@@ -41,10 +40,8 @@ _Id = Annotated[str, Field(max_length=256)]
 Message = dict[str, Any]
 
 
-class InputText(StrictModel):
+class InputText(Part):
     """A piece of text; images, files and audio are not supported."""
-
-    unserved = unserved_fields.PART
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -53,53 +50,37 @@ class InputText(StrictModel):
 _Text = str | Annotated[list[InputText], Field(fail_fast=True)]
 
 
-class MessageItem(StrictModel):
-    """A message of the conversation."""
-
-    unserved = unserved_fields.PART
-
+class MessageItem(Part):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Text
 
 
 class CallItem(CalledFunction):
-    """A call that the model made."""
-
-    unserved = unserved_fields.PART
-
     type: Literal["function_call"]
     call_id: _Id
 
 
-class CallOutputItem(StrictModel):
-    """The result of a call."""
-
-    unserved = unserved_fields.PART
-
+class CallOutputItem(Part):
     type: Literal["function_call_output"]
     call_id: _Id
     output: _Text
 
 
 class InputReasoning(StrictModel):
-    """A piece of the model's reasoning."""
-
     type: Literal["reasoning_text"]
     text: str
 
 
-class ReasoningInput(StrictModel):
-    """What the model thought before the item that follows."""
-
-    unserved = unserved_fields.PART
+class ReasoningInput(Part):
+    """Reasoning of the model before the next item."""
 
     type: Literal["reasoning"]
     content: Annotated[list[InputReasoning], Field(fail_fast=True)] | None = None
 
 
 def _type_of(item: Any) -> str | None:
-    """None for what is no item at all."""
+    """None for a value that is no item at all."""
     if isinstance(item, dict):
         return str(item.get("type", "message"))
     return getattr(item, "type", None)
@@ -115,22 +96,16 @@ InputItem = Annotated[
 
 
 class ResponseTool(FunctionDefinition):
-    """A function that the model may call."""
-
-    unserved = unserved_fields.PART
-
     type: Literal["function"]
 
 
 class ChosenTool(StrictModel):
-    """The tool that must be called."""
-
     type: Literal["function"]
     name: str
 
 
 class AllowedTools(StrictModel):
-    """Of the tools those that the model may call, or one of which it must."""
+    """The tools that the model may call, or one of which it must."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -138,7 +113,7 @@ class AllowedTools(StrictModel):
 
 
 class TextFormat(StrictModel):
-    """What the text is: anything, a JSON object, or JSON by a schema, strict or not."""
+    """Any text, a JSON object, or JSON by a schema, strict or not."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -147,18 +122,12 @@ class TextFormat(StrictModel):
     strict: bool | None = None
 
 
-class TextOptions(StrictModel):
-    """Of the answer's text."""
-
-    unserved = unserved_fields.PART
-
+class TextOptions(Part):
     format: TextFormat | None = None
 
 
-class ReasoningOptions(StrictModel):
-    """How much the model shall think, for chat templates that know of it."""
-
-    unserved = unserved_fields.PART
+class ReasoningOptions(Part):
+    """The amount of reasoning, for chat templates with that setting."""
 
     effort: str | None = None
 
@@ -191,7 +160,6 @@ class ResponsesBody(RequestFields):
 
     @property
     def items(self) -> list[Any]:
-        """The items of the input."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         return list(self.input)
@@ -216,10 +184,7 @@ class ResponsesBody(RequestFields):
             "response_format": self._response_format,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
-        try:
-            return ChatRequest.model_validate(body)
-        except ValidationError as error:
-            raise InvalidRequestError(f"input: {error.errors()[0]['msg']}", "input") from error
+        return ChatRequest.of(body, "input")
 
     @property
     def _chat_tool_choice(self) -> Any:
@@ -293,22 +258,16 @@ StreamEvent = tuple[str, dict[str, Any]]
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
-    """A message's text."""
-
     text: str
     annotations: list[Any] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
 
 
 class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
-    """Reasoning's text."""
-
     text: str
 
 
 class OutputMessage(Struct, tag_field="type", tag="message"):
-    """What is said."""
-
     id: str
     status: str
     content: list[OutputText]
@@ -316,8 +275,6 @@ class OutputMessage(Struct, tag_field="type", tag="message"):
 
 
 class OutputReasoning(Struct, tag_field="type", tag="reasoning"):
-    """What is thought."""
-
     id: str
     status: str
     content: list[ReasoningText]
@@ -484,7 +441,7 @@ class _Ending(NamedTuple):
 
 
 class ResponsesFormat:
-    """Of one response, whose request has one prompt and one choice."""
+    """One response: its request has one prompt and one choice."""
 
     def __init__(
         self,
@@ -496,47 +453,37 @@ class ResponsesFormat:
         """`keep` gets the response when it is whole."""
         self._refs, self._chat, self._keep = refs, chat, keep
         self._answer: ChatAnswer | None = None
-        self._items = ResponseItems(self._call_id)
+        self._items = ResponseItems()
         self._finish: FinishReason | None = None
         self._num_events = 0
         self._response = _begun(refs.model_name, body, self._items.items)
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        told = b""
-        if not self._num_events:
+        written = b""
+        if self._answer is None:
+            self._answer = ChatAnswer(self._refs, self._chat, stream)
             begun = {"response": self._response}
-            told = self._write([("response.created", begun), ("response.in_progress", begun)])
-        return told + self._write(self._take(chunk, stream))
+            written = self._write([("response.created", begun), ("response.in_progress", begun)])
+        self._finish = chunk.finish
+        for event in self._answer.events(chunk):
+            written += self._write(self._items.take(event))
+        return written
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         ending = _ending(self._finish)
-        told = self._write(self._items.finish(_item_status(ending)))
+        is_whole = ending.status == "completed"
+        written = self._write(self._items.finish("completed" if is_whole else "incomplete"))
         self._complete(ending, streams[0])
-        return told + self._write([(f"response.{ending.status}", {"response": self._response})])
+        return written + self._write([(f"response.{ending.status}", {"response": self._response})])
 
     def failure(self, error: ApiError) -> bytes:
-        told = {"code": error.code, "message": str(error.detail), "param": error.param}
-        return self._write([("error", told)])
+        fields = {"code": error.code, "message": str(error.detail), "param": error.param}
+        return self._write([("error", fields)])
 
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> ResponseObject:
-        for _ in self._take(chunks[0], streams[0]):
-            pass  # what a stream is told of is in the items
-        ending = _ending(self._finish)
-        for _ in self._items.finish(_item_status(ending)):
-            pass
-        self._complete(ending, streams[0])
+        self.event(0, chunks[0], streams[0])
+        self.closing(streams)
         return self._response
-
-    def _take(self, chunk: Chunk, stream: RequestStream) -> Iterable[StreamEvent]:
-        if self._answer is None:
-            self._answer = ChatAnswer(self._refs, self._chat, stream)
-        self._finish = chunk.finish
-        for event in self._answer.events(chunk):
-            yield from self._items.take(event)
-
-    def _call_id(self, given: str | None) -> str:
-        assert self._answer is not None
-        return self._answer.call_id(given)
 
     def _complete(self, ending: _Ending, stream: RequestStream) -> None:
         response, encode = self._response, self._refs.frontend.tokenizer.encode
@@ -552,13 +499,13 @@ class ResponsesFormat:
         self._keep(response)
 
     def _write(self, events: Iterable[StreamEvent]) -> bytes:
-        """At once: the next event changes the items that these tell of."""
-        told = b""
+        """At once: the next event changes the items in these."""
+        written = b""
         for name, fields in events:
             numbered = {"type": name, "sequence_number": self._num_events, **fields}
-            told += named_event(name, numbered)
+            written += named_event(name, numbered)
             self._num_events += 1
-        return told
+        return written
 
 
 def _begun(model: str, body: ResponsesBody, items: list[OutputItem]) -> ResponseObject:
@@ -592,11 +539,7 @@ def _ending(finish: FinishReason | None) -> _Ending:
     return _Ending("completed")
 
 
-def _item_status(ending: _Ending) -> str:
-    return "completed" if ending.status == "completed" else "incomplete"
-
-
-# Of each kind of item with text the name of its events, and how its part begins.
+# Kind of item with text -> the name of its events, and the type of its part.
 _TEXTS: dict[type[OutputItem], tuple[str, type[OutputText | ReasoningText]]] = {
     OutputMessage: ("output_text", OutputText),
     OutputReasoning: ("reasoning_text", ReasoningText),
@@ -604,24 +547,21 @@ _TEXTS: dict[type[OutputItem], tuple[str, type[OutputText | ReasoningText]]] = {
 
 
 class ResponseItems:
-    """The output of one response. Of its items all are complete but the last."""
+    """The output of one response. All its items but the last are complete."""
 
-    def __init__(self, call_id: Callable[[str | None], str]) -> None:
-        """`call_id` gives the id of a call that the model gave this id, or none."""
+    def __init__(self) -> None:
         self.items: list[OutputItem] = []
-        self._call_id = call_id
 
     def take(self, event: Event) -> Iterator[StreamEvent]:
-        """What a piece of the answer brings."""
+        """The gain of a piece of the answer."""
         match event:
             case Content(text):
                 yield from self._add_text(OutputMessage, text)
             case Reasoning(text):
                 yield from self._add_text(OutputReasoning, text)
-            case CallBegun(name, given_id):
+            case CallBegun(name, str(call_id)):
                 yield from self._close("completed")
-                call = OutputCall(_new_id("fc"), "in_progress", self._call_id(given_id), name)
-                yield from self._open(call)
+                yield from self._open(OutputCall(_new_id("fc"), "in_progress", call_id, name))
             case Arguments(text):
                 last = self.items[-1]
                 assert isinstance(last, OutputCall)
@@ -629,7 +569,6 @@ class ResponseItems:
                 yield "response.function_call_arguments.delta", {**self._place, "delta": text}
 
     def finish(self, status: str) -> Iterator[StreamEvent]:
-        """The answer has ended; `status` is that of its last item."""
         if not self.items:
             yield from self._open(OutputMessage(_new_id("msg"), "in_progress", []))
             yield from self._begin_text(OutputMessage)
@@ -637,7 +576,6 @@ class ResponseItems:
 
     @property
     def reasoning(self) -> str:
-        """All that was thought."""
         thoughts = (item for item in self.items if isinstance(item, OutputReasoning))
         return "".join(part.text for item in thoughts for part in item.content)
 
@@ -709,7 +647,6 @@ class StoredResponse(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes."""
         return len(self.response) + len(self.input_items) + len(self.messages)
 
 
@@ -733,7 +670,7 @@ class ResponseStore:
             self._drop(next(iter(self._stored)))
 
     def get(self, response_id: str, owner: str, param: str | None = None) -> StoredResponse:
-        """That of this id, if it is `owner`'s. Raises `ApiError` 404, which names `param`."""
+        """The caller's response of this id. Raises `ApiError` 404, which names `param`."""
         stored = self._stored.get(response_id)
         if stored is None or stored.owner != owner:
             raise ApiError(
@@ -745,7 +682,6 @@ class ResponseStore:
         return stored
 
     def delete(self, response_id: str, owner: str) -> None:
-        """Forget one. Raises as `get`."""
         self.get(response_id, owner)
         self._drop(response_id)
 

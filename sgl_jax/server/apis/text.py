@@ -71,7 +71,6 @@ class TokenizeBody(StrictModel):
 
     @property
     def texts(self) -> list[str]:
-        """The prompts, one or several."""
         assert self.prompt is not None
         return self.prompt if isinstance(self.prompt, list) else [self.prompt]
 
@@ -96,12 +95,11 @@ class DetokenizeBody(StrictModel):
 
     @property
     def is_list(self) -> bool:
-        """Whether several texts were sent, and so are answered."""
+        """Several texts were sent, and so are returned."""
         return bool(self.tokens) and isinstance(self.tokens[0], list)
 
     @property
     def each(self) -> list[list[int]]:
-        """The token ids of each text."""
         tokens: Any = self.tokens
         return tokens if self.is_list else [tokens]
 

@@ -33,8 +33,6 @@ class _RefusedError(Exception):
 
 
 class GuardedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
-
     limits: ClassVar[Limits]
     # Connections without a request, the oldest first; of one server.
     waiting: ClassVar[dict["GuardedHttpProtocol", None]]
@@ -147,7 +145,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether an answer is due to a request that has arrived, or has begun."""
+        """An answer is due to a request that has arrived, or has begun."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             return False
@@ -223,7 +221,6 @@ class PatientSend:
         self._deadline: float | None = None  # of the message being sent
 
     async def __call__(self, message: Message) -> None:
-        """Send it."""
         self._deadline = self._loop.time() + self._patience_s
         await self._send(message)
         self._deadline = None
@@ -259,7 +256,7 @@ class LoopShare:
         self._since = time.perf_counter()
 
     async def pause(self) -> None:
-        """Let others run, if this work has had the loop for some milliseconds."""
+        """Yield the event loop, if this work has had it for some milliseconds."""
         if time.perf_counter() - self._since > _MOST_AT_ONCE_S:
             await asyncio.sleep(0)
             self._since = time.perf_counter()

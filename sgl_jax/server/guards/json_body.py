@@ -38,8 +38,6 @@ _DEPTH_OF_BYTE[[ord("]"), ord("}")]] = -1
 
 
 class JsonBodies:
-    """Decodes the bodies that one server receives."""
-
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         # One, since each of several would take its turn of the interpreter before the event loop.
@@ -198,7 +196,6 @@ class MemoryReturn:
         self._is_due = False
 
     def after(self, num_bytes: int) -> None:
-        """A request with a body of so many bytes has ended."""
         if num_bytes >= _LONG_BYTES and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_later(_DELAY_S, self._start)

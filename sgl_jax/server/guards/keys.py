@@ -49,20 +49,16 @@ ANONYMOUS = Caller("anonymous", is_admin=True)
 
 
 def caller_of(request: Request) -> Caller:
-    """The caller that sent `request`."""
     caller = request.scope.get("state", {}).get(_STATE, ANONYMOUS)
     assert isinstance(caller, Caller)
     return caller
 
 
 def note_caller(scope: Scope, caller: Caller) -> None:
-    """Let `caller_of` find it."""
     scope.setdefault("state", {})[_STATE] = caller
 
 
 class ApiKeys:
-    """The keys of a server."""
-
     def __init__(
         self,
         clients: Mapping[str, str],
@@ -122,7 +118,6 @@ class ApiKeys:
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is asked for at all."""
         return not self._digests
 
     def admit(self, path: str, authorization: Sequence[bytes]) -> Caller | None:
@@ -160,8 +155,6 @@ MAX_COUNT = 10_000_000
 
 
 class FileKey(NamedTuple):
-    """One line of the file."""
-
     key: str
     tenant: Tenant
 
@@ -252,19 +245,18 @@ class SessionOwner:
         self._prefix = "".join(f"{quote(name, safe='')}:" for name in names)
 
     def engine_id(self, session_id: str) -> str:
-        """How the engine calls the caller's session `session_id`."""
+        """The engine's id of the caller's session `session_id`."""
         return self._prefix + session_id
 
     def client_id(self, engine_id: str) -> str | None:
-        """How the caller calls a session; None if it belongs to another."""
+        """The caller's id of a session; None if it belongs to another."""
         return engine_id[len(self._prefix) :] if engine_id.startswith(self._prefix) else None
 
     def own(self, turn: SessionTurn | None) -> SessionTurn | None:
-        """A turn of the caller's session."""
         return turn if turn is None else replace(turn, id=self.engine_id(turn.id))
 
     def as_told(self, message: str) -> str:
-        """A sentence of the engine, with the session's id as the caller knows it."""
+        """A message of the engine, with the caller's id of the session."""
         return message.replace(f"'{self._prefix}", "'") if self._prefix else message
 
 

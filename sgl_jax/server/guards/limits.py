@@ -27,7 +27,6 @@ _CHAT_PATHS = frozenset(
 
 
 def _limit(default: Any, meaning: str, flag: str | None = None) -> Any:
-    """`flag` names the setting of the command line that sets it, where there is one."""
     return dataclasses.field(default=default, metadata={"meaning": meaning, "flag": flag})
 
 
@@ -126,7 +125,6 @@ class Limits:
         )
 
     def body_bytes_of(self, path: str) -> int:
-        """Bytes that a body for route `path` may have."""
         most = self.max_control_body_bytes
         if path in _LONG_BODY_PATHS:
             most = self.max_body_bytes
