@@ -21,7 +21,7 @@ from sgl_jax.server.guards.keys import caller_of, owner_of
 from sgl_jax.server.references import references_of
 
 DONE = b"data: [DONE]\n\n"
-_PIECE_BYTES = 64 * 1024  # what is sent at a time
+_PIECE_BYTES = 64 * 1024  # sent at a time
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
 
@@ -47,7 +47,7 @@ class AnswerFormat(Protocol):
 
 
 class StreamGroup:
-    """The engine requests behind one HTTP request. Leaving the block aborts what still runs."""
+    """The engine requests behind one HTTP request. Leaving the block aborts the rest."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class StreamGroup:
         self._names = names
         self._kept_tokens = kept_tokens
         self._sender = caller_of(request).name
-        self._as_told = owner_of(request, requests[0].tenant).as_told
+        self._for_client = owner_of(request, requests[0].tenant).for_client
         self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
         self._waiting: asyncio.Future[None] | None = None  # for something to be ready
         self.streams: list[RequestStream] = []
@@ -117,7 +117,7 @@ class StreamGroup:
                 if chunk is None:
                     continue
                 if chunk.finish is not None:
-                    failure = abort_error(chunk.finish, self._names, self._as_told)
+                    failure = abort_error(chunk.finish, self._names, self._for_client)
                     if failure is not None:
                         raise failure
                     self.num_open -= 1
@@ -185,8 +185,8 @@ class EventStream(Response):
     """A streamed answer. Headers wait for the first chunk, so that a refusal is a plain error.
 
     Talks ASGI itself: chunks are bytes already, and a layer less per event is most of its cost.
-    What a client that does not read makes the server hold is bounded: it gets the stream in pieces
-    of `_PIECE_BYTES`, what comes meanwhile waits unwritten in the `RequestStream`, and after
+    A client that does not read holds bounded memory: it gets the stream in pieces of
+    `_PIECE_BYTES`, later output waits unwritten in the `RequestStream`, and after
     `reader_timeout_s` without room for the next piece its requests are aborted.
     """
 
@@ -223,7 +223,7 @@ class EventStream(Response):
                 await patient_send(_body(b"", more=False))
 
     def _pieces(self, batch: Sequence[tuple[int, Chunk]]) -> Iterator[bytes]:
-        """The events of a batch, and those that end the stream, to be sent one after another."""
+        """The events of a batch and of the end of the stream, to be sent one after another."""
         group, events = self._group, b""
         for index, chunk in batch:
             events += self._format.event(index, chunk, group.streams[index])

@@ -51,12 +51,12 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     return app
 
 
-# A page may read these of an answer, beside what browsers always show.
+# Headers that a page may read, beside those that browsers always show.
 _SHOWN_HEADERS = ("retry-after",)
 
 
 def let_pages_in(app: ASGIApp, origins: str | None) -> ASGIApp:
-    """`app` for pages of `origins` too, as `--cors-allow-origins` names them; None: of no other.
+    """`app` for pages of `origins` too, as in `--cors-allow-origins`; None: for no page.
 
     Around everything that answers, so that a page can read every refusal.
     """

@@ -165,7 +165,7 @@ class ChatRequest(GenerationFields):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Tools | None = None
     tool_choice: ToolChoice | None = Field(
-        default=None, description="none: the model is not told of the tools"
+        default=None, description="none: the model does not see the tools"
     )
     parallel_tool_calls: bool | None = Field(
         default=None, description="false: of several calls only the first is handed out"
@@ -181,7 +181,7 @@ class ChatRequest(GenerationFields):
         default=None, description="as in /generate; not in a stream"
     )
     session_id: SessionId | None = Field(
-        default=None, description="of a streaming session, which finds what is new by itself"
+        default=None, description="of a streaming session, which finds the new part by itself"
     )
 
     @classmethod

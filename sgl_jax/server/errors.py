@@ -47,7 +47,7 @@ _MESSAGES_KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# Pydantic puts the branch of a union into the path of an error; clients know no branches.
+# Pydantic puts the branch of a union into the path of an error; clients see no branches.
 _UNION_BRANCH = re.compile(r"^(str|int|float|bool|constrained-.*|list\[.*|dict\[.*|[A-Z]\w*)$")
 
 
@@ -116,16 +116,18 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def abort_error(
-    finish: FinishReason, names: Mapping[str, str], as_told: Callable[[str], str]
+    finish: FinishReason, names: Mapping[str, str], for_client: Callable[[str], str]
 ) -> ApiError | None:
     """The error behind an abort that carries an HTTP status, else None: then it is an ending.
 
-    `names`: as for `client_names`; `as_told`: the engine's message as the caller may read it.
+    `names`: as for `client_names`; `for_client`: the engine's message as the caller may read it.
     """
     if finish.type != "abort" or finish.status_code is None:
         return None
     code = {400: "invalid_value", 503: "queue_full", 504: "timeout"}.get(finish.status_code)
-    error = InvalidRequestError(as_told(finish.message or "the request was aborted"), finish.param)
+    error = InvalidRequestError(
+        for_client(finish.message or "the request was aborted"), finish.param
+    )
     _rename(error, names)
     return ApiError(finish.status_code, str(error), param=error.param, code=finish.code or code)
 
@@ -161,8 +163,8 @@ def install_error_handlers(app: FastAPI, methods: Mapping[str, Sequence[str]]) -
     """Make every way out of `app` use the envelope.
 
     Args:
-        methods: path -> what `Allow` names there. Each method is a route of its own, and a 405 by
-            itself names those of the first.
+        methods: path -> the methods in `Allow`. Each method is a route of its own, and a plain 405
+            names only the first.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
@@ -199,7 +201,7 @@ def _rename(error: InvalidRequestError, names: Mapping[str, str]) -> None:
 def _from_validation(errors: Sequence[Any]) -> ApiError:
     """One clear sentence from pydantic's list: the error that got deepest into the body.
 
-    Of a union's branches one is meant that the value has the type of: its error says more.
+    In a union, the branch with the value's type has the useful error.
     """
     worst = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     path = field_path(worst["loc"])

@@ -102,7 +102,7 @@ class RequestFields(StrictModel):
     )
 
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
-        """Those of each prompt, as `RequestChecks.prepare` takes them. Raises
+        """The options of each prompt, as `RequestChecks.prepare` takes them. Raises
         `InvalidRequestError` for a list of another length, and for several ranks."""
         ranks = [(getattr(self, name), name) for name in _RANK_FIELDS]
         given = [(rank, name) for rank, name in ranks if rank is not None]
@@ -141,7 +141,7 @@ def in_range(name: str, description: str | None = None) -> Any:
 
 
 def _few_keys(bias: Any) -> Any:
-    """Before millions of entries are looked at one by one."""
+    """Refuse millions of entries before each is read."""
     if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
         raise ValueError(f"at most {MAX_LOGIT_BIAS} entries in logit_bias, got {len(bias)}")
     return bias
@@ -241,7 +241,7 @@ class SessionParams(StrictModel):
     offset: int | None = Field(
         default=None, ge=-INT32, lt=INT32, description="tokens of the history to keep; 0: all"
     )
-    replace: bool | None = Field(default=None, description="drop what followed `rid`")
+    replace: bool | None = Field(default=None, description="drop all turns after `rid`")
     drop_previous_output: bool | None = Field(
         default=None, description="append to the prompt of `rid`, not to its output"
     )
@@ -252,7 +252,7 @@ def session_turn(params: SessionParams | None) -> SessionTurn | None:
 
 
 def refuse_several(count: int, field: str) -> None:
-    """A turn is one request: raise `InvalidRequestError` if `field` asks for several."""
+    """A turn is one request: raise `InvalidRequestError` if `field` makes several."""
     if count != 1:
         raise InvalidRequestError(
             f"a session takes one request at a time, {field} asks for {count}", field

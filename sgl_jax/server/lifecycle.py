@@ -1,6 +1,6 @@
 """A server from start to end: HTTP up, engine process up, signals, drain, exit code.
 
-    at first:          HTTP answers 503 "starting" until the engine has said that it is ready
+    at first:          HTTP answers 503 "starting" until the engine is ready
     SIGTERM or SIGINT: refuse new requests (503), finish the running ones, exit 0
     again:             exit at once
     engine ends:       log it, end open streams with an error event, exit 1
@@ -71,10 +71,10 @@ _KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 
 
 def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Serve until told to stop; returns the process's exit code.
+    """Serve until a signal; returns the process's exit code.
 
     Args:
-        engine_command: what to run as the engine process; tests put a scripted one here.
+        engine_command: command of the engine process; tests put a scripted one here.
     """
     exit_code: int
     try:
@@ -170,7 +170,7 @@ class _Server:
                     f"conversation by its chat template within {_TOKENIZER_TIMEOUT_S:g} s"
                 )
             if loading.done():
-                # The workers load it too, but not before it is known that it can be read.
+                # The workers load it too, but only once it has been read here.
                 if loading.result().knows_text:
                     self._text_workers.start()
                 await asyncio.wait((self._ready, stopping), return_when=first)
@@ -225,7 +225,7 @@ class _Server:
         return 1 if self._death is not None or not self._stop.is_set() else 0
 
     async def _drain(self, refs: References) -> None:
-        """Let the running requests finish, up to the time allowed; the rest ends with an error."""
+        """Wait for the running requests, up to the time allowed; the rest ends with an error."""
         refs.draining = True
         frontend = refs.frontend
         logger.info("shutting down: %d requests to finish", frontend.num_open)
@@ -276,11 +276,11 @@ class _Server:
             self._frontend.handle(message)
 
     def _on_death(self, reason: str, shown: str) -> None:
-        """The engine cannot go on; the first reason stands. `shown` is what clients are told."""
+        """The engine cannot go on; the first reason stands. Clients read `shown`."""
         if self._engine_may_end or self._death is not None:
             return
         self._death = reason
-        if self._ready.done():  # before, it is what the start fails with
+        if self._ready.done():  # before, the start fails with it
             logger.error("%s", reason)
         if self._frontend is not None:
             self._frontend.fail(shown)
@@ -300,7 +300,7 @@ class _Server:
 
 
 def _allow_files(num_files: int) -> None:
-    """Let this process open so many files; where the system allows fewer, say so."""
+    """Allow this process so many open files; log a warning where the system allows fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     if wanted > soft:
@@ -319,7 +319,7 @@ async def _http(
 ) -> "AsyncIterator[asyncio.Future[None]]":
     """HTTP on `listener`, once one can connect; the future ends when uvicorn does.
 
-    Of `limits` those of connections hold from now on, also while the engine starts.
+    Limits of connections hold from now on, also while the engine starts.
     """
     _allow_files(limits.max_connections + _FILES_BESIDE_CONNECTIONS)
     config = uvicorn.Config(
@@ -327,7 +327,7 @@ async def _http(
         http=guarded_protocol(limits),
         ws="none",
         log_config=None,
-        log_level="error",  # its warnings are what clients do wrong
+        log_level="error",  # its warnings are about faults of clients
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
@@ -364,8 +364,8 @@ def _url(listener: socket.socket) -> str:
 
 
 def _listening_socket(args: ServerArgs) -> socket.socket:
-    """Take the port before the engine starts: minutes of warm-up are a bad time to learn that
-    it is taken. Two sockets may be bound to one port, but only one can listen."""
+    """Take the port before the engine starts: minutes of warm-up are a bad time to find
+    it taken. Two sockets may be bound to one port, but only one can listen."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -33,7 +33,7 @@ def answers(
         content = {"application/json": _of(failure)}
         responses[status] = {"description": text, "content": content}
     responses["405"]["headers"] = {
-        "Allow": {"description": "the methods that the route knows", "schema": {"type": "string"}}
+        "Allow": {"description": "the methods of the route", "schema": {"type": "string"}}
     }
     responses["503"]["headers"] = {
         "Retry-After": {"description": "seconds", "schema": {"type": "integer"}}

@@ -17,7 +17,7 @@ from sgl_jax.server.guards.limits import Limits
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.answer_parser import AnswerParser, choose_parser
 
-# The names that clients and sglang-router send where only one model is known.
+# The names that clients and sglang-router send to a server of one model.
 _DEFAULT_MODELS = ("default", "unknown")
 
 

@@ -63,7 +63,7 @@ class TextPool:
         self.num_open = 0  # requests whose prompts are being encoded, or wait for it
 
     def start(self) -> None:
-        """Take work; workers are asked for when there is some."""
+        """Take work; workers start when there is some."""
         self._serving = [asyncio.ensure_future(self._serve()) for _ in range(_NUM_WORKERS)]
 
     async def close(self) -> None:
@@ -73,7 +73,7 @@ class TextPool:
 
     @staticmethod
     def is_short(texts: Sequence[str]) -> bool:
-        """Whether the event loop itself may encode these, which costs less than asking a worker."""
+        """The event loop may encode these itself, which costs less than a worker."""
         return sum(map(len, texts)) <= _SHORT_CHARS
 
     async def encode(
@@ -131,7 +131,7 @@ class TextPool:
             ids = await worker.do(work.job)
         except Exception as error:
             if not isinstance(error, (ApiError, InvalidRequestError)):
-                worker.close()  # no memory, or a defect: what it was amid is not known
+                worker.close()  # no memory, or a defect: its state is unknown
             if not work.answer.done():
                 work.answer.set_exception(error)
         else:

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's, Anthropic's and SGLang's requests that this server knows and does not serve.
+"""Fields of OpenAI's, Anthropic's and SGLang's requests that are recognised and not served.
 
 Clients, benches and routers send many of them without requesting anything. One rule holds for all:
 null, false, 0 and empty request nothing, and are accepted, as are lists of these; any other value

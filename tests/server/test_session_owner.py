@@ -107,4 +107,5 @@ def test_an_id_is_as_long_as_without_keys() -> None:
     assert owner.client_id(engine_id) == "s" * 256
     check_session_id(engine_id)
     assert SessionOwner(ALICE).client_id(engine_id) is None
-    assert SessionOwner(ALICE).as_told("there is no session 'alice:x'") == "there is no session 'x'"
+    message = SessionOwner(ALICE).for_client("there is no session 'alice:x'")
+    assert message == "there is no session 'x'"

@@ -92,7 +92,7 @@ def _add_routes(call: Call, route: str) -> None:
         if opens:
             references_of(request).check_open()
         message, made_up = message_of(call, body or body_type(), owner)
-        data = _as_told(await _ask(request, call, message, owner, made_up), owner)
+        data = _for_client(await _ask(request, call, message, owner, made_up), owner)
         return json_response(data["session_id"] if call.answer is str else data)
 
     takes = {"request": inspect.Parameter("request", _KEYWORD, annotation=Request)}
@@ -138,32 +138,32 @@ async def _ask(
     if made_up is None:
         reply = await call_engine(refs, message, call.timeout_s)
     else:
-        asking = call_engine(refs, message, on_unheard=lambda r: _close_unheard(refs, made_up, r))
+        asking = call_engine(refs, message, on_late=lambda r: _close_unclaimed(refs, made_up, r))
         reply = await unless_gone(request.receive, asking)
     if reply.ok:
         return reply.data
     refs.frontend.check_alive()
-    text = owner.as_told(reply.message)
+    text = owner.for_client(reply.message)
     data = reply.data
     raise ApiError(
         data.get("status_code", 400), text, param=data.get("param"), code=data.get("code")
     )
 
 
-def _as_told(data: Any, owner: SessionOwner) -> Any:
+def _for_client(data: Any, owner: SessionOwner) -> Any:
     """`data` with client-side session ids; other callers' sessions removed."""
     if isinstance(data, list):
-        own = [entry for entry in data if owner.client_id(entry["session_id"]) is not None]
-        return [_as_told(entry, owner) for entry in own]
+        entries = [entry for entry in data if owner.client_id(entry["session_id"]) is not None]
+        return [_for_client(entry, owner) for entry in entries]
     if not isinstance(data, dict):
         return data
-    told = {name: _as_told(value, owner) for name, value in data.items()}
+    own = {name: _for_client(value, owner) for name, value in data.items()}
     if "session_id" in data:
-        told["session_id"] = owner.client_id(data["session_id"])
-    return told
+        own["session_id"] = owner.client_id(data["session_id"])
+    return own
 
 
-def _close_unheard(refs: References, session_id: str, reply: Reply) -> None:
+def _close_unclaimed(refs: References, session_id: str, reply: Reply) -> None:
     """Close a session whose id did not reach its client, if it was opened."""
     if not reply.ok:
         return
@@ -177,13 +177,13 @@ async def call_engine(
     message: Asked,
     timeout_s: float | None = None,
     *,
-    on_unheard: Callable[[Reply], None] | None = None,
+    on_late: Callable[[Reply], None] | None = None,
 ) -> Reply:
     """Send a call to the engine and wait for its reply.
 
     Args:
         timeout_s: by default `answer_timeout_s`.
-        on_unheard: gets the reply if this call no longer waits for it, because time was up or it
+        on_late: gets the reply if this call no longer waits for it, because time was up or it
             was cancelled: the engine makes the call all the same.
 
     Raises:
@@ -197,15 +197,15 @@ async def call_engine(
     def on_reply(reply: Reply) -> None:
         if not answer.done():
             answer.set_result(reply)
-        elif on_unheard is not None:
-            on_unheard(reply)
+        elif on_late is not None:
+            on_late(reply)
 
     refs.frontend.ask(message, on_reply)
     try:
         return await asyncio.wait_for(answer, timeout_s)
     except (TimeoutError, asyncio.CancelledError) as error:
-        if on_unheard is not None and answer.done() and not answer.cancelled():
-            on_unheard(answer.result())  # it came in the moment of giving up
+        if on_late is not None and answer.done() and not answer.cancelled():
+            on_late(answer.result())  # it came in the moment of giving up
         if isinstance(error, asyncio.CancelledError):
             raise
         raise ApiError(503, f"the engine gave no answer within {timeout_s:g} s") from error

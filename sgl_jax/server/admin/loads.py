@@ -70,7 +70,7 @@ async def get_load(request: Request) -> Response:
 
 
 def loads_of(state: Mapping[str, Any], sections: Collection[str]) -> list[dict[str, Any]]:
-    """The load of every rank, with those of `SECTIONS` that are asked for.
+    """The load of every rank, with the requested `SECTIONS`.
 
     Counts are of requests and tokens; `gen_throughput` is output tokens a second of all ranks
     together, as of the engine's last line of statistics.

@@ -9,7 +9,7 @@
     draining   503   the server finishes what runs, and ends
     dead       503   the engine has ended; the server ends, too
 
-The code of the error says the same to programs that read errors.
+Programs can read the same from the code of the error.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ router = APIRouter(tags=["management"], route_class=JsonRoute)
 
 @router.get("/health", responses=answers())
 async def health(request: Request) -> Response:
-    """200 while the server takes requests; else 503 and why. Asks nothing of the engine, needs no
+    """200 while the server takes requests; else 503 and why. It calls no engine and needs no
     key."""
     refs = references_of(request)
     return health_answer(refs.check_open, refs.health, is_paused=refs.is_paused)
@@ -70,7 +70,7 @@ async def health_generate(request: Request) -> Response:
 
 @router.get("/ping", responses=answers())
 async def ping(request: Request) -> Response:
-    """As `/health`, under the name that hosting platforms ask for; needs no key either."""
+    """As `/health`, under the name that hosting platforms use; needs no key either."""
     return await health(request)
 
 
@@ -83,7 +83,7 @@ async def version(request: Request) -> Response:
 @router.get("/model_info", responses=answers())
 @router.get("/get_model_info", responses=answers())
 async def get_model_info(request: Request) -> Response:
-    """What is served."""
+    """The served model."""
     refs = references_of(request)
     facts = refs.frontend.facts
     return json_response(
@@ -102,7 +102,7 @@ async def get_model_info(request: Request) -> Response:
 async def get_server_info(request: Request) -> Response:
     """Settings, the engine's facts, and the memory and load of every rank."""
     refs = references_of(request)
-    # What was left to decide is told as it was decided.
+    # Settings that were left open have the values chosen since.
     settings = refs.args.public() | refs.engine_info.get("settings", {})
     state = (await call_engine(refs, GetState())).data
     return json_response(
@@ -121,7 +121,7 @@ async def get_server_info(request: Request) -> Response:
 
 @router.get("/metrics", responses=text_answer("counters in Prometheus' text format"))
 async def metrics(request: Request) -> Response:
-    """Requests and latencies; memory and load of every rank, as of the engine's last word."""
+    """Requests and latencies; memory and load of every rank, as the engine last reported."""
     refs = references_of(request)
     # A busy or dead engine is no reason to hide the other figures.
     with contextlib.suppress(ApiError, EngineStuckError, QueueFullError):
@@ -173,9 +173,9 @@ def health_answer(
 
 
 class Gate:
-    """The application as uvicorn sees it: refuses everything until `open` says what to serve.
+    """The application in front of uvicorn: refuses everything until `open`.
 
-    So a client is told that the server is starting, rather than waiting for an answer.
+    So a client reads that the server is starting, rather than waiting.
     """
 
     def __init__(self, health: EngineHealth) -> None:

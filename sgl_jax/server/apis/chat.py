@@ -178,8 +178,8 @@ class ChatFormat(OpenAIFormat):
         self, chunk: Chunk, answer: ChatAnswer
     ) -> tuple[ChatLogprobs | None, str | None, int | str | None]:
         """`logprobs`, `finish_reason` and `matched_stop`."""
-        wanted = self._body.logprobs
-        logprobs = _logprobs(self._tokenizer, chunk.logprobs) if wanted else None
+        has_logprobs = self._body.logprobs
+        logprobs = _logprobs(self._tokenizer, chunk.logprobs) if has_logprobs else None
         _, matched = ending(chunk.finish)
         return logprobs, answer.finish_reason(chunk.finish), matched
 

@@ -143,7 +143,7 @@ class CompletionFormat(OpenAIFormat):
     def __init__(
         self, refs: References, body: CompletionRequest, prompt_texts: Sequence[str]
     ) -> None:
-        """`prompt_texts`: what to echo for each choice; empty without `echo`."""
+        """`prompt_texts`: the echo of each choice; empty without `echo`."""
         super().__init__(refs, body)
         self._echoes = dict(enumerate(prompt_texts))
         self._writers: dict[int, CompletionLogprobsWriter] = {}

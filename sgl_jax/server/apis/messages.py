@@ -127,9 +127,7 @@ class OutputFormat(StrictModel):
 
 class OutputConfig(Part):
     format: OutputFormat | None = None
-    effort: str | None = Field(
-        default=None, description="for chat templates that know of reasoning_effort"
-    )
+    effort: str | None = Field(default=None, description="for chat templates with reasoning_effort")
 
 
 class Metadata(StrictModel):
@@ -207,13 +205,13 @@ class MessagesBody(CountTokensBody):
 
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
     """The message as those of a chat: a call's result is one of its own, before the text."""
-    said: list[str] = []
+    texts: list[str] = []
     calls: list[dict[str, Any]] = []
     thought = ""
     for block in message.blocks:
         match block:
             case TextBlock():
-                said.append(block.text)
+                texts.append(block.text)
             case ThinkingBlock():
                 thought += block.thinking
             case ToolUseBlock():
@@ -222,9 +220,9 @@ def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
             case ToolResultBlock():
                 result = {"role": "tool", "tool_call_id": block.tool_use_id}
                 yield result | {"content": _text(block.content)}
-    if said or calls or thought:
-        told = {"role": message.role, "content": "\n".join(said)}
-        yield told | _given(tool_calls=calls, reasoning_content=thought)
+    if texts or calls or thought:
+        own = {"role": message.role, "content": "\n".join(texts)}
+        yield own | _given(tool_calls=calls, reasoning_content=thought)
 
 
 def _given(**fields: Any) -> dict[str, Any]:
@@ -254,10 +252,10 @@ def _chat_tool_choice(choice: MessagesToolChoice | None) -> Any:
     return {"any": "required"}.get(choice.type, choice.type)
 
 
-def _response_format(wanted: OutputFormat | None) -> dict[str, Any] | None:
-    if wanted is None:
+def _response_format(given: OutputFormat | None) -> dict[str, Any] | None:
+    if given is None:
         return None
-    schema = {"name": "answer", "schema": wanted.json_value, "strict": True}
+    schema = {"name": "answer", "schema": given.json_value, "strict": True}
     return {"type": "json_schema", "json_schema": schema}
 
 
@@ -310,7 +308,7 @@ class InputTokens(Struct, frozen=True):
 
 
 router = APIRouter(prefix=MESSAGES_PATH, tags=["Anthropic"], route_class=JsonRoute)
-# Names of a chat's fields, and of the engine's -> those of the body.
+# Name in a chat or the engine -> name in the body.
 _NAMES = {
     "max_new_tokens": "max_tokens",
     "stop": "stop_sequences",

@@ -64,7 +64,7 @@ class NativeSampling(SamplingFields):
     """`sampling_params`: SGLang's names; ranges as in `SamplingParams`."""
 
     max_new_tokens: int | None = in_range(
-        "max_new_tokens", "0: the prompt is computed, scored if asked for, and nothing generated"
+        "max_new_tokens", "0: the prompt is computed, scored on request, and nothing generated"
     )
 
 
@@ -81,7 +81,7 @@ class GenerateBody(RequestFields):
     top_logprobs_num: _TopNum | ForEach[_TopNum] | None = None
     token_ids_logprob: TokenIds | ForEach[TokenIds] | None = Field(
         default=None,
-        description=f"at most {MAX_LOGPROB_IDS} tokens whose log-probabilities are told at each "
+        description=f"at most {MAX_LOGPROB_IDS} tokens whose log-probabilities come at each "
         "position; a list of lists has one for each prompt",
     )
     return_output_logprob_only: bool | None = Field(
@@ -91,8 +91,8 @@ class GenerateBody(RequestFields):
     return_meta_info: bool | None = Field(default=None, description="without effect: always there")
     stream_output: bool | None = Field(
         default=None,
-        description="true: each event of a stream has only what is new; default: what "
-        "--incremental-streaming-output says",
+        description="true: each event of a stream has only the new part; default: "
+        "as --incremental-streaming-output",
     )
     return_prompt_token_ids: bool | None = None
     session_params: SessionParams | None = None
@@ -160,9 +160,9 @@ class GenerateBody(RequestFields):
                 "top_logprobs_num": top or 0,
                 "token_ids_logprob": own_ids,
             }
-            if wanted
+            if is_scored
             else options
-            for wanted, start, top, own_ids, options in each
+            for is_scored, start, top, own_ids, options in each
         ]
 
 
@@ -176,9 +176,9 @@ class AbortBody(StrictModel):
 
 
 class Generated(Struct, frozen=True):
-    """One answer; in a stream `text` and `output_ids` are all so far, or only what is new.
+    """One answer; in a stream `text` and `output_ids` are all so far, or only the new part.
 
-    `index` is that of the answer among those of a list.
+    `index` counts the answers of a list.
     """
 
     text: str
@@ -218,7 +218,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 async def abort_request(body: AbortBody, request: Request) -> Response:
     """End the caller's request `rid`, or all that are the caller's; an admin's, any or all.
 
-    What they had generated is their answer.
+    They end with the text generated so far.
     """
     if bool(body.rid) == body.abort_all:
         raise InvalidRequestError("send either rid or abort_all", "rid")
@@ -229,7 +229,7 @@ async def abort_request(body: AbortBody, request: Request) -> Response:
 
 class NativeFormat:
     """Answers of `/generate`. In a stream every event repeats all so far (SGLang's convention),
-    unless the request or the server asks for increments."""
+    unless the request or the server requests increments."""
 
     def __init__(self, refs: References, body: GenerateBody) -> None:
         self._body = body
@@ -291,7 +291,7 @@ class StreamedAnswer:
         """
         Args:
             logprob_tokenizer: writes the texts of tokens beside their log-probabilities, if any.
-            index: of the request among those of a list; None is not shown.
+            index: of the request in a list; None is not shown.
         """
         self._stream = stream
         self._tokenizer = logprob_tokenizer
@@ -308,7 +308,7 @@ class StreamedAnswer:
             self._logprobs[name] = bytearray()
 
     def event(self, chunk: Chunk) -> bytes:
-        """The event that `chunk` is the news of."""
+        """The event of `chunk`."""
         self._num_tokens += len(chunk.token_ids)
         self._text += _encode(chunk.text)[1:-1]
         _append(self._ids, chunk.token_ids)
@@ -380,7 +380,7 @@ def native_logprobs(
     outputs: Sequence[TokenLogprobs],
     prompts: Sequence[TokenLogprobs],
 ) -> dict[str, list[Any]]:
-    """The fields of `MetaInfo` that `request` asks for, about tokens of output and prompt.
+    """The fields of `MetaInfo` that `request` requests, about tokens of output and prompt.
 
     In SGLang's form: `[logprob, token id, text]`; the text only if `tokenizer` is given.
     """

@@ -162,14 +162,14 @@ def _usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
     return Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(num_cached))
 
 
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI's answers say this
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI sends this
 
 
 def token_text(data: bytes) -> str:
     return data.decode("utf-8", errors="replace")
 
 
-# Routes of other kinds of models. A 404 could mean a typing error, so these say more.
+# Routes of other kinds of models. A 404 could mean a typing error, so these give the reason.
 _RANKS = "ranks no documents; /v1/score compares tokens after each of them"
 _TASKS = {
     "makes no embeddings": "/v1/embeddings /embeddings /encode /pooling",

@@ -143,7 +143,7 @@ class ResponsesBody(RequestFields):
     previous_response_id: _Id | None = Field(
         default=None, description="its conversation, without its instructions, comes before"
     )
-    store: bool | None = Field(default=None, description="false: it cannot be asked for later")
+    store: bool | None = Field(default=None, description="false: it is not kept")
     metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = in_range("temperature", "0: greedy")
@@ -167,7 +167,7 @@ class ResponsesBody(RequestFields):
     def chat(self, history: Sequence[Message]) -> ChatRequest:
         """The same as a chat, after the messages of `history`.
 
-        Raises `InvalidRequestError` for what no chat can be.
+        Raises `InvalidRequestError` if no chat can be like it.
         """
         messages = [*history, *messages_of(self.items)]
         if self.instructions is not None:
@@ -295,7 +295,7 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class ResponseUsage(Struct, frozen=True):
-    """Tokens; those of reasoning as the tokenizer counts its text."""
+    """Tokens; reasoning tokens as the tokenizer counts its text."""
 
     input_tokens: int
     output_tokens: int
@@ -333,7 +333,7 @@ class ResponseObject(Struct):
 
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"], route_class=JsonRoute)
-# Names of a chat's fields, and of the engine's -> those of the body.
+# Name in a chat or the engine -> name in the body.
 _NAMES = {
     "max_new_tokens": "max_output_tokens",
     "text": "input",
@@ -371,10 +371,10 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     def keep(response: ResponseObject) -> None:
         if body.store is False:
             return
-        said = [*history, *messages_of(body.items), *_as_messages(response)]
+        conversation = [*history, *messages_of(body.items), *_as_messages(response)]
         items = [item.model_dump(exclude_none=True) for item in body.items]
         named = [{"id": f"{response.id}_{i}", **item} for i, item in enumerate(items)]
-        stored = [msgspec.json.encode(each) for each in (response, named, said)]
+        stored = [msgspec.json.encode(each) for each in (response, named, conversation)]
         _store(request).put(response.id, StoredResponse(owner, *stored))
 
     chat = body.chat(history)
@@ -590,8 +590,8 @@ class ResponseItems:
         item = self.items[-1]
         assert not isinstance(item, OutputCall)
         item.content[0].text += text
-        told = {**self._place, "content_index": 0, "delta": text}
-        yield f"response.{_TEXTS[kind][0]}.delta", told | _logprobs(kind)
+        fields = {**self._place, "content_index": 0, "delta": text}
+        yield f"response.{_TEXTS[kind][0]}.delta", fields | _logprobs(kind)
 
     def _open(self, item: OutputItem) -> Iterator[StreamEvent]:
         self.items.append(item)
@@ -603,8 +603,8 @@ class ResponseItems:
     ) -> Iterator[StreamEvent]:
         item: Any = self.items[-1]
         item.content.append(_TEXTS[kind][1](""))
-        told = {**self._place, "content_index": 0, "part": item.content[0]}
-        yield "response.content_part.added", told
+        fields = {**self._place, "content_index": 0, "part": item.content[0]}
+        yield "response.content_part.added", fields
 
     def _close(self, status: str) -> Iterator[StreamEvent]:
         """The last item, if there is one, is complete."""
@@ -613,13 +613,13 @@ class ResponseItems:
         item = self.items[-1]
         item.status = status
         if isinstance(item, OutputCall):
-            told: dict[str, Any] = {"arguments": item.arguments, "name": item.name}
-            yield "response.function_call_arguments.done", {**self._place, **told}
+            fields: dict[str, Any] = {"arguments": item.arguments, "name": item.name}
+            yield "response.function_call_arguments.done", {**self._place, **fields}
         else:
             part = item.content[0]
             place = {**self._place, "content_index": 0}
-            told = {"text": part.text} | _logprobs(type(item))
-            yield f"response.{_TEXTS[type(item)][0]}.done", {**place, **told}
+            fields = {"text": part.text} | _logprobs(type(item))
+            yield f"response.{_TEXTS[type(item)][0]}.done", {**place, **fields}
             yield "response.content_part.done", {**place, "part": part}
         index = len(self.items) - 1
         yield "response.output_item.done", {"output_index": index, "item": item}
@@ -640,7 +640,7 @@ def _new_id(prefix: str) -> str:
 class StoredResponse(NamedTuple):
     """A response and its conversation, as JSON."""
 
-    owner: str  # name of the caller that may ask for it
+    owner: str  # name of the caller that may read it
     response: bytes
     input_items: bytes  # a list
     messages: bytes  # of the conversation with the answer, without instructions: a list

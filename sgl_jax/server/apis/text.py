@@ -190,7 +190,7 @@ class ScoreBody(RequestFields):
 
     query: str | TokenIds
     items: str | ForEach[str] | ForEach[TokenIds]
-    label_token_ids: _LabelIds = Field(description="tokens whose probabilities are wanted")
+    label_token_ids: _LabelIds = Field(description="tokens whose probabilities are returned")
     apply_softmax: bool | None = Field(
         default=None, description="probabilities among these tokens, not among all"
     )
@@ -220,7 +220,7 @@ class ScoreBody(RequestFields):
 
 
 class Scores(Struct, frozen=True):
-    """A line for each item, with a probability for each label, as they were asked for."""
+    """A line for each item, with a probability for each label, in the order of the request."""
 
     scores: list[list[float]]
     model: str

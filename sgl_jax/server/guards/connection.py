@@ -24,12 +24,12 @@ from sgl_jax.server.errors import ApiError, envelope
 from sgl_jax.server.guards.limits import Limits
 
 # Bytes of a chunked body for each of its framing, at least, beyond what a head may have: chunks of
-# 40 bytes. Each is a call of this class, so smaller ones cost more than their bytes tell.
+# 40 bytes. Each is a call of this class, so smaller ones cost more than their bytes.
 _LEAST_BYTES_PER_FRAMING = 8
 
 
 class _RefusedError(Exception):
-    """Ends the parser's work on what has arrived; the connection is closing."""
+    """Ends the parser's work; the connection is closing."""
 
 
 class GuardedHttpProtocol(HttpToolsProtocol):
@@ -43,11 +43,11 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self.timeout_keep_alive = self.limits.keep_alive_timeout_s  # type: ignore[assignment]
         self._is_refused = False
         self._in_body = False
-        # Of the request that arrives: bytes of its body, and those that are not.
+        # Bytes of the arriving request: of its body, and all others.
         self._body_bytes = 0
         self._framing_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
-        # The one being answered, and those behind it. uvicorn knows the last one only.
+        # The one being answered, and those behind it. uvicorn keeps the last one only.
         self._unanswered: deque[RequestResponseCycle] = deque()
 
     # Connection
@@ -249,7 +249,7 @@ _MOST_AT_ONCE_S = 0.005
 
 
 class LoopShare:
-    """Lets others have the event loop now and then: one per piece of long work, which calls `pause`
+    """Yields the event loop now and then: one per piece of long work, which calls `pause`
     between its parts."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""JSON bodies, read strictly, and only once reading them is known to be cheap.
+"""JSON bodies, read strictly, and only once it is clear that this is cheap.
 
 A decoder holds the interpreter until it is done. Its cost is not bytes but values: 27 MiB of empty
 lists take it seconds, as many of text milliseconds. So long bodies are counted first, in slices, by
@@ -30,7 +30,7 @@ T = TypeVar("T")
 _INLINE_BYTES = 65_536  # has so few values that counting them would cost more than it saves
 _SLICE_BYTES = 2**20
 _QUOTE, _COMMA = ord('"'), ord(",")
-# Of a key, a list and an object: what costs most of decoding.
+# Marks of keys, lists and objects, which cost most of decoding.
 _COSTLY = tuple(ord(char) for char in ":[{")
 _DEPTH_OF_BYTE = np.zeros(256, np.int8)
 _DEPTH_OF_BYTE[[ord("["), ord("{")]] = 1
@@ -87,14 +87,14 @@ def _decode(body: bytearray) -> Any:
 def check_shape(body: bytes | bytearray, limits: Limits) -> None:
     """Raise `ApiError` 400 if `body` has more values, keys or depth than `limits` allow.
 
-    Exact for JSON; of anything else it tells nothing, nor fails.
+    Exact for JSON; other bytes pass or fail without meaning.
     """
     depth = num_values = num_keys = 0
     in_string = False
     for piece in _without_escapes(body):
         codes = np.frombuffer(piece, np.uint8)
         is_quote = codes == _QUOTE
-        # Whether an odd number of quotes came before, or lies here.
+        # True behind an odd number of quotes.
         is_inside = np.bitwise_xor.accumulate(is_quote.view(np.uint8)) != int(in_string)
         codes = codes[~is_inside]
         in_string ^= bool(np.count_nonzero(is_quote) & 1)
@@ -125,9 +125,9 @@ def _without_escapes(body: bytes | bytearray) -> Iterator[bytes | bytearray]:
         start = end
 
 
-def _check(what: str, count: int, most: int) -> None:
+def _check(unit: str, count: int, most: int) -> None:
     if count > most:
-        raise _invalid(f"the body has more than {most:,} {what}", code="too_complex")
+        raise _invalid(f"the body has more than {most:,} {unit}", code="too_complex")
 
 
 def _invalid(message: str, code: str = "invalid_json") -> ApiError:
@@ -137,8 +137,8 @@ def _invalid(message: str, code: str = "invalid_json") -> ApiError:
 class JsonRoute(APIRoute):
     """Calls an endpoint that takes a body with `body` and `request`, and nothing else.
 
-    FastAPI's own way to an endpoint knows forms, files and dependencies, and is a sixth of what a
-    short request costs the server. Here it is left the routes without a body, and the description.
+    FastAPI's own way to an endpoint handles forms, files and dependencies, and takes a sixth of a
+    short request's time. It still serves the routes without a body, and the description.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -188,8 +188,8 @@ _DELAY_S = 1.0  # once for all requests that end within it
 class MemoryReturn:
     """Gives the memory of long requests back to the system; one per server.
 
-    What a request leaves behind may hang together in circles, of exceptions and the frames they
-    went through, which Python frees at some later time; and the C library keeps what it once had.
+    Garbage of a request may hang together in circles, of exceptions and the frames they went
+    through, which Python frees at some later time; and the C library keeps freed memory.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class MemoryReturn:
 
     def _start(self) -> None:
         self._is_due = False
-        # Milliseconds: what the server is made of was frozen when it started.
+        # It takes milliseconds: the objects of the server were frozen when it started.
         gc.collect()
         asyncio.get_running_loop().run_in_executor(None, _trim)
 
@@ -214,8 +214,8 @@ def _trim() -> None:
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies above what their route may have, by their announced length or while they
-    arrive, and what would make the bodies held at a time too many bytes."""
+    """Refuses bodies above the limit of their route, by their announced length or while they
+    arrive, and bodies that would exceed the bytes held at a time."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app

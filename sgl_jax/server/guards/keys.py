@@ -1,6 +1,6 @@
 """API keys: which key permits which routes, and the caller, tenant and sessions behind a key.
 
-Keys are kept as digests. A caller is known by its key's name, or number, never by the key.
+Keys are kept as digests. Code sees a caller by its key's name, or number, never by the key.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from sgl_jax.core.messages import USER_PREFIX, SessionTurn, Tenant
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.errors import ApiError, error_response, is_of_messages
 
-# What an operator does, and what tells of all clients at once.
+# Routes of operators, and routes that show all clients at once.
 ADMIN_PATHS = frozenset(
     {
         "/get_server_info",
@@ -103,7 +103,7 @@ class ApiKeys:
 
     @classmethod
     def from_args(cls, args: ServerArgs) -> "ApiKeys":
-        """The keys that settings name. Raises `ValueError`, as `__init__` and for bad files."""
+        """The keys in the settings. Raises `ValueError`, as `__init__` and for bad files."""
         clients = {} if args.api_key is None else {"key": args.api_key}
         admins = {} if args.admin_api_key is None else {"admin": args.admin_api_key}
         tenants: dict[str, Tenant] = {}
@@ -255,7 +255,7 @@ class SessionOwner:
     def own(self, turn: SessionTurn | None) -> SessionTurn | None:
         return turn if turn is None else replace(turn, id=self.engine_id(turn.id))
 
-    def as_told(self, message: str) -> str:
+    def for_client(self, message: str) -> str:
         """A message of the engine, with the caller's id of the session."""
         return message.replace(f"'{self._prefix}", "'") if self._prefix else message
 
