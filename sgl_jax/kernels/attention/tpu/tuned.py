@@ -1,7 +1,7 @@
 """Block sizes of decode and prefill, for each generation of TPU.
 
-Both tables come from `scripts/tune_kernel.py`, which goes by the compiler's schedules, without a
-TPU.
+Both tables come from `benchmarks/kernels/tune.py`, which goes by the compiler's schedules, without
+a TPU.
 
 Decode: large blocks cost fewer instructions for each key, and keep more bytes in flight; small
 parts waste less where a row ends.
