@@ -123,25 +123,15 @@ class Call(NamedTuple):
     methods: tuple[str, ...] = ("POST",)
     is_admin: bool = False
     timeout_s: float | None = None  # for the answer; None: as for most
-    sent_by: tuple[str, ...] = ()  # routes with code of their own, which send it too
 
 
 CALLS = (
-    Call(
-        GenerateRequest,
-        "submit",
-        sent_by=("/generate", "/v1/completions", "/v1/chat/completions", "/health_generate"),
-    ),
-    Call(AbortRequest, "abort", sent_by=("/abort_request",)),
+    Call(GenerateRequest, "submit"),
+    Call(AbortRequest, "abort"),
     Call(StopRequest, "stop"),
-    # GET is how older clients of SGLang ask.
+    # Older clients of SGLang send a GET.
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
-    Call(
-        GetState,
-        "tell_state",
-        dict[str, Any],
-        sent_by=("/get_server_info", "/server_info", "/metrics", "/v1/loads", "/get_load"),
-    ),
+    Call(GetState, "read_state", dict[str, Any]),
     Call(OpenSession, "open", str, "/open_session"),
     Call(CloseSession, "close", Done, "/close_session"),
     Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),

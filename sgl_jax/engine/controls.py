@@ -26,6 +26,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.model_executor import WeightsError
 from sgl_jax.models.config_fields import ModelConfigError
+from sgl_jax.scheduler.events import Configure, Flush, Pause, Resume, RetractAll
 
 if TYPE_CHECKING:
     from sgl_jax.engine.core import EngineCore
@@ -51,12 +52,12 @@ class Controls:
     def pause(self, message: PauseGeneration) -> Reply:
         """Launch nothing more; what was launched still gives its tokens."""
         self._core.settle()
-        self._core.events.pause(message.mode)
+        self._core.scheduler.handle(Pause(message.mode))
         return self._tell_generation(message)
 
     def resume(self, message: ContinueGeneration) -> Reply:
         """Launch steps again."""
-        self._core.events.resume()
+        self._core.scheduler.handle(Resume())
         return self._tell_generation(message)
 
     def _tell_generation(self, message: PauseGeneration | ContinueGeneration) -> Reply:
@@ -83,9 +84,8 @@ class Controls:
         except WeightsError as error:
             return refusal(message, str(error), code="weights_refused", param="model_path")
         if message.abort_all_requests:
-            self._core.events.abort(
-                AbortRequest(abort_all=True, message="the weights were updated")
-            )
+            ended = AbortRequest(abort_all=True, message="the weights were updated")
+            self._core.scheduler.handle(ended)
         if give_up_kv is not None:
             give_up_kv()
         self._core.change_info(model_path=path)
@@ -94,8 +94,8 @@ class Controls:
 
     def _give_up_kv(self) -> None:
         """Retract all requests and empty all caches: their KV is of other weights, or must go."""
-        self._core.events.retract_all()
-        self._core.events.flush()
+        self._core.scheduler.handle(RetractAll())
+        self._core.scheduler.handle(Flush())
 
     def set_settings(self, message: SetInternalState) -> Reply:
         """All that are named, or none."""
@@ -113,7 +113,8 @@ class Controls:
         except (ValueError, OverflowError) as error:
             return refusal(message, str(error), code="not_changeable", param="server_args")
         core.args = args
-        core.events.configure(args.for_scheduler(), args.chunked_prefill_size or most)
+        chunk = args.chunked_prefill_size or most
+        core.scheduler.handle(Configure(args.for_scheduler(), chunk))
         core.change_info(settings=core.info["settings"] | changes)
         return answer(message, SettingsChanged(updated=True, server_args=changes))
 
