@@ -1,6 +1,7 @@
 """The command line: `python -m sgl_jax.launch_server --model-path X`, or `sgl-jax serve ...`.
 
-`sgl-jax plan ...` is the planner (`sgl_jax.planner`).
+`sgl-jax plan ...` is the planner (`sgl_jax.planner`), `sgl-jax bench ...` has two benchmarks
+(`sgl_jax.bench`).
 """
 
 import sys
@@ -15,10 +16,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve a model, or do what the first word says; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["plan"]:
-        # Here and not above: a server does not wait for the planner's imports.
+        # Here and not above: a server does not wait for imports it has no use for.
         from sgl_jax.planner.__main__ import main as plan
 
         return plan(words[1:])
+    if words[:1] == ["bench"]:
+        from sgl_jax.bench.__main__ import main as bench
+
+        return bench(words[1:])
     if words[:1] == ["serve"]:
         words = words[1:]
     args = parse_server_args(words)

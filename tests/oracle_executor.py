@@ -8,6 +8,7 @@ request's output must be the same for every schedule.
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_jax.bench.trace.fake_executor import FakeExecutor
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
@@ -20,7 +21,6 @@ from sgl_jax.core.step_plan import (
     StepHandle,
     StepPlan,
 )
-from sgl_jax.testing.fake_executor import FakeExecutor
 
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator
 _MASK = (1 << 64) - 1

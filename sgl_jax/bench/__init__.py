@@ -1,1 +1,1 @@
-"""Benchmarks and evaluations that talk to a running server."""
+"""Benchmarks for those who serve: `sgl-jax bench serve` and `sgl-jax bench trace`."""

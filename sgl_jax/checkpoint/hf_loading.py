@@ -14,7 +14,7 @@ from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import Shape, Source, as_stored
 
-# What is wanted of each parameter: shape, type and sharding, and the tensors that make it.
+# Each parameter's shape, type and sharding, and the tensors that make it.
 Wanted = Mapping[ParamPath, tuple[jax.ShapeDtypeStruct, Source]]
 
 
@@ -23,8 +23,8 @@ def load_safetensors(
 ) -> dict[ParamPath, jax.Array]:
     """Read parameters into their shardings, cast to their types.
 
-    `is_spare` says of a tensor that is not needed whether it may be there. `check_all`: look for
-    values that are no finite numbers everywhere, see `finite`.
+    `is_spare(name)` allows a tensor that no parameter needs. `check_all` checks every value for
+    NaNs and infinities, see `finite`.
     Host memory holds one parameter's part for one chip, and one tensor's slice, at a time.
 
     Raises:

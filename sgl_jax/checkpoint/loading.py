@@ -42,14 +42,14 @@ def load_params(
         `layers.layer_weights`).
 
     Raises:
-        CheckpointError: the folder's weights, or the scales, are not those of the model.
+        CheckpointError: the folder's weights, or the scales, do not fit the model.
         ValueError: `load_format` is unknown.
     """
     if load_format not in LOAD_FORMATS:
         known = ", ".join(LOAD_FORMATS)
         raise ValueError(f"load_format must be one of {known}, got {load_format!r}")
     config = placed.model.config
-    # First, for it is read in no time and may be refused.
+    # First: reading takes no time, and may fail.
     kv_scales = None if kv_cache_scales is None else read_kv_scales(Path(kv_cache_scales), config)
     folder = Path(model_path)
     wanted = {path: (own.array, own.source) for path, own in placed.declared.items() if own.source}

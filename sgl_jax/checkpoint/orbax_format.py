@@ -36,7 +36,7 @@ def load_orbax(
 ) -> dict[ParamPath, jax.Array]:
     """Read parameters into their shardings, cast to their types.
 
-    `check_all`: look for values that are no finite numbers everywhere, see `finite`.
+    `check_all` checks every value for NaNs and infinities, see `finite`.
 
     Raises:
         CheckpointError: naming parameters that are missing, unexpected or of a wrong shape,

@@ -20,12 +20,12 @@ class BackgroundCompilation:
 
     @property
     def is_done(self) -> bool:
-        """Whether every job has ended, well or not."""
+        """True when every job has ended, with success or an error."""
         return all(future.done() for future in self._futures)
 
     @property
     def error(self) -> str | None:
-        """Why the first job that failed did; None if none has."""
+        """The first failed job's error; None if none has failed."""
         errors = (f.exception() for f in self._futures if f.done() and not f.cancelled())
         return next((f"{type(error).__name__}: {error}" for error in errors if error), None)
 

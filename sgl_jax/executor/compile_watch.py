@@ -49,7 +49,7 @@ class CompileWatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is compiled within is wanted, and not counted."""
+        """Compilations within are expected and not counted as defects."""
         was_armed = self.disarm()
         try:
             yield
@@ -58,7 +58,7 @@ class CompileWatch:
 
     @contextmanager
     def beside_loop(self) -> Iterator[None]:
-        """What this thread compiles within holds nothing up."""
+        """This thread's compilations within delay no step."""
         own = threading.get_ident()
         self._threads_beside.add(own)
         try:

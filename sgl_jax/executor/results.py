@@ -1,6 +1,6 @@
-"""From the arrays a step left on the device to what each rank's rows sampled.
+"""From the arrays a step left on the device to each rank's samples.
 
-Fetches only what the plan asked for; waits for the step to finish.
+Fetches only the results that the plan requests; waits for the step to finish.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from sgl_jax.layers.sampling import TokenLogprobs
 
 @dataclass
 class LaunchedStep:
-    """A step on its way: its plan, and how the arrays that will hold its output are laid out.
+    """A step on its way: its plan, and the layout of its output.
 
     Attributes:
-        output: None as long as it waits for `Executor.draw`; then `computed` and `given`, what its
-            second half starts from.
+        output: None until `Executor.draw` of a masked step; until then `computed` and `given` hold
+            the second half's inputs.
     """
 
     plan: StepPlan
@@ -35,7 +35,7 @@ class LaunchedStep:
 
 
 def unpack_results(step: LaunchedStep) -> tuple[RankResult, ...]:
-    """What each rank sampled, in plan order."""
+    """Each rank's samples, in plan order."""
     assert step.output is not None, "a masked step is drawn before its result is read"
     ranks = step.plan.ranks
     num_rows = [len(plan.rows) for plan in ranks]
@@ -70,7 +70,7 @@ def _fetch(
 
 
 def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptLogprobs]:
-    """Cut one rank's values into the rows that asked for them, by plan index."""
+    """Cut one rank's values into its scored rows, by plan index."""
     ends = np.cumsum(num_scored)
     rows = {}
     for i in np.flatnonzero(num_scored).tolist():

@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.tpu_chip import LANES
 
-# What the kernel is called in a compiled program.
+# The kernel's names in compiled programs.
 NORMALISED_NAME, PLAIN_NAME = "qkv_heads_normalised", "qkv_heads"
 
 TOKENS_AT_ONCE = 64
@@ -51,7 +51,7 @@ class HeadNorm(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What of a token's product is what."""
+    """The layout of a token's product."""
 
     kv_heads: int
     group: int
@@ -62,7 +62,7 @@ class _Shape(NamedTuple):
         return self.kv_heads * self.group
 
     def columns(self, kv_head: int, index: int) -> slice:
-        """Of a KV head's queries the one at `index`; its key and value come after them."""
+        """Columns of a KV head's query `index`; its key and value come after its queries."""
         first = (kv_head * (self.group + 2) + index) * self.head_dim
         return slice(first, first + self.head_dim)
 
@@ -179,12 +179,12 @@ def _parts(head_dim: int) -> list[slice]:
 
 
 def _twice(half: jax.Array, sign: float) -> jax.Array:
-    """[R, D / 2] for both halves of a head, of which the first is multiplied by `sign`."""
+    """`half` [R, D / 2] for both halves of a head, the first multiplied by `sign`."""
     return jnp.concatenate([half * sign, half], axis=1)
 
 
 def _factor(weight: Any, from_one: bool) -> jax.Array:
-    """What normalised heads are multiplied by, float32 [1, D]."""
+    """The factor of normalised heads, float32 [1, D]."""
     wide = weight[...].astype(jnp.float32)
     return wide + 1.0 if from_one else wide
 

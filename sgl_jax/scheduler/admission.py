@@ -1,15 +1,15 @@
-"""Which waiting requests start in the step being planned, and on which rank.
+"""Chooses the waiting requests that start in the step being planned, and their ranks.
 
-A request starts as soon as it fits: a row, the pages of its tokens, and the reserve of those that
-run there. It waits though it fits only while that costs less, in prompt tokens: for a prefix that
-a running request is computing (`in_flight.py`), or for a rank that has so much more of it cached
-that the wait there is shorter than the work elsewhere. Each such wait has an end that is known
-when it begins.
+A request fits if a row is free and there are enough pages for its tokens and the reserve of the
+running requests. A fitting request starts, unless a wait costs fewer prompt tokens: a wait for a
+prefix that a running request is computing (`in_flight.py`), or for a rank with so much more of its
+prefix cached that the wait is shorter than the work elsewhere. Each such wait has an end fixed at
+its start.
 
 A request that fits nowhere may preempt running ones of a lower priority (`preemption.py`), and
-starts in their place in the same step. Otherwise it does not hold up others that do fit, until so
-many of them have passed it over that it is due: then a rank is held for it, against the requests of
-its own priority and of lower ones.
+starts in their place in the same step. Otherwise it blocks no fitting request, until so many have
+passed it over that it is due: then a rank is held for it, against requests of its own or a lower
+priority.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""One data-parallel rank as the scheduler sees it: its memory and the requests running on it.
+"""One data-parallel rank of the scheduler: its memory and its running requests.
 
-Owns how a request gets memory (`admit`) and how it loses it again (`finish`, `retract`).
-What runs in a step is decided in `step_builder.py`, what its result means in `apply_result.py`.
+Gives requests memory (`admit`) and takes it away (`finish`, `retract`). `step_builder.py` chooses
+the rows of a step, `apply_result.py` applies their results.
 """
 
 import zlib

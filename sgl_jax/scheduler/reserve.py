@@ -1,10 +1,10 @@
-"""How many pages admission keeps for the further output of running requests.
+"""The number of pages that admission keeps for the further output of running requests.
 
 Reserving every request's longest possible output would leave most of the pool unused; reserving
-nothing would admit too much and retract all the time. So the need for memory is forecast: at some
-moments ahead, how large each running request will be and with which chance it still runs
-(`output_lengths.py`). Requests end one by one, and each gives back more than the others take in the
-meantime, so the sum has a peak: what that exceeds the present need by is the reserve. (Gong et al.,
+nothing would admit too much and retract all the time. So the need for memory is forecast: for some
+moments ahead, the size of each running request and the chance that it still runs
+(`output_lengths.py`). Requests end one by one, and each frees more than the others take meanwhile,
+so the sum has a peak: the reserve is the peak's excess over the present need. (Gong et al.,
 "Past-Future Scheduler", ASPLOS 2025, draw the lengths at random; here mean and variance of the sum
 are computed, so that all hosts find the same.)
 """

@@ -1,16 +1,17 @@
-"""What one rank computes in the next step.
+"""Chooses the rows of one rank's next step.
 
-Each running request wants the tokens between its committed length and its end: one token if it
+Each running request needs the tokens between its committed length and its end: one token if it
 decodes, more if it (still or again) prefills. Decode rows come first and all of them run, with
-drafts where these are useful and memory allows. Prefill chunks come on top of them while the
-step's prompt tokens last: the highest priority first, then the oldest request. A prompt whose
-log-probabilities are wanted gets only as many tokens as the step may score, so that a row that is
-scored holds up no other.
+drafts if these are useful and memory allows. Prefill chunks come on top of them while the step's
+prompt tokens last: the highest priority first, then the oldest request. A prompt with requested
+log-probabilities gets only as many tokens as the step may score, so that a scored row delays no
+other.
 
-The rows that run have their decode slots before others start, and their chunks afterwards: so a
-request of a higher priority starts ahead of the chunks of those below it.
+Running rows get their decode slots before other requests start, and their chunks afterwards: so a
+request of a higher priority starts ahead of the chunks of lower ones.
 
-Short of pages is ordinary: evict, then retract on this rank what costs least to compute again.
+A shortage of pages is ordinary: evict, then retract the request on this rank that costs least to
+compute again.
 """
 
 from collections.abc import Iterator

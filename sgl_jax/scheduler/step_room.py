@@ -1,7 +1,7 @@
-"""What each rank can still take in the step being planned, and what it costs to run there.
+"""The room of each rank in the step being planned, and the cost of running a request there.
 
-Costs are counted in prompt tokens, the work that a step has a budget of. So "computing again what
-another rank has cached" and "waiting there until it has room" can be held against each other.
+Costs are counted in prompt tokens, the unit of a step's budget. So computing a prefix again, though
+another rank has it cached, is comparable to waiting for room there.
 """
 
 from collections.abc import Sequence

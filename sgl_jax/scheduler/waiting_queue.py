@@ -1,13 +1,13 @@
 """Requests without memory as columns of arrays, and the order in which they are tried.
 
-What decides whether a waiting request may start is kept in arrays, one line a request, so that a
-step rules out thousands of them at once and looks closely at the few that are left. How much of a
-prompt each rank has cached is followed by cursors on the ranks' trees and never looked up again.
+The conditions of a start are kept in arrays, one line a request, so that a step rules out thousands
+of requests at once and examines only the few that are left. Cursors on the ranks' trees track the
+cached length of each prompt, without repeated lookups.
 
-Order: by priority; then, where tenants have shares, by how much theirs were served; then requests
-that were passed over too often; then retracted ones, which have output to lose; then the longest
-cached prefix (`lpm`) or none of that (`fcfs`); then the tenant that was served least, and with
-`lpm` its requests whose prefix most other waiting requests continue; then arrival.
+Order: by priority; then, if tenants have shares, by service of the tenant; then requests that were
+passed over too often; then retracted ones, which have output to lose; then the longest cached
+prefix (`lpm`) or nothing (`fcfs`); then the least served tenant, and with `lpm` its requests whose
+prefix most other waiting requests continue; then arrival.
 """
 
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import httpx
 from openai import AsyncOpenAI
 
-from sgl_jax.bench.demo_tasks import TASKS, Question, held_out_questions, is_right
-from sgl_jax.bench.eval_demo import ask_all
+from benchmarks.demo_model.evaluate import ask_all
+from benchmarks.demo_model.tasks import TASKS, Question, held_out_questions, is_right
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.accuracy.near_ties import differences, generate, greedy
 from tests.live.live_server import DEMO

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from sgl_jax.bench.serving import LoadError, ServerFacts, main, make_load, parse_args
+from sgl_jax.bench.serve import LoadError, ServerFacts, main, make_load, parse_args
 
 DEMO = ServerFacts(vocab_size=768, max_request_tokens=512)
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from sgl_jax.bench.trace.__main__ import main
 from sgl_jax.bench.trace.cache_only import tree_hit_rate
+from sgl_jax.bench.trace.command import main
 from sgl_jax.bench.trace.oracles import (
     FarthestUseBlocks,
     GhostListBlocks,

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sgl_jax.bench import calibrate_kv_scales
-from sgl_jax.bench.demo_tasks import held_out_questions, is_right
+from benchmarks import calibrate_kv_scales
+from benchmarks.demo_model.tasks import held_out_questions, is_right
 from sgl_jax.engine.offline import Engine
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

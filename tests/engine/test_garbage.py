@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sgl_jax.bench.host import serving
+from benchmarks.host import serving
 from sgl_jax.engine import garbage
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_jax.bench.eval_demo import evaluate, parse_args
+from benchmarks.demo_model.evaluate import evaluate, parse_args
 from tests.live.live_server import live_server
 
 

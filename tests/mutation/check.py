@@ -26,7 +26,7 @@ from tests.mutation.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("tests/mem_cache", "tests/scheduler", "tests/sessions")
-COPIED = ("sgl_jax", "tests", "pyproject.toml", "README.md")
+COPIED = ("sgl_jax", "benchmarks", "tests", "pyproject.toml", "README.md")
 TIMEOUT_S = 600
 # What pytest exits with when tests ran and some failed: anything else proves nothing.
 TESTS_FAILED = 1

@@ -264,8 +264,8 @@ MUTATIONS = (
     Mutation(
         "leave apart what only a branch told apart",
         _TREE,
-        "is above it\n        self._merge_into_only_child(parent)\n",
-        "is above it\n",
+        "nodes above it\n        self._merge_into_only_child(parent)\n",
+        "nodes above it\n",
     ),
     Mutation(
         "leave apart what only an age told apart",
@@ -1067,8 +1067,8 @@ MUTATIONS = (
     Mutation(
         "evict a session that goes on to be counted as idle",
         _RELEASE,
-        "    memory.unpark(lease)\n    # All that",
-        "    # All that",
+        "    memory.unpark(lease)\n    # The session",
+        "    # The session",
     ),
     Mutation(
         "roll an idle session back and go on counting what it held",
@@ -1947,11 +1947,11 @@ MUTATIONS = (
         "states: lose the snapshots that a prompt crossed before it was given up",
         _RELEASE,
         "    _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)\n"
-        "    if lease.node is not None:\n        # What",
+        "    if lease.node is not None:\n        # The pages",
         "    own = lease.pages(memory.page_size, lease.cache_protected_len)\n"
         "    if memory.state_group is not None:\n        own[memory.state_group] = 0\n"
         "    _free(memory, own, lease.row)\n"
-        "    if lease.node is not None:\n        # What",
+        "    if lease.node is not None:\n        # The pages",
     ),
     Mutation(
         "states: offer no snapshot of a prompt that is given up",

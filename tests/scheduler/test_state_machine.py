@@ -378,3 +378,36 @@ def run_machine(
 
 def test_random_events_leave_the_ledger_balancesd_and_the_tokens_right(tmp_path: Path) -> None:
     run_machine(tmp_path, **OPTIONS)
+
+
+def test_a_request_is_replaced_no_sooner_than_in_the_step_after_its_start() -> None:
+    """The forecast falls as short requests start, and the last row is taken before a request fits
+    that could replace one of them."""
+    setup = Setup(
+        dp_size=1,
+        page_size=4,
+        pool_tokens=128,
+        num_rows=5,
+        chunk=64,
+        max_unread=0,
+        radix=False,
+        policy="fcfs",
+        balance="prefix_aware",
+        conservativeness=10.0,
+        num_draft_tokens=0,
+        shapes=None,
+        retract_interval=0,
+        no_prefill_bs=0,
+        is_replayed=False,
+        timeouts_s=(0.0, 0.0),
+        priorities=(True, False),
+        threshold=0,
+        max_passed_over=1,
+        eviction="adaptive",
+    )
+    machine = SchedulerMachine()
+    machine.start(setup=setup)
+    machine.submit(count=8, seed=472016)
+    machine.steps_while_a_rank_gets_no_pages(count=2, rank=0)
+    machine.submit(count=5, seed=96)
+    machine.teardown()

@@ -11,9 +11,8 @@ from sgl_jax.core.calls import CALLS, Call
 from sgl_jax.core.messages import ControlMessage, FrontMessage, OpenSession, SessionMessage
 from sgl_jax.engine.controls import Controls
 from sgl_jax.engine.core import EngineCore
-from sgl_jax.server.api_keys import ANONYMOUS, Caller
-from sgl_jax.server.call_routes import body_of, message_of
-from sgl_jax.server.session_owner import SessionOwner
+from sgl_jax.server.admin.calls import body_of, message_of
+from sgl_jax.server.guards.keys import ANONYMOUS, Caller, SessionOwner
 from sgl_jax.sessions.service import SessionService
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.scheduler.driver import Driver, make_sizes

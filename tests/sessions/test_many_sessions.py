@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import sgl_jax
+from sgl_jax.bench.trace.fake_executor import FakeExecutor
 from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
@@ -24,7 +25,6 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.scheduler import Scheduler
-from sgl_jax.testing.fake_executor import FakeExecutor
 from tests.scheduler.driver import generate, make_sizes
 
 PACKAGE = str(Path(sgl_jax.__file__).parent)

@@ -12,7 +12,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, InternalServerError
 
-from sgl_jax.bench.demo_tasks import held_out_questions, is_right
+from benchmarks.demo_model.tasks import held_out_questions, is_right
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.accuracy.near_ties import differences, generate, greedy, is_near_tie
 from tests.live.live_server import DEMO

@@ -35,7 +35,7 @@ BUNDLES = {  # for each KV token, GFLOP, or token of gated delta decode
     ("gated delta prefill, 32 value heads", "v5e"): 41_842,
     ("gated delta prefill, 32 value heads", "v6e"): 36_933,
 }
-# As the script calls those above.
+# As the command calls those above.
 KERNELS = ("decode-128", "decode-16", "decode-128-fp8", "prefill-128", "delta")
 MAX_SPILLS = {"decode": 0, "prefill": 4_200}
 MAX_VMEM_MIB = {"decode": 9, "prefill": 25, "gated delta decode": 14, "gated delta prefill": 20}
@@ -44,11 +44,11 @@ CHIPS = ("v5e", "v6e")
 
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory):
-    """What the script reports, by kernel and chip."""
+    """What the command reports, by kernel and chip."""
     path = tmp_path_factory.mktemp("costs") / "costs.json"
     # In a process of its own: dumps are asked for before libtpu is loaded.
-    script = [sys.executable, "scripts/kernel_cost.py", "--json", str(path), "--only", *KERNELS]
-    subprocess.run(script, check=True, timeout=580)
+    command = [sys.executable, "-m", "benchmarks.kernels.cost", "--json", str(path)]
+    subprocess.run([*command, "--only", *KERNELS], check=True, timeout=580)
     found = json.loads(path.read_text())
     return {(cost["kernel"], cost["chip"]): cost for cost in found}
 

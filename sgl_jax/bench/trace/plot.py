@@ -1,13 +1,12 @@
-"""A served run over time, and what snapshots find by their memory, as pictures."""
+"""A picture of a served run over time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.bench.trace.recurrent import RecurrentRates
 from sgl_jax.bench.trace.served import RequestLog, Sample, ServedRun
 from sgl_jax.planner.plot_file import figure_class
 
@@ -34,23 +33,6 @@ def plot_run(run: ServedRun, title: str, path: Path) -> None:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     latency.set(xlabel="minutes", xlim=(0, minutes[-1]))
     figure.suptitle(title)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def plot_shares(rates: Mapping[int, RecurrentRates], title: str, path: Path) -> None:
-    """Draw, for each capacity in blocks, what is found by the memory of snapshots."""
-    figure = figure_class()(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for number, (blocks, of_blocks) in enumerate(rates.items()):
-        colour = f"C{number}"
-        shares, found = list(of_blocks.by_share), list(of_blocks.by_share.values())
-        axes.plot(shares, found, "o-", color=colour, label=f"KV of {blocks:,} blocks")
-        axes.axhline(of_blocks.oracle, color=colour, ls="--", lw=1, label="... and all states")
-    axes.set(xlabel="bytes of snapshots to bytes of KV", ylabel="share of prompt tokens found")
-    axes.set(xlim=(0, None), ylim=(0, None), title=title)
-    axes.title.set_fontsize(10)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

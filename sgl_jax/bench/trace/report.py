@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgl_jax.bench.trace.recurrent import RecurrentRates
 from sgl_jax.bench.trace.served import ServedRun
 
 _PERCENTILES = (50, 90, 99)
@@ -20,18 +19,6 @@ class CacheRow(NamedTuple):
     oracles: dict[str, float]
 
 
-def recurrent_table(rates: Mapping[int, RecurrentRates]) -> str:
-    """A line for each capacity and share of snapshots."""
-    lines = [f"{'blocks of 512':>13}  {'bytes to KV':>11}  {'all states':>10}  found  ratio"]
-    for blocks, of_blocks in rates.items():
-        for share, rate in of_blocks.by_share.items():
-            ratio = rate / of_blocks.oracle if of_blocks.oracle else 1.0
-            lines.append(
-                f"{blocks:>13,}  {share:>11g}  {of_blocks.oracle:>10.3f}  {rate:.3f}  {ratio:.2f}"
-            )
-    return "\n".join(lines)
-
-
 def cache_table(rows: Sequence[CacheRow]) -> str:
     """A line for each capacity."""
     names = [*(f"tree, {policy}" for policy in rows[0].tree), *rows[0].oracles]
@@ -43,28 +30,6 @@ def cache_table(rows: Sequence[CacheRow]) -> str:
         cells = "  ".join(f"{rate:>{width}.3f}" for rate, width in zip(rates, widths, strict=True))
         blocks = "no limit" if row.is_unlimited else f"{row.blocks:,}"
         lines.append(f"{blocks:>13}  {cells}")
-    return "\n".join(lines)
-
-
-class WindowedRow(NamedTuple):
-    """Hit rates of a mix of layers in the memory of `blocks` blocks of all its layers."""
-
-    layers: str
-    blocks: int
-    full_alone: float  # every layer keeps every token
-    windowed: float
-
-
-def windowed_table(rows: Sequence[WindowedRow]) -> str:
-    """A line for each mix and capacity."""
-    width = max(len(row.layers) for row in rows)
-    lines = [f"{'layers':<{width}}  blocks of 512  all kept  windows  ratio"]
-    for row in rows:
-        ratio = f"{row.windowed / row.full_alone:.2f}" if row.full_alone else "-"
-        lines.append(
-            f"{row.layers:<{width}}  {row.blocks:>13,}  {row.full_alone:>8.3f}  "
-            f"{row.windowed:>7.3f}  {ratio:>5}"
-        )
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from sgl_jax.bench.trace.fake_executor import FakeExecutor
 from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
 from sgl_jax.bench.trace.step_time import StepSeconds
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -21,7 +22,6 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.scheduler.scheduler import Scheduler
-from sgl_jax.testing.fake_executor import FakeExecutor
 
 T = TypeVar("T")
 

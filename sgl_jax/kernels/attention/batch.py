@@ -1,7 +1,7 @@
-"""Which tokens of a step belong to which row, and where each row's KV lies.
+"""The tokens and pages of each row of a step, and the options of scores.
 
-Owns the derivation of per-token indices, done once per step and read by every layer. Everything
-here is local to one data-parallel rank: page ids index that rank's own pool.
+Everything here is local to one data-parallel rank: page ids index that rank's own pool. Per-token
+indices are derived once per step and read by every layer.
 """
 
 from dataclasses import dataclass, field
@@ -82,14 +82,13 @@ class AttentionBatch:
         )
 
 
-# The score of a key that is not seen. Finite, so that scores that are all masked leave no NaN:
-# what they add is scaled by exp(MASKED - m) = 0 as soon as a visible key is met, and every query
-# sees at least itself.
+# The score of a key that is not seen. Finite, so that scores that are all masked leave no NaN: the
+# next visible key scales their sum by exp(MASKED - m) = 0, and every query sees at least itself.
 MASKED = -1e30
 
 
 class ScoreOptions(NamedTuple):
-    """How a layer computes its scores; all but `sinks` are static."""
+    """A layer's options for scores; all but `sinks` are static."""
 
     scale: float  # multiplies q @ k
     sliding_window: int | None = None  # a query at p sees keys at (p - sliding_window, p]

@@ -1,4 +1,4 @@
-"""The calls that layers with a recurrence make, and the one place that chooses who computes them.
+"""The calls that layers with a recurrence make, and the one place that chooses an implementation.
 
 Every implementation has the signature of `GatedDelta` or `CausalConv` and is judged by
 `reference`, which computes token by token in float64.
@@ -66,7 +66,7 @@ class GatedDelta(Protocol):
 
         Returns:
             out: [T, value_heads, value_dim] in v's dtype; finite but unspecified for padding.
-            states: with what the batch says is written.
+            states: with the new ones in the batch's slots.
         """
         ...
 
@@ -98,13 +98,13 @@ class CausalConv(Protocol):
 
         Returns:
             out: [T, channels] in u's dtype; finite but unspecified for padding.
-            states: with what the batch says is written.
+            states: with the new ones in the batch's slots.
         """
         ...
 
 
 class GatedDeltaCalls(NamedTuple):
-    """What a layer calls."""
+    """An implementation of both calls."""
 
     gated_delta: GatedDelta
     causal_conv: CausalConv

@@ -1,11 +1,11 @@
-"""Which states a step reads and writes, and how its prompts are cut into chunks.
+"""The states that a step reads and writes, and the chunks of its prompts.
 
-A layer with a recurrence keeps, of each sequence, a state of fixed size in place of KV. States lie
+A layer with a recurrence keeps, for each sequence, a state of fixed size in place of KV. States lie
 in slots, of one data-parallel rank. Slot 0 is the null slot: zeros, the state before the first
 token; nothing writes to it. A padding row names a slot of the null row, which nothing reads.
 
-A state is that after so many tokens and cannot be cut, so a step never writes over the state that
-it went on from: of each row it reads one slot and writes others.
+A state holds all tokens so far and cannot be cut back, so a step never writes over the state it
+started from: for each row it reads one slot and writes others.
 """
 
 from dataclasses import dataclass, field
@@ -34,19 +34,18 @@ class StateBatch:
 
     Tokens and rows lie as in `AttentionBatch`: decode rows first, each with one token and up to
     `max_draft_tokens` drafts, then prefill rows, then padding. A decode row with q tokens writes
-    the states after each of them to the slots `slots_out[i] .. slots_out[i] + q - 1`: which of them
-    it goes on from is known when the drafts are verified. A prefill row writes one state, that
-    after its last token, to `slots_out[i]`, and those at the lengths that are to be kept to the
-    slots named for them.
+    the states after each of them to the slots `slots_out[i] .. slots_out[i] + q - 1`: verification
+    of the drafts chooses one of them. A prefill row writes the state after its last token to
+    `slots_out[i]`, and its snapshots to their slots.
 
     Tokens of prefill rows are cut into chunks of at most `CHUNK_TOKENS`, in the order of the
-    tokens. Chunk c holds the tokens [chunk_starts[c], chunk_starts[c + 1]) of one row, and goes on
-    from the state in slot `chunk_sources[c]`, or, where that is NO_SLOT, from that after the chunk
-    before it. Where `chunk_targets[c]` or `chunk_snapshots[c]` name a slot, the state after the
-    chunk is written there.
+    tokens. Chunk c holds the tokens [chunk_starts[c], chunk_starts[c + 1]) of one row. It starts
+    from the state in slot `chunk_sources[c]`, or, for NO_SLOT, from the state after the chunk
+    before it. The state after the chunk is written to the slots `chunk_targets[c]` and
+    `chunk_snapshots[c]`, but for NO_SLOT.
     """
 
-    slots_in: jax.Array  # int32 [B] of the state that each row goes on from
+    slots_in: jax.Array  # int32 [B] slot of the state that each row starts from
     slots_out: jax.Array  # int32 [B] first of the row's own slots that it writes
     q_offsets: jax.Array  # int32 [B + 1] row i's tokens are [q_offsets[i], q_offsets[i + 1])
     num_decode: jax.Array  # int32 []
@@ -80,7 +79,7 @@ class StateBatch:
             slots_in, slots_out: int32 [B].
             snapshots: int32 [S, 3] states that prefill rows are to keep: row, length in tokens,
                 slot. Only lengths in (kv_start, kv_start + q_len] of the row matter; slot 0 for
-                none. Of a decode row nothing is kept here.
+                none. Entries of decode rows are ignored.
             kv_starts, q_lens: int32 [B], as in `AttentionBatch`.
             num_decode: int32 [].
             num_tokens: T, static.

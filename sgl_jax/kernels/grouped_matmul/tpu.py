@@ -4,13 +4,13 @@ Lines are cut into tiles regardless of group. A *visit* is a group and a tile th
 in; it multiplies the whole tile with the group's matrix and keeps the group's lines. Visits are
 ordered by group, and so by tile, hence
 
-- a group's matrix is fetched once, while the visit before computes, and that of a group without
-  lines never;
+- a group's matrix is fetched once, while the visit before computes, and never for a group without
+  lines;
 - the visits to one tile follow each other, so its result stays in vector memory until all groups
   have left their lines in it.
 
-There are fewer visits than groups and tiles together. The grid has room for the most there can be;
-those beyond the last repeat its indices, which moves nothing, and compute nothing.
+There are fewer visits than groups and tiles together. The grid has room for the largest number;
+unused visits repeat the last one's indices, which moves nothing, and compute nothing.
 
 The layer's number is prefetched with the visits and chooses where in [layers, groups, ...] a matrix
 lies: XLA would copy a layer's matrices, in every step, to hand them to a kernel. After the idea of
@@ -33,7 +33,7 @@ MAX_MATRIX_BYTES = 4 << 20  # of one of the two buffers
 
 
 class Tiles(NamedTuple):
-    """What is computed at once: some columns of the result for some lines."""
+    """The part of the result computed at once: some columns for some lines."""
 
     lines: int
     width: int
@@ -62,7 +62,7 @@ def max_visits(num_lines: int, num_groups: int, tile_lines: int) -> int:
 
 
 class _Visits(NamedTuple):
-    """What the kernel knows beforehand, in scalar memory."""
+    """The kernel's visits, planned beforehand, in scalar memory."""
 
     sizes: Any  # int32 [2]: the layer, how many visits there are
     group: Any  # int32 [most visits]
@@ -154,7 +154,7 @@ def tpu_grouped_matmul(
 ) -> jax.Array:
     """See `interface.GroupedMatmul`.
 
-    `tiles` are those of `choose_tiles` unless given. `interpret` simulates the kernel on a CPU:
+    `tiles` default to `choose_tiles`. `interpret` simulates the kernel on a CPU:
     `pltpu.InterpretParams`.
     """
     num_lines, inputs = lines.shape

@@ -1,4 +1,4 @@
-"""A step's next tokens, and what it reports of them, from logits split over the tensor chips."""
+"""A step's next tokens, and their log-probabilities, from logits split over the tensor chips."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def draw_tokens(
     wants_logprobs: jax.Array,
     masks: jax.Array | None = None,
 ) -> tuple[jax.Array, TokenLogprobs]:
-    """The next token of n rows, int32[n], and their log-probabilities, zeros if not wanted.
+    """The next token of n rows, int32[n], and their log-probabilities, zeros if not requested.
 
     Both are equal on all tensor chips. A batch of plain greedy rows exchanges no logits.
 
@@ -29,8 +29,8 @@ def draw_tokens(
         token_table: int32[num_rows, max_context_len].
         where: which rows draw.
         wants_logprobs: bool[], of this rank.
-        masks: int32[n, ceil(vocab_size / 32)] the tokens that may be drawn; None: all. What is
-            reported is as if all might be.
+        masks: int32[n, ceil(vocab_size / 32)] the tokens that may be drawn; None: all. They do not
+            change the reported log-probabilities.
     """
     num_rows = where.rows.shape[0]
     drawable = logits if masks is None else logits.allowed(masks)
@@ -63,7 +63,7 @@ def draw_tokens(
 
 
 def score_tokens(logits: SplitLogits, tokens: jax.Array, ids: jax.Array) -> TokenLogprobs:
-    """As `token_logprobs`, equal on all tensor chips."""
+    """`token_logprobs`, equal on all tensor chips."""
     scored = token_logprobs(logits.whole_rows(), own_share(tokens), own_share(ids))
     joined: TokenLogprobs = jax.tree.map(lambda share: join_shares(share, tokens.shape[0]), scored)
     return joined

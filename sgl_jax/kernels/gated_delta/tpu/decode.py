@@ -14,8 +14,8 @@ Buffers, with n of each (`num_buffers`), and a state [Hv, 128, 128]:
     states           [2, n, *state]    before the first token of row r in [0, r % n],
                                        after token t in [1, t % n]
 
-DMAs of token t: start those of token t + n - 1, with the state of its row if it is the row's first;
-wait for its own; wait until the results of token t - n are in memory; start those of token t.
+DMAs of token t: start the inputs of token t + n - 1, with its row's state if it is the row's first;
+wait for its own inputs; wait until the results of token t - n are in memory; start its own results.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from sgl_jax.kernels.gated_delta.tpu.shared import start, unit, wait
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 SUBLANES = 8
-# Of large states three buffers keep the memory busy; of small ones more DMAs are in flight, since
+# Three buffers of large states keep the memory busy; small states need more DMAs in flight, since
 # each takes a while to begin.
 MIN_BUFFERS, MAX_BUFFERS = 3, 8
 BUFFER_BYTES = 4 << 20
@@ -49,7 +49,6 @@ class _Rows(NamedTuple):
     slots_out: Any  # int32 [B]
 
     def is_first(self, token: Any) -> jax.Array:
-        """Whether a token is its row's first."""
         return token == self.q_offsets[self.token_rows[token]]
 
 
@@ -83,8 +82,6 @@ class _Semaphores(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """What every function of the kernel needs."""
-
     rows: _Rows
     hbm: _HBM
     buffers: _Buffers
@@ -168,7 +165,7 @@ def decode_gated_delta(
 def _kernel(
     rows: _Rows, hbm: _HBM, tokens: Any, states: Any, buffers: _Buffers, sems: _Semaphores
 ) -> None:
-    # Inputs and results share memory; what is read and written is one array.
+    # Inputs and results share memory: one array is read and written.
     kernel = _Kernel(rows, hbm._replace(v=tokens, states=states), buffers, sems)
     num_tokens, ahead = rows.q_offsets[rows.num_decode[0]], kernel.num_buffers - 1
 
@@ -187,7 +184,7 @@ def _kernel(
 
 
 def _start_token(kernel: _Kernel, token: jax.Array) -> None:
-    """Start what a token needs."""
+    """Start the DMAs of a token's inputs."""
     _for_each(_token_copies(kernel, token), start)
     pl.when(kernel.rows.is_first(token))(lambda: _state_copy(kernel, token).start())
 
@@ -212,7 +209,7 @@ def _state_before(kernel: _Kernel, token: jax.Array, is_first: jax.Array) -> Any
 
 
 def _change(kernel: _Kernel, token: jax.Array, state: Any) -> None:
-    """Put into a token's buffers its output, and the state after it; `state` is that before."""
+    """Put a token's output, and the state after it, into its buffers; `state` is the one before."""
     at, buffers = kernel.buffer(token), kernel.buffers
     key_heads, value_heads = buffers.k.shape[1], buffers.v.shape[1]
     q, k = unit(buffers.q[at]) * LANES**-0.5, unit(buffers.k[at])
@@ -271,7 +268,7 @@ def _result_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
 
 
 def _slot_written(rows: _Rows, token: jax.Array) -> jax.Array:
-    """Where the state after a token belongs."""
+    """The slot of the state after a token."""
     row = rows.token_rows[token]
     return rows.slots_out[row] + token - rows.q_offsets[row]
 

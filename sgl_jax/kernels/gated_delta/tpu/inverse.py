@@ -30,7 +30,7 @@ def inverses(systems: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
 
 
 def _inverse(pairs: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
-    """As `inverses`, of one or two matrices side by side, [C, C] or [C, 2 * C].
+    """`inverses` of one or two matrices side by side, [C, C] or [C, 2 * C].
 
     By halves: the inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with the inverses A', D'
     of A and D. A series of powers of the system would cancel where keys are alike.
@@ -74,7 +74,7 @@ def _residual(mask: "_Halves", pair: jax.Array, inverse: jax.Array) -> jax.Array
 
 
 class _Halves(NamedTuple):
-    """Where elements of matrices that lie side by side are."""
+    """Row and column of each element of matrices that lie side by side."""
 
     row: jax.Array
     column: jax.Array  # of its own matrix
@@ -95,7 +95,7 @@ class _Halves(NamedTuple):
 
 
 def _side_by_side(left: jax.Array, right: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The product of each matrix of `left` [C, C or 2 * C] with that of `right` at its side."""
+    """The product of each matrix of `left` [C, C or 2 * C] with the one at its place in `right`."""
     width = left.shape[1]
     if width > CHUNK_TOKENS:
         row, column = (lax.broadcasted_iota(jnp.int32, (width, width), axis) for axis in range(2))

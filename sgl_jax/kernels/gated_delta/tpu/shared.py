@@ -1,4 +1,4 @@
-"""What the kernels of gated delta nets have in common."""
+"""Common parts of the kernels of gated delta nets."""
 
 from typing import Any
 

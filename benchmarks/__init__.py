@@ -1,0 +1,16 @@
+"""Measurements and tools of the developers, beside the package: run them from the repository root.
+
+- `python -m benchmarks.host`: processor time of scheduling and memory, without a device
+- `python -m benchmarks.device`: the engine loop against the bare jitted step; compile gaps, and
+  two engines in turn
+- `python -m benchmarks.kernels.cost`: the TPU compiler's schedules of the kernels
+- `python -m benchmarks.serving.session_turns`: turns of sessions on a running server
+- `python -m benchmarks.trace`: recorded prompts with sliding windows or recurrent layers; fairness
+- `python -m benchmarks.demo_model.train`: the demonstration model, its tasks and its evaluation
+
+The package never imports this one.
+"""
+
+from pathlib import Path
+
+DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo"

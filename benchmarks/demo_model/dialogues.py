@@ -1,0 +1,55 @@
+"""The dialogues that the demonstration model is trained on: turns of all kinds, mixed.
+
+What a turn may be, and which items belong to training, is in ``tasks``.
+"""
+
+import random
+from collections.abc import Mapping
+
+from benchmarks.demo_model.tasks import (
+    ATTRIBUTES,
+    DEFAULT_MIX,
+    DialogueWriter,
+    Message,
+    Split,
+    Turn,
+    estimate_tokens,
+    messages_of,
+)
+
+# With the tool offered. What else it is asked it answers by itself.
+TOOL_MIX: Mapping[str, float] = {
+    **{kind: 0.3 * weight for kind, weight in DEFAULT_MIX.items()},
+    "weather": 2.0,
+}
+# Many people with the same attribute: only the name says which value is asked for.
+DRILL_MIX: Mapping[str, float] = {
+    "tell": 1.0,
+    "recall": 2.0,
+    "unknown": 1.5,
+    "filler": 0.2,
+    "weather_untold": 0.1,
+}
+
+
+def write_dialogue(
+    rng: random.Random,
+    split: Split,
+    max_tokens: int,
+    mix: Mapping[str, float] = DEFAULT_MIX,
+    max_facts: int = 12,
+    attributes: tuple[str, ...] = ATTRIBUTES,
+) -> list[Message]:
+    """Mixed turns until about ``max_tokens`` tokens are reached."""
+    writer = DialogueWriter(rng, split, attributes)
+    kinds, weights = list(mix), list(mix.values())
+    turns: list[Turn] = []
+    num_tokens = 0
+    while num_tokens < max_tokens:
+        kind = rng.choices(kinds, weights)[0]
+        if kind == "tell" and len(writer.facts) >= max_facts:
+            kind = "filler"
+        turn = writer.write(kind)
+        turns.append(turn)
+        num_tokens += estimate_tokens(turn.user) + estimate_tokens(turn.assistant)
+    return messages_of(rng, turns)

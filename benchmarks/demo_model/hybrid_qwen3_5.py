@@ -1,0 +1,254 @@
+"""The hybrid Qwen3.5 that ``train`` trains: gated delta nets and attention in turn.
+
+Like ``dense_qwen3`` it is written for short training sequences, with parameters under the names
+that Hugging Face transformers gives them. The delta rule runs in chunks (arXiv 2412.06464), as
+its recurrence would be one small product a token.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+
+from benchmarks.demo_model.dense_qwen3 import Params, attend, gated_mlp, rms_norm, rotate
+
+CHUNK = 64  # tokens
+
+
+class HybridQwen35(NamedTuple):
+    """The shape of the model: a few of the keys of its config.json."""
+
+    vocab_size: int = 768
+    hidden_size: int = 160
+    intermediate_size: int = 416
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    linear_num_key_heads: int = 2
+    linear_num_value_heads: int = 4
+    linear_key_head_dim: int = 32
+    linear_value_head_dim: int = 32
+    linear_conv_kernel_dim: int = 4
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 8192
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Of each layer, with attention last of each two."""
+        return ["linear_attention", "full_attention"] * (self.num_hidden_layers // 2)
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """Of full attention: a quarter of a head is rotated."""
+        return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+
+    def init_params(self, key: jax.Array) -> Params:
+        """Random fp32 weights, every matrix as [outputs, inputs]."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_size = self.num_attention_heads * self.head_dim
+        kv_size = self.num_key_value_heads * self.head_dim
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        values = self.linear_num_value_heads * self.linear_value_head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, hidden),
+            "model.norm.weight": (hidden,),
+        }
+        for i, kind in enumerate(self.layer_types):
+            layer = f"model.layers.{i}"
+            shapes |= {
+                f"{layer}.input_layernorm.weight": (hidden,),
+                f"{layer}.post_attention_layernorm.weight": (hidden,),
+                f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+                f"{layer}.mlp.up_proj.weight": (inner, hidden),
+                f"{layer}.mlp.down_proj.weight": (hidden, inner),
+            }
+            if kind == "full_attention":
+                shapes |= {
+                    f"{layer}.self_attn.q_proj.weight": (2 * q_size, hidden),
+                    f"{layer}.self_attn.k_proj.weight": (kv_size, hidden),
+                    f"{layer}.self_attn.v_proj.weight": (kv_size, hidden),
+                    f"{layer}.self_attn.o_proj.weight": (hidden, q_size),
+                    f"{layer}.self_attn.q_norm.weight": (self.head_dim,),
+                    f"{layer}.self_attn.k_norm.weight": (self.head_dim,),
+                }
+            else:
+                rates = self.linear_num_value_heads
+                shapes |= {
+                    f"{layer}.linear_attn.in_proj_qkv.weight": (2 * keys + values, hidden),
+                    f"{layer}.linear_attn.in_proj_z.weight": (values, hidden),
+                    f"{layer}.linear_attn.in_proj_b.weight": (rates, hidden),
+                    f"{layer}.linear_attn.in_proj_a.weight": (rates, hidden),
+                    f"{layer}.linear_attn.conv1d.weight": (
+                        2 * keys + values,
+                        1,
+                        self.linear_conv_kernel_dim,
+                    ),
+                    f"{layer}.linear_attn.A_log": (rates,),
+                    f"{layer}.linear_attn.dt_bias": (rates,),
+                    f"{layer}.linear_attn.norm.weight": (self.linear_value_head_dim,),
+                    f"{layer}.linear_attn.out_proj.weight": (hidden, values),
+                }
+        keys_of = jax.random.split(key, len(shapes))
+        return {name: _initial(name, shapes[name], keys_of[i]) for i, name in enumerate(shapes)}
+
+    def forward(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Logits [B, T, vocab] of tokens [B, T] at positions [B, T]."""
+        embedding = params["model.embed_tokens.weight"]
+        x = embedding[tokens]
+        for i, kind in enumerate(self.layer_types):
+            layer = f"model.layers.{i}"
+            h = self._norm(params, f"{layer}.input_layernorm", x)
+            if kind == "full_attention":
+                x = x + self._attention(params, f"{layer}.self_attn", h, positions)
+            else:
+                x = x + self._delta_net(params, f"{layer}.linear_attn", h)
+            h = self._norm(params, f"{layer}.post_attention_layernorm", x)
+            x = x + gated_mlp(params, f"{layer}.mlp", h)
+        return self._norm(params, "model.norm", x) @ embedding.T
+
+    def describe(self) -> dict[str, Any]:
+        """What config.json says of the model."""
+        return {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            "dtype": "bfloat16",
+            **self._asdict(),
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "layer_types": self.layer_types,
+            "rope_parameters": self.rope_parameters,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+        }
+
+    def _norm(self, params: Params, name: str, x: jax.Array) -> jax.Array:
+        return rms_norm(x, 1 + params[f"{name}.weight"], self.rms_norm_eps)
+
+    def _attention(
+        self, params: Params, layer: str, x: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """Causal grouped-query attention over x [B, T, hidden], with a gate at its output."""
+        batch, length, _ = x.shape
+        dim, rope = self.head_dim, self.rope_parameters
+        rotated = int(dim * rope["partial_rotary_factor"])
+
+        def heads(part: str, width: int) -> jax.Array:
+            flat = x @ params[f"{layer}.{part}_proj.weight"].T
+            return flat.reshape(batch, length, -1, width)
+
+        def rotate_part(h: jax.Array) -> jax.Array:
+            turned = rotate(h[..., :rotated], positions, rope["rope_theta"])
+            return jnp.concatenate([turned, h[..., rotated:]], axis=-1)
+
+        q, gate = jnp.split(heads("q", 2 * dim), 2, axis=-1)
+        q = rotate_part(self._norm(params, f"{layer}.q_norm", q)) * dim**-0.5
+        k = rotate_part(self._norm(params, f"{layer}.k_norm", heads("k", dim)))
+        found = attend(q, k, heads("v", dim)) * jax.nn.sigmoid(gate.reshape(batch, length, -1))
+        return found @ params[f"{layer}.o_proj.weight"].T
+
+    def _delta_net(self, params: Params, layer: str, x: jax.Array) -> jax.Array:
+        """A gated delta net over x [B, T, hidden]."""
+        batch, length, _ = x.shape
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        group = self.linear_num_value_heads // self.linear_num_key_heads
+
+        def project(part: str) -> jax.Array:
+            return x @ params[f"{layer}.in_proj_{part}.weight"].T
+
+        def by_head(flat: jax.Array, width: int) -> jax.Array:
+            return flat.reshape(batch, length, -1, width)
+
+        def key_heads(flat: jax.Array) -> jax.Array:
+            h = by_head(flat, self.linear_key_head_dim)
+            unit = h * jax.lax.rsqrt(jnp.sum(h * h, axis=-1, keepdims=True) + 1e-6)
+            return jnp.repeat(unit, group, axis=2)
+
+        mixed = causal_conv(project("qkv"), params[f"{layer}.conv1d.weight"][:, 0])
+        q, k, v = jnp.split(jax.nn.silu(mixed), (keys, 2 * keys), axis=-1)
+        speed = jnp.exp(params[f"{layer}.A_log"])
+        decay = -speed * jax.nn.softplus(project("a") + params[f"{layer}.dt_bias"])
+        found = delta_rule(
+            key_heads(q) * self.linear_key_head_dim**-0.5,
+            key_heads(k),
+            by_head(v, self.linear_value_head_dim),
+            decay,
+            jax.nn.sigmoid(project("b")),
+        )
+        normed = rms_norm(found, params[f"{layer}.norm.weight"], self.rms_norm_eps)
+        gated = normed.reshape(batch, length, -1) * jax.nn.silu(project("z"))
+        return gated @ params[f"{layer}.out_proj.weight"].T
+
+
+def _initial(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    if name.endswith("A_log"):  # heads forget at speeds of one to sixteen ...
+        return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=16.0))
+    if name.endswith("dt_bias"):  # ... times softplus of this, 0.001 to 0.1, as Mamba has it
+        rate = jnp.exp(jax.random.uniform(key, shape, minval=jnp.log(0.001), maxval=jnp.log(0.1)))
+        return rate + jnp.log(-jnp.expm1(-rate))
+    if name.endswith("linear_attn.norm.weight"):
+        return jnp.ones(shape)
+    if len(shape) == 1:  # norms that scale by one and this
+        return jnp.zeros(shape)
+    scale = 0.02 if "embed" in name else shape[-1] ** -0.5
+    return scale * jax.random.normal(key, shape)
+
+
+def causal_conv(u: jax.Array, weight: jax.Array) -> jax.Array:
+    """Each channel of u [B, T, C] by itself, over the last K tokens, with weight [C, K]."""
+    width = weight.shape[1]
+    padded = jnp.pad(u, ((0, 0), (width - 1, 0), (0, 0)))
+    taps = (padded[:, i : i + u.shape[1]] * weight[:, i] for i in range(width))
+    return sum(taps, jnp.zeros_like(u))
+
+
+def delta_rule(
+    q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array
+) -> jax.Array:
+    """The gated delta rule from a state of zeros, in chunks of `CHUNK` tokens.
+
+    Args:
+        q, k: [B, T, H, key_dim], k of length one.
+        v: [B, T, H, value_dim].
+        decay, beta: [B, T, H]; the logarithm of what is kept of the state, and the rate of writing.
+
+    Returns:
+        [B, T, H, value_dim].
+    """
+    length = q.shape[1]
+    spare = -length % CHUNK
+
+    def chunks(x: jax.Array) -> jax.Array:  # [B, T, H, ...] -> [chunks, B, H, CHUNK, ...]
+        padded = jnp.pad(x, ((0, 0), (0, spare)) + ((0, 0),) * (x.ndim - 2))
+        cut = padded.reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
+        return jnp.moveaxis(cut, (1, 3), (0, 2))
+
+    q, k, v, decay, beta = map(chunks, (q, k, v, decay, beta))
+    passed = jnp.cumsum(decay, axis=-1)
+    gap = passed[..., :, None] - passed[..., None, :]
+    causal = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    # Masked before the exponential: above the diagonal it could overflow.
+    kept = jnp.exp(jnp.where(causal, gap, -jnp.inf))
+    k_beta = k * beta[..., None]
+    among = jnp.tril(k_beta @ jnp.swapaxes(k, -1, -2) * kept, -1)
+    wanted = jnp.concatenate([v * beta[..., None], k_beta * jnp.exp(passed)[..., None]], axis=-1)
+    solved = solve_triangular(among + jnp.eye(CHUNK), wanted, lower=True, unit_diagonal=True)
+    new, from_state = jnp.split(solved, (v.shape[-1],), axis=-1)
+    inner = q @ jnp.swapaxes(k, -1, -2) * kept
+    q_kept = q * jnp.exp(passed)[..., None]
+    k_kept = k * jnp.exp(passed[..., -1:] - passed)[..., None]
+    keep_all = jnp.exp(passed[..., -1])[..., None, None]
+
+    def step(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        new, from_state, inner, q_kept, k_kept, keep_all = chunk
+        written = new - from_state @ state
+        out = q_kept @ state + inner @ written
+        return keep_all * state + jnp.swapaxes(k_kept, -1, -2) @ written, out
+
+    state = jnp.zeros((*k.shape[1:3], k.shape[-1], v.shape[-1]))
+    _, out = jax.lax.scan(step, state, (new, from_state, inner, q_kept, k_kept, keep_all))
+    out = jnp.moveaxis(out, (0, 2), (1, 3))
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :length]

@@ -1,0 +1,171 @@
+"""How many tokens a decode step yields with drafts, and that they change no answer.
+
+    python -m benchmarks.demo_model.speculation --num-questions 40
+
+Asks the demonstration model's questions twice, with and without n-gram drafts, one at a time and
+each step's result read before the next, so that every decode step is one request's. What a prompt
+takes to prefill is counted apart, by asking for a single token first. Exits with 1 if any output
+differs or the tasks together yield fewer tokens per decode step than asked for. Speed-up is of the
+whole answer, prefill included; on a CPU verifying drafts costs about what it saves.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+from benchmarks import DEMO_MODEL
+from benchmarks.demo_model.tasks import held_out_questions
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.engine.offline import Engine
+
+TASKS = ("recall", "recall_long", "sort", "reverse")
+_SAMPLING = SamplingParams(temperature=0.0, max_new_tokens=48)
+_FIRST_TOKEN = SamplingParams(temperature=0.0, max_new_tokens=1)
+
+
+class Run(NamedTuple):
+    """One task's questions, answered by one engine."""
+
+    outputs: list[list[int]]
+    num_decode_steps: int
+    num_drafted: int
+    num_accepted: int
+    seconds: float
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a decode step; the first token of each output comes from its prefill."""
+        return sum(len(output) - 1 for output in self.outputs) / self.num_decode_steps
+
+
+class Comparison(NamedTuple):
+    """One line of the table."""
+
+    task: str
+    plain: Run
+    drafting: Run
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether drafts changed no token."""
+        return self.plain.outputs == self.drafting.outputs
+
+    @property
+    def ratio(self) -> float:
+        """Tokens per decode step, with drafts over without."""
+        return self.drafting.tokens_per_step / self.plain.tokens_per_step
+
+    def line(self) -> str:
+        """The line of the table."""
+        drafting = self.drafting
+        accepted = drafting.num_accepted / max(drafting.num_drafted, 1)
+        return (
+            f"{self.task:<12} {len(drafting.outputs):>9} {self.plain.tokens_per_step:>7.2f} "
+            f"{drafting.tokens_per_step:>7.2f} {self.ratio:>6.2f} {accepted:>9.0%} "
+            f"{self.plain.seconds / drafting.seconds:>8.2f} "
+            f"{'yes' if self.is_identical else 'NO':>10}"
+        )
+
+
+HEADER = (
+    f"{'task':<12} {'questions':>9} {'plain':>7} {'drafts':>7} {'ratio':>6} {'accepted':>9} "
+    f"{'speed-up':>8} {'identical':>10}"
+)
+
+
+def compare(
+    num_questions: int,
+    *,
+    seed: int = 0,
+    num_draft_tokens: int = 4,
+    **settings: Any,
+) -> list[Comparison]:
+    """`num_questions` of each task, asked with and without drafts.
+
+    Args:
+        settings: of both engines, beside the model and how steps overlap.
+    """
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": num_draft_tokens}
+    plain = _run_all(num_questions, seed, settings)
+    drafting = _run_all(num_questions, seed, settings | drafts)
+    return [Comparison(task, plain[task], drafting[task]) for task in TASKS]
+
+
+def together(comparisons: Sequence[Comparison]) -> Comparison:
+    """All tasks as one."""
+    plain = _sum([comparison.plain for comparison in comparisons])
+    return Comparison("overall", plain, _sum([comparison.drafting for comparison in comparisons]))
+
+
+def _sum(runs: Sequence[Run]) -> Run:
+    return Run._make(reduce(add, column) for column in zip(*runs, strict=True))
+
+
+def _run_all(num_questions: int, seed: int, settings: dict[str, Any]) -> dict[str, Run]:
+    """By task."""
+    with Engine(
+        str(DEMO_MODEL),
+        max_running_requests=1,
+        disable_overlap_schedule=True,
+        disable_radix_cache=True,
+        **settings,
+    ) as engine:
+        runs = {}
+        for task in TASKS:
+            questions = held_out_questions(num_questions, seed, tasks=(task,))
+            prompts = [engine.tokenizer.apply_chat_template(q.messages) for q in questions]
+            runs[task] = _run(engine, prompts)
+        return runs
+
+
+def _run(engine: Engine, prompts: list[list[int]]) -> Run:
+    before = engine.server_info()["counters"]
+    engine.generate(input_ids=prompts, sampling_params=_FIRST_TOKEN, progress=False)
+    prefilled = engine.server_info()["counters"]
+    start = time.perf_counter()
+    results = engine.generate(input_ids=prompts, sampling_params=_SAMPLING, progress=False)
+    seconds = time.perf_counter() - start
+    after = engine.server_info()["counters"]
+
+    def gained(name: str) -> int:
+        return int(after[name] - prefilled[name])
+
+    return Run(
+        outputs=[result.output_ids for result in results],
+        num_decode_steps=gained("steps") - int(prefilled["steps"] - before["steps"]),
+        num_drafted=gained("drafted_tokens"),
+        num_accepted=gained("accepted_draft_tokens"),
+        seconds=seconds,
+    )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Tokens per decode step with n-gram drafts.")
+    parser.add_argument("--num-questions", type=int, default=25, help="of each task")
+    parser.add_argument("--seed", type=int, default=0, help="of the questions")
+    parser.add_argument("--num-draft-tokens", type=int, default=4, help="per step")
+    parser.add_argument("--min-ratio", type=float, default=1.5, help="over all tasks")
+    args = parser.parse_args(argv)
+    if args.num_questions < 1:
+        parser.error("--num-questions must be at least 1")
+    return args
+
+
+def main() -> None:
+    """Print the table; exit with 0 if drafts changed nothing and paid."""
+    args = parse_args()
+    comparisons = compare(
+        args.num_questions, seed=args.seed, num_draft_tokens=args.num_draft_tokens
+    )
+    overall = together(comparisons)
+    print("\n".join([HEADER, *(comparison.line() for comparison in [*comparisons, overall])]))
+    sys.exit(0 if overall.is_identical and overall.ratio >= args.min_ratio else 1)
+
+
+if __name__ == "__main__":
+    main()

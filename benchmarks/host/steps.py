@@ -1,0 +1,112 @@
+"""Host time of steps in which all rows decode."""
+
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import numpy as np
+
+from benchmarks.host.timing import Timing, timed, timed_once
+from sgl_jax.bench.trace.fake_executor import FakeExecutor
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.messages import GenerateRequest, OutputBatch
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
+from sgl_jax.scheduler.scheduler import Scheduler
+
+DP_SIZE = 8
+ROWS_PER_RANK = 256
+CONTEXT_LEN = 1000
+VOCAB_SIZE = 32_000
+SIZES = EngineSizes(
+    dp_size=DP_SIZE,
+    page_size=16,
+    pool_pages=(40_000,),
+    num_rows=ROWS_PER_RANK + 1,
+    max_context_len=4000,
+    max_step_tokens=2048 + ROWS_PER_RANK,
+    max_prompt_logprob_tokens=1024,
+    vocab_size=VOCAB_SIZE,
+)
+
+
+class StepLoop:
+    """The engine's loop around `scheduler`, one step in flight; by default on a fake executor."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor | None = None) -> None:
+        self.scheduler = scheduler
+        self.outputs: OutputBatch | None = None  # of the last turn
+        self._executor = executor or FakeExecutor(scheduler.sizes)
+        self._before: tuple[StepPlan, StepHandle] | None = None
+
+    def turn(self) -> float:
+        """Plan and launch a step, apply the result of the one before, take the outputs.
+
+        Returns the seconds that the scheduler took; those of the executor are left out.
+        """
+        scheduler, executor = self.scheduler, self._executor
+        start = time.thread_time()
+        plan = scheduler.plan()
+        seconds = time.thread_time() - start
+        launched = None if plan is None else (plan, executor.launch(plan))
+        if self._before is not None:
+            done, handle = self._before
+            results = executor.result(handle)
+            start = time.thread_time()
+            scheduler.apply_result(done, results)
+            seconds += time.thread_time() - start
+        start = time.thread_time()
+        self.outputs = scheduler.take_outputs()
+        self._before = launched
+        return seconds + time.thread_time() - start
+
+
+def decoding_loop(page_size: int, dp_size: int = DP_SIZE) -> StepLoop:
+    """A loop with every row of every rank decoding at about `CONTEXT_LEN` tokens."""
+    tokens_per_row = 2 * CONTEXT_LEN
+    sizes = SIZES._replace(
+        dp_size=dp_size,
+        page_size=page_size,
+        pool_pages=(1 + ROWS_PER_RANK * tokens_per_row // page_size,),
+        max_context_len=tokens_per_row,
+        max_step_tokens=16_384 + ROWS_PER_RANK,
+    )
+    scheduler = Scheduler(sizes, SchedulerArgs(schedule_policy="fcfs"))
+    rng = np.random.default_rng(0)
+    for i in range(dp_size * ROWS_PER_RANK):
+        prompt = rng.integers(0, VOCAB_SIZE, CONTEXT_LEN - 100).tolist()
+        sampling = SamplingParams(max_new_tokens=CONTEXT_LEN)
+        scheduler.submit(GenerateRequest(rid=str(i), input_ids=prompt, sampling=sampling))
+    loop = StepLoop(scheduler)
+    for _ in range(100):
+        loop.turn()
+    assert scheduler.num_running == dp_size * ROWS_PER_RANK, "the load does not fit the sizes"
+    assert scheduler.num_waiting == 0
+    return loop
+
+
+def bench_steps(page_size: int, repeats: int) -> Iterator[Timing]:
+    """Host time of a decode step, and of checking the memory after it."""
+    loop = decoding_loop(page_size)
+    scheduler = loop.scheduler
+    load = f"{DP_SIZE} ranks x {ROWS_PER_RANK} rows, page {page_size}"
+    num_tokens = DP_SIZE * ROWS_PER_RANK
+    seconds = [loop.turn() for _ in range(repeats)]
+    yield Timing(f"decode step, {load}", seconds, num_ops=num_tokens)
+    yield timed(f"check_balance of all ranks, {load}", scheduler.check_balance, repeats=repeats)
+    yield timed(f"audit of all ranks, {load}", scheduler.audit, repeats=5)
+
+
+def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
+    """What `--check-memory busy` adds to a decode step: with and without, in turns, in one run."""
+    loop = decoding_loop(page_size, dp_size)
+    bare: list[float] = []
+    checked: list[float] = []
+    for _ in range(repeats):
+        bare.append(loop.turn())
+        checked.append(loop.turn() + timed_once(loop.scheduler.check_balance))
+    share = median(checked) / median(bare) - 1
+    name = f"busy check share of a step, {dp_size} x {ROWS_PER_RANK} rows, page {page_size}"
+    with_us, without_us = median(checked) * 1e6, median(bare) * 1e6
+    return f"{name:<62} {share:>11.1%} ({with_us:,.1f} us, {without_us:,.1f} without)"

@@ -1,0 +1,27 @@
+"""`sgl-jax bench serve ...` loads a running server; `sgl-jax bench trace FILE` replays traffic."""
+
+import sys
+from collections.abc import Sequence
+
+_USAGE = "usage: sgl-jax bench {serve,trace} ..."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark named by the first word; returns the exit code, 2 for any other word."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Each has imports the other does without: aiohttp, the scheduler.
+    if words[:1] == ["serve"]:
+        from sgl_jax.bench.serve import main as serve
+
+        return serve(words[1:])
+    if words[:1] == ["trace"]:
+        from sgl_jax.bench.trace.command import main as trace
+
+        return trace(words[1:])
+    is_help = words[:1] in (["-h"], ["--help"])
+    print(_USAGE, file=sys.stdout if is_help else sys.stderr)
+    return 0 if is_help else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""Load a running server and report throughput and latency: `sgl-jax bench serve`.
+
+Flags and table are those of SGLang's `bench_serving`, for the random-token data set. Talks to the
+native route (`--backend sglang`) or the OpenAI one (`--backend sglang-oai`) of any server that
+speaks them, so two servers can be measured by the same program. The vocabulary and how long a
+request may be are asked of the server.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import aiohttp
+
+_FIRST_PLAIN_TOKEN = 300  # below lie bytes and special tokens in most vocabularies
+_LAST_SPECIAL_TOKENS = 16
+# Routes that tell what a server takes, and what its limits are called there: here, or in SGLang.
+_FACT_ROUTES = ("/get_model_info", "/get_server_info")
+_REQUEST_LIMITS = ("max_request_tokens", "context_length")
+
+
+class LoadError(ValueError):
+    """The load asked for cannot be sent to this server; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of the requests that it takes; None where it does not say."""
+
+    vocab_size: int | None
+    max_request_tokens: int | None  # prompt and output together
+
+    @classmethod
+    def ask(cls, url: str) -> "ServerFacts":
+        """Ask the server at `url`. Raises LoadError if none answers."""
+        told: dict[str, Any] = {}
+        for route in _FACT_ROUTES:
+            try:
+                with urllib.request.urlopen(url + route, timeout=60) as response:
+                    told = json.load(response) | told
+            except urllib.error.HTTPError:
+                continue  # a server of another kind, without that route
+            except (OSError, ValueError) as error:
+                raise LoadError(f"no server answers at {url}{route}: {error}") from error
+        most = next((told[name] for name in _REQUEST_LIMITS if told.get(name)), None)
+        return cls(told.get("vocab_size"), most)
+
+
+@dataclass
+class RequestTimes:
+    """What one request looked like from outside; times in seconds from its start."""
+
+    num_output_tokens: int = 0
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to send."""
+
+    url: str
+    backend: str
+    model: str
+    prompts: list[list[int]]
+    output_lens: list[int]
+    max_concurrency: int
+    request_rate: float  # requests per second; inf sends as fast as concurrency allows
+
+
+def _url(args: argparse.Namespace) -> str:
+    return args.base_url or f"http://{args.host}:{args.port}"
+
+
+def _choose_vocab_size(args: argparse.Namespace, facts: ServerFacts) -> int:
+    """What was asked for, else what the server says. Raises LoadError if it cannot be."""
+    size: int | None = args.vocab_size or facts.vocab_size
+    if size is None:
+        raise LoadError("the server does not tell the size of its vocabulary: give --vocab-size")
+    if facts.vocab_size is not None and size > facts.vocab_size:
+        raise LoadError(f"--vocab-size {size} is more than the server's {facts.vocab_size}")
+    return size
+
+
+def _check_lengths(args: argparse.Namespace, facts: ServerFacts) -> None:
+    """Raise LoadError if the longest request would be more than the server takes."""
+    prompt_len = max(args.random_input_len, args.shared_prefix_len + 1)
+    most = facts.max_request_tokens
+    if most is not None and prompt_len + args.random_output_len > most:
+        raise LoadError(
+            f"prompts of {prompt_len} tokens and answers of {args.random_output_len} exceed the "
+            f"{most} tokens that the server takes per request: choose a smaller "
+            "--random-input-len, --shared-prefix-len or --random-output-len"
+        )
+
+
+def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
+    """Random prompts of the lengths asked for; the same for the same seed.
+
+    Raises LoadError for what the server would refuse.
+    """
+    _check_lengths(args, facts)
+    rng = random.Random(args.seed)
+    high = _choose_vocab_size(args, facts) - _LAST_SPECIAL_TOKENS
+    low = min(_FIRST_PLAIN_TOKEN, high // 2)
+
+    def length(most: int) -> int:
+        return rng.randint(max(1, int(most * args.random_range_ratio)), most)
+
+    prefix = [rng.randrange(low, high) for _ in range(args.shared_prefix_len)]
+    prompts, output_lens = [], []
+    for _ in range(args.num_prompts):
+        rest = max(1, length(args.random_input_len) - len(prefix))
+        prompts.append(prefix + [rng.randrange(low, high) for _ in range(rest)])
+        output_lens.append(length(args.random_output_len))
+    return Load(
+        url=_url(args),
+        backend=args.backend,
+        model=args.model,
+        prompts=prompts,
+        output_lens=output_lens,
+        max_concurrency=args.max_concurrency or args.num_prompts,
+        request_rate=args.request_rate,
+    )
+
+
+def _body(load: Load, index: int) -> tuple[str, dict[str, Any]]:
+    prompt, count = load.prompts[index], load.output_lens[index]
+    if load.backend == "sglang":
+        sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+        return "/generate", {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+    return "/v1/completions", {
+        "model": load.model,
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+
+
+def _tokens_so_far(backend: str, event: dict[str, Any], before: int) -> int:
+    if backend == "sglang":
+        return int(event["meta_info"]["completion_tokens"])
+    usage = event.get("usage")
+    if usage:
+        return int(usage["completion_tokens"])
+    return before + bool(event.get("choices"))
+
+
+async def _send(session: aiohttp.ClientSession, load: Load, index: int) -> RequestTimes:
+    path, body = _body(load, index)
+    times = RequestTimes()
+    start = last = time.perf_counter()
+    try:
+        async with session.post(load.url + path, json=body) as response:
+            if response.status != 200:
+                times.error = f"{response.status}: {(await response.text())[:200]}"
+                return times
+            async for line in response.content:
+                if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+                    continue
+                event = json.loads(line[5:])
+                if "error" in event:
+                    times.error = str(event["error"])[:200]
+                    return times
+                now = time.perf_counter()
+                count = _tokens_so_far(load.backend, event, times.num_output_tokens)
+                gained = count - times.num_output_tokens
+                if gained <= 0:
+                    continue
+                if times.num_output_tokens == 0:
+                    times.ttft_s = now - start
+                else:
+                    times.itl_s += [(now - last) / gained] * gained
+                last, times.num_output_tokens = now, count
+                times.output_ids = event.get("output_ids") or times.output_ids
+    except (TimeoutError, aiohttp.ClientError, ValueError) as error:
+        times.error = repr(error)
+    times.e2e_s = last - start
+    return times
+
+
+async def run(load: Load) -> tuple[list[RequestTimes], float]:
+    """Send everything; returns one entry per request, and the seconds it all took."""
+    permits = asyncio.Semaphore(load.max_concurrency)
+    timeout = aiohttp.ClientTimeout(total=3600)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+    ) as session:
+
+        async def one(index: int) -> RequestTimes:
+            await asyncio.sleep(index / load.request_rate)  # 0 at an infinite rate
+            async with permits:
+                return await _send(session, load, index)
+
+        start = time.perf_counter()
+        results = await asyncio.gather(*(one(i) for i in range(len(load.prompts))))
+        return list(results), time.perf_counter() - start
+
+
+def summarise(load: Load, results: Sequence[RequestTimes], wall_s: float) -> dict[str, float]:
+    """The figures of the table, by name. Latencies in milliseconds."""
+    done = [times for times in results if times.error is None]
+    inputs = sum(len(load.prompts[i]) for i, times in enumerate(results) if times.error is None)
+    outputs = sum(times.num_output_tokens for times in done)
+    figures: dict[str, float] = {
+        "successful_requests": len(done),
+        "failed_requests": len(results) - len(done),
+        "duration_s": wall_s,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": len(done) / wall_s,
+        "input_throughput": inputs / wall_s,
+        "output_throughput": outputs / wall_s,
+    }
+    tpot = [
+        (t.e2e_s - t.ttft_s) / (t.num_output_tokens - 1) for t in done if t.num_output_tokens > 1
+    ]
+    series = {
+        "e2e": [times.e2e_s for times in done],
+        "ttft": [times.ttft_s for times in done],
+        "tpot": tpot,
+        "itl": [gap for times in done for gap in times.itl_s],
+    }
+    for name, values in series.items():
+        figures |= {f"{key}_{name}_ms": 1e3 * value for key, value in _spread(values).items()}
+    return figures
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {"mean": statistics.mean(ordered), "median": statistics.median(ordered), "p99": p99}
+
+
+_TITLES = {
+    "e2e": "End-to-End Latency",
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-Token Latency",
+}
+
+
+def format_table(figures: dict[str, float]) -> str:
+    """The table as SGLang prints it."""
+    lines = [f"{' Serving Benchmark Result ':=^60}"]
+    for name in ("successful_requests", "failed_requests", "duration_s", "total_input_tokens",
+                 "total_output_tokens", "request_throughput", "input_throughput",
+                 "output_throughput"):  # fmt: skip
+        lines.append(f"{name.replace('_', ' '):<45}{figures[name]:>15.2f}")
+    for name, title in _TITLES.items():
+        lines.append(f"{title:-^60}")
+        for key in ("mean", "median", "p99"):
+            value = figures.get(f"{key}_{name}_ms", float("nan"))
+            lines.append(f"{f'{key} {name} (ms)':<45}{value:>15.2f}")
+    return "\n".join([*lines, "=" * 60])
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, with SGLang's names."""
+    parser = argparse.ArgumentParser(prog="sgl-jax bench serve", description=__doc__)
+    parser.add_argument("--backend", choices=("sglang", "sglang-oai"), default="sglang")
+    parser.add_argument("--base-url", help="of the server; else --host and --port")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--model", default="default", help="name for the OpenAI route")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--random-input-len", type=int, default=128)
+    parser.add_argument("--random-output-len", type=int, default=64)
+    parser.add_argument("--random-range-ratio", type=float, default=1.0, help="shortest / longest")
+    parser.add_argument("--shared-prefix-len", type=int, default=0, help="tokens all prompts share")
+    parser.add_argument("--vocab-size", type=int, help="token ids are below this; default: all")
+    parser.add_argument("--request-rate", type=float, default=float("inf"))
+    parser.add_argument("--max-concurrency", type=int, default=0, help="0: no bound")
+    parser.add_argument("--warmup-requests", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output-file", help="append the figures as a line of JSON")
+    parser.add_argument("--output-details", action="store_true", help="and every request's")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 1 if any request failed, 2 if the load cannot be sent to the server."""
+    args = parse_args(argv)
+    try:
+        load = make_load(args, ServerFacts.ask(_url(args)))
+    except LoadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.warmup_requests:
+        rng = random.Random(-args.seed)
+        warm = [rng.sample(prompt, len(prompt)) for prompt in load.prompts[: args.warmup_requests]]
+        asyncio.run(run(replace(load, prompts=warm)))
+    results, wall_s = asyncio.run(run(load))
+    figures = summarise(load, results, wall_s)
+    print(format_table(figures))
+    if args.output_file:
+        line: dict[str, Any] = dict(figures)
+        if args.output_details:
+            line["requests"] = [asdict(times) for times in results]
+        with open(args.output_file, "a") as file:
+            file.write(json.dumps(line) + "\n")
+    failures = sorted({times.error for times in results if times.error})
+    for failure in failures[:5]:
+        print(f"failed: {failure}", file=sys.stderr)
+    return 1 if failures else 0

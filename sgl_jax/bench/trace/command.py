@@ -1,0 +1,247 @@
+"""`sgl-jax bench trace FILE`: recorded traffic, served without a device.
+
+Exit code 0: the run ended and its memory was proved. 1: the memory is not what its ledger says.
+2: bad input.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sgl_jax.bench.trace.cache_only import tree_hit_rate
+from sgl_jax.bench.trace.oracles import Trace, num_distinct_blocks, oracle_hit_rates
+from sgl_jax.bench.trace.plot import plot_run
+from sgl_jax.bench.trace.reading import BLOCK_TOKENS, VOCAB_SIZE, read_trace
+from sgl_jax.bench.trace.report import CacheRow, cache_table, served_text, served_values
+from sgl_jax.bench.trace.served import serve_trace
+from sgl_jax.bench.trace.step_time import LinearStepTime, StepSeconds
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.server_args import ServerArgs, add_arguments
+from sgl_jax.executor.buckets import step_limits
+from sgl_jax.executor.engine_config import resolve_for_device
+from sgl_jax.mem_cache.errors import MemoryDefectError
+from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
+from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
+
+ENGINE_SETTINGS = (
+    "radix_eviction_policy",
+    *("dp_size", "tp_size", "max_total_tokens", "max_running_requests"),
+    *("chunked_prefill_size", "schedule_policy", "load_balance_method"),
+)
+_CAPACITIES = "1000,3000,10000,30000"
+# About what an 8B model in bfloat16 leaves of eight v6e chips.
+_DEFAULT_TOTAL_TOKENS = 1_536_000
+# Large pages, as on TPUs. Without a scheduler, a page is a block.
+_DEFAULT_PAGE_SIZE = 128
+# Linear costs, of Llama 3.1 8B with --tp-size 8 on v6e-8 by `--planner-model`.
+_LINEAR_COSTS = (
+    ("step_base_ms", 3.6, "milliseconds of each step"),
+    ("prefill_us_per_token", 12.0, "microseconds of each prompt token computed"),
+    ("decode_us_per_row", 10.0, "microseconds of each decoding request"),
+    ("kv_ns_per_token", 10.0, "nanoseconds of each KV token read"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code."""
+    words = _parser().parse_args(argv)
+    try:
+        _check(words)
+        trace = read_trace(words.file, words.num_requests)
+        run = _cache_only if words.cache_only else _served
+        text = run(trace, words)
+    except MemoryDefectError as error:
+        print(f"the memory is wrong: {error}", file=sys.stderr)
+        return 1
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sgl-jax bench trace",
+        description="Serve recorded traffic by the real scheduler and memory, without a device.",
+    )
+    parser.add_argument(
+        "file", type=Path, help="requests, one JSON object a line: docs/trace_bench.md"
+    )
+    parser.add_argument("--num-requests", type=int, metavar="N", help="the first N only")
+    parser.add_argument("--json", action="store_true", help="print values as JSON")
+    parser.add_argument(
+        "--check-memory",
+        choices=("idle", "busy"),
+        nargs="?",
+        const="busy",
+        default="idle",
+        help="prove the ledger at the end, or after each step too (busy, or no word)",
+    )
+    add_arguments(parser, only=ENGINE_SETTINGS)
+    parser.add_argument(
+        "--page-size",
+        type=int,
+        metavar="VALUE",
+        help=f"tokens per KV page ({_DEFAULT_PAGE_SIZE}; with --cache-only {BLOCK_TOKENS})",
+    )
+    cache = parser.add_argument_group("the prefix cache alone")
+    cache.add_argument("--cache-only", action="store_true", help="no scheduler, no answers")
+    add_capacities(cache)
+    served = parser.add_argument_group("the served run")
+    served.add_argument("--speedup", type=float, default=1.0, help="of arrivals (%(default)s)")
+    for name, default, text in _LINEAR_COSTS:
+        flag = f"--{name.replace('_', '-')}"
+        served.add_argument(flag, type=float, default=default, help=f"{text} (%(default)s)")
+    served.add_argument("--planner-model", help="steps as long as the planner estimates for it")
+    served.add_argument("--topology", help="slice for --planner-model: v6e-8, v5p-8, ...")
+    served.add_argument("--plot", type=Path, help=f"picture ({', '.join(PLOT_SUFFIXES)})")
+    return parser
+
+
+def add_capacities(parser: argparse._ActionsContainer) -> None:
+    """Add the flag `chosen_capacities` reads beside `--max-total-tokens`."""
+    parser.add_argument(
+        "--capacity-blocks",
+        type=_capacities,
+        metavar="N,N,...",
+        help=f"blocks of {BLOCK_TOKENS} tokens to try ({_CAPACITIES}), or --max-total-tokens",
+    )
+
+
+def _capacities(text: str) -> list[int]:
+    capacities = [int(word) for word in text.split(",")]
+    if min(capacities) < 1:
+        raise ValueError("capacities are positive")
+    return capacities
+
+
+def _check(words: argparse.Namespace) -> None:
+    """Refuse at once what would fail, or mean nothing, after minutes."""
+    for name in ("num_requests", "page_size"):
+        value = getattr(words, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not 0 < words.speedup < float("inf"):
+        raise ValueError(f"--speedup must be positive, got {words.speedup}")
+    for name, _, _ in _LINEAR_COSTS:
+        value = getattr(words, name)
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+    if words.step_base_ms == 0:
+        raise ValueError("--step-base-ms must be positive: the clock would stand still")
+    if (words.planner_model is None) != (words.topology is None):
+        raise ValueError("--planner-model and --topology go together")
+    if words.plot is None:
+        return
+    if words.cache_only:
+        raise ValueError("--plot shows a served run: leave out --cache-only")
+    check_plot_file(words.plot)
+    figure_class()
+
+
+# -- the prefix cache alone -----------------------------------------------------------------------
+
+
+def _cache_only(trace: Trace, words: argparse.Namespace) -> str:
+    """One line for each capacity, the last of which evicts nothing."""
+    page_size, capacities = words.page_size or BLOCK_TOKENS, chosen_capacities(words)
+    all_blocks = num_distinct_blocks(trace)
+    rows = []
+    for capacity in [*capacities, all_blocks]:
+        tree = {
+            policy: tree_hit_rate(
+                trace,
+                capacity,
+                page_size=page_size,
+                policy=policy,
+                check_each_request=words.check_memory == "busy",
+            )
+            for policy in EVICTION_POLICIES
+        }
+        oracles = oracle_hit_rates(trace, capacity)
+        rows.append(CacheRow(capacity, capacity >= all_blocks, tree, oracles))
+    if words.json:
+        return json.dumps([row._asdict() for row in rows], indent=2)
+    num_tokens = sum(request.input_len for request in trace)
+    head = (
+        f"{len(trace):,} requests, {num_tokens:,} prompt tokens: share of them that is served, one "
+        f"request after another, pages of {page_size} tokens"
+    )
+    return f"{head}\n\n{cache_table(rows)}"
+
+
+def chosen_capacities(words: argparse.Namespace) -> list[int]:
+    """Blocks of 512 tokens of each cache to try."""
+    if words.max_total_tokens is not None:
+        return [max(words.max_total_tokens // BLOCK_TOKENS, 1)]
+    return words.capacity_blocks or _capacities(_CAPACITIES)
+
+
+# -- the served run -------------------------------------------------------------------------------
+
+
+def _served(trace: Trace, words: argparse.Namespace) -> str:
+    """The figures of one run; the picture, if asked for, is written."""
+    settings = {name: getattr(words, name) for name in ENGINE_SETTINGS}
+    page_size = words.page_size or _DEFAULT_PAGE_SIZE
+    args = ServerArgs(
+        **settings,
+        page_size=page_size,
+        model_path=words.planner_model or "",
+        max_queued_requests=len(trace),
+        check_memory=words.check_memory,
+    )
+    sizes, step_seconds, about = _engine(trace, args, words)
+    run = serve_trace(trace, sizes, args, step_seconds, speedup=words.speedup)
+    pool_tokens = sizes.dp_size * (sizes.pool_pages[0] - 1) * sizes.page_size
+    capacity = pool_tokens // BLOCK_TOKENS
+    oracles = oracle_hit_rates(trace, capacity)
+    oracles |= {"no limit": oracle_hit_rates(trace, num_distinct_blocks(trace))["LRU"]}
+    values = served_values(run, oracles)
+    title = (
+        f"{len(trace):,} requests, {sizes.dp_size} x {pool_tokens // sizes.dp_size:,} "
+        f"KV tokens in pages of {sizes.page_size}, {words.radix_eviction_policy} eviction"
+    )
+    if words.plot is not None:
+        plot_run(run, title, words.plot)
+    if words.json:
+        return json.dumps({"engine": sizes._asdict(), "step_time": about, **values}, indent=2)
+    return f"{title}\n{about}\n\n{served_text(values)}"
+
+
+def _engine(
+    trace: Trace, args: ServerArgs, words: argparse.Namespace
+) -> tuple[EngineSizes, StepSeconds, str]:
+    """The engine's sizes, how long its steps take, and that in words."""
+    if words.planner_model is not None:
+        # It brings jax, which nothing else here needs.
+        from sgl_jax.bench.trace.planned_time import planned_step_time
+
+        sizes, planned = planned_step_time(args, words.topology)
+        about = (
+            f"steps as the planner estimates for {words.planner_model} on {words.topology}, "
+            f"dp {args.dp_size} x tp {args.tp_size}"
+        )
+        return sizes, planned.seconds, about
+    limits = step_limits(resolve_for_device(args, "tpu"))
+    num_tokens = args.max_total_tokens or _DEFAULT_TOTAL_TOKENS
+    sizes = EngineSizes(
+        dp_size=args.dp_size,
+        page_size=args.page_size,
+        pool_pages=(1 + num_tokens // args.page_size,),
+        num_rows=limits.rows + 1,
+        max_context_len=max(request.input_len + request.output_len for request in trace),
+        max_step_tokens=limits.tokens,
+        max_prompt_logprob_tokens=limits.prompt_logprob_tokens,
+        vocab_size=VOCAB_SIZE,
+    )
+    linear = LinearStepTime(*(getattr(words, name) for name, _, _ in _LINEAR_COSTS))
+    about = (
+        f"a step takes {linear.base_ms:g} ms, {linear.prefill_us_per_token:g} us a prompt token, "
+        f"{linear.decode_us_per_row:g} us a decoding request, {linear.kv_ns_per_token:g} ns a KV "
+        "token read"
+    )
+    return sizes, linear.seconds, about
