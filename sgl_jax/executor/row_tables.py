@@ -47,10 +47,10 @@ def row_table_shapes(sizes: EngineSizes, mesh: Mesh) -> Any:
 
 
 def make_row_tables(sizes: EngineSizes, mesh: Mesh) -> RowTables:
-    wanted = row_table_shapes(sizes, mesh)
+    shapes = row_table_shapes(sizes, mesh)
 
     def zeros() -> RowTables:
-        return RowTables(*(jnp.zeros(table.shape, table.dtype) for table in wanted))
+        return RowTables(*(jnp.zeros(table.shape, table.dtype) for table in shapes))
 
     tables: RowTables = jax.jit(zeros, out_shardings=NamedSharding(mesh, TABLE_SPEC))()
     return tables
