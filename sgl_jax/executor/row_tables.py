@@ -77,7 +77,6 @@ def cut_admissions(admissions: Sequence[Sequence[RowAdmission]]) -> Iterator[Int
 
 
 def empty_piece(dp_size: int) -> Int32Array:
-    """A piece that admits nothing."""
     return np.zeros((dp_size, PIECE_WORDS), np.int32)
 
 
