@@ -58,7 +58,7 @@ class CalledFunctionAnswer(Struct):
 
 
 class ToolCallAnswer(Struct, frozen=True):
-    """In a stream id and type come once, and `index` is that of the call in the answer."""
+    """In a stream id and type come once, and `index` counts the calls of the answer."""
 
     function: CalledFunctionAnswer
     id: str | UnsetType = UNSET
@@ -160,7 +160,7 @@ class ChatFormat(OpenAIFormat):
 
 
 def _delta(event: Event, index: int) -> AssistantMessage:
-    """`index` is that of the last call."""
+    """`index` counts the calls."""
     match event:
         case Content(text):
             return AssistantMessage(text)
