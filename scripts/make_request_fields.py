@@ -1,4 +1,4 @@
-"""Write docs/request_fields.md: every field of a request, and what this server does with it.
+"""Write docs/reference/request_fields.md: every field of a request, and its effect.
 
     python scripts/make_request_fields.py
 
@@ -58,7 +58,7 @@ from sgl_jax.server.text_protocol import DetokenizeBody, TokenizeBody
 from sgl_jax.server.tool_protocol import CalledFunction, FunctionDefinition, ToolCall
 from sgl_jax.server.unserved_fields import NOTHING, UnservedField, as_json
 
-TARGET = Path(__file__).parent.parent / "docs" / "request_fields.md"
+TARGET = Path(__file__).parent.parent / "docs" / "reference" / "request_fields.md"
 
 _HEAD = """# Fields of requests
 

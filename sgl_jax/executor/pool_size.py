@@ -27,13 +27,15 @@ _CPU_MEMORY_SHARE = 0.25
 
 
 # Windows that are cached, beside those of running rows: a page for so many of the first pool. In
-# all no more than so many times the first pool's bytes. docs/eviction.md: what less would serve.
+# all no more than so many times the first pool's bytes. The hits with
+# fewer: docs/measurements/eviction.md.
 _CACHED_PER_WINDOW_PAGE = 2
 _MOST_WINDOW_BYTES = 3
 
 
-# Bytes of snapshots of states to those of the first pool's pages. docs/eviction.md has what more or
-# less would serve. The states of running rows take at most as many bytes as these pages.
+# Bytes of snapshots of states to those of the first pool's pages. The hits with more or fewer:
+# docs/measurements/eviction.md. The states of running rows take at most as many bytes as these
+# pages.
 _SNAPSHOT_BYTES = 0.75
 _MOST_OWN_BYTES = 1.0
 _ROW_SNAPSHOTS = 2  # that a row holds at once: its last, and one that may yet be taken back

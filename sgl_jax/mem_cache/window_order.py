@@ -15,7 +15,7 @@ those where nothing has gone on yet, are checkpoints.
 
 A node is listed at each level at which something may be taken from it, by how often it was used and
 when its windows were last read. The policy says at which rate it will be used; a level is a weight
-of that rate. docs/eviction.md has what other orders and weights serve.
+of that rate. docs/measurements/eviction.md has what other orders and weights serve.
 """
 
 from collections.abc import Iterator

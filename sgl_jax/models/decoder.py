@@ -62,8 +62,9 @@ class BuildOptions(NamedTuple):
     causal_conv: CausalConv = xla_causal_conv
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
-    # How layers are run, by what the compiler makes of it (docs/planning.md): how many in one turn
-    # of the loop, in whole periods, and whether a layer's last sum is left to the next one's norm.
+    # How layers are run, chosen by the compiler's figures (docs/measurements/planning.md): how
+    # many in one turn of the loop, in whole periods, and whether a layer's last sum is left to
+    # the next one's norm.
     unrolled_layers: int = 1
     defers_sum: bool = False
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh

@@ -1,4 +1,4 @@
-"""What one client may ask of the server, as numbers with names. docs/limits.md is their table.
+"""The limits of one client, as numbers with names. docs/guide/limits.md is their table.
 
 Each bounds memory or time that is spent before the engine knows of a request. Their sum is what
 clients without a key can take: connections times what each may send before its key is checked.

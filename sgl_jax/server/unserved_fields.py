@@ -2,8 +2,8 @@
 
 Clients, benches and routers send many of them at the value that asks for nothing. That value is
 taken, any other is refused by name; some fields (labels, accounting, hints) may say anything,
-because they cannot change an answer of this server. `docs/request_fields.md` is made from these
-tables and from the bodies that refer to them.
+because they cannot change an answer of this server. `docs/reference/request_fields.md` is made
+from these tables and from the bodies that refer to them.
 """
 
 from collections.abc import Mapping
