@@ -1,4 +1,4 @@
-"""The pages that tell a user to type something, and the blocks in them."""
+"""The pages with commands and programs for users, and their fenced blocks."""
 
 import re
 from pathlib import Path
