@@ -1,6 +1,6 @@
 """A serving engine for language models on JAX, with a memory stack that proves itself.
 
-Start with `docs/architecture.md`; the heart is `sgl_jax.mem_cache`.
+Start with `docs/inside/architecture.md`; the heart is `sgl_jax.mem_cache`.
 """
 
 from typing import TYPE_CHECKING, Any
