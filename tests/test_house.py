@@ -13,9 +13,6 @@ ROOT = Path(sgl_jax.__file__).parent
 SHARED_CLASS_NAMES = {
     "AllowedTools",
     "Kernel",
-    "Load",
-    "Question",
-    "ReasoningText",
     "RowTables",
     "TokenLogprobs",
 }
