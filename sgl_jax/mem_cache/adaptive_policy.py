@@ -123,7 +123,6 @@ class AdaptivePolicy(EvictionPolicy):
         self._kept_by_hash[_last_hash(leaf)] = leaf, num_uses
 
     def _release(self, leaf: TreeNode) -> None:
-        """Drop `leaf` from the leaves that the favourite keeps."""
         if self._is_kept(leaf):
             self._kept[self._kept_by_hash.pop(_last_hash(leaf))[1]].discard(leaf)
 
@@ -141,7 +140,6 @@ class AdaptivePolicy(EvictionPolicy):
         return reused / (reused + left) / (age * sqrt(sqrt(age)))
 
     def begin(self, node: TreeNode) -> list[UseRun]:
-        """Look up which pages of the edge were cached before."""
         node.page_hashes = self._hasher.hashes(node.key, _hash_before(node))
         self._go_along(node, node.last_access)
         pages = self._ghosts.recall(node.page_hashes)
@@ -198,7 +196,6 @@ class AdaptivePolicy(EvictionPolicy):
         lower.page_hashes = lower.page_hashes[cut:].copy()
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Join the hashes."""
         lower.page_hashes = np.concatenate([upper.page_hashes, lower.page_hashes])
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:

@@ -263,18 +263,15 @@ class CursorIndex:
         self.columns.free(cursor.number)
 
     def _attach(self, cursor: PrefixCursor, parent: PrefixCursor, key: bytes) -> None:
-        """Make the stem a child of `parent`."""
         cursor.parent, cursor.key = parent, key
         parent.children[key] = cursor
         self.columns.parent[cursor.number] = parent.number
 
     def _size(self, cursor: PrefixCursor, num_prompts: int) -> None:
-        """Set the number of prompts that share a new stem."""
         self.columns.end_pages[cursor.number] = cursor.end // self._page_size
         self.columns.num_prompts[cursor.number] = num_prompts
 
     def _take_over(self, cursor: PrefixCursor, live: PrefixCursor) -> None:
-        """Make a cursor live in place of `live`."""
         node, reached = live.at, live.reached
         assert node is not None
         self._rest(live)
@@ -306,7 +303,6 @@ class CursorIndex:
         return common_prefix_len(a, b) // self._page_size * self._page_size
 
     def _file(self, cursor: PrefixCursor, node: TreeNode, reached: int) -> None:
-        """Place the cursor, live, on `node`."""
         if cursor.at is not None:
             self._stops.take_out(cursor)
         cursor.at, cursor.reached = node, reached
@@ -318,7 +314,6 @@ class CursorIndex:
             self._unmeasured[cursor.number] = cursor
 
     def _rest(self, cursor: PrefixCursor) -> None:
-        """Make the cursor no longer live."""
         assert cursor.parent is not None, "the first cursor is live"
         self._stops.take_out(cursor)
         self._unwatch(cursor)

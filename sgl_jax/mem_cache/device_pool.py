@@ -116,7 +116,6 @@ class StatePoolLayout(NamedTuple):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot, all layers."""
         shapes, dtypes = self.slot_shapes(tp_size=1), (self.conv_dtype, self.dtype)
         layer = sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)

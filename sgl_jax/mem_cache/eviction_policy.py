@@ -46,7 +46,6 @@ class EvictionPolicy(ABC):
         self._queues[node.num_uses].add(node)
 
     def discard(self, node: TreeNode) -> None:
-        """Make `node` not evictable."""
         self._queues[node.num_uses].discard(node)
 
     @property
@@ -91,7 +90,6 @@ class EvictionPolicy(ABC):
         """`leaf` is about to lose the tokens past `keep_tokens` of its edge."""
 
     def clear(self) -> None:
-        """Remove all members and records."""
         for queue in self._queues:
             queue.clear()
 

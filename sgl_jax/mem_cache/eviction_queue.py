@@ -45,7 +45,6 @@ class EvictionQueue(Generic[T]):
             self._sweep()
 
     def discard(self, item: T) -> None:
-        """Remove `item` if it is a member."""
         self._members.pop(item.node_id, None)
 
     def oldest(self) -> T | None:

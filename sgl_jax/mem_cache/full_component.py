@@ -79,7 +79,6 @@ class FullComponent:
         )
 
     def lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Lock every node from `node` up to the root."""
         self._lock_up_to(node, None)
 
     def _lock_up_to(self, node: TreeNode, above: TreeNode | None) -> None:
@@ -187,7 +186,6 @@ class BareTokens(FullComponent):
             self.num_evictable += len(node.values[self.index])
 
     def flush_dropped(self) -> None:
-        """No page needs to be freed."""
         self._dropped.clear()
 
 

@@ -43,7 +43,6 @@ class KVLease:
         )
 
     def require_live(self) -> None:
-        """Raise `LeaseError` if the lease was released."""
         if self.released:
             raise LeaseError(f"{self!r} was used after its release")
 

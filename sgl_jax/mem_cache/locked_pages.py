@@ -32,7 +32,6 @@ class LockedPages:
         self.num_locked += num_alone
 
     def unlock(self, pages: Int32Array) -> None:
-        """Undo `lock`."""
         num_last, num_alone = _count_locks(pages, -1, self._running, self._idle)
         self.num_running -= num_last
         self.num_locked -= num_alone
@@ -43,12 +42,10 @@ class LockedPages:
         self.num_idle += _count_locks(pages, 1, self._idle, self._running)[0]
 
     def unpark(self, pages: Int32Array) -> None:
-        """Undo `park`."""
         self.num_idle -= _count_locks(pages, -1, self._idle, self._running)[0]
         self.num_running += _count_locks(pages, 1, self._running, self._idle)[0]
 
     def is_running(self, page: int) -> bool:
-        """Return whether a running request has locked `page`."""
         return bool(self._running[page])
 
     def num_running_locks(self, pages: Int32Array) -> Int32Array:
@@ -71,7 +68,6 @@ class LockedPages:
 
     @property
     def totals(self) -> tuple[int, int, int]:
-        """`num_running`, `num_idle`, `num_locked`."""
         return self.num_running, self.num_idle, self.num_locked
 
 

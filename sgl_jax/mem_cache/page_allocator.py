@@ -33,12 +33,10 @@ _IN_WORDS = {
 
 
 def describe_owner(owner: int) -> str:
-    """The owner in words, for messages."""
     return {FREE: "free", RESERVED: "reserved", TREE: "tree"}.get(owner, f"row {owner}")
 
 
 def each_page(move: Transition) -> list[tuple[int, int]]:
-    """The (page, owner) pairs of a transition."""
     pages = move.pages.tolist()
     owners = [move.owners] * len(pages) if isinstance(move.owners, int) else move.owners.tolist()
     return list(zip(pages, owners, strict=True))
@@ -85,7 +83,6 @@ class PageAllocator:
 
     @property
     def num_leased(self) -> int:
-        """Pages owned by rows."""
         return self.num_pages - self.num_reserved - self.num_free - self.num_tree
 
     def alloc(self, num_pages: int, owner: int) -> Int32Array:

@@ -120,7 +120,6 @@ class PrefixCursor:
         return places
 
     def stems(self) -> "Iterator[PrefixCursor]":
-        """This cursor and the stems that continue it."""
         stack = [self]
         while stack:
             cursor = stack.pop()
@@ -167,14 +166,12 @@ class CursorColumns:
         return self._free.pop()
 
     def free(self, number: int) -> None:
-        """Free a cursor's number."""
         self.above[number] = LIVE
         self._free.append(number)
 
 
 @compiled("(int32[::1], int32[::1])")
 def common_prefix_len(a: Int32Array, b: Int32Array) -> int:
-    """Length of the common prefix of two token arrays."""
     size = min(len(a), len(b))
     for i in range(size):
         if a[i] != b[i]:

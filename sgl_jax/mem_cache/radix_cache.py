@@ -260,7 +260,6 @@ class RadixCache:
         return self._pages_of(self.tree.path_to(node))
 
     def _pages_behind(self, node: TreeNode, first: int) -> Int32Array:
-        """Pages of the prefix that ends at `node`, from number `first` on."""
         nodes, step = [], node
         while step.parent is not None and step.end > first * self.tree.page_size:
             nodes.append(step)
@@ -325,7 +324,6 @@ class ChunkCache(RadixCache):
     """Keeps nothing between requests: its tree stays empty, and every lease owns all its pages."""
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
-        """None: no cursor continues."""
         return None
 
     def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
@@ -334,7 +332,6 @@ class ChunkCache(RadixCache):
     def awaited_lens(
         self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
     ) -> list[int]:
-        """None: nothing is accepted."""
         return []
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:

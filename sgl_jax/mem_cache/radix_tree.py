@@ -185,7 +185,6 @@ class RadixTree:
         return node
 
     def num_evictable(self, pool: int) -> int:
-        """Pages of the pool that could be freed now."""
         if self.resumable is None:
             return self.full.num_evictable
         return sum(each.num_evictable for each in self.components if each.pool == pool)
@@ -293,7 +292,6 @@ class RadixTree:
     def _walk(
         self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
     ) -> list[PathStep]:
-        """Match `tokens` from below a node on their path."""
         path = []
         node = below or self.root
         start = node.end

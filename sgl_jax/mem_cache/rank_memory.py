@@ -207,7 +207,6 @@ class RankMemory:
             locked.lock(listed)
 
     def unlock(self, pages: Int32Array) -> None:
-        """Undo `lock`."""
         for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
             locked.unlock(listed)
 
@@ -268,13 +267,11 @@ class RankMemory:
         self._count_held(lease, 1)
 
     def unpark(self, lease: KVLease) -> None:
-        """Undo `park`."""
         for locked, listed in zip(self.locked, self._locked_pages(lease), strict=True):
             locked.unpark(listed)
         self._count_held(lease, -1)
 
     def _locked_pages(self, lease: KVLease) -> list[Int32Array]:
-        """The pages of the tree that `lease` has locked, by pool."""
         return self.by_pool(lease.pages(self.page_size, 0, lease.cache_protected_len))
 
     def _count_held(self, lease: KVLease, sign: int) -> None:

@@ -214,7 +214,6 @@ class ReqToTokenPool(RowTables):
         return int(np.count_nonzero(self._held))
 
     def held_rows(self) -> Int32Array:
-        """The rows in use, ascending."""
         return np.flatnonzero(self._held).astype(np.int32)
 
     def free_rows(self) -> Int32Array:

@@ -76,14 +76,12 @@ class Resumable:
             self._changed[node.node_id] = node
 
     def read(self, node: TreeNode, now: int) -> None:
-        """A lease reads the windows before the end of `node`."""
         end = node.end // self._page_size
         for window in self.windows:
             for step, _, _ in window.edges_between(node, end - window.num_pages, end):
                 self._relist(step, now)
 
     def used(self, node: TreeNode) -> None:
-        """The node's `num_uses` may have changed."""
         if node.read.num_uses != node.num_uses:
             self._relist(node, node.read.last_access)
 
@@ -110,7 +108,6 @@ class Resumable:
                 nodes[upper.node_id] = upper
 
     def merged(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge now begins with `upper`'s."""
         lower.is_usable = np.concatenate([upper.is_usable, lower.is_usable])
         for nodes in self._changed, self._remarked:
             if nodes.pop(upper.node_id, None) is not None:
@@ -119,7 +116,6 @@ class Resumable:
             window.refresh(lower)
 
     def trimmed(self, leaf: TreeNode) -> None:
-        """`leaf` is shorter."""
         leaf.is_usable = leaf.is_usable[: len(leaf.key) // self._page_size].copy()
         leaf.runs = self._positions(leaf)[1]
         for window in self.windows:
@@ -134,7 +130,6 @@ class Resumable:
             self._changed[parent.node_id] = parent
 
     def tombstoned(self, node: TreeNode) -> None:
-        """Pages of `node` were freed."""
         self._recompute(node)
         self._changed[node.node_id] = node
 

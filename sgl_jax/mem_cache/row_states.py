@@ -230,7 +230,6 @@ def _cells(row: int, columns: IntpArray) -> tuple[IntpArray, Int32Array]:
 
 
 def _free(memory: "RankMemory", row: int, columns: IntpArray) -> None:
-    """Free the row's own snapshots that it lists in `columns`."""
     slots = _listed(memory, row)[columns]
     memory.allocators[_pool(memory)].free(slots, row)
     memory.rows.list_page_each(_group(memory), *_cells(row, columns), np.zeros_like(slots))

@@ -45,7 +45,6 @@ class SessionLeases:
         return self._lent_rows.get(session_id)
 
     def oldest_idle(self) -> str | None:
-        """The idle session used longest ago."""
         return next(iter(self._idle), None)
 
     def holds(self, session_id: str) -> bool:
@@ -53,7 +52,6 @@ class SessionLeases:
         return session_id in self._idle or session_id in self._lent_rows
 
     def lends(self, lease: KVLease) -> bool:
-        """Return whether a session's running turn holds `lease`."""
         return lease.row in self._lent
 
     def bind(self, session_id: str, lease: KVLease) -> None:

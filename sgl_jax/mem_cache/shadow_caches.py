@@ -92,7 +92,6 @@ class ShadowCaches:
 
     @property
     def num_unread(self) -> int:
-        """Paths that have ended but are not read yet."""
         return len(self._ends)
 
     def use(self, hashes: UInt64Array, now: int) -> None:

@@ -34,7 +34,6 @@ _STATE = "int64[:, ::1], int64[::1], int64[:, :, ::1], int64[::1], int64[::1], f
 
 @compiled("(int64, int64[:, ::1], int64[::1])")
 def find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> np.int64:
-    """The page of this hash, or `NONE`."""
     page: np.int64 = buckets[(page_hash >> 20) & (len(buckets) - 1)]
     while page != NONE and pages[page, _HASH] != page_hash:
         page = pages[page, CHAIN]
@@ -45,7 +44,6 @@ def find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> np.int64:
 def num_used_more(
     hashes: Int64Array, num_uses: int, column: int, pages: Int64Array, buckets: Int64Array
 ) -> int:
-    """See `ShadowCaches.num_used_more`."""
     for i in range(len(hashes) - 1, -1, -1):
         page = find(hashes[i], pages, buckets)
         if page != NONE and pages[page, column] > num_uses:
@@ -75,7 +73,6 @@ def _place(
 
 @compiled("(int64, int64[:, ::1], int64[::1], int64[::1])")
 def _is_ghost(page: int, pages: Int64Array, ghosts: Int64Array, counters: Int64Array) -> bool:
-    """Return whether the adaptive shadow remembers the page."""
     left_as = pages[page, _LEFT_AS]
     return bool(left_as > 0 and counters[_NUM_LEFT] - left_as < len(ghosts))
 

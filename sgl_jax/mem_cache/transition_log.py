@@ -56,7 +56,6 @@ class TransitionLog:
         self._num_pages = 0
 
     def all(self) -> list[Transition]:
-        """All recorded transitions, oldest first."""
         return [Transition(*fields) for fields in self._ring]
 
     def of(self, pages: NDArray[np.integer[Any]]) -> list[Transition]:

@@ -78,9 +78,7 @@ class TreeComponent(Protocol):
         """Lock the pages that a lease ending at `node` reads, until `unlock`."""
         ...
 
-    def unlock(self, node: TreeNode, first_pages: FirstPages) -> None:
-        """Undo one `lock(node, first_pages)`."""
-        ...
+    def unlock(self, node: TreeNode, first_pages: FirstPages) -> None: ...
 
     def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages) -> None:
         """Equivalent to `lock(new)` and `unlock(old)`, with `new` equal to `old` or below it."""

@@ -15,7 +15,6 @@ def parent_of(node: TreeNode) -> TreeNode:
 
 
 def only_child(node: TreeNode) -> TreeNode | None:
-    """The child of a node with exactly one child."""
     return next(iter(node.children.values())) if len(node.children) == 1 else None
 
 

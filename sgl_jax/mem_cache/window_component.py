@@ -218,7 +218,6 @@ class WindowComponent:
         self.order.place(node, self._may_go(node), self._levels(node))
 
     def forget(self, node: TreeNode) -> None:
-        """Take the node from all lists."""
         self.order.forget(node)
 
     def take(self, node: TreeNode, num_pages: int, level: int) -> None:

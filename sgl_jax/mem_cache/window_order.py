@@ -76,7 +76,6 @@ class WindowOrder:
                 queue.add(node.read)
 
     def forget(self, node: TreeNode) -> None:
-        """Take the node from all lists."""
         for queues in self._queues:
             queues[node.read.num_uses].discard(node.read)
 

@@ -97,8 +97,8 @@ class InFlight:
             num_read: tokens that it could read if it started now.
         """
         memory = self._rank.memory
-        if not memory.can_keep_state:
-            return None  # no later page of the row could extend the cursor
+        if not self._rows or not memory.can_keep_state:
+            return None  # nothing could go on from where the row comes past
         for node, key in cursor.places():
             first = self._rows.get((node.node_id, key))
             if first is None:

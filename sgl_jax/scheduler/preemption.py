@@ -103,20 +103,20 @@ class FreedPages:
         self._num_ended[kept] = np.iinfo(np.int32).min // 2
 
     def add(self, lease: KVLease) -> int:
-        """`lease` ends: how many pages that frees."""
+        """End `lease`; return the number of pages that frees."""
         pages, num_locks = self._pages(lease)
         self._num_ended[pages] += 1
         return int(np.count_nonzero(self._num_ended[pages] == num_locks))
 
     def remove(self, lease: KVLease) -> int:
-        """`lease` does not end after all: how many pages that keeps in use."""
+        """Undo `add`; return the number of pages that stay in use."""
         pages, num_locks = self._pages(lease)
         num_kept = int(np.count_nonzero(self._num_ended[pages] == num_locks))
         self._num_ended[pages] -= 1
         return num_kept
 
     def _pages(self, lease: KVLease) -> tuple[Int32Array, Int32Array]:
-        """The pages that a lease lists, and how many leases must end to free each."""
+        """The pages that a lease lists, and the number of leases that must end to free each."""
         memory = self._memory
         pages = memory.by_pool(lease.pages(memory.page_size))[0]
         return pages, np.maximum(memory.locked[0].num_running_locks(pages), 1)

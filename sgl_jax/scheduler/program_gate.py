@@ -31,7 +31,6 @@ class ProgramGate:
         return request.rid in self._held
 
     def close(self) -> None:
-        """Hold requests with a grammar from now on."""
         self._is_open = False
 
     def open(self, error: str) -> list[Request]:

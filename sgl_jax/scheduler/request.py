@@ -117,7 +117,6 @@ class Request:
 
     @property
     def has_started(self) -> bool:
-        """Return whether it ever had memory."""
         return self.state is RequestState.RUNNING or self.num_retractions > 0
 
     def tell_prompt_len(self) -> int | None:

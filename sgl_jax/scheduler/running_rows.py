@@ -273,7 +273,6 @@ class RunningRows(RowColumns):
         return len(self.active)
 
     def request(self, row: int) -> Request:
-        """The request that holds `row`."""
         request = self.requests[row]
         assert request is not None, f"row {row} is not running"
         return request

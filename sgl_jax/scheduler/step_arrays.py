@@ -83,8 +83,6 @@ class _Columns(NamedTuple):
 
 
 class _OfRank(NamedTuple):
-    """Properties of a rank's rows together."""
-
     longest: int  # the most tokens that a row may need
     num_scored: int  # queries in all
     top_logprobs_num: int  # the most alternatives that a row reports; -1 if none reports any

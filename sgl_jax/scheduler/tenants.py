@@ -77,7 +77,6 @@ class Tenants:
     # -- requests come and go -----------------------------------------------------------------
 
     def may_queue(self, tenant: Tenant | None) -> bool:
-        """Return whether another request of a tenant may wait."""
         if tenant is None or not tenant.max_queued:
             return True
         number = self._numbers.get(tenant.name)
@@ -149,7 +148,6 @@ class Tenants:
     # -- turns --------------------------------------------------------------------------------
 
     def may_run(self, number: int) -> bool:
-        """Return whether another request of a tenant may run."""
         most = int(self._max_running[number])
         return not most or int(self._num_requests[number] - self._num_queued[number]) < most
 

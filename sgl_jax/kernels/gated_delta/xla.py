@@ -177,8 +177,8 @@ def _inverse(lower: jax.Array) -> jax.Array:
     """The inverse of I + tril(lower, -1), float32 [..., n, n], n a power of two.
 
     By halves: the inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']], with A' and D' the
-    inverses of A and D. All blocks of a size are inverted at once. XLA's own solver takes a hundred times as long on a
-    CPU, and a series of powers of `lower` would cancel where keys are alike.
+    inverses of A and D. All blocks of a size are inverted at once. XLA's own solver takes a hundred
+    times as long on a CPU, and a series of powers of `lower` would cancel where keys are alike.
     """
     n = lower.shape[-1]
     row, column = jnp.arange(n)[:, None], jnp.arange(n)
