@@ -2,8 +2,7 @@
 
     python scripts/make_request_fields.py
 
-All of it is read from the bodies (`sgl_jax/server/*_protocol.py`) and from the tables that they
-refer to (`sgl_jax/server/unserved_fields.py`).
+All of it is read from the bodies in `sgl_jax/server/` and from `unserved_fields.py` there.
 """
 
 import types
@@ -15,8 +14,9 @@ from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
 from sgl_jax.core.calls import CALLS
-from sgl_jax.server.call_routes import body_of
-from sgl_jax.server.messages_protocol import (
+from sgl_jax.server.admin.calls import body_of
+from sgl_jax.server.apis.completions import CompletionRequest
+from sgl_jax.server.apis.messages import (
     CountTokensBody,
     Message,
     MessagesBody,
@@ -30,16 +30,8 @@ from sgl_jax.server.messages_protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from sgl_jax.server.native_protocol import AbortBody, GenerateBody, NativeSampling
-from sgl_jax.server.openai_protocol import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    ResponseFormat,
-    StreamOptions,
-    TextPart,
-)
-from sgl_jax.server.responses_protocol import (
+from sgl_jax.server.apis.native import AbortBody, GenerateBody, NativeSampling
+from sgl_jax.server.apis.responses import (
     CallItem,
     CallOutputItem,
     InputText,
@@ -51,12 +43,24 @@ from sgl_jax.server.responses_protocol import (
     TextFormat,
     TextOptions,
 )
-from sgl_jax.server.score_protocol import ScoreBody
-from sgl_jax.server.session_protocol import SessionParams
-from sgl_jax.server.strict_model import StrictModel
-from sgl_jax.server.text_protocol import DetokenizeBody, TokenizeBody
-from sgl_jax.server.tool_protocol import CalledFunction, FunctionDefinition, ToolCall
-from sgl_jax.server.unserved_fields import NOTHING, UnservedField, as_json
+from sgl_jax.server.apis.text import DetokenizeBody, ScoreBody, TokenizeBody
+from sgl_jax.server.chat_request import (
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    FunctionDefinition,
+    TextPart,
+    ToolCall,
+)
+from sgl_jax.server.fields import (
+    RequestFields,
+    ResponseFormat,
+    SamplingFields,
+    SessionParams,
+    StreamOptions,
+    StrictModel,
+)
+from sgl_jax.server.unserved_fields import PART, REQUEST, UnservedFields, advice, as_json
 
 TARGET = Path(__file__).parent.parent / "docs" / "request_fields.md"
 
@@ -65,16 +69,21 @@ _HEAD = """# Fields of requests
 Made by `python scripts/make_request_fields.py`, which reads the code; a test compares.
 
 A null counts as not given. A field that is not listed is refused by name with a 400, and so is a
-value outside the range given here. *Not served* fields are those of OpenAI, SGLang and sglang-jax
-that clients, benches and routers send although they ask for nothing: the values listed are taken
-(also as a list with one for each prompt), any other is refused. *Without effect* is taken with
-any value.
+value outside the range given here. [Unserved fields](#unserved-fields) are those that clients,
+benches and routers send without requesting anything: null, false, 0 and empty are accepted, any
+other value is refused.
 
 Ranges are those of float32 arithmetic: a `temperature` below 1e-6 is greedy, and a `top_p` that
 keeps only the likeliest token may be as small as one likes.
 """
 
+# The titles of fields that several bodies share.
+_SHARED: dict[type[StrictModel], str] = {
+    RequestFields: "Every request",
+    SamplingFields: "Sampling",
+}
 _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
+    *((title, body) for body, title in _SHARED.items()),
     ("`/v1/chat/completions`", ChatRequest),
     ("`/v1/chat/completions`: each of `messages`", ChatMessage),
     ("`/v1/chat/completions`: each part of `content`", TextPart),
@@ -119,18 +128,44 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
 
 def render() -> str:
     """The whole page."""
-    has_fields = [(title, body) for title, body in _BODIES if body.model_fields]
-    return "\n".join([_HEAD, *(_section(*body) for body in has_fields)])
+    sections = [_section(title, body) for title, body in _BODIES if body.model_fields]
+    return "\n".join([_HEAD, *sections, *_unserved_sections()])
 
 
 def _section(title: str, body: type[StrictModel]) -> str:
-    rows = sorted((field.alias or name, field) for name, field in body.model_fields.items())
-    lines = [f"## {title}", "", "| field | type | |", "|---|---|---|"]
+    bases = [base for base in _SHARED if base in body.__mro__[1:]]
+    shared = {name: repr(field) for base in bases for name, field in base.model_fields.items()}
+    own = {name for name in body.model_fields if shared.get(name) != repr(body.model_fields[name])}
+    rows = sorted((body.model_fields[name].alias or name, body.model_fields[name]) for name in own)
+    lines = [f"## {title}", ""]
+    if bases:
+        names = (f"[{_SHARED[base]}](#{_SHARED[base].lower().replace(' ', '-')})" for base in bases)
+        lines += [f"The fields of {' and '.join(names)}, and:" if rows else "", ""]
+    lines += ["| field | type | |", "|---|---|---|"] if rows else []
     lines += [f"| `{name}` | {_kind(field)} | {_notes(field)} |" for name, field in rows]
-    if body.unserved:
-        lines += ["", "| not served | taken | why |", "|---|---|---|"]
-        lines += [_unserved(field) for _, field in sorted(body.unserved.items())]
     return "\n".join(lines) + "\n"
+
+
+def _unserved_sections() -> list[str]:
+    lines = ["## Unserved fields", ""]
+    for title, table in (("Of requests", REQUEST), ("Of messages, parts and tools", PART)):
+        lines += _unserved(title, table)
+    return ["\n".join(lines) + "\n"]
+
+
+def _unserved(title: str, table: UnservedFields) -> list[str]:
+    ignored = ", ".join(f"`{name}`" for name in sorted(table.ignored))
+    lines = [f"### {title}", "", f"Without effect at any value: {ignored}.", ""]
+    lines += ["| refused unless it requests nothing | why |", "|---|---|"]
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in table.reasons.items():
+        by_reason.setdefault(reason, []).append(f"`{name}`{_exception(name)}")
+    return [*lines, *(f"| {', '.join(names)} | {why} |" for why, names in by_reason.items()), ""]
+
+
+def _exception(name: str) -> str:
+    values = advice(name).removeprefix("leave it out").removeprefix(" or send ")
+    return f" (only `{values}`)" if values else ""
 
 
 def _kind(field: FieldInfo) -> str:
@@ -142,16 +177,6 @@ def _notes(field: FieldInfo) -> str:
     if not field.is_required() and field.default is not None:
         notes.append(f"default `{as_json(field.default)}`")
     return "; ".join([*notes, *([field.description] if field.description else [])])
-
-
-def _unserved(field: UnservedField) -> str:
-    if field.allowed is None:
-        taken = "without effect"
-    elif field.allowed == NOTHING:
-        taken = "null, empty"
-    else:
-        taken = ", ".join(["null", *(f"`{as_json(value)}`" for value in field.allowed)])
-    return f"| `{field.name}` | {taken} | {field.reason} |"
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""The error of a checkpoint that cannot be loaded, and the check of its tensors' shapes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +9,11 @@ _MAX_NAMED = 8  # a config of another model makes hundreds of tensors wrong
 
 
 class CheckpointError(ValueError):
-    """A model folder whose weights are missing, unreadable, or not those of its config."""
+    """A model folder whose weights are missing, unreadable, or do not fit its config."""
 
 
 def check_shapes(folder: Path, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
-    """Raise CheckpointError, naming what is missing, unexpected or of a wrong shape."""
+    """Raise CheckpointError, naming missing and unexpected tensors and wrong shapes."""
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
     problems += [
@@ -26,6 +26,6 @@ def check_shapes(folder: Path, expected: Mapping[str, Shape], found: Mapping[str
         if len(problems) > len(named):
             named.append(f"and {len(problems) - len(named)} more")
         raise CheckpointError(
-            f"{len(problems)} tensors in {str(folder)!r} are not what config.json asks for: "
+            f"{len(problems)} tensors in {str(folder)!r} do not match config.json: "
             f"{'; '.join(named)}"
         )

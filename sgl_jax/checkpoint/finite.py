@@ -1,8 +1,8 @@
-"""Weights that are no numbers are refused where they are loaded: such a model answers nonsense.
+"""Refuse weights with NaNs or infinities when they are loaded: such a model generates nonsense.
 
-They are looked at on the devices where they lie, in one program. A sample is enough for a tensor
-that was never filled or overflowed, and what it misses in a dense layer makes every logit of the
-token that ends the warm-up a NaN. All of them take some 2 s per GiB on a CPU with other work.
+One program checks them on their devices. A sample finds a tensor that was never filled or
+overflowed. A NaN that the sample misses in a dense layer makes every logit of the token that ends
+the warm-up a NaN. A check of all weights takes some 2 s per GiB on a busy CPU.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _ROW_STRIDE = 16
 def non_finite_parameters(params: Mapping[Path, jax.Array], *, check_all: bool) -> list[Path]:
     """Paths of the parameters with a NaN or an infinity.
 
-    Without `check_all`, of a large one every sixteenth row of each matrix is looked at.
+    Without `check_all`, only every sixteenth row of large matrices is checked.
     """
 
     def is_finite(array: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ KV_CACHE_DTYPE = cache_dtype_name(EIGHT_BITS)
 
 
 class ScalesByHead(NamedTuple):
-    """What K and V are divided by before they are cached; float32 [layers, kv_heads] each."""
+    """Divisors of K and V before they are cached; float32 [layers, kv_heads] each."""
 
     k: NDArray[np.float32]
     v: NDArray[np.float32]
@@ -43,13 +43,12 @@ class ScalesByHead(NamedTuple):
 
 
 def _next_power_of_two(absmax: Any, margin: float) -> NDArray[np.float32]:
-    wanted = np.asarray(absmax, np.float64) * margin / GREATEST
-    exponent = np.ceil(np.log2(wanted, where=wanted > 0, out=np.zeros_like(wanted)))
+    exact = np.asarray(absmax, np.float64) * margin / GREATEST
+    exponent = np.ceil(np.log2(exact, where=exact > 0, out=np.zeros_like(exact)))
     return np.exp2(exponent).astype(np.float32)
 
 
 def write_kv_scales(path: Path, scales: ScalesByHead, config: ModelConfig) -> None:
-    """Write the scales of the model of `config`."""
     content = {
         "kv_cache_dtype": KV_CACHE_DTYPE,
         "model": _shape_of(config),
@@ -60,7 +59,7 @@ def write_kv_scales(path: Path, scales: ScalesByHead, config: ModelConfig) -> No
 
 
 def read_kv_scales(path: Path, config: ModelConfig) -> ScalesByHead:
-    """Read what `write_kv_scales` wrote.
+    """Read a file that `write_kv_scales` wrote.
 
     Raises:
         CheckpointError: there is no such file, or it is not for the model of `config`.
@@ -94,15 +93,14 @@ def place_kv_scales(
 ) -> dict[ParamPath, jax.Array]:
     """The parameters of `layers.kv_scales.KVScales`, where and as they are declared.
 
-    They are those that no checkpoint holds. A KV head that several chips have copies of has its
-    scale on each of them.
+    No checkpoint holds them. Each chip with a copy of a KV head has its scale too.
     """
 
     def place(array: NDArray[np.float32], own: Declaration) -> jax.Array:
-        wanted = own.array
-        copied = np.repeat(array[list(own.layers)], wanted.shape[1] // array.shape[1], axis=1)
+        target = own.array
+        copied = np.repeat(array[list(own.layers)], target.shape[1] // array.shape[1], axis=1)
         return jax.make_array_from_callback(
-            wanted.shape, wanted.sharding, lambda index: copied[index]
+            target.shape, target.sharding, lambda index: copied[index]
         )
 
     return {

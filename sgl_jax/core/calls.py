@@ -43,7 +43,7 @@ class Flushed(msgspec.Struct, frozen=True):
     flushed: bool = True
 
 
-class Generation(msgspec.Struct, frozen=True):
+class GenerationState(msgspec.Struct, frozen=True):
     """Whether generation is paused, and how many requests are there."""
 
     is_paused: bool
@@ -123,32 +123,22 @@ class Call(NamedTuple):
     methods: tuple[str, ...] = ("POST",)
     is_admin: bool = False
     timeout_s: float | None = None  # for the answer; None: as for most
-    sent_by: tuple[str, ...] = ()  # routes with code of their own, which send it too
 
 
 CALLS = (
-    Call(
-        GenerateRequest,
-        "submit",
-        sent_by=("/generate", "/v1/completions", "/v1/chat/completions", "/health_generate"),
-    ),
-    Call(AbortRequest, "abort", sent_by=("/abort_request",)),
+    Call(GenerateRequest, "submit"),
+    Call(AbortRequest, "abort"),
     Call(StopRequest, "stop"),
-    # GET is how older clients of SGLang ask.
+    # Older clients of SGLang send a GET.
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
-    Call(
-        GetState,
-        "tell_state",
-        dict[str, Any],
-        sent_by=("/get_server_info", "/server_info", "/metrics", "/v1/loads", "/get_load"),
-    ),
+    Call(GetState, "read_state", dict[str, Any]),
     Call(OpenSession, "open", str, "/open_session"),
     Call(CloseSession, "close", Done, "/close_session"),
     Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),
     Call(ForkSession, "fork", Forked, "/fork_session"),
     Call(ListSessions, "list_all", SessionList, "/list_sessions", ("GET", "POST")),
-    Call(PauseGeneration, "pause", Generation, "/pause_generation", is_admin=True),
-    Call(ContinueGeneration, "resume", Generation, "/continue_generation", is_admin=True),
+    Call(PauseGeneration, "pause", GenerationState, "/pause_generation", is_admin=True),
+    Call(ContinueGeneration, "resume", GenerationState, "/continue_generation", is_admin=True),
     Call(
         UpdateWeightsFromDisk,
         "update_weights",

@@ -1,18 +1,18 @@
-"""What an operator asks of a running engine: pauses, other weights, other settings, traces.
+"""An operator's calls to a running engine: pauses, other weights, other settings, traces.
 
-Each is done between two turns of the loop. What concerns requests goes through the scheduler's
-events, so that a recording has it.
+Each is done between two turns of the loop. Changes to requests are events of the scheduler, so that
+a recording has them.
 """
 
 import dataclasses
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
-from sgl_jax.core.calls import Generation, SettingsChanged, Traced, WeightsUpdated
+from sgl_jax.core.calls import GenerationState, SettingsChanged, Traced, WeightsUpdated
 from sgl_jax.core.messages import (
     AbortRequest,
     ContinueGeneration,
@@ -24,11 +24,11 @@ from sgl_jax.core.messages import (
     UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.executor.model_executor import WeightsError
+from sgl_jax.engine.watchdog import Watchdog
+from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
 from sgl_jax.models.config_fields import ModelConfigError
-
-if TYPE_CHECKING:
-    from sgl_jax.engine.core import EngineCore
+from sgl_jax.scheduler.events import Configure, Flush, Pause, Resume, RetractAll
+from sgl_jax.scheduler.scheduler import Scheduler
 
 # Settings that nothing was compiled or sized for, but for the chunk, which may be smaller.
 CHANGEABLE = (
@@ -42,27 +42,41 @@ CHANGEABLE = (
 _WORDS = {str: "text", int: "a whole number", float: "a number"}
 
 
-class Controls:
-    """Answers each `ControlMessage` for `core`, whose loop calls it."""
+class Controlled(Protocol):
+    """The parts of an `EngineCore` that its controls use."""
 
-    def __init__(self, core: "EngineCore") -> None:
+    args: ServerArgs
+    info: dict[str, Any]
+    executor: ModelExecutor
+    scheduler: Scheduler
+    watchdog: Watchdog
+
+    def settle(self) -> None: ...
+
+    def change_info(self, **facts: Any) -> None: ...
+
+
+class Controls:
+    """Handles each `ControlMessage` of `core` between two turns of its loop."""
+
+    def __init__(self, core: Controlled) -> None:
         self._core = core
 
     def pause(self, message: PauseGeneration) -> Reply:
         """Launch nothing more; what was launched still gives its tokens."""
         self._core.settle()
-        self._core.events.pause(message.mode)
+        self._core.scheduler.handle(Pause(message.mode))
         return self._tell_generation(message)
 
     def resume(self, message: ContinueGeneration) -> Reply:
         """Launch steps again."""
-        self._core.events.resume()
+        self._core.scheduler.handle(Resume())
         return self._tell_generation(message)
 
     def _tell_generation(self, message: PauseGeneration | ContinueGeneration) -> Reply:
         scheduler = self._core.scheduler
         self._core.change_info(is_paused=scheduler.is_paused)
-        now = Generation(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
+        now = GenerationState(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
         return answer(message, now)
 
     def update_weights(self, message: UpdateWeightsFromDisk) -> Reply:
@@ -83,9 +97,8 @@ class Controls:
         except WeightsError as error:
             return refusal(message, str(error), code="weights_refused", param="model_path")
         if message.abort_all_requests:
-            self._core.events.abort(
-                AbortRequest(abort_all=True, message="the weights were updated")
-            )
+            ended = AbortRequest(abort_all=True, message="the weights were updated")
+            self._core.scheduler.handle(ended)
         if give_up_kv is not None:
             give_up_kv()
         self._core.change_info(model_path=path)
@@ -94,8 +107,8 @@ class Controls:
 
     def _give_up_kv(self) -> None:
         """Retract all requests and empty all caches: their KV is of other weights, or must go."""
-        self._core.events.retract_all()
-        self._core.events.flush()
+        self._core.scheduler.handle(RetractAll())
+        self._core.scheduler.handle(Flush())
 
     def set_settings(self, message: SetInternalState) -> Reply:
         """All that are named, or none."""
@@ -113,7 +126,8 @@ class Controls:
         except (ValueError, OverflowError) as error:
             return refusal(message, str(error), code="not_changeable", param="server_args")
         core.args = args
-        core.events.configure(args.for_scheduler(), args.chunked_prefill_size or most)
+        chunk = args.chunked_prefill_size or most
+        core.scheduler.handle(Configure(args.for_scheduler(), chunk))
         core.change_info(settings=core.info["settings"] | changes)
         return answer(message, SettingsChanged(updated=True, server_args=changes))
 

@@ -38,7 +38,19 @@ from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.scheduler.event_log import EventWriter
-from sgl_jax.scheduler.recorder import Recorder
+from sgl_jax.scheduler.events import (
+    AwaitPrograms,
+    Expect,
+    FailAll,
+    Flush,
+    PlanStep,
+    ProgramsReady,
+    Rebuild,
+    ResultRead,
+    TakeOutputs,
+    Tick,
+)
+from sgl_jax.scheduler.recorder import RecordedScheduler
 from sgl_jax.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -59,15 +71,15 @@ _REBUILT = (
 class EngineCore:
     """Builds the executor (and compiles its programs) and a scheduler of its sizes.
 
-    `info` holds the facts a front needs: sizes, model path, end-of-sequence ids, dtype. It is told
-    when it changes.
-    All events for the scheduler go through `events`; `scheduler` is for reading only.
+    `info` holds the facts a front needs: sizes, model path, end-of-sequence ids, dtype. A change
+    is sent to it.
+    The scheduler's state changes only by `scheduler.handle`, which a recording repeats.
     """
 
     def __init__(self, args: ServerArgs) -> None:
         self.args = args
         # Opened first: if that fails, no time was spent on loading.
-        writer = EventWriter.create(args.record_events) if args.record_events else None
+        self._recording = EventWriter.create(args.record_events) if args.record_events else None
         self.executor = ModelExecutor(args)
         self.executor.warm_up()
         sizes = self.executor.sizes
@@ -81,9 +93,10 @@ class EngineCore:
         self._grammars = GrammarCompiler(
             args.tokenizer_folder, sizes.vocab_size, sizes.eos_token_ids
         )
-        self.scheduler = Scheduler(sizes, args)
-        self._recorder = None if writer is None else Recorder(self.scheduler, writer)
-        self.events: Scheduler | Recorder = self._recorder or self.scheduler
+        if self._recording is None:
+            self.scheduler = Scheduler(sizes, args)
+        else:
+            self.scheduler = RecordedScheduler(sizes, args, self._recording.write)
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._log = StepLog(args.decode_log_interval)
@@ -93,7 +106,7 @@ class EngineCore:
         self._is_audited = True
         self._is_compiling = self.executor.start_background()
         if self._is_compiling:
-            self.events.await_programs()
+            self.scheduler.handle(AwaitPrograms())
 
     def run(
         self,
@@ -129,9 +142,7 @@ class EngineCore:
                     if self._is_compiling:
                         self._look_for_programs()
                     self._turn()
-                outputs = self.events.take_outputs()
-                if outputs is not None:
-                    channel.send(outputs)
+                self._send_outputs(channel)
                 if after_turn is not None:
                     after_turn(is_resting and not messages)
         self._abort_all(channel)
@@ -141,8 +152,8 @@ class EngineCore:
     def _close(self) -> None:
         try:
             self._grammars.close()
-            if self._recorder is not None:
-                self._recorder.close()
+            if self._recording is not None:
+                self._recording.close()
         finally:
             self.executor.close()
 
@@ -154,20 +165,21 @@ class EngineCore:
         self._is_compiling = False
         if end:
             logger.error("%s%s", _NOT_COMPILED, end)
-        self.events.programs_ready(_NOT_COMPILED + end if end else "")
+        self.scheduler.handle(ProgramsReady(_NOT_COMPILED + end if end else ""))
 
     # -- steps ------------------------------------------------------------------------------
 
     def _tick(self, now_s: float) -> None:
         """Tell the scheduler the time; what that ends gave memory back, to be proved again."""
         before = self.scheduler.num_sessions, self.scheduler.num_running
-        self.events.tick(now_s)
+        self.scheduler.handle(Tick(now_s))
         if (self.scheduler.num_sessions, self.scheduler.num_running) != before:
             self._is_audited = False
 
     def _turn(self) -> None:
         """Plan and launch one step; read the oldest once enough are in flight."""
-        plan = self.events.plan()
+        is_resting = self.scheduler.is_resting
+        plan: StepPlan | None = None if is_resting else self.scheduler.handle(PlanStep())
         if plan is not None:
             handle = self._on_device(lambda: self.executor.launch(plan))
             if handle is None:
@@ -206,7 +218,7 @@ class EngineCore:
         results = self._on_device(lambda: self.executor.result(handle))
         if results is None:
             return False
-        self.events.apply_result(plan, results)
+        self.scheduler.handle(ResultRead(plan.step_id, results))
         self._log.after_step(plan, self.scheduler)
         return True
 
@@ -233,13 +245,14 @@ class EngineCore:
             expected = matcher.expected() if sizes.max_draft_tokens else ()
             if len(expected) > 1:  # the step draws the first
                 first = request.prompt_len + len(output)
-                self.events.expect(request.rid, first, np.array(expected, np.int32))
+                forced = np.array(expected, np.int32)
+                self.scheduler.handle(Expect(request.rid, first, forced))
             matcher.masks(drafts, masks[dp_rank][index, : 1 + len(drafts)])
             if matcher.error:
                 why = _GIVEN_UP + matcher.error
                 given_up.append(AbortRequest(rid=request.rid, message=why))
         for message in given_up:
-            self.events.abort(message)
+            self.scheduler.handle(message)
         return masks
 
     def _recover(self, error: Exception) -> None:
@@ -247,7 +260,7 @@ class EngineCore:
         logger.exception("a step failed; all requests in flight end with an error")
         self._in_flight.clear()
         self.executor.reset()
-        self.events.fail_all(f"a step failed on the device: {error}")
+        self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
 
     @contextmanager
     def _answering_defects(self) -> Iterator[None]:
@@ -267,7 +280,7 @@ class EngineCore:
         # What is in flight on the device still uses the old pages: it gets a new pool.
         self._in_flight.clear()
         self.executor.reset()
-        self.events.rebuild(_REBUILT)
+        self.scheduler.handle(Rebuild(_REBUILT))
         self._is_audited = False
 
     def change_info(self, **facts: Any) -> None:
@@ -307,17 +320,17 @@ class EngineCore:
         grammar = message.sampling.grammar
         if grammar is not None:
             self._grammars.start(grammar)
-        self.events.submit(message)
+        self.scheduler.handle(message)
 
     def abort(self, message: AbortRequest) -> None:
         """End requests, wherever they are."""
         self._is_audited = False
-        self.events.abort(message)
+        self.scheduler.handle(message)
 
     def stop(self, message: StopRequest) -> None:
         """A request's output ended earlier."""
         self._is_audited = False
-        self.events.stop(message)
+        self.scheduler.handle(message)
 
     def shut_down(self, message: Shutdown) -> None:
         """This turn of the loop is the last."""
@@ -327,24 +340,28 @@ class EngineCore:
         """The end: every lease is released, as at any other time."""
         self._in_flight.clear()
         with self._answering_defects():
-            self.events.abort(AbortRequest(abort_all=True, message="the engine was shut down"))
-        outputs = self.events.take_outputs()
-        if outputs is not None:
-            channel.send(outputs)
+            shut_down = AbortRequest(abort_all=True, message="the engine was shut down")
+            self.scheduler.handle(shut_down)
+        self._send_outputs(channel)
         with self._answering_defects():
             self._audit()
 
+    def _send_outputs(self, channel: Channel) -> None:
+        if self.scheduler.has_outputs:
+            channel.send(self.scheduler.handle(TakeOutputs()))
+
     def flush(self, message: FlushCache) -> Reply:
         """Empty the prefix caches, while nothing runs."""
-        if self.events.flush():
+        if self.scheduler.handle(Flush()):
             return answer(message, Flushed())
         return refusal(message, "requests are running; the cache was not flushed", code="busy")
 
     def _ask_session(self, message: SessionMessage) -> Reply:
         self._is_audited = False
-        return self.events.session(message)
+        reply: Reply = self.scheduler.handle(message)
+        return reply
 
-    def tell_state(self, message: GetState) -> Reply:
+    def read_state(self, message: GetState) -> Reply:
         """See `state`."""
         return answer(message, self.state())
 

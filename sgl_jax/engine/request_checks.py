@@ -75,7 +75,7 @@ class RequestChecks:
 
     def check_length(self, num_chars: int) -> None:
         """Raise `InvalidRequestError` for so much text, as `check_text`."""
-        self._tokenizer.check_knows_text()
+        self._tokenizer.check_can_encode()
         most = self.max_prompt_chars
         if num_chars > most:
             text = f"the {num_chars} characters of the prompt (at most {most} are taken)"

@@ -34,7 +34,7 @@ class StepLimits(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Query tokens in all: decode rows take nothing from what prompts may have."""
+        """Query tokens in all: decode rows take nothing from the prompts' share."""
         return self.chunk_tokens + self.decode_tokens
 
 
@@ -56,7 +56,7 @@ class Buckets(NamedTuple):
 
 
 def step_limits(args: ServerArgs) -> StepLimits:
-    """What one rank may do in a step, of arguments that leave nothing to decide."""
+    """One rank's limits of a step, from resolved arguments."""
     rows, chunk = -(-args.max_running_requests // args.dp_size), args.chunked_prefill_size
     return StepLimits(rows, chunk, min(_PROMPT_LOGPROB_TOKENS, chunk), args.num_draft_tokens)
 

@@ -25,7 +25,7 @@ MESH_AXES = ("data", "tensor")
 
 
 def make_mesh(args: ServerArgs) -> Mesh:
-    """The mesh ('data', 'tensor') of dp x tp devices that `args` ask for.
+    """The mesh ('data', 'tensor') of dp x tp devices for `args`.
 
     On the CPU the devices are made to order. Raises RuntimeError if there are too few.
     """
@@ -61,7 +61,7 @@ def platform_of(mesh: Mesh) -> str:
 
 
 def _request_platform(args: ServerArgs) -> None:
-    """Ask jax for the platform and enough CPU devices; too late once a device was touched."""
+    """Set jax's platform and number of CPU devices; no effect once a device was touched."""
     if args.device == "cpu":  # keep jax from taking hold of an accelerator it will not use
         jax.config.update("jax_platforms", "cpu")
     if args.num_devices > 1 and "xla_force_host_platform_device_count" not in os.environ.get(
@@ -70,7 +70,7 @@ def _request_platform(args: ServerArgs) -> None:
         try:
             jax.config.update("jax_num_cpu_devices", args.num_devices)
         except RuntimeError:
-            # Another part of the process started jax already; make_mesh counts what is there.
+            # Another part of the process started jax already; make_mesh counts its devices.
             logger.debug("jax is running already; its CPU devices stay as they are")
 
 
@@ -80,7 +80,7 @@ def set_compilation_cache(directory: str | None) -> Path | None:
     The folder holds machine code that later starts load, so it must belong to this user and be
     closed to others; raises PermissionError if it is not.
     """
-    # jax looks at these settings once, at its first compilation, unless it is told to look again.
+    # jax reads these settings once, at its first compilation, unless it is reset.
     compilation_cache.reset_cache()
     if directory == "none":
         jax.config.update("jax_compilation_cache_dir", None)

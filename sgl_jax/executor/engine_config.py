@@ -1,8 +1,8 @@
 """Every setting of an engine, resolved from its arguments, its model and its platform alone.
 
-Nothing behind this looks at what was left to decide ("auto", 0) again. No device is asked and no
-array made, so a planner decides the same for chips it does not have. What is still open is how many
-KV pages there are, which memory decides.
+No code after this reads "auto" or 0 as "decide for me". It touches no device and makes no array, so
+a planner decides the same for chips it does not have. Only the number of KV pages stays open: the
+devices' memory decides it.
 """
 
 import dataclasses
@@ -45,9 +45,9 @@ _ACCELERATOR_RUNNING_REQUESTS = 256
 
 
 class EngineConfig(NamedTuple):
-    """What an engine is built from."""
+    """The settings that an engine is built with."""
 
-    args: ServerArgs  # with a value for each setting that may be left to decide
+    args: ServerArgs  # with a value for each setting that may be "auto" or 0
     platform: str  # "cpu", "gpu" or "tpu"
     model: ModelConfig
     groups: tuple[CacheGroup, ...]  # of the model's layers
@@ -58,11 +58,11 @@ class EngineConfig(NamedTuple):
 
     @classmethod
     def resolve(cls, args: ServerArgs, model: ModelConfig, platform: str) -> "EngineConfig":
-        """Decide what `args` leave open, for "cpu", "gpu" or "tpu".
+        """Decide the open settings of `args`, for "cpu", "gpu" or "tpu".
 
         Raises ValueError for a context beyond the model's, heads that cannot be dealt out, a
-        backend that the platform has not, or pages that the attention kernel cannot read or that
-        are too many for it.
+        backend that the platform lacks, or pages of a size or number that the attention kernel
+        cannot read.
         """
         args = _resolve_for_model(resolve_for_device(args, platform), model)
         groups = model.cache_groups()
@@ -91,12 +91,12 @@ class EngineConfig(NamedTuple):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of weights and activations."""
+        """The type of weights and activations."""
         return jnp.dtype(self.args.dtype)
 
     @property
     def context_len(self) -> int:
-        """Tokens of a request at most."""
+        """The most tokens of a request."""
         assert self.args.context_length is not None, "resolved"
         return self.args.context_length
 
@@ -107,7 +107,6 @@ class EngineConfig(NamedTuple):
 
     @property
     def build_options(self) -> BuildOptions:
-        """How the model is built."""
         simulates = self.platform == "cpu" and self.args.attention_backend == "pallas"
         on_tpu = self.platform == "tpu"
         recurrence = gated_delta_implementation(self.args.attention_backend, simulate=simulates)
@@ -126,39 +125,39 @@ class EngineConfig(NamedTuple):
             separates_layers=self.platform == "cpu"
             and not simulates
             and self.args.weight_sharding == "replicated",
-            # docs/planning.md has the figures. In one turn the compiler fetches what a layer reads
-            # while the one before it computes.
+            # docs/planning.md has the figures. Within a turn the compiler prefetches a layer's
+            # weights while the layer before it computes.
             unrolled_layers=_UNROLLED_LAYERS if on_tpu else 1,
-            # What was exchanged is added to the residual by the next layer's norm; what was not, by
-            # the product that it comes from.
+            # Cheapest: the next layer's norm adds an exchanged result to the residual, and a
+            # product adds its own if no exchange follows it.
             defers_sum=on_tpu and self.args.tp_size > 1,
         )
 
     def decided(self, given: ServerArgs) -> dict[str, Any]:
-        """The settings that `given` left to decide, and what was decided."""
+        """The settings that were open in `given`, with their values."""
         own, theirs = dataclasses.asdict(self.args), dataclasses.asdict(given)
         return {name: value for name, value in own.items() if value != theirs[name]}
 
     @property
     def logit_bytes(self) -> int:
-        """Logits of the largest step, float32; and of a block of its rows, what drawing makes.
+        """Bytes of the largest step's logits, float32, and of a block of rows being drawn.
 
-        Several chips share the logits, which leaves the rest of this to other temporaries. What
-        drawing makes is at most six arrays of the block's logits: changed, with noise,
-        probabilities, and twice the counts of tokens in prompts and in outputs.
+        Several chips share the logits, so the rest is free for other temporaries. Drawing takes at
+        most six arrays of the block's logits: changed, with noise, probabilities, and twice the
+        counts of tokens in prompts and in outputs.
         """
         num_drawn = self.limits.decode_tokens
         return 4 * self.model.vocab_size * (num_drawn + 6 * min(num_drawn, BLOCK_ROWS))
 
     @property
     def pools(self) -> KVPools:
-        """The pools of a rank, before it is known how many pages they have."""
+        """The pools of a rank, their numbers of pages still open."""
         sizes = self._sizes(self.limits.rows, ())
         in_pools = [
             [group for group in self.groups if group.pool == pool]
             for pool in range(len(self.pool_layouts))
         ]
-        # The first pool admits by what each request needs of it.
+        # Admission counts each request's pages of the first pool alone.
         resting = [sum(map(sizes.resting_pages, groups)) for groups in in_pools[1:]]
         chunk_pages = sizes.pages_for(sizes.max_chunk_tokens)
         return KVPools(
@@ -184,30 +183,30 @@ class EngineConfig(NamedTuple):
 
     @property
     def snapshot_interval(self) -> int:
-        """Tokens between the states that are kept of a path: `--recurrent-snapshot-interval`, or
-        so many that these take no more memory than the path's KV."""
+        """Tokens between a path's snapshots: `--recurrent-snapshot-interval`, or the fewest for
+        which snapshots take no more memory than the path's KV."""
         if self.state_layout is None:
             return 0
-        wanted = self.args.recurrent_snapshot_interval
-        if wanted is None:
+        interval = self.args.recurrent_snapshot_interval
+        if interval is None:
             page_bytes = sum(
                 self.pool_layouts[group.pool].page_bytes
                 for group in self.groups
                 if not group.is_recurrent
             )
             tokens = self.args.page_size * self.state_layout.slot_bytes // page_bytes
-            wanted = 1 << max(tokens - 1, 0).bit_length()
-        return -(-wanted // self.tail_interval) * self.tail_interval
+            interval = 1 << max(tokens - 1, 0).bit_length()
+        return -(-interval // self.tail_interval) * self.tail_interval
 
     @property
     def tail_interval(self) -> int:
-        """Tokens between the states of which a generating row keeps the last."""
+        """Tokens between a generating row's snapshots, of which it keeps the last."""
         if self.state_layout is None:
             return 0
         return max(self.args.page_size, CHUNK_TOKENS)  # both powers of two
 
     def sizes(self, pool_pages: tuple[int, ...]) -> EngineSizes:
-        """Everything the scheduler must stay within, with pools of so many pages on each rank."""
+        """The scheduler's limits, with pools of `pool_pages` on each rank."""
         num_rows = self.limits.rows
         if len(pool_pages) > 1:
             num_rows = max(self.pools.rows_within([num - 1 for num in pool_pages]), 1)
@@ -235,7 +234,7 @@ class EngineConfig(NamedTuple):
         )
 
     def warnings(self, sizes: EngineSizes) -> list[str]:
-        """What a user should know of settings that work, but not well."""
+        """Warnings to users about settings that work, but not well."""
         texts = []
         if self.args.kv_cache_dtype == "fp8_e4m3" and self.args.kv_cache_scales is None:
             texts.append(
@@ -258,10 +257,8 @@ class EngineConfig(NamedTuple):
         return texts
 
     def _max_step_snapshots(self, num_rows: int) -> int:
-        """Each row may come past one, and a chunk of prompts past some, and ends and branches.
-
-        Drafts make that two: their range is shorter than the interval.
-        """
+        """A row may cross one interval, or two with drafts, whose range is shorter than it; the
+        prompts' chunk may cross some, and adds an end and a branch."""
         if self.state_layout is None:
             return 0
         of_rows = num_rows * (2 if self.limits.draft_tokens else 1)
@@ -281,7 +278,7 @@ class EngineConfig(NamedTuple):
 
 
 def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
-    """`args` with a value in place of what says that it depends on the device."""
+    """`args` with a value for each setting that depends on the device."""
     on_cpu = platform == "cpu"
     backend = args.attention_backend
     if backend == "auto":

@@ -1,7 +1,7 @@
-"""The step that a warm-up ends with: one greedy token on each rank, as a request would draw it.
+"""The last step of a warm-up: one greedy token on each rank, as a request would draw it.
 
-What compiles may still compute nonsense: weights that overflow, a kernel that reads beyond its
-pages. Log-probabilities that are no numbers give that away before a client sees it.
+A program that compiles may still compute nonsense: weights overflow, a kernel reads beyond its
+pages. Log-probabilities that are NaN or infinite show this before a client sees it.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def check_first_token(results: Sequence[RankResult], vocab_size: int, model_path
     """Raise ValueError if a rank drew no token, or its logits were not finite."""
     for rank, result in enumerate(results):
         token = int(result.tokens[0, 0])
-        assert result.logprobs is not None, "the plan asks for them"
+        assert result.logprobs is not None, "the plan requests them"
         logprob = float(result.logprobs[0, 0])
         if not 0 <= token < vocab_size or not np.isfinite(logprob):
             raise ValueError(

@@ -1,12 +1,11 @@
-"""Which query tokens of a step have their logits computed: some of the last ones of each row.
+"""The query tokens of a step whose logits are computed: some of the last ones of each row.
 
-A row that samples draws a token after its last query, and if that is a draft, after each query
-from its last known token on. A row whose prompt is scored has the successors of its last queries
-looked up in the logits. Either way these queries lie flat, row after row, so that logits are
-computed for no others.
+A row that samples draws a token after its last query; a row with drafts, after each query from its
+last known token on. A row whose prompt is scored needs the logits of its last queries. These
+queries lie flat, row after row, so that logits are computed for no others.
 
-The token drawn after a query is what would be drawn there without drafts: the noise depends on
-seed and position alone. A draft is accepted when it equals that token. So drafts change neither
+The same token would be drawn after a query without drafts: the noise depends on seed and position
+alone. A draft is accepted when it equals that token. So drafts change neither
 greedy nor random output (for drafts that are certain guesses this is the rejection rule of
 arXiv 2211.17192, written as a draw).
 """
@@ -42,12 +41,12 @@ class LastQueries(NamedTuple):
 
     @property
     def places(self) -> jax.Array:
-        """Which of its row's queries each is, from 0 on: int32[S]; some place where not valid."""
+        """Each query's number among its row's, from 0 on: int32[S]; arbitrary where not valid."""
         queries = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
         return queries - self.firsts[self.rows]
 
     def by_row(self, values: jax.Array, width: int) -> jax.Array:
-        """Values [S, ...] as [B, width, ...]; what lies past a row's queries means nothing."""
+        """Values [S, ...] as [B, width, ...]; entries past a row's queries are arbitrary."""
         index = self.firsts[:, None] + jnp.arange(width, dtype=jnp.int32)
         return values.at[index].get(mode="clip")
 

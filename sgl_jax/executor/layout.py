@@ -1,11 +1,11 @@
-"""Where each (rank, row) of a step lies in the arrays that go to the device and come back.
+"""The place of each (rank, row) of a step in the arrays that go to the device and come back.
 
 Arrays are laid out `[rank 0 | padding | rank 1 | padding ...]`, sharded over 'data', so that each
-rank sees its own rows alone. Everything about a step's rows passes through here, both ways; what
-a rank's line of control words means is written and read in this file only.
+rank sees its own rows alone. Everything about a step's rows passes through here, both ways; only
+this file writes and reads a rank's control words.
 
-Never keeps an array: what goes to the device is made afresh for each step, because on the CPU jax
-may read numpy memory in place, and later.
+Never keeps an array: each step makes its uploads afresh, because on the CPU jax may read numpy
+memory in place, and later.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from sgl_jax.core.step_plan import NO_DRAFT, Int32Array, RankPlan
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 _NUM_ROW_WORDS = 6  # row, kv_start, q_len, samples, relayed, num_scored
-# Then of a row as many words as it may have drafts, where the engine drafts at all.
+# Then a word for each draft that a row may have.
 _NUM_STATE_WORDS = 2  # of a row in models with recurrent layers: source, half
 _NUM_SNAPSHOT_WORDS = 3  # of each snapshot: row, length, slot
-_NUM_RANK_WORDS = 3  # num_decode, wants_logprobs, any_scored
+_NUM_RANK_WORDS = 3  # num_decode, returns_logprobs, any_scored
 
 
 class StepInput(NamedTuple):
@@ -45,14 +45,14 @@ class RankControls(NamedTuple):
     relayed: jax.Array  # bool[B]
     num_scored: jax.Array  # int32[B]
     num_decode: jax.Array  # int32[]
-    wants_logprobs: jax.Array  # bool[]
+    returns_logprobs: jax.Array  # bool[]
     any_scored: jax.Array  # bool[] whether any row of any rank is scored
     states: "StateControls | None"  # of models with recurrent layers
     drafts: jax.Array  # int32[B, max_drafts], NO_DRAFT where the step guesses
 
 
 class StateControls(NamedTuple):
-    """What a `StatePlan` says, on the device."""
+    """A `StatePlan` on the device."""
 
     sources: jax.Array  # int32[B]
     halves: jax.Array  # int32[B]
@@ -82,13 +82,13 @@ class DPLayout(NamedTuple):
 
     @property
     def page_tables_shape(self) -> tuple[int, int]:
-        """Of the page tables of all ranks' rows."""
+        """The shape of all ranks' page tables together."""
         return self.dp_size * self.rows_per_rank, self.num_groups * self.pages_per_row
 
     def pack(self, ranks: Sequence[RankPlan], tables: PageTables) -> StepInput:
         """Fresh arrays with every rank's rows in place; padding rows are row 0 with no tokens.
 
-        `tables` must know of the plan's page changes.
+        `tables` must include the plan's page changes.
         """
         controls = np.zeros((self.dp_size, self.control_words), np.int32)
         end_of_rows = self._row_words * self.rows_per_rank
@@ -148,7 +148,7 @@ class DPLayout(NamedTuple):
             relayed=by_row[4] != 0,
             num_scored=by_row[5],
             num_decode=words[-3],
-            wants_logprobs=words[-2] != 0,
+            returns_logprobs=words[-2] != 0,
             any_scored=words[-1] != 0,
             states=states,
             drafts=by_row[_NUM_ROW_WORDS : _NUM_ROW_WORDS + self.max_drafts].T,

@@ -1,7 +1,7 @@
 """The executor: runs step plans on the devices, for the scheduler that makes them.
 
-Owns the mesh, the weights, the KV pool and the row tables, and is the only one to touch them.
-Knows nothing of requests, pages' owners or sessions: what a plan says is done as it stands.
+Owns the mesh, the weights, the KV pool and the row tables, and is the only one to touch them. It
+runs plans as they stand, without requests, owners of pages or sessions.
 """
 
 import logging
@@ -29,9 +29,8 @@ from sgl_jax.core.step_plan import (
     StepPlan,
     mask_words,
 )
-from sgl_jax.executor.background import BackgroundCompilation
 from sgl_jax.executor.buckets import Bucket
-from sgl_jax.executor.compile_watch import CompileWatch
+from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.first_token import check_first_token, first_token_plan
@@ -53,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightsError(ValueError):
-    """Other weights could not be loaded; the engine has those that it had."""
+    """Other weights could not be loaded; the engine keeps the old ones."""
 
 
 class _LoadFailure(NamedTuple):
@@ -65,8 +64,8 @@ class ModelExecutor(Executor):
     """Runs a model on a mesh of devices.
 
     Attributes:
-        sizes: what plans must stay within.
-        info: what was loaded and decided, for people to read.
+        sizes: the limits of plans.
+        info: the model and the settings, for people to read.
         profiler: traces the devices.
     """
 
@@ -155,7 +154,7 @@ class ModelExecutor(Executor):
         self._watch.arm()
 
     def start_background(self) -> bool:
-        """Compile beside the loop, from now on, what `warm_up` left; False if that is nothing.
+        """Start to compile, beside the loop, the programs that `warm_up` left; False if none.
 
         If True, no masked step may be launched before `background_end` returns a text.
         """
@@ -166,7 +165,7 @@ class ModelExecutor(Executor):
         return True
 
     def background_end(self) -> str | None:
-        """How that ended: "" if all programs are there, else why not; None while it runs."""
+        """ "" if the background compilation succeeded, else its error; None while it runs."""
         if self._background is None or not self._background.is_done:
             return None
         return self._background.error or ""
@@ -188,7 +187,7 @@ class ModelExecutor(Executor):
         return launched
 
     def draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
-        """Let a masked step draw; see `Executor.draw`.
+        """Draw a masked step's tokens; see `Executor.draw`.
 
         Raises RuntimeError if it was drawn, or is not the step launched last.
         """
@@ -211,7 +210,7 @@ class ModelExecutor(Executor):
         handle.computed = handle.given = None
 
     def result(self, handle: LaunchedStep) -> tuple[RankResult, ...]:
-        """Wait for a step and return what each rank sampled.
+        """Wait for a step and return each rank's samples.
 
         Raises RuntimeError if an earlier step's result was not read yet, or this one's was.
         """
@@ -231,8 +230,8 @@ class ModelExecutor(Executor):
             pass
 
     def check_model(self, model_path: str) -> None:
-        """Raise ModelConfigError, saying what differs, unless the folder's weights can be served
-        by the programs that there are."""
+        """Raise ModelConfigError, naming the differences, unless the present programs can serve
+        the folder's weights."""
         check_same_model(self._model, ModelConfig.from_path(model_path))
 
     def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
@@ -246,7 +245,7 @@ class ModelExecutor(Executor):
                 and tables make room, and are new and empty afterwards, as after `reset`, whether
                 or not it succeeds.
 
-        Raises WeightsError, saying why, if they could not be loaded: then the old ones stay.
+        Raises WeightsError, with the reason, if they could not be loaded: then the old ones stay.
         """
         with self._watch.paused():
             failure = self._try_to_update(model_path)
@@ -303,8 +302,8 @@ class ModelExecutor(Executor):
     def kv_absmax(self) -> Float32Array:
         """The greatest |K| and |V| in the pools, [2, layers, kv_heads], copies of heads included.
 
-        Of tokens now and before, since `reset`, unless others lie in their place; of layers that
-        share a pool, the greatest of those at one place of their groups. Not for pools of 8 bits.
+        Includes tokens of the past, since `reset`, until others overwrite them; layers that share
+        a pool's layer share its value. Not for pools of 8 bits.
         """
         of_pools = [
             np.asarray(kv_absmax(pool, layout, self._mesh))
@@ -318,7 +317,7 @@ class ModelExecutor(Executor):
         return greatest
 
     def close(self) -> None:
-        """Wait for what is in flight and let go of the devices' memory. Cannot be used again."""
+        """Wait for steps in flight and free the devices' memory. Cannot be used again."""
         self._watch.disarm()
         if self._background is not None:
             self._background.close()
@@ -357,7 +356,6 @@ class ModelExecutor(Executor):
 
 
 def _idle_rank() -> RankPlan:
-    """A rank with nothing to do."""
     nothing = np.zeros(0, np.int32)
     return RankPlan(
         rows=nothing,

@@ -13,8 +13,8 @@ from sgl_jax.core.step_plan import NO_SLOT, RankPlan, StepPlan
 def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
     """Raise ValueError, naming rank and limit, if `plan` exceeds `sizes`.
 
-    Of relayed rows `kv_starts` is a lower bound, so whether `num_pages` covers them is not checked
-    beyond it: the scheduler reserves for the upper bound.
+    `kv_starts` is a lower bound for relayed rows, so `num_pages` is checked against it alone: the
+    scheduler reserves for the upper bound.
     """
     if len(plan.ranks) != sizes.dp_size:
         raise ValueError(f"the plan has {len(plan.ranks)} ranks, the engine {sizes.dp_size}")
@@ -84,14 +84,14 @@ def _length_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
         return f"a row reaches {ends.max()} tokens, at most {sizes.max_context_len} fit"
     needed = -(-int(ends.max()) // sizes.page_size)
     if not needed <= rank.num_pages <= sizes.pages_per_row:
-        wanted = f"{needed} to {sizes.pages_per_row} pages are wanted"
-        return f"num_pages {rank.num_pages}: rows of {wanted}"
+        allowed = f"{needed} to {sizes.pages_per_row} pages are allowed"
+        return f"num_pages {rank.num_pages}: rows of {allowed}"
     return None
 
 
 def _state_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
     if (rank.states is None) != (sizes.state_group is None):
-        return "a plan tells of states if, and only if, the model has recurrent layers"
+        return "a plan has states if, and only if, the model has recurrent layers"
     if rank.states is None:
         return None
     sources, halves, snapshots = rank.states

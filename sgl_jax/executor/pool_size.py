@@ -1,7 +1,7 @@
-"""How many pages or states each pool gets: from the arguments, the device's memory, or the
+"""The number of pages or states of each pool: from the arguments, the device's memory, or the
 machine's.
 
-Only decides and explains; makes no array.
+Decides and explains; makes no array.
 """
 
 import logging
@@ -26,43 +26,44 @@ _CPU_DEFAULT_BYTES = 1 << 30
 _CPU_MEMORY_SHARE = 0.25
 
 
-# Windows that are cached, beside those of running rows: a page for so many of the first pool. In
-# all no more than so many times the first pool's bytes. docs/eviction.md: what less would serve.
+# Pages of windows in the prefix cache, beside the running rows' own: one for so many pages of the
+# first pool. All windows take no more than so many times the first pool's bytes. docs/eviction.md
+# measures smaller shares.
 _CACHED_PER_WINDOW_PAGE = 2
 _MOST_WINDOW_BYTES = 3
 
 
-# Bytes of snapshots of states to those of the first pool's pages. docs/eviction.md has what more or
-# less would serve. The states of running rows take at most as many bytes as these pages.
+# Bytes of snapshots of states per byte of the first pool's pages; docs/eviction.md measures other
+# shares. The states of running rows take at most as many bytes as these pages.
 _SNAPSHOT_BYTES = 0.75
 _MOST_OWN_BYTES = 1.0
 _ROW_SNAPSHOTS = 2  # that a row holds at once: its last, and one that may yet be taken back
 
 
 class StateSizes(NamedTuple):
-    """What the states of recurrent layers take."""
+    """The slots of recurrent layers' states: their size and number."""
 
     slot_bytes: int  # of one state: all recurrent layers, over all chips of a rank
     row_slots: int  # that a row has for its own
-    max_snapshots: int | None = None  # wanted, instead of a share
-    # Whether pages are as many as wanted, and so are rows: then memory is not divided here.
+    max_snapshots: int | None = None  # set by the user; None: a share of memory
+    # True if the arguments set the numbers of pages and rows: then memory is not divided here.
     is_given: bool = False
 
 
 class KVPools(NamedTuple):
     """The pools of one rank, and how memory is divided among them; the null pages beside it.
 
-    The first pool decides what is admitted, and gets what is left. Each of the others holds
-    windows, and has pages for those of all rows at once, so that a row never waits for one: where
-    memory does not allow it, there are fewer rows.
+    The first pool decides admission, and gets the memory that the others leave. Each of the others
+    holds windows, and has pages for the windows of all rows at once, so that a row never waits for
+    one: if memory does not allow it, there are fewer rows.
     """
 
     layouts: tuple[KVPoolLayout, ...]  # of each pool
     num_tables: tuple[int, ...]  # cache groups whose pages each pool holds
-    resting_pages: tuple[int, ...]  # pages of each that one row holds at most, but for
-    step_pages: tuple[int, ...]  # those that the prompts of one step take together
-    num_rows: int  # wanted
-    window_tokens_ratio: float | None = None  # tokens of the other pools to those of the first
+    resting_pages: tuple[int, ...]  # most pages of each that one row holds between steps
+    step_pages: tuple[int, ...]  # pages of each that the prompts of one step take together
+    num_rows: int  # at most
+    window_tokens_ratio: float | None = None  # tokens of another pool per token of the first
     states: StateSizes | None = None  # of recurrent layers: a pool more, the last
 
     def pages(self, num_first: int) -> tuple[int, ...]:
@@ -136,7 +137,7 @@ def choose_pool_pages(
         pools: of the rank.
         mesh: the devices in use.
         pages_per_row: pages of a group that a request of the full context fills.
-        workspace_bytes: what a step needs on each device for a while, beside weights and pages.
+        workspace_bytes: a step's temporary arrays on each device, beside weights and pages.
 
     Raises:
         RuntimeError: not even one page beside the null page fits.
@@ -153,7 +154,7 @@ def choose_pool_pages(
         num_first = min(filled, default, pools.num_that_fit(affordable))
         reason = "the share of this machine's memory that a CPU run takes"
     else:
-        # All there is: what requests leave over holds prefixes for later ones.
+        # All there is: memory that requests leave free holds prefixes for later ones.
         free_bytes = min(
             _free_device_bytes(device, args.mem_fraction_static) for device in mesh.local_devices
         )
@@ -187,7 +188,7 @@ def pages_that_fit(free_bytes: int, pools: KVPools, tp_size: int, workspace_byte
 
 
 def _free_device_bytes(device: jax.Device, fraction: float) -> int:
-    """What `fraction` of the device's memory leaves beside what is in use now."""
+    """Bytes free within `fraction` of the device's memory."""
     stats: dict[str, Any] | None = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise RuntimeError(

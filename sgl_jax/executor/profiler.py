@@ -1,8 +1,8 @@
 """Device traces, into folders that clients name.
 
-JAX looks at the folder only when a trace is written, and a trace that could not be written stays
-open for good: so it is tried first. What it writes is `plugins/profile/TIME/HOST.xplane.pb` below
-the folder, as TensorBoard's profile plugin and xprof look for it.
+JAX opens the folder only when it writes a trace, and a trace that could not be written stays open
+for good: so a test file is written first. JAX writes `plugins/profile/TIME/HOST.xplane.pb` below
+the folder, for TensorBoard's profile plugin and xprof.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Profiler:
         self._folder, self._steps_left = folder, num_steps
 
     def after_step(self) -> None:
-        """A step has ended on the devices: the trace ends with the last that was asked for."""
+        """Count a finished step; the trace ends after the last requested one."""
         if self._folder is None or self._steps_left is None:
             return
         self._steps_left -= 1

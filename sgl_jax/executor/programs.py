@@ -59,12 +59,12 @@ _COMPUTED_SPECS: Any = Computed(*_SPECS)
 class Programs:
     """Compiles and keeps the programs of one model on one mesh.
 
-    Only shapes, dtypes and shardings of the arrays are looked at: `jax.ShapeDtypeStruct`s with
-    shardings do as well.
+    Reads only shapes, dtypes and shardings of the arrays: `jax.ShapeDtypeStruct`s with shardings
+    do as well.
 
     Args:
         graphdef: `nnx.merge(graphdef, params)` is the model.
-        params: its weights, a tree of arrays that lie on the mesh as the model wants them.
+        params: its weights, a tree of arrays that lie on the mesh as the model declares them.
         state: token table and pool.
         row_params: the parameter table.
         sizes: of the engine.
@@ -93,7 +93,6 @@ class Programs:
         self._admit: AdmitProgram | None = None
 
     def layout(self, bucket: Bucket) -> DPLayout:
-        """Where each rank's rows lie in the arrays of a step of shape `bucket`."""
         sizes = self._sizes
         has_states = sizes.state_group is not None
         return DPLayout(
@@ -175,7 +174,7 @@ class Programs:
         return self._lower(step, arguments, in_specs, (state_specs, P("data")), donated=(1,))
 
     def _lower_compute(self, bucket: Bucket) -> tuple[jax.stages.Lowered, Computed]:
-        """The first half, and the shapes of what it leaves to the second."""
+        """The first half, and the shapes of its results, which the second half reads."""
 
         def compute(
             weights: tuple[jax.Array, ...],
@@ -202,7 +201,6 @@ class Programs:
         return lowered, Computed(*shapes)
 
     def _lower_draw(self, bucket: Bucket, computed: Computed) -> jax.stages.Lowered:
-        """The second half."""
 
         def draw(
             weights: tuple[jax.Array, ...],
@@ -295,13 +293,13 @@ class Programs:
         return program
 
     def _compiler_options(self, bucket: Bucket) -> dict[str, bool | str]:
-        """What the compiler is told beside its defaults.
+        """XLA's options beside its defaults.
 
         XLA's newer code generator for CPUs makes decode 20% faster and prefill 3%, and takes
-        3 seconds a program instead of 2: it is left to the shapes that hold decode alone.
+        3 seconds a program instead of 2: only shapes of decode alone use it.
 
-        In loops a TPU7x's compiler prefers bfloat16 in tiles of 16 rows to those of 8 in which
-        arrays arrive, and so every step began with a copy of all layers' weights.
+        In loops a TPU7x's compiler prefers bfloat16 in tiles of 16 rows, where arrays arrive in
+        tiles of 8, and so every step would begin with a copy of all layers' weights.
         """
         if self._mesh.devices.flat[0].device_kind == "TPU7x":
             return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}

@@ -1,6 +1,6 @@
-"""From the arrays a step left on the device to what each rank's rows sampled.
+"""From the arrays a step left on the device to each rank's samples.
 
-Fetches only what the plan asked for; waits for the step to finish.
+Fetches only the results that the plan requests; waits for the step to finish.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from sgl_jax.layers.sampling import TokenLogprobs
 
 @dataclass
 class LaunchedStep:
-    """A step on its way: its plan, and how the arrays that will hold its output are laid out.
+    """A step on its way: its plan, and the layout of its output.
 
     Attributes:
-        output: None as long as it waits for `Executor.draw`; then `computed` and `given`, what its
-            second half starts from.
+        output: None until `Executor.draw` of a masked step; until then `computed` and `given` hold
+            the second half's inputs.
     """
 
     plan: StepPlan
@@ -35,16 +35,16 @@ class LaunchedStep:
 
 
 def unpack_results(step: LaunchedStep) -> tuple[RankResult, ...]:
-    """What each rank sampled, in plan order."""
+    """Each rank's samples, in plan order."""
     assert step.output is not None, "a masked step is drawn before its result is read"
     ranks = step.plan.ranks
     num_rows = [len(plan.rows) for plan in ranks]
     tokens = step.layout.split(np.asarray(step.output.tokens), num_rows)
     results = [RankResult(of_rank) for of_rank in tokens]
-    if any(map(_wants_logprobs, ranks)):
+    if any(map(_returns_logprobs, ranks)):
         fetched = _fetch(step, step.output.logprobs, num_rows)
         for i, (plan, values) in enumerate(zip(ranks, fetched, strict=True)):
-            if _wants_logprobs(plan):
+            if _returns_logprobs(plan):
                 results[i] = results[i]._replace(**values._asdict())
     if any(plan.num_scored is not None for plan in ranks):
         counts = [0 if plan.num_scored is None else int(plan.num_scored.sum()) for plan in ranks]
@@ -56,7 +56,7 @@ def unpack_results(step: LaunchedStep) -> tuple[RankResult, ...]:
     return tuple(results)
 
 
-def _wants_logprobs(plan: RankPlan) -> bool:
+def _returns_logprobs(plan: RankPlan) -> bool:
     return plan.return_logprob or plan.top_logprobs_num > 0
 
 
@@ -65,12 +65,12 @@ def _fetch(
 ) -> list[PromptLogprobs]:
     """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
     names_tokens = any(plan.num_logprob_ids for plan in step.plan.ranks)
-    wanted = values if names_tokens else values[:-1]
-    return list(map(PromptLogprobs, *(step.layout.split(np.asarray(a), counts) for a in wanted)))
+    requested = values if names_tokens else values[:-1]
+    return list(map(PromptLogprobs, *(step.layout.split(np.asarray(a), counts) for a in requested)))
 
 
 def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptLogprobs]:
-    """Cut one rank's values into the rows that asked for them, by plan index."""
+    """Cut one rank's values into its scored rows, by plan index."""
     ends = np.cumsum(num_scored)
     rows = {}
     for i in np.flatnonzero(num_scored).tolist():

@@ -1,5 +1,4 @@
-"""What the device keeps about each row between steps: its tokens, how many they are, and its
-sampling parameters.
+"""The device's tables of rows between steps: tokens, their number, and sampling parameters.
 
 Owns the tables' shapes and the program that fills a row when a request is admitted. Row 0 is the
 null row: padding writes there, and nothing reads it for a result. Admissions are cut into pieces
@@ -48,11 +47,10 @@ def row_table_shapes(sizes: EngineSizes, mesh: Mesh) -> Any:
 
 
 def make_row_tables(sizes: EngineSizes, mesh: Mesh) -> RowTables:
-    """Empty tables."""
-    wanted = row_table_shapes(sizes, mesh)
+    shapes = row_table_shapes(sizes, mesh)
 
     def zeros() -> RowTables:
-        return RowTables(*(jnp.zeros(table.shape, table.dtype) for table in wanted))
+        return RowTables(*(jnp.zeros(table.shape, table.dtype) for table in shapes))
 
     tables: RowTables = jax.jit(zeros, out_shardings=NamedSharding(mesh, TABLE_SPEC))()
     return tables
@@ -61,7 +59,7 @@ def make_row_tables(sizes: EngineSizes, mesh: Mesh) -> RowTables:
 def cut_admissions(admissions: Sequence[Sequence[RowAdmission]]) -> Iterator[Int32Array]:
     """Pieces int32[dp, PIECE_WORDS] that together admit all of `admissions[rank]`.
 
-    Each is a fresh array. What a piece does not use writes zeros to the null row.
+    Each is a fresh array. Unused entries of a piece write zeros to the null row.
     """
     flat = [_flatten(of_rank) for of_rank in admissions]
     num_pieces = max(
@@ -79,7 +77,6 @@ def cut_admissions(admissions: Sequence[Sequence[RowAdmission]]) -> Iterator[Int
 
 
 def empty_piece(dp_size: int) -> Int32Array:
-    """A piece that admits nothing."""
     return np.zeros((dp_size, PIECE_WORDS), np.int32)
 
 

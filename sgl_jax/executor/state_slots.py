@@ -1,8 +1,8 @@
-"""Which slots of states a step reads and writes, on the device, and what is kept of drafts.
+"""The slots of states that a step reads and writes, chosen on the device.
 
-How far a row came is known to the device first: how many drafts it accepted decides after which
-token its state is. So the device remembers, for each row, the slot of its state (`current`), and
-the host names a slot only where a row starts, or starts again.
+The device is first to see how many drafts a row accepted, and so which of its states is current.
+So the device keeps, for each row, the slot of its state (`current`), and the host names a slot only
+where a row starts, or starts again.
 """
 
 from typing import Any, NamedTuple
@@ -86,7 +86,7 @@ def keep_states(
     batch: StateBatch,
     num_kept: jax.Array,
 ) -> RowStates:
-    """Note where each row's state is, and copy those of decode rows that become snapshots.
+    """Record the slot of each row's state, and copy decode rows' states that become snapshots.
 
     Args:
         states: after the step's layers.

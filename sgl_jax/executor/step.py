@@ -1,11 +1,11 @@
 """One step on the device, as one chip sees it: read tokens, draft, run the model, sample, record.
 
 A function of arrays, traced once per bucket inside `jax.shard_map`: rows and page ids are the
-rank's own, and no rank reads another's. Every chip of a rank learns the tokens that were drawn, so
-that the token table stays equal on all of them.
+rank's own, and no rank reads another's. Every chip of a rank gets the drawn tokens, so that the
+token table stays equal on all of them.
 
-It has two halves, one program for most steps. Where outputs are held to grammars they are two: the
-first runs while the host learns what may be drawn, which depends on the token before.
+It has two halves, one program for most steps. Steps with grammars run them as two programs: the
+first runs while the host finds the allowed tokens, which depend on the token before.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _SCORED_BLOCK = 32
 
 
 class StepState(NamedTuple):
-    """What a step changes in place; donated to it."""
+    """The arrays that a step changes in place; donated to it."""
 
     token_table: jax.Array  # int32[num_rows, max_context_len]
     row_lens: jax.Array  # int32[num_rows] tokens of each row, valid once it has been admitted
@@ -48,17 +48,17 @@ class StepState(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step reports for B rows; log-probabilities are zeros if not wanted."""
+    """A step's results for B rows; log-probabilities are zeros if not requested."""
 
     tokens: jax.Array  # int32[B, 1 + max_draft_tokens], -1 after a row's last new token
     logprobs: TokenLogprobs  # [B, 1 + max_draft_tokens]
-    # [S] of the successors of the queries that are scored, row after row: S is
-    # max_prompt_logprob_tokens, or all of the step's queries where these are fewer.
+    # [S] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens, or all
+    # of the step's queries if these are fewer.
     prompt_logprobs: TokenLogprobs
 
 
 class Computed(NamedTuple):
-    """What the first half of a step leaves to the second."""
+    """The results of a step's first half, for its second."""
 
     logits: jax.Array  # float32[queries that may draw, columns of this chip]
     hidden: jax.Array  # [T, hidden_size] after all layers
@@ -66,7 +66,7 @@ class Computed(NamedTuple):
 
 
 class RankStep(NamedTuple):
-    """What both halves of one rank's step are told."""
+    """The inputs of one rank's step, for both halves."""
 
     controls: RankControls  # this step's rows
     page_tables: Sequence[jax.Array]  # int32[B, pages], one for each cache group
@@ -90,9 +90,9 @@ def run_step(
 
 
 def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[StepState, Computed]:
-    """The first half: drafts, the model, and the logits of what may be drawn.
+    """The first half: drafts, the model, and the logits of the queries that may draw.
 
-    Of the state KV, drafts and the layers' states are new.
+    It changes the state's KV, drafts and layers' states.
     """
     controls = given.controls
     token_table, queries = _place_queries(state, controls, given.sizes.max_draft_tokens)
@@ -126,7 +126,7 @@ def draw_step(
     given: RankStep,
     masks: jax.Array | None = None,
 ) -> tuple[StepState, StepOutput]:
-    """The second half: tokens are drawn and recorded, and what was asked of them is reported.
+    """The second half: tokens are drawn and recorded, and log-probabilities reported.
 
     `masks` int32[B, 1 + max_draft_tokens, ceil(vocab_size / 32)] are the tokens that each row may
     draw next, and after each of its drafts; None: any.
@@ -140,12 +140,12 @@ def draw_step(
         controls.rows[sampled.rows], batch.positions[sampled.tokens] + 1, sampled.valid
     )
     logits = SplitLogits(computed.logits, sizes.vocab_size)
-    drawn, wanted = draw_tokens(
+    drawn, logprobs = draw_tokens(
         logits,
         row_params,
         state.token_table,
         where,
-        controls.wants_logprobs,
+        controls.returns_logprobs,
         None if masks is None else masks[sampled.rows, sampled.places],
     )
     new_tokens = sampled.by_row(drawn, 1 + max_drafts)
@@ -167,7 +167,7 @@ def draw_step(
         model, controls, computed.hidden, scored, successors, row_params
     )
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
-    by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in wanted))
+    by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
     states = state.states
     if states is not None and controls.states is not None:
@@ -179,7 +179,7 @@ def draw_step(
 
 
 class Queries(NamedTuple):
-    """Where B rows compute, and what they draft."""
+    """The positions of B rows' queries, and their drafts."""
 
     kv_starts: jax.Array  # int32[B] position of each row's first query
     drafts: jax.Array  # int32[B] how many of its queries are drafts: the last ones
@@ -227,8 +227,8 @@ def _place_queries(
     guesses = None
     if max_drafts:
         is_guessed = controls.drafts == NO_DRAFT
-        wanted = (drafts > 0) & is_guessed[:, 0]
-        guesses = propose_drafts(token_table, rows, new_starts, wanted, max_drafts)
+        searched = (drafts > 0) & is_guessed[:, 0]
+        guesses = propose_drafts(token_table, rows, new_starts, searched, max_drafts)
         guesses = jnp.where(is_guessed, guesses, controls.drafts)
         token_table = _write_tokens(token_table, rows, new_starts, guesses, drafts)
     return token_table, Queries(kv_starts, drafts, new_starts, guesses)
@@ -260,7 +260,7 @@ def _score_if_any(
     successors: jax.Array,
     row_params: jax.Array,
 ) -> TokenLogprobs:
-    """Log-probabilities of the `successors` of `scored` queries; zeros where none are wanted."""
+    """Log-probabilities of the `successors` of `scored` queries; zeros if no rank scores any."""
 
     def score() -> TokenLogprobs:
         ids = unpack_row_params(row_params[controls.rows[scored.rows]]).logprob_ids

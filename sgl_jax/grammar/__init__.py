@@ -1,5 +1,5 @@
-"""Structured output: which tokens may come next where an output is held to a grammar.
+"""Structured output: masks of the tokens that a grammar allows next.
 
-Owns llguidance, which makes masks of tokens from grammars. Knows of no step and no row: the engine
-asks for the mask of an output, and the executor draws by it.
+Owns llguidance, which makes masks from grammars. Steps and rows are the engine's business: it
+requests the mask of an output, and the executor samples with it.
 """

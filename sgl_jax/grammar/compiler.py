@@ -1,7 +1,7 @@
-"""Grammars made ready for a model's vocabulary, each once, in a thread of their own.
+"""Compiles grammars for a model's vocabulary, each once, in a thread of their own.
 
-What a grammar may cost is limited by what it makes llguidance do, not by the clock: so one that is
-taken once is always taken, on a machine of any speed.
+The limits of a grammar count llguidance's work, not seconds: so a grammar is accepted on a machine
+of any speed or on none.
 """
 
 import json
@@ -12,18 +12,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import Grammar, GrammarKind, styled
-from sgl_jax.grammar.reasoning_first import after_reasoning
 from sgl_jax.grammar.row_grammar import RowGrammar
 
 _MAX_KEPT = 256  # compiled grammars
 # Schemas of MAX_GRAMMAR_CHARS compile within some 0.3 s. A grammar so ambiguous that a token takes
-# more than some 0.05 s is given up, and the request ends; those of a schema take microseconds.
+# more than some 0.05 s is given up, and the request ends; a token of a schema takes microseconds.
 _LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=2_000)
 
 
@@ -45,8 +45,10 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def start(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Begin to compile a grammar; the future raises `InvalidRequestError`, with the place, if
-        it is none, or would cost too much."""
+        """Begin to compile a grammar.
+
+        The future raises `InvalidRequestError` if it is malformed or would cost too much.
+        """
         with self._lock:
             if grammar not in self._compiled:
                 self._compiled[grammar] = self._thread.submit(self._compile, grammar)
@@ -60,12 +62,11 @@ class GrammarCompiler:
         self.start(grammar).result()
 
     def follow(self, grammar: Grammar) -> RowGrammar:
-        """For one output, from its beginning. Waits until the grammar is compiled."""
+        """A follower of one output. Waits until the grammar is compiled."""
         matcher: LLMatcher = self.start(grammar).result().deep_copy()
         return RowGrammar(matcher, self._vocab_size, self._eos_token_ids)
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @cached_property
@@ -81,17 +82,17 @@ class GrammarCompiler:
             )
         try:
             text = _READERS[grammar.kind](grammar.text)
-        except Exception as error:  # of any type, by what reads it
+        except Exception as error:  # the type depends on the reader
             raise _refusal(grammar.kind, str(error)) from error
         if grammar.reasoning is not None:
-            text = after_reasoning(text, *map(self._literal, grammar.reasoning))
+            text = _after_reasoning(text, *map(self._literal, grammar.reasoning))
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _refusal(grammar.kind, matcher.get_error())
         return matcher
 
     def _literal(self, mark: str) -> str:
-        """A text in Lark's form: a special token is not the characters that it is written as."""
+        """A text in Lark's form; a special token is written by its id."""
         special = self._special_ids.get(mark)
         return json.dumps(mark, ensure_ascii=False) if special is None else f"<[{special}]>"
 
@@ -101,8 +102,27 @@ class GrammarCompiler:
         return {token["content"]: token["id"] for token in added if token.get("special")}
 
 
+def _after_reasoning(grammar: str, opening: str, closing: str) -> str:
+    """A grammar of reasoning, which is free text up to `closing`, and then `grammar`.
+
+    The reasoning is optional and begins with `opening`, unless that is the empty text: then it has
+    begun in the prompt. Both are literals of Lark's form.
+    """
+    answer: dict[str, Any] = {"lark_grammar": grammar}
+    if grammar.lstrip().startswith("{"):
+        (answer,) = json.loads(grammar)["grammars"]
+    if closing.startswith("<["):  # a token, which is no text
+        thought = f"thought: /(?s:.*)/ {closing}"
+    else:
+        thought = f"thought[suffix={closing}]: /(?s:.*)/"
+    reasoning = "thought SPACES" if opening == '""' else f"({opening} thought SPACES)?"
+    lines = [f"start: {reasoning} @answer", thought, r"SPACES: /[ \n]{0,4}/"]
+    first = {"lark_grammar": "\n".join(lines)}
+    return json.dumps({"grammars": [first, {**answer, "name": "answer"}]})
+
+
 def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
-    # What llguidance says of its own stack is for its authors.
+    # llguidance's own stack does not help a client.
     lines = re.split(r"\n<state>|\nbacktrace", reason)[0].strip()
     return InvalidRequestError(f"{kind}: {lines}", kind)
 
@@ -110,13 +130,13 @@ def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
 def _structural_tag(text: str) -> str:
     value = json.loads(text)
     if not isinstance(value, dict) or not value.get("structures") or not value.get("triggers"):
-        raise ValueError("an object with lists `structures` and `triggers` is wanted")
+        raise ValueError("must be an object with lists `structures` and `triggers`")
     triggers = value["triggers"]
     tags = []
     for number, each in enumerate(value["structures"]):
         is_whole = isinstance(each, dict) and {"begin", "schema", "end"} <= each.keys()
         if not is_whole or not isinstance(each["schema"], dict):
-            raise ValueError(f"structures[{number}]: begin, schema and end are wanted")
+            raise ValueError(f"structures[{number}]: must have begin, schema and end")
         trigger = next((one for one in triggers if each["begin"].startswith(one)), None)
         if trigger is None:
             raise ValueError(f"structures[{number}]: {each['begin']!r} begins with no trigger")

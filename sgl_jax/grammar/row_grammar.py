@@ -1,4 +1,4 @@
-"""Where one output is in its grammar."""
+"""The place of one output in its grammar."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from sgl_jax.core.step_plan import Int32Array, mask_words
 
 
 class RowGrammar:
-    """Follows the tokens of an output, and says which may come next.
+    """Follows the tokens of an output, and masks the tokens that may come next.
 
-    It reads no token twice, and needs no news of retracts: what it has read stays the output.
+    It reads no token twice. A retract changes nothing: the tokens read so far stay the output.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -26,23 +26,24 @@ class RowGrammar:
 
     @property
     def error(self) -> str:
-        """Why the grammar was given up: a token that it does not allow, or it costs too much."""
+        """The reason why the grammar was given up: a token that it forbids, or its cost."""
         # The rest of llguidance's message holds the output.
         message: str = self._matcher.get_error()
         return message.partition("\n")[0]
 
     def read(self, output: Int32Array) -> None:
-        """Read what is new of `output`, which is all of it, int32[n]."""
+        """Read the new tokens of `output`, int32[n], the whole output so far."""
         fresh = output[self._num_read :].tolist()
         self._num_read = len(output)
         if fresh:
             self._matcher.consume_tokens(fresh)
 
     def masks(self, drafts: Sequence[int], masks: Int32Array) -> None:
-        """Write to `masks` int32[1 + len(drafts), mask_words(vocab_size)] which tokens may follow
-        what was read, and each of the drafts; those that end an output where no other may.
+        """Write the tokens that may come next, and after each draft, to `masks`,
+        int32[1 + len(drafts), mask_words(vocab_size)].
 
-        After a draft that may not be there, nothing is written.
+        If no token may follow, the mask holds the tokens that end an output. Nothing is written
+        after a draft that the grammar does not allow.
         """
         num_tried = 0
         for place in range(1 + len(drafts)):
@@ -56,7 +57,7 @@ class RowGrammar:
             self._matcher.rollback(num_tried)
 
     def expected(self) -> list[int]:
-        """The tokens after what was read that there is no other way to go on with."""
+        """The next tokens, as far as the grammar forces them."""
         if self._matcher.is_stopped():
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()

@@ -31,9 +31,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sgl_jax.kernels.pallas_tpu import bfloat16_parts
 from sgl_jax.kernels.tpu_chip import LANES
 
-# What the kernel is called in a compiled program.
+# The kernel's names in compiled programs.
 NORMALISED_NAME, PLAIN_NAME = "qkv_heads_normalised", "qkv_heads"
 
 TOKENS_AT_ONCE = 64
@@ -51,7 +52,7 @@ class HeadNorm(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What of a token's product is what."""
+    """The layout of a token's product."""
 
     kv_heads: int
     group: int
@@ -62,7 +63,7 @@ class _Shape(NamedTuple):
         return self.kv_heads * self.group
 
     def columns(self, kv_head: int, index: int) -> slice:
-        """Of a KV head's queries the one at `index`; its key and value come after them."""
+        """Columns of a KV head's query `index`; its key and value come after its queries."""
         first = (kv_head * (self.group + 2) + index) * self.head_dim
         return slice(first, first + self.head_dim)
 
@@ -179,12 +180,12 @@ def _parts(head_dim: int) -> list[slice]:
 
 
 def _twice(half: jax.Array, sign: float) -> jax.Array:
-    """[R, D / 2] for both halves of a head, of which the first is multiplied by `sign`."""
+    """`half` [R, D / 2] for both halves of a head, the first multiplied by `sign`."""
     return jnp.concatenate([half * sign, half], axis=1)
 
 
 def _factor(weight: Any, from_one: bool) -> jax.Array:
-    """What normalised heads are multiplied by, float32 [1, D]."""
+    """The factor of normalised heads, float32 [1, D]."""
     wide = weight[...].astype(jnp.float32)
     return wide + 1.0 if from_one else wide
 
@@ -196,19 +197,10 @@ def _normalised(head: jax.Array, norm: HeadNorm | None) -> jax.Array:
         return wide
     # Lanes are added up by the matrix unit, which has nothing else to do and leaves the sum in all
     # of them. It multiplies bfloat16: the square of a bfloat16 is two of these, a float32 three.
-    squares = jnp.concatenate(_in_parts(wide * wide, head.dtype.itemsize // 2 + 1), axis=1)
+    squares = jnp.concatenate(bfloat16_parts(wide * wide, head.dtype.itemsize // 2 + 1), axis=1)
     ones = jnp.ones((squares.shape[1], wide.shape[1]), jnp.bfloat16)
     total = lax.dot(squares, ones, preferred_element_type=jnp.float32)
     return wide * lax.rsqrt(total * (1 / wide.shape[1]) + norm.eps) * norm.weight
-
-
-def _in_parts(x: jax.Array, count: int) -> list[jax.Array]:
-    """Numbers of bfloat16 whose sum is x, to 8 bits each."""
-    parts: list[jax.Array] = []
-    for _ in range(count):
-        parts.append(x.astype(jnp.bfloat16))
-        x = x - parts[-1].astype(jnp.float32)
-    return parts
 
 
 def _rotated(head: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What kernels know of the chip that they are compiled for."""
+"""Properties of the TPU that kernels are compiled for."""
 
 import jax
 import jax.numpy as jnp
@@ -20,5 +20,5 @@ def device_kind() -> str:
 
 
 def converts_float8() -> bool:
-    """Whether the chip that is compiled for has instructions that convert 8-bit floats."""
+    """True if the chip has instructions that convert 8-bit floats."""
     return device_kind() == "TPU7x"

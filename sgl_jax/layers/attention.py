@@ -23,7 +23,7 @@ class KVScales(nnx.Module):
 
     The cache holds K / k_scale and V / v_scale. A score is q . K = (q * k_scale) . (K / k_scale),
     so queries are multiplied before attention, and its result by v_scale afterwards.
-    Powers of two multiply without rounding, so that only what is cached is rounded.
+    Powers of two multiply without rounding, so only the cached values are rounded.
     """
 
     def __init__(self, num_kv_heads: int) -> None:
@@ -34,7 +34,7 @@ class KVScales(nnx.Module):
     def before(
         self, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What attention is given for q [T, q_heads, D], k and v [T, kv_heads, D].
+        """Attention's inputs for q [T, q_heads, D], k and v [T, kv_heads, D].
 
         q keeps its dtype; k and v are float32, rounded once, by the cache.
         """
@@ -95,9 +95,9 @@ class Attention(nnx.Module):
         has_kv_scales: bool = False,
     ) -> None:
         """`qkv` is split by its outputs, `output` by its inputs; `gate`, split by its outputs as
-        heads are, is what the result of each query is multiplied by; `attend` is the kernel, and
-        `qkv_heads` what comes before it; the norms are those of each query and key; `sinks`,
-        [num_heads], are left out of `scores`; `has_kv_scales` adds the scales of an 8-bit cache."""
+        heads are, multiplies each query's result; `qkv_heads` makes the inputs of the kernel
+        `attend`; the norms apply to each query and key; `sinks`, [num_heads], are left out of
+        `scores`; `has_kv_scales` adds the scales of an 8-bit cache."""
         self.heads = heads
         self.qkv = qkv
         self.output = output

@@ -61,7 +61,7 @@ class LMHead(Linear):
         self.vocab_size = vocab_size
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
-        """Of hidden [n, hidden], this chip's slice of the vocabulary."""
+        """hidden [n, hidden] -> logits of this chip's slice of the vocabulary."""
         return SplitLogits(_matmul_f32(hidden, self.weight[...]), self.vocab_size)
 
 

@@ -1,8 +1,8 @@
 """The gated delta net: a layer with a recurrence in the place of attention (arXiv 2412.06464).
 
 Each key head has some value heads, neighbours, and each value head a state. Heads are split over
-the tensor axis by key heads, with all that belongs to them. So whatever comes out of a projection
-is ordered by key head, and so are the channels of the convolution and of its state.
+the tensor axis by key heads, with all that belongs to them. So the results of projections are
+ordered by key head, and so are the channels of the convolution and of its state.
 """
 
 import jax
@@ -37,7 +37,7 @@ class DepthwiseConv(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Projections, a short convolution, the recurrence, and a gated norm of what it found."""
+    """Projections, a short convolution, the recurrence, and a gated norm of its result."""
 
     def __init__(
         self,
@@ -55,20 +55,19 @@ class GatedDeltaNet(nnx.Module):
         group: int,
         recur: GatedDelta,
     ) -> None:
-        """Declare it; `group` value heads share a key head.
+        """`group` value heads share a key head.
 
         Args:
-            qkv: [hidden, key_heads * (2 * key_dim + group * value_dim)], split by its outputs; of
+            qkv: [hidden, key_heads * (2 * key_dim + group * value_dim)], split by its outputs: for
                 each key head its query, its key, and the values of its value heads.
             output_gate: [hidden, value_heads * value_dim], split by its outputs.
-            gates: [hidden, key_heads * 2 * group], split by its outputs; of each key head's value
-                heads the rates at which they write, then those at which they forget.
-            conv: of what `qkv` makes.
+            gates: [hidden, key_heads * 2 * group], split by its outputs: the write rates of each
+                key head's value heads, then their forget rates.
+            conv: of the result of `qkv`.
             a_log, dt_bias: [value_heads].
             norm: of a value head's output, [value_dim].
             output: [value_heads * value_dim, hidden], split by its inputs.
             key_dim, value_dim: of a head.
-            group: see above.
             recur: the kernel.
         """
         self.qkv = qkv
@@ -87,7 +86,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x: jax.Array, batch: StateBatch, states: LayerStates, layer: jax.Array
     ) -> tuple[jax.Array, LayerStates]:
-        """x [T, hidden] -> (result [T, hidden], states with those of this layer that are written).
+        """x [T, hidden] -> (result [T, hidden], states with this layer's new ones).
 
         `layer` is its number among the layers of `states`.
         """

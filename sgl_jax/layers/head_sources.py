@@ -12,7 +12,7 @@ from sgl_jax.layers.sources import Index, Shape, Tensors
 
 @dataclass(frozen=True)
 class HeadRows:
-    """What a tensor [num_rows, ...] has of each head: `size` rows from first + head * stride on."""
+    """Each head's rows in a tensor [num_rows, ...]: `size` rows from first + head * stride on."""
 
     name: str
     num_rows: int
@@ -23,7 +23,7 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class ByHead:
-    """Columns by head, [*inputs, num_heads * width]: of each head what all parts have of it.
+    """Columns by head, [*inputs, num_heads * width]: each head's rows of all parts, side by side.
 
     Stored as tensors [rows, *inputs]. Parts of the parameter hold whole heads.
     """

@@ -1,11 +1,10 @@
-"""How the weights of many equal layers lie in memory, and how the running layer gets its own.
+"""The memory layout of equal layers' weights, and the running layer's access to its own.
 
-A weight of all layers is one array, stacked on axis 0, and a layer's use of it slices it. Compilers
-for accelerators fuse that slice into the product that reads it; a kernel that they cannot look into
-is given the whole stack and the layer's number instead. On a CPU the slice is a copy, made anew in
-every step, that costs about as much as the product of a few tokens. There the matrices of each
-layer are arrays of their own instead, and a product branches on the layer: the loop's body is
-still compiled once.
+A weight of all layers is one array, stacked on axis 0, and a layer slices it. Compilers for
+accelerators fuse that slice into the product that reads it; a kernel, which they cannot fuse with,
+gets the whole stack and the layer's number instead. On a CPU the slice would be a copy in every
+step, at about the cost of the product of a few tokens. There the matrices of each layer are arrays
+of their own instead, and a product branches on the layer: the loop's body is still compiled once.
 """
 
 from collections.abc import Callable
@@ -82,7 +81,7 @@ def weights_of_layer(layers: Any, layer: jax.Array) -> Any:
 def gather_over_data(layer: nnx.Module) -> None:
     """Replace, in place, each parameter of one layer that is split over 'data' by the whole.
 
-    The specs are those of the stacked parameters, hence one axis longer than a layer's array.
+    The specs are the stacked parameters', hence one axis longer than a layer's array.
     """
     for _, param in nnx.to_flat_state(nnx.state(layer)):
         axes = param.spec[1:]
@@ -107,10 +106,9 @@ def use_weight(weight: nnx.Param[Any], use: Callable[[jax.Array], jax.Array]) ->
 def use_stack(
     weight: nnx.Param[Any], use: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
-    """As `use_weight`, for a `use` that takes a stack [layers, ...] and the layer, int32 [].
+    """`use_weight` for a `use` that takes a stack [layers, ...] and the layer, int32 [].
 
-    The stack is that of all layers, which is not sliced, or the layer's own array as a stack of
-    one.
+    The stack has all layers, not sliced, or the layer's own array alone.
     """
     value = weight.get_value()
     if isinstance(value, StackedLayers):

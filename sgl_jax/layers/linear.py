@@ -1,6 +1,6 @@
-"""Linear layers: the one place that says how a matrix is declared, split, stored and multiplied.
+"""Linear layers: the one place where matrices are declared, split, stored and multiplied.
 
-A matrix is [in, out], of the source's shape. How its layers lie in memory is `layer_weights`.
+A matrix is [in, out], of the source's shape. `layer_weights` has its layers' layout in memory.
 """
 
 from typing import Literal
@@ -34,19 +34,19 @@ class Linear(nnx.Module):
         self.split = split
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, in] -> [T, out]; of what is split, this chip's columns."""
+        """x [T, in] -> [T, out]; this chip's columns if the outputs are split."""
         out = self.product(x)
         if self.split == "inputs":
             out = sum_over_tensor(out)
         return out if self.bias is None else out + self.bias[...]
 
     def product(self, x: jax.Array) -> jax.Array:
-        """With this chip's part of the matrix alone, and without the bias."""
+        """x times this chip's part of the matrix, without the bias."""
         return use_weight(self.weight, lambda matrix: jnp.matmul(x, matrix))
 
 
 class ExpertLinear(nnx.Module):
-    """A matrix for each expert, of which the axis before the last is split over the tensor axis.
+    """A matrix for each expert, split over the tensor axis along its axis before the last.
 
     [experts, out, in] if `transposed`, else [experts, in, out]. Results of the latter are sums of
     this chip's inputs only: the caller adds them up over the tensor axis, and then their biases.

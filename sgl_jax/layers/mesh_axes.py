@@ -29,7 +29,7 @@ def concatenate_over_tensor(x: jax.Array, axis: int) -> jax.Array:
 
 
 def split_rows_over_tensor(x: jax.Array) -> jax.Array:
-    """This tensor chip's share of the rows, of a matrix of which x [n, ...] are its columns.
+    """This tensor chip's share of the rows of a matrix whose columns x [n, ...] it has.
 
     All tensor chips' columns come one after the other; their number divides n.
     """
@@ -48,7 +48,7 @@ def pad_to_shares(x: jax.Array) -> jax.Array:
 def own_share(x: jax.Array) -> jax.Array:
     """This tensor chip's share of x [n, ...], which is equal on all of them: ceil(n / chips) lines.
 
-    Shares are in the order of the chips; what lies past n is zeros.
+    Shares are in the order of the chips, with zeros past line n.
     """
     chips = lax.axis_size(TENSOR_AXIS)
     if chips == 1:
@@ -60,12 +60,12 @@ def own_share(x: jax.Array) -> jax.Array:
 
 
 def join_shares(share: jax.Array, num_lines: int) -> jax.Array:
-    """The [num_lines, ...] of which every tensor chip has its `own_share`."""
+    """All-gather the tensor chips' shares (`own_share`) into [num_lines, ...]."""
     return concatenate_over_tensor(share, axis=0)[:num_lines]
 
 
 def any_over_data(flag: jax.Array) -> jax.Array:
-    """Whether flag, bool[], is set on any data-parallel rank."""
+    """True if flag, bool[], is set on any data-parallel rank."""
     if lax.axis_size(DATA_AXIS) == 1:
         return flag
     flags: jax.Array = lax.psum(flag.astype(jnp.int32), DATA_AXIS)

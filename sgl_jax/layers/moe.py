@@ -28,7 +28,7 @@ def silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def clamped_swiglu(limit: float, alpha: float) -> Gated:
-    """As gpt-oss has it: gate * sigmoid(alpha * gate) * (up + 1), of at most `limit` each."""
+    """gpt-oss's gate * sigmoid(alpha * gate) * (up + 1), with gate and up clamped to `limit`."""
     return partial(_clamped_swiglu, limit=limit, alpha=alpha)
 
 
@@ -46,7 +46,7 @@ class SharedExpert(nnx.Module):
         self.gate = gate
 
     def own_part(self, x: jax.Array) -> jax.Array:
-        """This chip's part of what it adds, [T, hidden] as x."""
+        """This chip's part of the expert's result, [T, hidden] as x."""
         return jax.nn.sigmoid(self.gate(x)) * self.expert.own_part(x)
 
 
@@ -103,7 +103,7 @@ class MixtureOfExperts(nnx.Module):
         return total + self.down.biases(shares)
 
     def _inner(self, lines: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """Of lines [n, hidden] by expert what the experts' last product is given, [n, width]."""
+        """Inputs [n, width] of the experts' last product for lines [n, hidden], by expert."""
         gate, up = self.gate(lines, group_sizes), self.up(lines, group_sizes)
         if self.gate.bias is None:
             return self.gated(gate, up)

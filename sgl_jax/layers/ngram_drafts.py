@@ -1,4 +1,4 @@
-"""Drafting by n-gram lookup: what followed the same words before is likely to follow again.
+"""Drafting by n-gram lookup: the same words are likely to be followed by the same text again.
 
 Known as prompt lookup (Saxena, 2023): no draft model, the request's own tokens are the source.
 Any draft is correct, however bad: verification decides (see `executor/step.py`).
@@ -17,7 +17,7 @@ def propose_drafts(
     token_table: jax.Array,
     rows: jax.Array,
     lens: jax.Array,
-    wanted: jax.Array,
+    searched: jax.Array,
     num_drafts: int,
 ) -> jax.Array:
     """Guess the tokens at positions lens[i], lens[i] + 1, ... of each row: int32[n, num_drafts].
@@ -26,13 +26,13 @@ def propose_drafts(
         token_table: int32[num_rows, max_context_len].
         rows: int32[n] lines of the token table.
         lens: int32[n] tokens of each row, at least 1.
-        wanted: bool[n] rows to search for; others cost nothing and get anything.
+        searched: bool[n] rows to search for; others cost nothing and get any tokens.
         num_drafts: static.
     """
-    match = _latest_longest_match(token_table, rows, jnp.where(wanted, lens, 0))
+    match = _latest_longest_match(token_table, rows, jnp.where(searched, lens, 0))
     # A row without any match guesses that its last token repeats.
     match = jnp.where(match < 0, lens - 2, match)
-    # What followed may end before enough tokens did: then it repeats, with this period.
+    # The tokens after the match may be too few: then they repeat, with this period.
     period = jnp.maximum(lens - 1 - match, 1)
     ahead = jnp.arange(num_drafts, dtype=jnp.int32)
     source = match[:, None] + 1 + ahead % period[:, None]

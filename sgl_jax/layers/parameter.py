@@ -1,9 +1,9 @@
-"""Parameters as they are declared: shape, split over the mesh, source, and how they are read.
+"""Declarations of parameters: shape, split over the mesh, source, and the part that a step reads.
 
 Modules hold abstract arrays until a checkpoint fills them, so building a model costs nothing.
-Loading, dummy weights and the planner walk these declarations (`declarations`), and nothing else
-says what parameters a model has. Inside the step a module sees one chip's shard and takes its
-sizes from the shapes it sees; nothing here knows a concrete mesh.
+Loading, dummy weights and the planner walk these declarations (`declarations`), the only list of a
+model's parameters. Inside the step a module sees one chip's shard and takes its sizes from the
+shapes it sees; nothing here depends on a concrete mesh.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.layers.sources import Shape, Source, Stacked
 
-# A tree of parameters, or of what belongs to each (specs, shardings): nested dictionaries.
+# A tree of parameters, or of their specs or shardings: nested dictionaries.
 ParamTree = dict[str, Any]
 Path = tuple[str, ...]  # of a leaf of such a tree: ("norm", "weight")
 
 Initial = Literal["normal", "ones", "zeros"]
-# What a step reads of it: all, the rows of its tokens, or the experts that its tokens are sent to.
+# The part that a step reads: all, the rows of its tokens, or the experts chosen for its tokens.
 Read = Literal["all", "rows", "experts"]
 
 
@@ -46,7 +46,7 @@ def parameter(
 ) -> nnx.Param[Any]:
     """Declare a parameter of the whole model; `axes` name the mesh axis of each dimension.
 
-    In place of a source a shape will do, for what no checkpoint holds.
+    `source` is a shape for parameters that no checkpoint holds.
     """
     own = None if isinstance(source, tuple) else source
     shape = source if isinstance(source, tuple) else source.shape
@@ -56,7 +56,7 @@ def parameter(
 
 
 def declarations(module: nnx.Module) -> dict[Path, Declaration]:
-    """What is declared of each parameter, by path."""
+    """The declaration of each parameter, by path."""
     return {
         tuple(map(str, path)): Declaration(
             param.get_value(), param.spec, param.source, param.initial, param.read, param.layers
@@ -68,7 +68,7 @@ def declarations(module: nnx.Module) -> dict[Path, Declaration]:
 def stack_layers(
     layer: nnx.Module, layers: Sequence[int], data_shards: int, prefix: str = "{}."
 ) -> None:
-    """Turn a layer's declarations, in place, into those of `layers`, stacked on a new axis 0.
+    """Turn a layer's declarations, in place, into declarations of `layers` stacked on axis 0.
 
     `prefix`, with a layer's number, stands before the names of its tensors. With `data_shards`
     above 1 each parameter is also split over 'data', along its first axis that is whole and

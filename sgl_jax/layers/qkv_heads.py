@@ -29,7 +29,7 @@ class QKVHeads(Protocol):
         k_norm: RMSNorm | None,
         by: Rotation,
     ) -> QKV:
-        """Of one chip's tokens.
+        """Make the heads of one chip's tokens.
 
         Args:
             qkv: [T, kv_heads * heads.kv_width], for each KV head its queries, its key, its value.
@@ -46,7 +46,6 @@ class QKVHeads(Protocol):
 def xla_qkv_heads(
     qkv: jax.Array, heads: Heads, q_norm: RMSNorm | None, k_norm: RMSNorm | None, by: Rotation
 ) -> QKV:
-    """See `QKVHeads`."""
     # Behind the barrier the split into heads cannot reach the product: there it makes the TPU's
     # compiler transpose the weights in every step, at eight times the product's cost.
     parts = lax.optimization_barrier(qkv)
@@ -88,8 +87,8 @@ def pallas_qkv_heads(
 
 
 def qkv_heads_implementation(backend: str, head_dim: int, *, simulate: bool = False) -> QKVHeads:
-    """That of an attention backend, "xla" or "pallas": the TPU's kernel, if it has whole rows of
-    lanes to work on. With `simulate`, a CPU interprets it, slowly."""
+    """The implementation of an attention backend: XLA's for "xla" and for heads that are not whole
+    rows of lanes, else the TPU's kernel. With `simulate`, a CPU interprets it, slowly."""
     if backend == "xla" or head_dim % LANES:
         return xla_qkv_heads
     if not simulate:

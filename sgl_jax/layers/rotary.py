@@ -34,12 +34,12 @@ def inverse_frequencies(
 ) -> NDArray[np.float32]:
     """Angle per position of each pair of the `num_dims` dimensions that are turned.
 
-    "linear" divides all of them by `factor`. "llama3" divides those whose wavelength exceeds
-    original / low_freq_factor by `factor`, leaves those below original / high_freq_factor, and
-    blends in between: for contexts longer than Llama 3 was pre-trained on. "yarn" (arXiv
-    2309.00071) leaves those that turn more than `beta_fast` times in the original context, divides
-    those that turn less than `beta_slow` times, and blends in between, linearly by dimension, whose
-    bounds are whole ones if `truncate`.
+    "linear" divides all of them by `factor`. "llama3" divides frequencies of wavelengths above
+    original / low_freq_factor by `factor`, leaves wavelengths below original / high_freq_factor,
+    and blends in between: for contexts longer than Llama 3 was pre-trained on. "yarn" (arXiv
+    2309.00071) leaves pairs that turn more than `beta_fast` times in the original context, divides
+    pairs that turn less than `beta_slow` times, and blends in between, linearly by dimension;
+    `truncate` rounds the bounds outwards to whole dimensions.
     """
     exponents = np.arange(0, num_dims, 2, dtype=np.float32) / num_dims
     frequencies = (1.0 / theta**exponents).astype(np.float64)
@@ -75,7 +75,7 @@ def rotation(
 ) -> Rotation:
     """The rotation of tokens at `positions`, int32 [T], which also multiplies them by `factor`.
 
-    Of `num_pairs` pairs of dimensions the first have frequencies; the others stay as they are.
+    The first of `num_pairs` pairs of dimensions have frequencies; the others stay unchanged.
     """
     num_still = 0 if num_pairs is None else num_pairs - len(frequencies)
     angles = positions.astype(jnp.float32)[:, None, None] * np.pad(frequencies, (0, num_still))
@@ -89,7 +89,7 @@ def rotation(
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     """Rotate x [T, heads, head_dim]: dimension i is paired with i + head_dim / 2.
 
-    Where only some of a checkpoint's dimensions are turned, they lie so (`sources.paired_order`).
+    Heads that are turned in part have their dimensions in this order (`sources.paired_order`).
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * by.cos - second * by.sin, second * by.cos + first * by.sin)

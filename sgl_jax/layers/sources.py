@@ -1,8 +1,8 @@
-"""Where a parameter comes from: the tensors of a Hugging Face checkpoint that make it.
+"""Sources of parameters: the tensors of a Hugging Face checkpoint that make each.
 
-A source is part of a parameter's declaration. It knows the parameter's shape, which tensors it
-needs, and fills any slice of the parameter from them, so that a chip's shard is read alone, tensor
-by tensor, straight into one buffer of the right type. Tensor names are relative: `Stacked` puts the
+A source is part of a parameter's declaration. It has the parameter's shape and its tensors' names,
+and fills any slice of the parameter from them, so that a chip's shard is read alone, tensor by
+tensor, straight into one buffer of the right type. Tensor names are relative: `Stacked` puts the
 layer's or the expert's name before them.
 """
 
@@ -34,12 +34,12 @@ class Source(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """Of the parameter on the whole mesh."""
+        """The parameter's shape on the whole mesh."""
         ...
 
     @property
     def plain_shape(self) -> Shape:
-        """Of the parameter for one chip: nothing padded for more of them, no head copied."""
+        """Its shape for one chip: nothing padded for more chips, no head copied."""
         ...
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
@@ -81,7 +81,6 @@ class Tensor:
 
 
 def _swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """With the last two in each other's place."""
     return *axes[:-2], axes[-1], axes[-2]
 
 
@@ -214,10 +213,10 @@ class Stacked:
 
 
 def row_size(size: int) -> int:
-    """How long rows of `size` elements are to be: whole rows of a TPU's memory, if they nearly are.
+    """The length of rows of `size` elements: whole rows of a TPU's memory, if nearly that long.
 
     Otherwise its compiler may choose another order of the array's axes, with less padding, and each
-    step would begin with a copy in the order declared. What is short is left as it is.
+    step would begin with a copy in the order declared. Shorter rows stay as they are.
     """
     padded = -(-size // LANES) * LANES
     return padded if padded <= size * 9 // 8 else size
@@ -311,7 +310,7 @@ class Heads:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Of the dimensions of queries and keys, in those of a checkpoint."""
+        """The checkpoint's dimension in each place of queries and keys."""
         return paired_order(self.head_dim, self.num_turned or self.head_dim)
 
     @property
@@ -333,7 +332,7 @@ class FusedHeads:
     where `inputs` is (hidden,) for a weight and () for a bias. With more KV heads than are stored,
     each stored one serves as many neighbouring copies. Parts of it hold whole KV heads.
 
-    Where `has_gates`, the tensor of q has, after each head's rows, as many of its gate.
+    With `has_gates`, the tensor of q has, after each head's rows, as many of its gate.
     """
 
     names: tuple[str, ...]  # of q, k and v

@@ -1,19 +1,18 @@
-"""The eviction order that resists scans: what is least likely to be used again goes first.
+"""An eviction order that resists scans: the leaf least likely to be used again goes first.
 
-Leaves are in classes by how often they were used again. Each class is a queue by age, and counts
-how many of its pages were used again and how many left. The share that was used again, divided by
-a power of the age, is the rate at which a page may be expected to be used; of the oldest leaves of
-all classes, the one with the lowest rate goes. So what was used once, as in a scan, goes before
-what was used often, for as long as that is what the counts say; and where use does not depend on
-the past, the order is that of LRU.
+Each class holds the leaves with an equal number of uses, in a queue by age, and counts its reused
+and evicted pages. The reused share divided by a power of the age estimates the rate of use. Among
+the oldest leaves of all classes, the leaf with the lowest rate goes. So pages read once, as in a
+scan, leave before pages read often, while the counts support that; if use does not depend on the
+past, the order equals LRU.
 
-Pages that left are remembered for a while by a hash of their prefix (`ghost_pages.py`). One that
-returns is in the next class, as if it had stayed, so that what returns again and again is kept
-in the end, though no cache could hold it from one use to the next. Its return counts in part, as
-far as keeping it a little longer would have served it.
+Evicted pages are remembered for a while by a hash of their prefix (`ghost_pages.py`). A page that
+returns enters the next class, as if it had stayed. So pages that return repeatedly are kept in the
+end, though no cache could hold them from one use to the next. A return counts in part: by how much
+a slightly longer stay would have served it.
 
-Shadow caches (`shadow_caches.py`) count the hits that this order, LRU and LFU would have had. Once
-another leads, the cache follows the one that leads: leaves that it keeps go after all others.
+Shadow caches (`shadow_caches.py`) count the hits of this order, LRU and LFU. Once another order
+leads, the cache follows it: leaves that the leader keeps go after all others.
 """
 
 from hashlib import blake2b
@@ -35,7 +34,7 @@ _MAX_UNREAD = 16  # paths, which the shadows read together
 class AdaptivePolicy(EvictionPolicy):
     """For a cache of `num_pages` pages.
 
-    A node's `page_hashes` are uint64, one for each page of its edge: of the prefix to its end.
+    `page_hashes` of a node are uint64, one for each page of its edge: of the prefix to its end.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -46,14 +45,14 @@ class AdaptivePolicy(EvictionPolicy):
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
         self._shadows = ShadowCaches(num_pages - 1)  # without the null page
         self._path_end: TreeNode | None = None  # the last node that was used
-        # Leaves that the favourite keeps, which go after all others: by its number of uses, and
-        # with that number by their hash.
+        # Leaves that the favourite keeps, which go after all others: by number of uses, then by
+        # hash.
         self._kept: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(MAX_USES + 1)]
         self._kept_by_hash: dict[int, tuple[TreeNode, int]] = {}
         self._forget_counts()
 
     def _forget_counts(self) -> None:
-        self._num_reused = [1.0] * NUM_CLASSES  # pages, with the share of those that returned
+        self._num_reused = [1.0] * NUM_CLASSES  # pages, and the share that returned
         self._num_left = [1.0] * NUM_CLASSES  # pages
         self._num_left_since_halved = 0
 
@@ -74,7 +73,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._queues[node.num_uses].discard(node)
 
     def next_victim(self, now: int) -> TreeNode | None:
-        """The first leaf by the favourite's order that it does not keep, or else the first."""
+        """The first leaf, by the favourite's order, that the favourite does not keep; else the
+        first."""
         if self._shadows.num_unread:
             self._follow(self._shadows.read())
         leaf = self._first(self._queues, now)
@@ -92,14 +92,13 @@ class AdaptivePolicy(EvictionPolicy):
         return self._first(self._kept, now)
 
     def num_kept(self, leaf: TreeNode) -> int:
-        """Up to the last page that the favourite has, or has used more often than the end."""
+        """Pages up to the last page that the favourite has, or has used more often than the end."""
         if not self._shadows.has_changed:
             return 0
         num_uses = self._kept_by_hash[_last_hash(leaf)][1] if self._is_kept(leaf) else -1
         return self._shadows.num_used_more(leaf.page_hashes, num_uses)
 
     def _first(self, queues: list[EvictionQueue[TreeNode]], now: int) -> TreeNode | None:
-        """The leaf that goes first by the favourite's order."""
         leaves = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
         if self._shadows.favourite == ADAPTIVE:
             return self._lowest_rate(leaves, now)
@@ -124,12 +123,11 @@ class AdaptivePolicy(EvictionPolicy):
         self._kept_by_hash[_last_hash(leaf)] = leaf, num_uses
 
     def _release(self, leaf: TreeNode) -> None:
-        """The favourite keeps the leaf no more, if it did."""
         if self._is_kept(leaf):
             self._kept[self._kept_by_hash.pop(_last_hash(leaf))[1]].discard(leaf)
 
     def _follow(self, gone: Int64Array | None) -> None:
-        """The favourite lost pages of these hashes; None if it is another one."""
+        """Drop pages of these hashes, which the favourite lost; None if the favourite changed."""
         for page_hash in list(self._kept_by_hash) if gone is None else gone.tolist():
             if page_hash in self._kept_by_hash:
                 self.add(self._kept_by_hash[page_hash][0])
@@ -142,7 +140,6 @@ class AdaptivePolicy(EvictionPolicy):
         return reused / (reused + left) / (age * sqrt(sqrt(age)))
 
     def begin(self, node: TreeNode) -> list[UseRun]:
-        """Recall which of the pages were here before."""
         node.page_hashes = self._hasher.hashes(node.key, _hash_before(node))
         self._go_along(node, node.last_access)
         pages = self._ghosts.recall(node.page_hashes)
@@ -151,22 +148,25 @@ class AdaptivePolicy(EvictionPolicy):
         self._count_returned(pages, node.last_access)
         num_uses = np.zeros(len(node.page_hashes), np.int64)
         num_uses[pages.is_ghost] = np.minimum(pages.num_uses + 1, NUM_CLASSES - 1)
-        # A use of a page is one of all before it, even where those are remembered less well.
+        # A use of a page also uses all pages before it, even if fewer of their uses are remembered.
         num_uses = np.maximum.accumulate(num_uses[::-1])[::-1]
         node.num_uses = int(num_uses[-1])
         return _runs(num_uses, self._page_size)
 
     def _count_returned(self, pages: RecalledPages, now: int) -> None:
-        """To have served a return at age b, a page that left at age a had to stay b / a times as
-        long. So the return counts as (a / b) ** 3 of a use: less than that is too little for
-        large caches, more is too much for small ones."""
+        """Count returns as parts of a use.
+
+        To serve a return at age b, a page evicted at age a had to stay b / a times as long. The
+        return counts as (a / b) ** 3 of a use: less is too little in large caches, more too much in
+        small ones.
+        """
         share = (pages.left_at - pages.last_access + 1) / (now - pages.last_access + 1)
         returned = np.bincount(pages.num_uses, share * share * share, NUM_CLASSES)
         for num_uses, count in enumerate(returned.tolist()):
             self._num_reused[num_uses] += count
 
     def use(self, node: TreeNode, now: int) -> None:
-        """Count what is used again; the node is in the next class."""
+        """Count a reuse and move the node to the next class."""
         self._go_along(node, now)
         self._num_reused[node.num_uses] += len(node.page_hashes)
         if node.num_uses < NUM_CLASSES - 1:
@@ -175,7 +175,7 @@ class AdaptivePolicy(EvictionPolicy):
             node.num_uses += 1
 
     def _go_along(self, node: TreeNode, now: int) -> None:
-        """A request uses `node`, on the same path as the node before if that is its parent."""
+        """Add `node` to the open path if its parent was used last, else start another path."""
         if node.parent is not self._path_end:
             self._end_path()
             if self._shadows.num_unread == _MAX_UNREAD:
@@ -189,18 +189,17 @@ class AdaptivePolicy(EvictionPolicy):
             self._path_end = None
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Both halves were used as often."""
+        """Both halves keep the number of uses."""
         cut = len(upper.key) // self._page_size
         upper.num_uses = lower.num_uses
         upper.page_hashes = lower.page_hashes[:cut].copy()
         lower.page_hashes = lower.page_hashes[cut:].copy()
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Hashes follow one another."""
         lower.page_hashes = np.concatenate([upper.page_hashes, lower.page_hashes])
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
-        """Count what leaves, and remember it."""
+        """Count the pages that leave, and remember them."""
         if keep_tokens and self._is_kept(leaf):
             self.add(leaf)  # the favourite may not keep its new end
         keep = keep_tokens // self._page_size
@@ -223,7 +222,6 @@ class AdaptivePolicy(EvictionPolicy):
             raise LedgerError("leaves that the favourite keeps are not listed by their hash")
 
     def clear(self) -> None:
-        """Forget members, ghosts, counts and shadows."""
         super().clear()
         for queue in self._kept:
             queue.clear()
@@ -235,12 +233,12 @@ class AdaptivePolicy(EvictionPolicy):
 
 
 def _last_hash(node: TreeNode) -> int:
-    """The hash of the prefix that ends with the edge, as the shadows call it."""
+    """The hash of the prefix that ends with the edge; shadows identify the leaf by it."""
     return int(node.page_hashes.view(np.int64)[-1])
 
 
 def _hash_before(node: TreeNode) -> int:
-    """The hash of the prefix that `node`'s edge continues; for the empty one, its namespace's."""
+    """The hash of the prefix before `node`'s edge; the namespace's hash if that prefix is empty."""
     parent = node.parent
     if parent is not None and len(parent.page_hashes):
         return int(parent.page_hashes[-1])

@@ -1,14 +1,13 @@
 """Cursors on a prefix tree that changes.
 
-A waiting request is tried in many steps, and between two of them the tree seldom changes where it
-matters to that request. So instead of a lookup for each try, the tree keeps a cursor where the walk
-along its tokens ended, and moves it when that walk would end elsewhere. A change of the tree costs
-time for the live stems (`prefix_cursor.py`) on the nodes that change, however many prompts continue
-them.
+A waiting request is tried in many steps, and the tree rarely changes near its prefix between two
+tries. So the tree keeps a cursor at the end of each request's walk instead of repeating the lookup,
+and moves the cursor when the walk would end elsewhere. A change of the tree costs time for the live
+stems (`prefix_cursor.py`) on the changed nodes, however many prompts continue them.
 
-Where there are windows, less may be usable than matched. A live cursor then also watches the nodes
-from that where its usable prefix ends to that where its walk does: it is measured anew when the
-resumable positions of one of these change.
+With windows, the usable length may be shorter than the match. A live cursor then also watches the
+nodes between the end of its usable prefix and the end of its walk. It is measured again when the
+resumable positions of one of these nodes change.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,10 +34,10 @@ class CursorIndex:
     Args:
         page_size: tokens.
         root: of the tree.
-        walk: `walk(tokens, namespace, below)` answers the path below a node that lies on it.
-        key_at: how children are found.
-        usable_len: `usable_len(node, matched)` answers how much can be resumed of a walk of that
-            length, and the nodes where that was looked for. None: all of it always.
+        walk: `walk(tokens, namespace, below)` returns the path below a node on that path.
+        key_at: returns the key of a child.
+        usable_len: `usable_len(node, matched)` returns the resumable length of a walk of that
+            length, and the nodes searched. None: the whole walk is always resumable.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class CursorIndex:
         self.nodes = self._stops.nodes  # where live cursors stand, by place
         self.columns = CursorColumns()
         self._has_moved = False
-        # Of no tokens, in all namespaces; the key of a stem behind it says which.
+        # The empty stem, shared by all namespaces; the key of the next stem holds the namespace.
         self._first = PrefixCursor(self._key_at, self.columns.take(), None, b"", root.key, "")
         self.columns.parent[self._first.number] = NO_CURSOR
         self._file(self._first, root, 0)
@@ -71,10 +70,10 @@ class CursorIndex:
     def follow(
         self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
     ) -> PrefixCursor:
-        """The cursor of a prompt of `tokens`; each call is to be ended by one of `unfollow`.
+        """Return the cursor of a prompt of `tokens`; call `unfollow` once for each call.
 
-        `below` is a locked node that is known to lie on the walk: what is above is not looked at.
-        Where the walks of other prompts end does not change.
+        `below` is a locked node on the walk: the search starts there. The cursors of other prompts
+        do not move.
         """
         tokens = tokens[: len(tokens) // self._page_size * self._page_size]
         cursor = self._first
@@ -92,7 +91,7 @@ class CursorIndex:
         return cursor
 
     def unfollow(self, cursor: PrefixCursor) -> None:
-        """A prompt that followed the cursor does not need it any more."""
+        """Release the cursor for one prompt that followed it."""
         cursor.num_followers -= 1
         self._count(cursor, -1)
         parent = cursor.parent
@@ -106,31 +105,32 @@ class CursorIndex:
             self._measure_all()
 
     def _count(self, cursor: PrefixCursor | None, change: int) -> None:
-        """A prompt more (1) or less (-1) follows the cursor."""
+        """Add `change` (1 or -1) to the prompts that follow the cursor."""
         while cursor is not None:
             self.columns.num_prompts[cursor.number] += change
             cursor = cursor.parent
 
     def take_has_moved(self) -> bool:
-        """Whether the length or place of a cursor may have changed since the last call."""
+        """Return whether a cursor's length or place may have changed since the last call."""
         has_moved, self._has_moved = self._has_moved, False
         return has_moved
 
     def has_filed(self, node: TreeNode, key: bytes | None) -> bool:
-        """Whether a child of `node` under `key`, which it lacks, would move a cursor."""
+        """Return whether a child added to `node` under `key`, which it lacks, would move a
+        cursor."""
         return key is not None and self._waiting_for(node, key) is not None
 
     def filed(self, node: TreeNode, key: bytes | None, most: int) -> list[PrefixCursor]:
-        """Some of the cursors with followers, `most` of them at most, that a child of `node` under
-        `key`, which it lacks, would move."""
+        """Return at most `most` followed cursors that a child of `node` under `key`, which it
+        lacks, would move."""
         stem = None if key is None else self._waiting_for(node, key)
         if stem is None:
             return []
         return list(islice((each for each in stem.stems() if each.num_followers), most))
 
     def num_awaiting(self, node: TreeNode, key: bytes, most: int) -> int:
-        """How many prompts, `most` of them at most, would go on from `node` if a child came under
-        `key`; or if more of the child that is there could be resumed, where its path cannot."""
+        """Count prompts, `most` at most, that would continue from `node` through a child under
+        `key`; if that child exists, prompts that need more of it to be resumable."""
         child = node.children.get(key)
         if child is not None:
             watching = self._watchers.get(child.node_id, {}).values()
@@ -145,30 +145,30 @@ class CursorIndex:
                 return most
         return count
 
-    # -- what the tree reports ----------------------------------------------------------------
+    # -- reports from the tree ---------------------------------------------------------------
 
     def child_added(self, parent: TreeNode, child: TreeNode) -> None:
-        """`parent` has a new child, which has none: stems may go on into its edge."""
+        """`parent` has a new child without children: stems may continue into its edge."""
         cursor = self._waiting_for(parent, child.child_key)
         if cursor is not None:
             self._has_moved = True
             self._go_along(cursor, child, parent.end)
 
     def node_split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge lost its beginning to the new `upper`: cursors that ended there move."""
+        """The new `upper` took the start of `lower`'s edge: move the cursors that ended there."""
         for cursor in self._moving_from(lower):
             if cursor.reached <= upper.end:
                 self._file(cursor, upper, cursor.reached)
         self._measure_watchers(lower)
 
     def nodes_merged(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`upper` became the beginning of its only child's edge: its cursors end within that."""
+        """`upper` became the start of its only child's edge: its cursors end within that edge."""
         for cursor in self._moving_from(upper):
             self._file(cursor, lower, cursor.reached)
         self._measure_watchers(upper)
 
     def leaf_trimmed(self, leaf: TreeNode, end: TreeNode) -> None:
-        """The path to `leaf` ends at `end` from now on: `leaf`, shortened, or its parent."""
+        """The path to `leaf` now ends at `end`: at `leaf`, shortened, or at its parent."""
         for cursor in self._moving_from(leaf):
             if cursor.start < end.end:
                 self._file(cursor, end, min(cursor.reached, end.end))
@@ -176,8 +176,8 @@ class CursorIndex:
                 self._rest(cursor)
 
     def measure(self, nodes: Iterable[TreeNode]) -> None:
-        """What can be resumed in `nodes` has changed, or walks have moved: measure what that
-        concerns. To be called at the end of each change of a tree with windows."""
+        """Measure the cursors affected by changed positions in `nodes` or by moved walks. Call it
+        at the end of each change of a tree with windows."""
         for node in nodes:
             self._measure_watchers(node)
         if self._measure_all():
@@ -194,7 +194,7 @@ class CursorIndex:
         if len(live) != len(self._stops):
             raise LedgerError("cursors stand at nodes that are not live, or are gone")
         if sum(map(len, self._watchers.values())) != sum(len(each.watched) for each in live):
-            raise LedgerError("nodes are watched for cursors that do not say so")
+            raise LedgerError("nodes are watched for cursors that do not list them")
 
     # -- the shape of the stems ---------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class CursorIndex:
         namespace: str,
         below: TreeNode | None,
     ) -> PrefixCursor:
-        """A new stem behind `parent`, which has none that begins so."""
+        """Add a stem behind `parent`, which has no stem with this beginning."""
         cursor = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
         self._attach(cursor, parent, key)
         self._size(cursor, 0)
@@ -226,7 +226,7 @@ class CursorIndex:
         return cursor
 
     def _part(self, lower: PrefixCursor, end: int) -> PrefixCursor:
-        """A new stem ends within that of `lower`, which continues it from now on."""
+        """Divide the stem of `lower` at `end`; the new stem is its parent."""
         parent, key = lower.parent, lower.key
         assert parent is not None
         tokens, namespace = lower.tokens[:end], lower.namespace
@@ -249,7 +249,7 @@ class CursorIndex:
     def _remove(
         self, cursor: PrefixCursor, parent: PrefixCursor, rest: PrefixCursor | None
     ) -> None:
-        """No prompt ends at a stem any more, and `rest` at most goes on from it."""
+        """Remove a stem at which no prompt ends; `rest` is its only continuation, if any."""
         if rest is None:
             del parent.children[cursor.key]
         else:
@@ -263,24 +263,21 @@ class CursorIndex:
         self.columns.free(cursor.number)
 
     def _attach(self, cursor: PrefixCursor, parent: PrefixCursor, key: bytes) -> None:
-        """The stem continues that of `parent` from now on."""
         cursor.parent, cursor.key = parent, key
         parent.children[key] = cursor
         self.columns.parent[cursor.number] = parent.number
 
     def _size(self, cursor: PrefixCursor, num_prompts: int) -> None:
-        """A new stem, which so many prompts have in common."""
         self.columns.end_pages[cursor.number] = cursor.end // self._page_size
         self.columns.num_prompts[cursor.number] = num_prompts
 
     def _take_over(self, cursor: PrefixCursor, live: PrefixCursor) -> None:
-        """A cursor that was not live stands where `live` did, which is so no more."""
         node, reached = live.at, live.reached
         assert node is not None
         self._rest(live)
         self._file(cursor, node, reached)  # at the same place: the last one freed is taken first
 
-    # -- where cursors stand ------------------------------------------------------------------
+    # -- places of cursors --------------------------------------------------------------------
 
     def _waiting_for(self, node: TreeNode, key: bytes) -> PrefixCursor | None:
         """The stem that a child of `node` under `key` would continue."""
@@ -292,7 +289,7 @@ class CursorIndex:
         return cursor if cursor.next_key == key else None
 
     def _go_along(self, cursor: PrefixCursor | None, node: TreeNode, start: int) -> None:
-        """A stem, and those that continue it, go on along the edge of `node` from `start` on."""
+        """Move a stem, and its continuations, along the edge of `node` from `start`."""
         edge = node.key[len(node.key) - (node.end - start) :]
         while cursor is not None and (num_common := self._num_common(edge, cursor.tokens[start:])):
             start, edge = start + num_common, edge[num_common:]
@@ -302,11 +299,10 @@ class CursorIndex:
             cursor = cursor.children.get(self._key_at(start, edge, cursor.namespace))
 
     def _num_common(self, a: Int32Array, b: Int32Array) -> int:
-        """Tokens of the whole pages that both begin with."""
+        """Tokens of the whole pages with which both begin."""
         return common_prefix_len(a, b) // self._page_size * self._page_size
 
     def _file(self, cursor: PrefixCursor, node: TreeNode, reached: int) -> None:
-        """The cursor stands on `node` from now on, live."""
         if cursor.at is not None:
             self._stops.take_out(cursor)
         cursor.at, cursor.reached = node, reached
@@ -318,7 +314,6 @@ class CursorIndex:
             self._unmeasured[cursor.number] = cursor
 
     def _rest(self, cursor: PrefixCursor) -> None:
-        """The cursor is live no more."""
         assert cursor.parent is not None, "the first cursor is live"
         self._stops.take_out(cursor)
         self._unwatch(cursor)
@@ -327,16 +322,16 @@ class CursorIndex:
         self.columns.above[cursor.number] = cursor.parent.number
 
     def _moving_from(self, node: TreeNode) -> list[PrefixCursor]:
-        """The cursors on a node that changes."""
+        """Return the cursors on a changing node; they count as moved."""
         cursors = self._stops.cursors(node)
         if cursors:
             self._has_moved = True
         return cursors
 
-    # -- how much can be resumed --------------------------------------------------------------
+    # -- resumable lengths --------------------------------------------------------------------
 
     def _measure_all(self) -> bool:
-        """Measure what has not been since it moved; whether a length changed."""
+        """Measure the moved cursors; return whether a length changed."""
         has_changed = False
         while self._unmeasured:
             _, cursor = self._unmeasured.popitem()
@@ -389,17 +384,17 @@ class CursorIndex:
             raise LedgerError(f"{cursor!r}: live is {is_live}, {matched} tokens matched")
 
     def _audit_stem(self, cursor: PrefixCursor) -> None:
-        """The columns have its parent, its length, and how many prompts begin with it."""
+        """Check the columns' parent, length and number of prompts against the stem."""
         columns, number = self.columns, cursor.number
         num_prompts = sum(each.num_followers for each in cursor.stems())
         parent = NO_CURSOR if cursor.parent is None else cursor.parent.number
         said = columns.parent[number], columns.end_pages[number], columns.num_prompts[number]
         if said != (parent, cursor.end // self._page_size, num_prompts):
-            raise LedgerError(f"{cursor!r}: its columns say {said}")
+            raise LedgerError(f"{cursor!r}: its columns hold {said}")
 
     def _audit_length(self, cursor: PrefixCursor) -> None:
-        """A live cursor is listed where it stands, what can be resumed is what was measured last,
-        and each change of it would be seen."""
+        """Check that a live cursor is listed at its place, has the length last measured, and
+        watches every node that can change it."""
         node = cursor.node
         length = cursor.reached
         seen: list[TreeNode] = []
@@ -413,4 +408,4 @@ class CursorIndex:
             raise LedgerError(f"{cursor!r} is not listed where it stands")
         columns = self.columns.usable_pages[cursor.number], self.columns.place[cursor.number]
         if columns != (length // self._page_size, place):
-            raise LedgerError(f"{cursor!r}: its columns say {columns}")
+            raise LedgerError(f"{cursor!r}: its columns hold {columns}")

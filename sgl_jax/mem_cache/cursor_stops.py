@@ -1,7 +1,7 @@
-"""Where live cursors stand on a prefix tree: by node, and at a place in a column.
+"""The places of live cursors on a prefix tree: by node, and by index in a column.
 
-At most one cursor stands at the end of a node, since of all that went that far it is the one whose
-children go on from there; any number stand within its edge.
+At most one cursor stands at the end of a node, because the walks that continue from there are its
+children; any number stand within the node's edge.
 """
 
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
@@ -9,9 +9,9 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class _Stop:
-    """A node where live cursors stand: one at its end at most, others within its edge, by number.
+    """A node with live cursors: at most one at its end, others within its edge, by number.
 
-    `place` is its place in `CursorStops.nodes`.
+    `place` is its index in `CursorStops.nodes`.
     """
 
     __slots__ = ("at_end", "node", "place", "within")
@@ -23,16 +23,15 @@ class _Stop:
         self.within: dict[int, PrefixCursor] = {}
 
     def cursors(self) -> list[PrefixCursor]:
-        """All that stand there."""
         at_end = [] if self.at_end is None else [self.at_end]
         return [*at_end, *self.within.values()]
 
 
 class CursorStops:
-    """The stops of a tree's cursors; `nodes` are those of all stops, by place, None where none is.
+    """The stops of a tree's cursors; `nodes` holds their nodes by place, None in unused places.
 
-    It moves no cursor: a cursor is taken out before its `at` or `reached` changes, and put there
-    afterwards.
+    It moves no cursor: take a cursor out before changing its `at` or `reached`, and put it back
+    after.
     """
 
     def __init__(self) -> None:
@@ -41,11 +40,11 @@ class CursorStops:
         self._by_node: dict[int, _Stop] = {}  # by node id
 
     def __len__(self) -> int:
-        """The cursors that stand anywhere."""
+        """The number of live cursors."""
         return sum(len(stop.cursors()) for stop in self._by_node.values())
 
     def put(self, cursor: PrefixCursor, node: TreeNode) -> int:
-        """The cursor stands on `node`, as far as it has reached; the place of that node."""
+        """Place the cursor on `node`, at the length it has reached; return that node's place."""
         stop = self._by_node.get(node.node_id) or self._new_stop(node)
         if cursor.reached == node.end:
             stop.at_end = cursor
@@ -54,7 +53,6 @@ class CursorStops:
         return stop.place
 
     def take_out(self, cursor: PrefixCursor) -> None:
-        """The cursor does not stand where it did."""
         assert cursor.at is not None, "the cursor is not live"
         stop = self._by_node[cursor.at.node_id]
         if stop.at_end is cursor:
@@ -67,17 +65,15 @@ class CursorStops:
             self._free_places.append(stop.place)
 
     def at_end(self, node: TreeNode) -> PrefixCursor | None:
-        """The cursor at the end of `node`, if there is one."""
         stop = self._by_node.get(node.node_id)
         return None if stop is None else stop.at_end
 
     def cursors(self, node: TreeNode) -> list[PrefixCursor]:
-        """All that stand on `node`."""
         stop = self._by_node.get(node.node_id)
         return [] if stop is None else stop.cursors()
 
     def place(self, cursor: PrefixCursor) -> int | None:
-        """The place of a live cursor, None if it is not listed where it stands."""
+        """The place of a live cursor; None if it is not listed at its node."""
         node = cursor.node
         stop = self._by_node.get(node.node_id)
         if stop is None or self.nodes[stop.place] is not node:

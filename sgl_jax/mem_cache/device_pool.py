@@ -1,4 +1,4 @@
-"""The pools of all ranks as device arrays: KV pages, and states of layers with a recurrence.
+"""The pools of all ranks as device arrays: KV pages, and states of recurrent layers.
 
 Owns the arrays' shapes, shardings and sizes in bytes. Never decides the owner of a page or slot.
 The only file of this room that imports jax.
@@ -16,19 +16,19 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.recurrence import GatedDeltaConfig, conv_state_shape
 
-# A rank's pages lie together, so that under shard_map page ids are the rank's own.
+# A rank's pages are contiguous, so page ids are local to the rank under shard_map.
 KV_POOL_SPEC = P(None, "data", "tensor", None, None)
 
 
-# Elements of one row of a TPU's memory. What is smaller is padded to it.
+# Elements of one row of TPU memory; smaller data is padded to a row.
 _LANES = 128
 
 
 class KVPoolLayout(NamedTuple):
-    """What one page of KV holds, whole (over all the chips of a rank)."""
+    """The contents of one KV page, over all the chips of a rank."""
 
     num_layers: int
-    num_kv_heads: int  # over all chips of a rank, copies included where chips outnumber heads
+    num_kv_heads: int  # over all chips of a rank, including copies if chips outnumber heads
     page_size: int  # tokens
     head_dim: int
     dtype: jnp.dtype  # of the array; int8 holds the bits of 8-bit floats
@@ -37,8 +37,8 @@ class KVPoolLayout(NamedTuple):
     def page_shape(self) -> tuple[int, int, int]:
         """One layer of a page: [2 * kv_heads, page_size, head_dim], K heads then V heads.
 
-        K and V of a head that together fill a row of memory share it, on every platform:
-        [kv_heads, page_size, 2 * head_dim].
+        If K and V of a head together fill a memory row, they share it on every platform: [kv_heads,
+        page_size, 2 * head_dim].
         """
         if 2 * self.head_dim == _LANES:
             return self.num_kv_heads, self.page_size, _LANES
@@ -52,11 +52,11 @@ class KVPoolLayout(NamedTuple):
 
 
 def kv_pool_shape(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The pool before it is there: [layers, dp * num_pages, *page_shape].
+    """The shape of the pool: [layers, dp * num_pages, *page_shape].
 
-    Each chip sees [layers, num_pages, ...], of which the heads are its own: its K heads, then its
-    V heads, or both side by side. One page of one layer is contiguous. `num_pages` counts one
-    rank's pages, the null page included.
+    Each chip sees [layers, num_pages, ...] with its own heads: K heads then V heads, or K and V
+    side by side. One page of one layer is contiguous. `num_pages` counts one rank's pages,
+    including the null page.
     """
     shape = (layout.num_layers, mesh.shape["data"] * num_pages, *layout.page_shape)
     sharding = NamedSharding(mesh, KV_POOL_SPEC)
@@ -64,7 +64,7 @@ def kv_pool_shape(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Shape
 
 
 def make_kv_pool(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Array:
-    """Zeros in the shape of `kv_pool_shape`, made on the devices, so the host never holds it."""
+    """Make a zeroed pool on the devices, so the host never holds it."""
     return _zeros(kv_pool_shape(layout, num_pages, mesh))
 
 
@@ -75,17 +75,16 @@ def _zeros(wanted: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 class LayerStates(NamedTuple):
-    """The states of all layers with a recurrence, of all sequences, by slot; or what belongs to
-    each of the two arrays: specs, shapes.
+    """The states of all recurrent layers and sequences, by slot; or their specs or shapes.
 
-    A rank's slots lie together, so that under shard_map slots are the rank's own.
+    A rank's slots are contiguous, so slot numbers are local to the rank under shard_map.
     """
 
     conv: Any  # [layers, slots, rows, row size], the last K - 1 inputs of the convolution
     recurrent: Any  # [layers, slots, value_heads, key_dim, value_dim]
 
     def copied(self, source: jax.Array, target: jax.Array) -> "LayerStates":
-        """With what slot `source` holds, int32[], in slot `target` as well: of all layers."""
+        """Copy slot `source`, int32[], to slot `target`, for all layers."""
 
         def copy(states: jax.Array) -> jax.Array:
             own = lax.dynamic_slice_in_dim(states, source, 1, axis=1)
@@ -100,15 +99,15 @@ STATE_POOL_SPECS = LayerStates(
 
 
 class StatePoolLayout(NamedTuple):
-    """What one slot holds, whole (over all the chips of a rank)."""
+    """The contents of one slot, over all the chips of a rank."""
 
     num_layers: int
-    recurrence: GatedDeltaConfig  # of each of them
-    conv_dtype: jnp.dtype  # of the convolution's states: that of activations
+    recurrence: GatedDeltaConfig  # of each recurrent layer
+    conv_dtype: jnp.dtype  # of the convolution's states, as of activations
     dtype: jnp.dtype  # of the recurrence's
 
     def slot_shapes(self, tp_size: int) -> LayerStates:
-        """One layer of a slot: what each of `tp_size` chips has of it, one after the other."""
+        """One layer of a slot: the parts of `tp_size` chips, one after the other."""
         own = self.recurrence
         rows, row_size = conv_state_shape(own.conv_size, own.channels // tp_size)
         return LayerStates(
@@ -117,7 +116,6 @@ class StatePoolLayout(NamedTuple):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot, all layers."""
         shapes, dtypes = self.slot_shapes(tp_size=1), (self.conv_dtype, self.dtype)
         layer = sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
@@ -126,8 +124,8 @@ class StatePoolLayout(NamedTuple):
 
 
 def state_pool_shapes(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> LayerStates:
-    """The states before they are there, [layers, dp * num_slots, ...] each; `num_slots` counts one
-    rank's, the null slot included."""
+    """The shapes of the states, [layers, dp * num_slots, ...] each; `num_slots` counts one rank's
+    slots, including the null slot."""
     slots = layout.num_layers, mesh.shape["data"] * num_slots
     shapes, dtypes = layout.slot_shapes(mesh.shape["tensor"]), (layout.conv_dtype, layout.dtype)
     return LayerStates(
@@ -139,15 +137,15 @@ def state_pool_shapes(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> La
 
 
 def make_state_pools(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> LayerStates:
-    """Zeros in the shapes of `state_pool_shapes`, made on the devices."""
+    """Make zeroed states on the devices."""
     return LayerStates(*map(_zeros, state_pool_shapes(layout, num_slots, mesh)))
 
 
 def kv_absmax(pool: jax.Array, layout: KVPoolLayout, mesh: Mesh) -> jax.Array:
     """The greatest |K| and |V| in the pool, float32 [2, layers, kv_heads].
 
-    Over all pages but the null pages, free ones too: they hold zeros, or K and V of some token,
-    present or past. Not for a pool of 8 bits, which means other numbers than it holds.
+    Covers all pages but the null pages. Free pages hold zeros, or K and V of earlier tokens. Not
+    for an 8-bit pool, whose stored numbers need scales.
     """
     found: jax.Array = _absmax(pool, layout, mesh.shape["data"], mesh.shape["tensor"])
     return found

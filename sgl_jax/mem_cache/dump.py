@@ -1,8 +1,7 @@
-"""Everything about the memory of an engine's ranks as JSON, to explain a defect.
+"""A JSON dump of the memory records of an engine's ranks, to explain a defect.
 
-It only reads, and works on inconsistent records: a part that cannot be read is replaced by the
-reason. Tokens are left out, since prompts are private, and namespaces, which may be secrets, are
-shown as short hashes.
+It only reads, and works on inconsistent records: an unreadable part is replaced by the error. It
+omits tokens, since prompts are private, and shortens namespaces, which may be secrets, to hashes.
 """
 
 import hashlib
@@ -24,8 +23,8 @@ def write_dump(
 ) -> None:
     """Write the dump of all ranks to `path`, readable by this user only.
 
-    `reason` is the error's text, `context` further facts that may explain it. Raises OSError if the
-    file exists or cannot be written.
+    `reason` is the error's text, `context` holds further facts about it. Raises OSError if the file
+    exists or cannot be written.
     """
     dump = {"reason": reason, "context": context, "ranks": [dump_rank(each) for each in memories]}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -34,7 +33,7 @@ def write_dump(
 
 
 def dump_rank(memory: RankMemory) -> dict[str, Any]:
-    """All memory records of one rank as JSON values, and the defects that a walk finds."""
+    """All memory records of one rank as JSON values, and the defects found by a walk."""
     parts: dict[str, Callable[[RankMemory], Any]] = {
         "view": lambda memory: memory.view().as_dict(),
         "findings": lambda memory: [
@@ -72,7 +71,7 @@ def _leases(memory: RankMemory) -> list[dict[str, Any]]:
 
 
 def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
-    """Sessions that hold a row of this rank: the idle ones, used longest ago first, then others."""
+    """Sessions that hold a row of this rank: idle sessions first, used longest ago first."""
     sessions = memory.sessions
     idle = [(session_id, lease.row, True) for session_id, lease in sessions.idle()]
     lent = [(session_id, row, False) for session_id, row in sessions.lent()]
@@ -83,7 +82,7 @@ def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
 
 
 def _rows(memory: RankMemory) -> list[dict[str, Any]]:
-    """Every row that is held, or should be clean and is not."""
+    """Every row that is held, or that is free but not clean."""
     rows = memory.rows
     held = set(rows.held_rows().tolist())
     return [
@@ -122,7 +121,7 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
                 "start": node.end - len(node.key),
                 "end": node.end,
                 "children": [child.node_id for child in node.children.values()],
-                # By cache group, FULL first; of windows, locks are counted by page.
+                # By cache group, FULL first; window locks are counted by page.
                 "locks": [np.asarray(locks).tolist() for locks in node.locks],
                 "pages": [pages.tolist() for pages in node.values],
                 "last_access": node.last_access,
@@ -133,13 +132,13 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
 
 
 def _namespace_hash(namespace: str) -> str:
-    """Eight hexadecimal digits of its SHA-256; "" for the default namespace."""
+    """The first eight hexadecimal digits of its SHA-256; "" for the default namespace."""
     return hashlib.sha256(namespace.encode()).hexdigest()[:8] if namespace else ""
 
 
 def _pool(allocator: PageAllocator) -> dict[str, Any]:
-    """The pages of each owner and those that are free; the latest moves, oldest first: at tick
-    `clock`, each owner did it to its page."""
+    """The pages of each owner, the free pages, and the latest moves, oldest first: at tick `clock`,
+    each owner did the action to its page."""
     owners: dict[str, list[int]] = {}
     for page, owner in enumerate(allocator.owners().tolist()):
         if owner != FREE:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class MemoryDefectError(RuntimeError):
-    """The memory records of a rank are wrong or were misused. `engine/` decides what to do."""
+    """The memory records of a rank are wrong or were misused. `engine/` handles it."""
 
 
 class OwnershipError(MemoryDefectError):
@@ -12,7 +12,7 @@ class OwnershipError(MemoryDefectError):
 
 
 class OutOfPagesError(MemoryDefectError):
-    """More pages were asked for than are free; the caller must evict or retract first."""
+    """More pages were requested than are free; the caller must evict or retract first."""
 
 
 class LeaseError(MemoryDefectError):
@@ -20,8 +20,8 @@ class LeaseError(MemoryDefectError):
 
 
 class LedgerError(MemoryDefectError):
-    """The ledger of a rank does not balance; the text names the rank, the pages, their owners and
-    their last transitions. `pages` are those concerned, as far as they are known."""
+    """The ledger of a rank does not balance. The text names the rank, the pages, their owners and
+    their last transitions; `pages` are the affected pages, if found."""
 
     def __init__(self, message: str, pages: Sequence[int] = ()) -> None:
         super().__init__(message)

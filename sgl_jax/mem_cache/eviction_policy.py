@@ -1,10 +1,10 @@
-"""In which order the prefix tree lets go of its leaves: the contract, and least recently used.
+"""The order in which the prefix tree evicts leaves: the contract, and least recently used.
 
-The tree reports each use and each eviction to its policy; the FULL component reports which leaves
-are evictable, and asks for the next. A policy decides the order and nothing else: a prefix is found
-by its tokens, and what is locked stays, independent of the policy's state.
+The tree reports each use and each eviction to its policy. The FULL component reports which leaves
+are evictable, and requests the next victim. A policy decides the order and nothing else: matches
+depend on tokens alone, and locked pages stay, whatever the policy's state.
 
-Ages are of the tree's logical clock, never wall time, so that hosts evict alike.
+Ages use the tree's logical clock, never wall time, so that hosts evict alike.
 """
 
 from abc import ABC, abstractmethod
@@ -17,37 +17,35 @@ EVICTION_POLICIES = ("adaptive", "lru")
 
 
 class UseRun(NamedTuple):
-    """Consecutive tokens of a new edge (whole pages), and how often they were used before."""
+    """Consecutive tokens of a new edge (whole pages), and the number of their earlier uses."""
 
     num_tokens: int
     num_uses: int
 
 
 class EvictionPolicy(ABC):
-    """A set of leaves that may go, in queues, and what a subclass knows of how they were used.
+    """A set of evictable leaves, in queues, and a subclass's records of their use.
 
-    What holds between any two calls, and `audit` proves: a node is in the set, at its present
-    `last_access` and `num_uses`, exactly if the component last said so by `add` or `discard`.
+    Between any two calls, and proved by `audit`: a node is in the set, at its present `last_access`
+    and `num_uses`, exactly if the component's last call for it was `add`, not `discard`.
     """
 
     def __init__(self, num_classes: int) -> None:
-        """`num_uses` of all nodes is below `num_classes`: a queue for each, by age."""
+        """`num_uses` of all nodes is below `num_classes`; each has a queue by age."""
         self._queues: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(num_classes)]
 
     def __len__(self) -> int:
-        """Leaves that may go."""
         return sum(map(len, self._queues))
 
     def __contains__(self, node: TreeNode) -> bool:
-        """Whether `node` may go."""
         return node in self._queues[node.num_uses]
 
     def add(self, node: TreeNode) -> None:
-        """`node` may go, at the age it has now; called again whenever its `last_access` changed."""
+        """Make `node` evictable at its present age; called again after each change of
+        `last_access`."""
         self._queues[node.num_uses].add(node)
 
     def discard(self, node: TreeNode) -> None:
-        """`node` may not go, or no more."""
         self._queues[node.num_uses].discard(node)
 
     @property
@@ -57,7 +55,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def next_victim(self, now: int) -> TreeNode | None:
-        """The leaf to take from first; None if none may go. It stays in the set."""
+        """The first leaf to evict; None if there is none. It stays in the set."""
 
     def num_kept(self, leaf: TreeNode) -> int:
         """Pages of the next victim's edge that stay until another leaf has been chosen."""
@@ -65,19 +63,19 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def rate(self, num_uses: int, last_access: int, now: int) -> float:
-        """How likely something of so many uses and this age is to be used, to compare by."""
+        """The expected rate of use at this number of uses and age, for comparison only."""
 
     @abstractmethod
     def begin(self, node: TreeNode) -> list[UseRun]:
-        """A new edge is on the tree, not in the set yet: how often its tokens were used before.
+        """Return the earlier uses of the tokens of a new edge, which is not in the set yet.
 
-        Answers at least one run, from the top, together the whole edge; `node.num_uses` becomes
-        that of the last. The tree splits the edge so that each node has one number.
+        Returns at least one run, from the top, together the whole edge; `node.num_uses` becomes the
+        last run's. The tree splits the edge so that each node has one number.
         """
 
     @abstractmethod
     def use(self, node: TreeNode, now: int) -> None:
-        """A request found `node` on its path; `last_access` still says when it was used before."""
+        """Count a use of `node` by a request; `last_access` still holds the previous use."""
 
     @abstractmethod
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
@@ -85,14 +83,13 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge is about to take over that of `upper`, in front; `num_uses` is equal."""
+        """`lower`'s edge is about to take over `upper`'s, in front; `num_uses` is equal."""
 
     @abstractmethod
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
-        """`leaf` is about to lose what lies past `keep_tokens` of its edge."""
+        """`leaf` is about to lose the tokens past `keep_tokens` of its edge."""
 
     def clear(self) -> None:
-        """Forget everything, members included."""
         for queue in self._queues:
             queue.clear()
 
@@ -112,20 +109,20 @@ class LruPolicy(EvictionPolicy):
         return self._queues[0].oldest()
 
     def rate(self, num_uses: int, last_access: int, now: int) -> float:
-        """The younger, the higher."""
+        """Higher for younger nodes."""
         return 1.0 / (now - last_access + 1)
 
     def begin(self, node: TreeNode) -> list[UseRun]:
         return [UseRun(len(node.key), 0)]
 
     def use(self, node: TreeNode, now: int) -> None:
-        """The node's age alone counts."""
+        """Age alone counts."""
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Both have their age."""
+        """Both halves keep their age."""
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower` has its age."""
+        """`lower` keeps its age."""
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
-        """What is gone is not remembered."""
+        """Evicted pages are not remembered."""

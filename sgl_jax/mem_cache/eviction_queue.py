@@ -1,6 +1,6 @@
-"""The set of things that may be evicted, oldest first.
+"""A set of evictable items, oldest first.
 
-Order is by the logical clock of the last use, ties by identity number: never by wall time, so
+The order is by the logical clock of the last use, ties by identity number: never by wall time, so
 that several hosts evict alike and a run can be replayed.
 """
 
@@ -11,7 +11,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 
 
 class Aged(Protocol):
-    """What the queue orders: `last_access` may change only through `EvictionQueue.add`."""
+    """An item of the queue: `last_access` may change only through `EvictionQueue.add`."""
 
     last_access: int
     node_id: int
@@ -23,8 +23,8 @@ T = TypeVar("T", bound=Aged)
 class EvictionQueue(Generic[T]):
     """A set with an oldest-first pop: O(log n), membership exact at every moment.
 
-    A heap with lazy deletion: an entry counts only if its item is a member and still carries the
-    age it was pushed with. Stale entries are swept out once they outnumber the members.
+    A heap with lazy deletion: an entry counts only if its item is a member and still has the age of
+    the entry. Stale entries are removed once they outnumber the members.
     """
 
     def __init__(self) -> None:
@@ -38,18 +38,17 @@ class EvictionQueue(Generic[T]):
         return item.node_id in self._members
 
     def add(self, item: T) -> None:
-        """Make `item` a member, at the age it has now; again if its age has changed."""
+        """Add `item` at its present age; call it again after each change of age."""
         self._members[item.node_id] = item
         heapq.heappush(self._heap, (item.last_access, item.node_id))
         if len(self._heap) > 64 + 2 * len(self._members):
             self._sweep()
 
     def discard(self, item: T) -> None:
-        """Make `item` no member, whether or not it was one."""
         self._members.pop(item.node_id, None)
 
     def oldest(self) -> T | None:
-        """The member used longest ago, still a member; None if there is none."""
+        """The member used longest ago, still a member; None if the set is empty."""
         while self._heap:
             age, node_id = self._heap[0]
             item = self._members.get(node_id)
@@ -59,13 +58,11 @@ class EvictionQueue(Generic[T]):
         return None
 
     def clear(self) -> None:
-        """Forget all members."""
         self._members.clear()
         self._heap.clear()
 
     def audit(self) -> None:
-        """Prove that each member will be found: raise `LedgerError` if one is not listed at the
-        age it has."""
+        """Raise `LedgerError` if a member is not listed at its present age."""
         listed = set(self._heap)
         for key, item in self._members.items():
             if (item.last_access, key) not in listed:

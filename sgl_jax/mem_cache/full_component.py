@@ -1,8 +1,8 @@
 """Full attention on the prefix tree: every token of an edge has its KV, in pages.
 
 A node's value is the int32 array of its edge's pages. A lock holds the whole path from the root,
-because attention reads every token before the one it computes. So locks never grow downwards,
-and what is unlocked can always be freed from the leaves up.
+because attention reads every earlier token. So lock counts never grow downwards, and unlocked pages
+can always be freed from the leaves up.
 """
 
 from collections import Counter
@@ -21,8 +21,8 @@ from sgl_jax.mem_cache.tree_node import TreeNode, front
 class FullComponent:
     """Pages of full-attention layers. Implements `TreeComponent`.
 
-    `policy` holds the leaves that may go, and says which of them goes next. `group` is the number
-    of the layers' cache group, whose pages are of pool number `pool`.
+    `policy` holds the evictable leaves and their order. `group` is the number of the layers' cache
+    group, whose pages are in pool number `pool`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class FullComponent:
         self._page_size = page_size
         self._policy = policy
         self.num_evictable = 0  # pages on the tree that no lease has locked
-        self.num_protected = 0  # those that some lease has
+        self.num_protected = 0  # pages on the tree locked by a lease
         self._dropped: list[Int32Array] = []
 
     def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
@@ -52,7 +52,7 @@ class FullComponent:
         return np.concatenate([node.values[self.index] for node in nodes])
 
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
-        """A new node takes its pages from the offer; an old one has them."""
+        """Take a new node's pages from the offer; an old node has its pages."""
         if node.values[self.index] is not None:
             return
         start = (node.end - len(node.key)) // self._page_size
@@ -70,21 +70,19 @@ class FullComponent:
         upper.locks[self.index] = lower.locks[self.index]
 
     def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
-        """Every lock through the lower node passes through the upper one: are there no others?"""
+        """Return whether no lock ends at the upper node."""
         return bool(upper.locks[self.index] == lower.locks[self.index])
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Join the pages."""
         lower.values[self.index] = np.concatenate(
             [upper.values[self.index], lower.values[self.index]]
         )
 
     def lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Lock every node from `node` up to the root."""
         self._lock_up_to(node, None)
 
     def _lock_up_to(self, node: TreeNode, above: TreeNode | None) -> None:
-        """Lock the nodes from `node` up to, but without, `above`, or else the root."""
+        """Lock the nodes from `node` up to `above` (excluded), or up to the root."""
         step: TreeNode | None = node
         while step is not above and step is not None and step.parent is not None:
             step.locks[self.index] += 1
@@ -110,7 +108,7 @@ class FullComponent:
             step = step.parent
 
     def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages = None) -> None:
-        """What lies above `old` is locked as often as before, so only what is below is visited."""
+        """Visit only the nodes below `old`: locks above it stay as they are."""
         self._lock_up_to(new, old)
 
     def refresh(self, node: TreeNode) -> None:
@@ -131,13 +129,12 @@ class FullComponent:
             self._policy.discard(node)
 
     def flush_dropped(self) -> None:
-        """Free the pages set aside."""
         if self._dropped:
             self._allocator.free(np.concatenate(self._dropped), TREE)
             self._dropped.clear()
 
     def pages_to_keep(self, leaf: TreeNode, num_pages: int) -> int:
-        """Pages of the edge that stay when `num_pages` are wanted of it."""
+        """Pages of the edge that stay when the caller needs `num_pages` of it."""
         return max(len(leaf.values[self.index]) - num_pages, 0)
 
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
@@ -180,22 +177,20 @@ class FullComponent:
 class BareTokens(FullComponent):
     """Component 0 of models without a full layer: paths, their locks and their order, no pages.
 
-    An edge's values are zeros. Its counts are of pages of tokens, which take none of any pool.
+    An edge's values are zeros. Its counts are pages of tokens, which take no pool pages.
     """
 
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
-        """A new node has its tokens."""
         if node.values[self.index] is None:
             node.values[self.index] = np.zeros(len(node.key) // self._page_size, np.int32)
             self.num_evictable += len(node.values[self.index])
 
     def flush_dropped(self) -> None:
-        """There is nothing to free."""
         self._dropped.clear()
 
 
 def _locks_along_paths(leaves: Sequence[TreeNode]) -> Counter[int]:
-    """How often each node, by id, lies between the root and one of `leaves`."""
+    """Count, by node id, the paths from the root to `leaves` that contain the node."""
     locks: Counter[int] = Counter()
     for leaf in leaves:
         step: TreeNode | None = leaf

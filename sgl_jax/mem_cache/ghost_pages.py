@@ -1,11 +1,11 @@
-"""Pages that left the prefix tree lately: the hash of their prefix, and how they were used.
+"""Recently evicted pages: the hashes of their prefixes and records of their use.
 
-A ring of fixed size, so what is remembered is bounded. Most new edges hold nothing that was here
-before, and the hash of their first page shows it: what is behind that page left before it or with
-it. So the ring is searched only for edges whose first page may be remembered.
+A ring of fixed size bounds the memory. Most new edges hold no evicted page, and the hash of their
+first page shows it: the pages behind it left earlier or with it. So the ring is searched only for
+edges whose first page may be in it.
 
-Prefixes are told apart by a 64-bit hash alone. That may be wrong, so ghosts may decide in which
-order pages leave, never what a prefix matches.
+Prefixes are distinguished by a 64-bit hash alone, which may collide. So ghosts may affect the order
+of eviction, never a match.
 """
 
 from typing import NamedTuple
@@ -26,34 +26,34 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 _SALTS = (np.uint64(0), _GAMMA)  # of the two halves of the index
-# Cells of each index for every ghost: the fewer, the more ghosts hide one another.
+# Cells of each index for every ghost: with fewer cells, more ghosts hide one another.
 _CELLS_PER_GHOST = 4
-# Of the quick test: the fewer, the more often the ring is searched for nothing.
+# Cells of the quick test: with fewer cells, more searches of the ring find nothing.
 _COUNTS_PER_GHOST = 8
 
 
 class RecalledPages(NamedTuple):
-    """What is known of some pages; all arrays are as long as `is_ghost` has True."""
+    """Records of some pages; the other arrays have an entry for each True in `is_ghost`."""
 
-    is_ghost: BoolArray  # of each page that was asked for
+    is_ghost: BoolArray  # of each page of the lookup
     num_uses: Int64Array
     last_access: Int64Array  # the clock when they were used last
     left_at: Int64Array  # the clock when they left
 
 
 class PrefixHasher:
-    """Hashes of prefixes that are whole pages of `page_size` tokens."""
+    """Computes hashes of prefixes that are whole pages of `page_size` tokens."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._coefficients = _mixed(np.arange(1, page_size + 1, dtype=np.uint64))
 
     def hashes(self, tokens: Int32Array, before: int = 0) -> UInt64Array:
-        """A hash of the prefix up to the end of each page: uint64[len(tokens) / page_size].
+        """Hash the prefix up to the end of each page: uint64[len(tokens) / page_size].
 
         `tokens`, int32, are whole pages that continue a prefix of hash `before` (0: the empty
-        one). A page adds its share to a polynomial in `_GAMMA` modulo 2**64, as Karp and Rabin
-        (1987) do with characters, so that it is the same however a prefix was divided.
+        prefix). A page adds its share to a polynomial in `_GAMMA` modulo 2**64, as in Karp and
+        Rabin (1987) with characters, so the hash does not depend on how a prefix was divided.
         """
         return _hashes(tokens, self._page_size, self._coefficients, np.uint64(before))
 
@@ -77,14 +77,14 @@ def _mixed(values: UInt64Array) -> UInt64Array:
 def _hashes(
     tokens: Int32Array, page_size: int, coefficients: UInt64Array, before: np.uint64
 ) -> UInt64Array:
-    """See `PrefixHasher.hashes`; `coefficients` are those of the tokens of a page."""
+    """See `PrefixHasher.hashes`; `coefficients` are for the tokens of a page."""
     assert len(tokens) % page_size == 0
     assert len(coefficients) == page_size
     hashes = np.empty(len(tokens) // page_size, np.uint64)
     for page in range(len(hashes)):
         content = np.uint64(0)
         for i in range(page_size):
-            # Tokens are counted from 1, so that one of number 0 adds something, too.
+            # Count tokens from 1, so that token 0 contributes too.
             token = np.uint64(tokens[page * page_size + i]) + np.uint64(1)
             content += token * coefficients[i]
         before = before * _GAMMA + _mix(content)
@@ -108,9 +108,10 @@ def _enter(
     by_hash: Int32Array,
     last_left: UInt32Array,
 ) -> None:
-    """Write pages that leave over the oldest in the ring, which are from `first_place` on.
+    """Write leaving pages over the oldest entries of the ring, from `first_place` on.
 
-    `num_left` pages have left, these included. The last four are columns of `GhostPages`.
+    `num_left` pages have left, including these. The last four arguments are columns of
+    `GhostPages`.
     """
     num_cells = np.uint64(len(by_hash) // 2)
     assert len(ring) == len(history)
@@ -131,20 +132,20 @@ class GhostPages:
         self._hashes = np.zeros(num_ghosts, np.uint64)
         self._history = np.zeros((num_ghosts, 3), np.int64)  # as in `RecalledPages`
         self._next = 0
-        # By the last bits of a hash: how many pages had left when one of such a hash did, or some
-        # more. Counted from `num_ghosts`, so that 0 is too long ago to be remembered, and modulo
-        # 2**32: where that is ambiguous, a search finds nothing.
+        # By the last bits of a hash: the number of pages that had left when a page with such a hash
+        # left, or slightly more. Counted from `num_ghosts`, so that 0 is too old to be remembered,
+        # and modulo 2**32: if the number is ambiguous, a search finds nothing.
         self._num_left = num_ghosts
         num_bits = (_COUNTS_PER_GHOST * num_ghosts).bit_length()
         self._last_left = np.zeros(1 << num_bits, np.uint32)
         self._last_bits = np.uint64(len(self._last_left) - 1)
-        # A hash is listed in both halves, at places that have nothing to do with each other: to
-        # be found, it must have been written over in one of them at most.
+        # A hash is listed in both halves, at independent places: a search fails only if both
+        # entries were overwritten.
         self._num_cells = _CELLS_PER_GHOST * num_ghosts
         self._by_hash = np.zeros(2 * self._num_cells, np.int32)
 
     def remember(self, hashes: UInt64Array, num_uses: int, last_access: int, now: int) -> None:
-        """Pages of these prefixes leave now; those that left longest ago are forgotten."""
+        """Record that pages of these prefixes leave now; the oldest entries are overwritten."""
         self._num_left += len(hashes)
         _enter(
             hashes,
@@ -161,7 +162,7 @@ class GhostPages:
         self._next = (self._next + len(hashes)) % self.num_ghosts
 
     def recall(self, hashes: UInt64Array) -> RecalledPages | None:
-        """What is remembered of the pages of an edge, in its order; None if nothing of any is."""
+        """Return the records of an edge's pages, in its order; None if no page is remembered."""
         if not self._may_recall(hashes[0]):
             return None
         first, second = both = self._by_hash[self._cells(hashes)]
@@ -173,18 +174,17 @@ class GhostPages:
         return RecalledPages(is_ghost, *self._history[places[is_ghost]].T)
 
     def _may_recall(self, first: np.uint64) -> bool:
-        """Whether a page of this hash, or one behind it, may be among the ghosts."""
+        """Return whether a page of this hash, or one behind it, may be a ghost."""
         last_left = int(self._last_left[int(first & self._last_bits)])
         return (self._num_left - last_left) % 2**32 < self.num_ghosts
 
     def clear(self) -> None:
-        """Forget all."""
         self._hashes[:] = 0
         self._num_left = self.num_ghosts
         self._last_left[:] = 0
 
     def _cells(self, hashes: UInt64Array) -> Int64Array:
-        """Where each hash is listed in either half of the index, int64[2, len(hashes)]."""
+        """The cells of each hash in both halves of the index, int64[2, len(hashes)]."""
         halves = [
             _mixed(salt ^ hashes) % np.uint64(self._num_cells) + first
             for salt, first in zip(_SALTS, (np.uint64(0), np.uint64(self._num_cells)), strict=True)

@@ -3,13 +3,13 @@
     0            protected          committed     allocated
     |  tree's pages  |  the row's own pages, written  |  reserved, not yet written  |
 
-`cache_protected_len` is page-aligned: up to there the pages belong to the tree, and the lease
-keeps them from eviction by the lock on `node`. From there to `kv_allocated_len` they belong to
-the row. `0 <= protected <= committed <= allocated` always. The lengths are those of all cache
-groups; what a group's window has passed is listed no more, whoever owned it.
+`cache_protected_len` is page-aligned: pages before it belong to the tree, and the lock on `node`
+keeps them from eviction. From there to `kv_allocated_len` pages belong to the row. The lengths stay
+in the order of the diagram and apply to all cache groups; the row does not list pages behind a
+group's window, whoever owns them.
 
-`namespace` is set when the lease is opened, and what the lease publishes is kept under it: no
-later call names a namespace, so none can name another.
+`namespace` is set when the lease is opened, and its prefixes are published under it: no later call
+takes a namespace, so none can use another.
 """
 
 from sgl_jax.core.step_plan import Int32Array
@@ -43,7 +43,6 @@ class KVLease:
         )
 
     def require_live(self) -> None:
-        """Raise `LeaseError` if the lease was released."""
         if self.released:
             raise LeaseError(f"{self!r} was used after its release")
 
@@ -80,10 +79,10 @@ class KVLease:
         self._rows.kv_allocated_len[self.row] = allocated
 
     def change_holder(self, num_tokens: int) -> None:
-        """Pass the lease to another holder, which knows its first `num_tokens` tokens.
+        """Pass the lease to another holder, which has its first `num_tokens` tokens.
 
-        Results of unread steps belong to the former holder, and are dropped: the row's epoch
-        grows as if it had been given back.
+        Results of unread steps belong to the former holder and are dropped: the row's epoch grows,
+        as if the row had been freed.
         """
         self.require_live()
         self._rows.epoch[self.row] += 1
@@ -95,10 +94,10 @@ class KVLease:
         )
 
     def pages(self, page_size: int, start: int = 0, end: int | None = None) -> Int32Array:
-        """Copy of the page ids that hold tokens [start, end), end = allocated by default.
+        """Copy the page ids that hold tokens [start, end), end = allocated by default.
 
-        int32[groups, n], 0 where a window has passed. `start` must be page-aligned; the last page
-        may be partly outside [start, end).
+        int32[groups, n], 0 behind a window. `start` must be page-aligned; the last page may be
+        partly outside [start, end).
         """
         self.require_live()
         stop = self.kv_allocated_len if end is None else end
@@ -106,5 +105,5 @@ class KVLease:
 
 
 def first_page_of(window: int, page_size: int, num_tokens: int) -> int:
-    """The first page that the token after `num_tokens` sees through a window."""
+    """The first page that the token after `num_tokens` reads through a window."""
     return max(num_tokens - window + 1, 0) // page_size

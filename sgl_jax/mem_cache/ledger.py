@@ -1,6 +1,6 @@
 """Checks the memory of a rank: `check_balance` every step, `audit` by a full walk.
 
-The counts compared come from independent sources: the allocator's stack and owner array, the
+The compared counts come from independent sources: the allocator's stack and owner array, the
 lengths of the rows, and the tree's own counters. The ledger only reads.
 """
 
@@ -20,14 +20,14 @@ _FINDINGS_SHOWN = 6
 def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
     """Prove that counts agree, in time that does not grow with the pool. Raises `LedgerError`.
 
-    `num_running`, where it is known, counts the requests that hold a lease: the other leases are
-    those of idle sessions, so that none is counted for both, and each has a holder.
+    `num_running`, if given, counts the requests that hold a lease: all other leases must belong to
+    idle sessions, so that each lease has exactly one holder.
 
-    Proved: `free + leased + cached + session_held + reserved == total`, where leased is what the
-    rows hold and cached what the tree counts; the locks that were taken are those of the rows,
-    in number and in tokens, and of as many pages, so that a lock too many is not hidden in
-    "protected"; what idle sessions hold is nothing if there are none; rows likewise.
-    If they disagree, a walk finds the pages and their owners for the error's text.
+    Proved: `free + leased + cached + session_held + reserved == total`, with leased counted by the
+    rows and cached by the tree; the tree's locks equal the rows' locks in number, tokens and pages,
+    so that an extra lock cannot hide in "protected"; without idle sessions nothing is held for
+    them; rows likewise. On a difference, a walk finds the pages and their owners for the error's
+    text.
     """
     imbalance = _imbalance(memory) or _ownerless(memory, num_running)
     if imbalance is not None:
@@ -37,8 +37,8 @@ def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
 def audit(memory: RankMemory, num_running: int | None = None) -> None:
     """Prove by a full walk that every page has exactly one owner and every lock a live lease.
 
-    O(pages + nodes). Raises `LedgerError` that names the rank, the pages, their owners and how
-    they came by them.
+    O(pages + nodes). Raises `LedgerError` that names the rank, the pages, their owners and their
+    last moves.
     """
     check_balance(memory, num_running)
     findings = _suspects(memory)
@@ -47,7 +47,8 @@ def audit(memory: RankMemory, num_running: int | None = None) -> None:
 
 
 def _imbalance(memory: RankMemory) -> str | None:
-    """What counts disagree on; None if they balance. Runs every step: each call counts."""
+    """Describe the counts that disagree; None if they balance. Runs every step: each call
+    counts."""
     rows, cache, page_size = memory.rows, memory.cache, memory.page_size
     protected, num_locking, held_pages = _row_totals(
         rows.cache_protected_len, rows.kv_committed_len, rows.kv_allocated_len, page_size
@@ -92,14 +93,14 @@ def _imbalance(memory: RankMemory) -> str | None:
 def _row_totals(
     protected_len: Int32Array, committed_len: Int32Array, allocated_len: Int32Array, page_size: int
 ) -> tuple[int, int, int]:
-    """Of all rows: the protected tokens, how many rows have any, and the pages that they hold.
+    """Sum over all rows: protected tokens, rows with any, and pages held.
 
     The first is -1 if the lengths of a row are out of order.
     """
     protected = num_locking = num_pages = 0
     assert len(protected_len) == len(committed_len) == len(allocated_len)
     for row in range(len(protected_len)):
-        # Free rows have lengths of 0 and need not be told from the others.
+        # Free rows have lengths of 0, so they need no special case.
         if not 0 <= protected_len[row] <= committed_len[row] <= allocated_len[row]:
             return -1, 0, 0
         protected += protected_len[row]
@@ -110,7 +111,7 @@ def _row_totals(
 
 @compiled("(int32[:, :], int32[::1], int32)")
 def _num_own_snapshots(pages: Int32Array, protected_len: Int32Array, page_size: int) -> int:
-    """Of all rows: the snapshots that they list past their protected tokens."""
+    """The snapshots that all rows list past their protected tokens."""
     assert len(pages) == len(protected_len)
     count = 0
     for row in range(len(pages)):
@@ -120,7 +121,7 @@ def _num_own_snapshots(pages: Int32Array, protected_len: Int32Array, page_size: 
 
 
 def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
-    """What is wrong with the number of leases, if anything."""
+    """Describe a wrong number of leases; None if it is right."""
     num_idle = memory.sessions.num_idle
     if num_running is None or len(memory.leases) == num_running + num_idle:
         return None
@@ -131,7 +132,7 @@ def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
 
 
 def _suspects(memory: RankMemory) -> list[Finding]:
-    """What a walk finds, or the error that inconsistent records raised in it."""
+    """The findings of a walk, or the error that inconsistent records raised in it."""
     findings: list[Finding] = []
     try:
         findings.extend(find_defects(memory))

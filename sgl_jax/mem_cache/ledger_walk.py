@@ -1,7 +1,7 @@
 """The full walk of a rank's memory records: all defects, page by page. It only reads.
 
 It must work on inconsistent records, since it also names the suspects when counts disagree: so it
-goes on after the first finding.
+continues after the first finding.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ _NO_PAGES = np.zeros(0, np.int32)
 
 
 class Finding(NamedTuple):
-    """Something wrong, in words, and the pages of a pool concerned as far as they are known."""
+    """A defect in words, and the affected pages of a pool, if found."""
 
     what: str
     pages: Int32Array = _NO_PAGES
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def find_defects(memory: RankMemory) -> Iterator[Finding]:
-    """Everything wrong with the rows, the leases, the cache and the owners of pages."""
+    """Find all defects in the rows, the leases, the cache and the owners of pages."""
     yield from _check_rows(memory)
     leases = [lease for lease in memory.leases.values() if not lease.released]
     for lease in memory.leases.values():
@@ -91,7 +91,7 @@ def _check_rows(memory: RankMemory) -> Iterator[Finding]:
 
 
 def _check_states(memory: RankMemory) -> Iterator[Finding]:
-    """A row's states are after tokens that steps were launched for."""
+    """A row's states must follow tokens of launched steps."""
     rows = memory.rows
     is_ahead = (rows.state_lens > rows.kv_committed_len).any(axis=0)
     for row in np.flatnonzero(is_ahead).tolist():
@@ -101,7 +101,7 @@ def _check_states(memory: RankMemory) -> Iterator[Finding]:
 
 
 def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
-    """A session has one lease, idle or lent, which is listed and no other session's."""
+    """A session must have one lease, idle or lent, listed and shared with no other session."""
     holders = {row: session_id for session_id, row in memory.sessions.lent()}
     sessions = set(holders.values())
     if len(sessions) < len(holders):
@@ -124,7 +124,7 @@ def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
 
 
 def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
-    """A lease's first pages must be those of the path it has locked, and all of them."""
+    """A lease's first pages must be exactly the pages of its locked path."""
     protected = lease.cache_protected_len
     locked_len, path = 0, np.zeros((len(memory.groups), 0), np.int32)
     if lease.node is not None:
@@ -136,7 +136,7 @@ def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
         return
     prefix = lease.pages(memory.page_size, 0, protected)
     for number, group in enumerate(memory.groups):
-        # Of a window, what has passed is not locked any more.
+        # Pages behind a window are no longer locked.
         first = memory.rows.first_pages[number, lease.row]
         listed, held = prefix[number, first:], path[number, first:]
         if len(listed) != len(held):
@@ -149,7 +149,7 @@ def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
 
 
 def _check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
-    """The counts that leases keep up to date as they lock, lend and end, taken from scratch."""
+    """Recompute the counts that leases update as they lock, lend and end."""
     idle_rows = {lease.row for _, lease in memory.sessions.idle()}
     for pool, allocator in enumerate(memory.allocators):
         expected, num_held = LockedPages(allocator.num_pages), 0
@@ -179,7 +179,7 @@ def _check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[F
 
 
 def _check_owners(memory: RankMemory, leases: list[KVLease], pool: int) -> Iterator[Finding]:
-    """Each claimed page belongs to the one owner that claims it; the rest is free."""
+    """Each claimed page must belong to the one owner that claims it; the rest must be free."""
     allocator = memory.allocators[pool]
     expected = np.full(allocator.num_pages, FREE, np.int32)
     num_claims = np.zeros(allocator.num_pages, np.int32)

@@ -1,8 +1,8 @@
 """Pages of the tree that leases have locked, counted page by page.
 
-The tree counts locks by node, not by holder. Here those of running requests are counted apart from
-those of idle sessions, so that it is known, without a look at any session, what all idle sessions
-together keep from other use. Each call costs O(pages of the one lease).
+The tree counts locks by node, not by holder. This file counts locks of running requests and of idle
+sessions separately. So the number of pages held by idle sessions alone is available without
+visiting any session. Each call costs O(pages of the one lease).
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from sgl_jax.core.step_plan import Int32Array, RowIndex
 class LockedPages:
     """Lock counts over `num_pages` pages; the pages of one call must be distinct.
 
-    Three counts of distinct pages are kept: `num_running` have a lock of a running request,
+    It keeps three counts of distinct pages: `num_running` have a lock of a running request,
     `num_idle` one of an idle session, `num_locked` either.
     """
 
@@ -26,38 +26,35 @@ class LockedPages:
         self.num_locked = 0
 
     def lock(self, pages: Int32Array) -> None:
-        """A running request has locked `pages`."""
+        """Add a running request's lock of `pages`."""
         num_first, num_alone = _count_locks(pages, 1, self._running, self._idle)
         self.num_running += num_first
         self.num_locked += num_alone
 
     def unlock(self, pages: Int32Array) -> None:
-        """Undo `lock`."""
         num_last, num_alone = _count_locks(pages, -1, self._running, self._idle)
         self.num_running -= num_last
         self.num_locked -= num_alone
 
     def park(self, pages: Int32Array) -> None:
-        """The lock of a running request has become that of an idle session."""
+        """Turn a lock of a running request into a lock of an idle session."""
         self.num_running -= _count_locks(pages, -1, self._running, self._idle)[0]
         self.num_idle += _count_locks(pages, 1, self._idle, self._running)[0]
 
     def unpark(self, pages: Int32Array) -> None:
-        """Undo `park`."""
         self.num_idle -= _count_locks(pages, -1, self._idle, self._running)[0]
         self.num_running += _count_locks(pages, 1, self._running, self._idle)[0]
 
     def is_running(self, page: int) -> bool:
-        """Whether a running request has locked `page`."""
         return bool(self._running[page])
 
     def num_running_locks(self, pages: Int32Array) -> Int32Array:
-        """How many running requests have locked each of `pages`, int32[len(pages)]."""
+        """The number of running requests that locked each of `pages`, int32[len(pages)]."""
         counts: Int32Array = self._running[pages]
         return counts
 
     def num_shared(self, table: Int32Array, rows: RowIndex, num_pages: Int32Array) -> Int32Array:
-        """How many of its first `num_pages` pages each row shares with another lease: int32[n].
+        """Count the pages, of each row's first `num_pages`, that another lease shares: int32[n].
 
         `table` int32[num_rows, groups, pages_per_row] lists them under group 0, and the rows have
         locked them. Locks begin at the root, so shared pages precede all others.
@@ -65,13 +62,12 @@ class LockedPages:
         return _num_shared(table, rows, num_pages, self._running, self._idle)
 
     def differing(self, other: "LockedPages") -> Int32Array:
-        """The pages that `other` counts otherwise, ascending."""
+        """The pages whose counts differ from `other`, ascending."""
         differs = (self._running != other._running) | (self._idle != other._idle)
         return np.flatnonzero(differs).astype(np.int32)
 
     @property
     def totals(self) -> tuple[int, int, int]:
-        """`num_running`, `num_idle`, `num_locked`."""
         return self.num_running, self.num_idle, self.num_locked
 
 
@@ -79,10 +75,10 @@ class LockedPages:
 def _count_locks(
     pages: Int32Array, change: int, counts: Int32Array, others: Int32Array
 ) -> tuple[int, int]:
-    """Each of `pages` has one lock more or less (`change` 1 or -1) in `counts`.
+    """Add `change`, 1 or -1, to the locks of each of `pages` in `counts`.
 
-    Answers how many of them have their first or have lost their last so, and how many of these
-    have none in `others` either.
+    Returns the number of pages that gained their first or lost their last lock, and how many of
+    these have no lock in `others` either.
     """
     num_turned = num_alone = 0
     assert len(counts) == len(others)

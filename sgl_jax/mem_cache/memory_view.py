@@ -1,15 +1,15 @@
-"""Where every page and row of a rank is: what `RankMemory.view` answers, also for JSON."""
+"""A snapshot of the state of every page and row of a rank, returned by `RankMemory.view`."""
 
 from typing import Any, Literal, NamedTuple
 
 
 class PoolView(NamedTuple):
-    """Where every page of a pool is: total = free + leased + cached + session_held + reserved.
+    """The pages of a pool by state: total = free + leased + cached + session_held + reserved.
 
-    `protected_pages` are those of the cached that live leases have locked, those of idle sessions
-    included. `sliding_windows` are those of the cache groups whose pages it holds, None for one
-    that keeps every token. A pool of "states" holds snapshots, not pages, and is of no window;
-    beside it, rows have `own_slots` for the states that they go on from.
+    `protected_pages` are the cached pages locked by live leases, including idle sessions.
+    `sliding_windows` lists the window of each cache group in the pool, None for a group that keeps
+    every token. A pool of "states" holds snapshots instead of pages and has no window; `own_slots`
+    counts the rows' own slots for their current states.
     """
 
     kind: Literal["pages", "states"]
@@ -25,8 +25,8 @@ class PoolView(NamedTuple):
 
 
 class MemoryView(NamedTuple):
-    """Where every page and row of a rank is. Pages are of all `pools` of pages together, counted as
-    in `PoolView`. A row is free, a running request's, or an idle session's."""
+    """The pages and rows of a rank by state. Pages count all `pools` of pages together, as in
+    `PoolView`. A row is free, held by a running request, or by an idle session."""
 
     dp_rank: int
     page_size: int
@@ -43,5 +43,4 @@ class MemoryView(NamedTuple):
     pools: tuple[PoolView, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**self._asdict(), "pools": [pool._asdict() for pool in self.pools]}

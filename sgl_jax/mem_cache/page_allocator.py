@@ -1,10 +1,10 @@
-"""Hands out the pages of one rank's pool and knows the owner of each.
+"""Allocates the pages of one rank's pool and records the owner of each.
 
-A page has exactly one owner at every moment: none (`FREE`), the engine (`RESERVED`, page 0),
-the prefix tree (`TREE`), or the lease that holds row r of the row pool (owner r, at least 1).
-Every move names the owner it expects, so a double free or a foreign page raises at once.
-The allocator only records owners; it never evicts or decides. `alloc_each` takes pages for the rows
-of all ranks in one call.
+A page has exactly one owner at every moment: none (`FREE`), the engine (`RESERVED`, page 0), the
+prefix tree (`TREE`), or the lease that holds row r of the row pool (owner r, at least 1). Every
+move names the owner it expects, so a double free or a foreign page raises at once. The allocator
+only records owners; it never evicts or decides. `alloc_each` takes pages for the rows of all ranks
+in one call.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,10 @@ _IN_WORDS = {
 
 
 def describe_owner(owner: int) -> str:
-    """The owner in words, for messages."""
     return {FREE: "free", RESERVED: "reserved", TREE: "tree"}.get(owner, f"row {owner}")
 
 
 def each_page(move: Transition) -> list[tuple[int, int]]:
-    """The (page, owner) pairs of a transition."""
     pages = move.pages.tolist()
     owners = [move.owners] * len(pages) if isinstance(move.owners, int) else move.owners.tolist()
     return list(zip(pages, owners, strict=True))
@@ -48,7 +46,7 @@ class PageAllocator:
     """Free list and owner array over `num_pages` pages; every call is O(pages it moves).
 
     Args:
-        num_pages: pages of the pool, the null page included; at least 2.
+        num_pages: pages of the pool, including the null page; at least 2.
         name: of the pool, for messages ("rank 0 full").
     """
 
@@ -61,15 +59,15 @@ class PageAllocator:
         self._last_owner = np.full(num_pages, FREE, np.int32)
         self._stamp = np.zeros(num_pages, np.int32)  # see `_change_owner`
         self._log = TransitionLog()
-        # A stack: the lowest ids come out first, and pages freed last are reused first while
-        # they are still warm in some cache.
+        # A stack: the lowest ids come out first, and pages freed last are reused first while they
+        # are still warm in some cache.
         self._free_stack = np.zeros(num_pages, np.int32)
         self.num_free = 0  # pages without an owner
-        self.num_tree = 0  # that the prefix tree owns
+        self.num_tree = 0  # owned by the prefix tree
         self.reset()
 
     def reset(self) -> None:
-        """Forget all owners: every page but the null page is free."""
+        """Free every page but the null page."""
         self._owner.fill(FREE)
         self._last_owner.fill(FREE)
         self._owner[NULL_PAGE] = RESERVED
@@ -80,12 +78,11 @@ class PageAllocator:
 
     @property
     def num_reserved(self) -> int:
-        """Pages kept from use: the null page."""
+        """The null page."""
         return 1
 
     @property
     def num_leased(self) -> int:
-        """Pages owned by rows."""
         return self.num_pages - self.num_reserved - self.num_free - self.num_tree
 
     def alloc(self, num_pages: int, owner: int) -> Int32Array:
@@ -105,7 +102,7 @@ class PageAllocator:
             raise OutOfPagesError(f"{self.name}: {count} pages asked, {self.num_free} free")
 
     def _take(self, pages: Int32Array, owners: Int32Array) -> None:
-        """`owners` take a free page each, which are written to `pages`; as many must be free.
+        """Take a free page for each of `owners` and write it to `pages`; enough must be free.
 
         The arrays must not change afterwards.
         """
@@ -114,7 +111,7 @@ class PageAllocator:
         self._log.note("take", owners, pages)
 
     def free(self, pages: Int32Array, owner: int) -> None:
-        """Give back pages that `owner` holds. Raises `OwnershipError`, changing nothing, else."""
+        """Free pages that `owner` holds. Raises `OwnershipError`, changing nothing, otherwise."""
         self._move(pages, owner, FREE, "free")
         count = len(pages)
         self._free_stack[self.num_free : self.num_free + count] = pages
@@ -123,7 +120,8 @@ class PageAllocator:
             self.num_tree -= count
 
     def give_to_tree(self, pages: Int32Array, owner: int) -> None:
-        """Move pages from row `owner` to the tree. Raises `OwnershipError`, changing nothing."""
+        """Move pages from row `owner` to the tree. Raises `OwnershipError`, changing nothing,
+        otherwise."""
         self._move(pages, owner, TREE, "give to the tree")
         self.num_tree += len(pages)
 
@@ -145,7 +143,7 @@ class PageAllocator:
         return self._log.all()
 
     def describe(self, pages: Int32Array, limit: int = 8) -> str:
-        """Owners of the first few of `pages` and how they came by them, for messages."""
+        """The owners and latest moves of the first few of `pages`, for messages."""
         shown = ", ".join(
             f"page {page}: {describe_owner(int(self._owner[page]))} "
             f"(before: {describe_owner(int(self._last_owner[page]))})"
@@ -166,7 +164,7 @@ class PageAllocator:
         return forgotten + ", ".join(moves[-_MOVES_SHOWN:]) if moves else "none remembered"
 
     def _refuse(self, pages: Int32Array, owner: int, action: Action) -> NoReturn:
-        """Say why `owner` cannot move `pages`."""
+        """Raise `OwnershipError` with the reason why `owner` cannot move `pages`."""
         is_missing = (pages < 0) | (pages >= self.num_pages)
         if is_missing.any():
             raise OwnershipError(
@@ -175,7 +173,7 @@ class PageAllocator:
         wrong = self._owner[pages] != owner
         if owner in (FREE, RESERVED) or wrong.any():
             raise OwnershipError(
-                f"{self.name}: {describe_owner(owner)} cannot {action} what it does not own: "
+                f"{self.name}: {describe_owner(owner)} cannot {action} pages of another owner: "
                 f"{self.describe(pages[wrong] if wrong.any() else pages)}"
             )
         values, counts = np.unique(pages, return_counts=True)
@@ -194,11 +192,11 @@ def _change_owner(
     last_owners: Int32Array,
     stamps: Int32Array,
 ) -> bool:
-    """Move `pages` from `owner` to `new_owner`; False, changing no owner, if that cannot be.
+    """Move `pages` from `owner` to `new_owner`; False, changing no owner, if not allowed.
 
-    So it is where a page does not exist, has another owner or is there twice, or where `owner` is
-    none that has pages to move. `owners`, `last_owners` and `stamps` are of all pages; of stamps
-    nothing is kept from one call to the next.
+    A move is not allowed if a page does not exist, has another owner or appears twice, or if
+    `owner` cannot hold pages. `owners`, `last_owners` and `stamps` cover all pages; `stamps` is
+    scratch memory.
     """
     assert len(owners) == len(last_owners) == len(stamps)
     for i in range(len(pages)):
@@ -206,7 +204,7 @@ def _change_owner(
         if page < 0 or page >= len(owners) or owners[page] != owner:
             return False
         stamps[page] = i
-    # Of two equal pages only the last has kept its stamp.
+    # If two pages are equal, only the last keeps its stamp.
     for i in range(len(pages)):
         if stamps[pages[i]] != i or owner in (FREE, RESERVED):
             return False
@@ -221,8 +219,8 @@ def alloc_each(
 ) -> Int32Array:
     """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].
 
-    The rows of allocator k, and the pages that it gives them, are those in
-    [bounds[k], bounds[k + 1]). Raises `OutOfPagesError`, changing nothing, if fewer are free.
+    The rows of allocator k, and the pages that it returns for them, are in [bounds[k], bounds[k +
+    1]). Raises `OutOfPagesError`, changing nothing, if fewer are free.
     """
     if len(owners) and np.minimum.reduce(owners) < 1:
         raise OwnershipError(f"only rows take pages, not owner {owners.min()}")
@@ -239,8 +237,8 @@ def alloc_each(
 def _pop_each(
     pages: Int32Array, new_owners: Int32Array, free: Int32Array, owners: Int32Array
 ) -> None:
-    """`new_owners` become the owners, of all pages in `owners`, of the last of the `free` pages:
-    these are written to `pages`, the very last one first."""
+    """Fill `pages` from the end of `free`, the last page first, and record `new_owners` as their
+    owners in `owners`."""
     assert len(pages) == len(new_owners) <= len(free)
     for i in range(len(pages)):
         page = free[len(free) - 1 - i]

@@ -1,10 +1,10 @@
-"""How much of waiting prompts a prefix tree holds: one cursor for all that are alike so far.
+"""The matched prefixes of waiting prompts on the prefix tree: one cursor for all equal beginnings.
 
-Prompts that begin alike share cursors, which form a tree of their own: each is a stem, a path that
-some prompts have in common up to `end`, and its children are the stems that go on from there. A
-cursor is live if the walk along its path goes past its parent; it then stands on a node of the
-prefix tree. One that is not live stands where its parent does, since the walk does not get to where
-they differ. `cursor_index.py` keeps all this up to date.
+Prompts with equal beginnings share cursors, which form a tree of their own. Each cursor is a stem:
+a path up to `end` that some prompts share; its children are the stems that continue it. A cursor is
+live if the walk along its path goes past its parent; it then stands on a node of the prefix tree.
+Any other cursor stands at its parent's place, since the walk ends before the two differ.
+`cursor_index.py` keeps cursors up to date.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,17 +19,18 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 LIVE = -1  # in the column `above`
 NO_CURSOR = -1  # in the column `parent`
 
-# `key_at(start, tokens, namespace)` is the key of the child of a node that ends at `start`, where
-# `tokens` go on.
+# `key_at(start, tokens, namespace)` returns the key under which a node that ends at `start` lists
+# the child that continues with `tokens`.
 KeyAt: TypeAlias = Callable[[int, Int32Array, str], bytes]
 
 
 class PrefixCursor:
-    """The walk along `tokens`, whole pages, for all prompts that begin with these.
+    """The walk along `tokens`, whole pages, for all prompts that begin with them.
 
-    `num_followers` prompts end there but for a part of a page; without any, prompts part there.
-    `number` is its line of the index's columns. The properties say where the walk ends; the fields
-    `at`, `reached` and `usable` do so for a live cursor, and `at` is None for another.
+    `num_followers` prompts end there, except for a partial page; with none, prompts diverge there.
+    `number` is its line in the index's columns. The properties give the end of the walk; a live
+    cursor stores it in the fields `at`, `reached` and `usable`, and `at` is None for any other
+    cursor.
     """
 
     __slots__ = (
@@ -62,12 +63,12 @@ class PrefixCursor:
 
     @property
     def start(self) -> int:
-        """Tokens that it has in common with its siblings."""
+        """Tokens shared with its siblings."""
         return 0 if self.parent is None else self.parent.end
 
     @property
     def live(self) -> "PrefixCursor":
-        """The live cursor that stands where this walk ends."""
+        """The live cursor at the end of this walk."""
         cursor = self
         while cursor.at is None:
             assert cursor.parent is not None, "the first cursor is live"
@@ -83,12 +84,12 @@ class PrefixCursor:
 
     @property
     def matched(self) -> int:
-        """Tokens that the walk goes along, whole pages."""
+        """Tokens matched by the walk, whole pages."""
         return self.live.reached
 
     @property
     def length(self) -> int:
-        """Tokens that a match would find, whole pages; no more than `matched`."""
+        """Tokens that a match would find, whole pages; at most `matched`."""
         return self.live.usable
 
     @property
@@ -107,9 +108,9 @@ class PrefixCursor:
         return None if cursor is None else cursor.key
 
     def places(self) -> list[tuple[TreeNode, bytes]]:
-        """The nodes that tokens may come behind which the walk goes along, or would go along next,
-        with their keys: nodes from where the walk ends up to where what can be resumed of it ends,
-        since between the two is a gap."""
+        """Nodes, with keys, behind which a new child would extend the walk or its resumable part:
+        from the end of the walk up to the end of its resumable prefix, since gaps lie between the
+        two."""
         live = self.live
         node, key, places = live.at, self.next_key, []
         while node is not None and node.end >= live.usable:
@@ -119,7 +120,6 @@ class PrefixCursor:
         return places
 
     def stems(self) -> "Iterator[PrefixCursor]":
-        """This one and those that continue it."""
         stack = [self]
         while stack:
             cursor = stack.pop()
@@ -127,7 +127,7 @@ class PrefixCursor:
             stack.extend(cursor.children.values())
 
     def resting(self) -> "Iterator[PrefixCursor]":
-        """This live one and those that stand where it does."""
+        """This live cursor and the cursors at its place that are not live."""
         stack = [self]
         while stack:
             cursor = stack.pop()
@@ -139,12 +139,12 @@ class PrefixCursor:
 
 
 class CursorColumns:
-    """A line for each cursor, for loops over many: int32 arrays, longer than what is used.
+    """A line for each cursor, for loops over many: int32 arrays, longer than the used part.
 
-    `above` is the number of the parent of a cursor that is not live, else `LIVE`; of live ones
-    `usable_pages` are the pages of `length`, and `place` that of the stop. `parent` is the number
-    of the parent of any, `end_pages` are the pages of `end`, and `num_prompts` begin with
-    its tokens.
+    `above` is the parent's number if the cursor is not live, else `LIVE`. For live cursors,
+    `usable_pages` counts the pages of `length`, and `place` is the stop's. For all cursors,
+    `parent` is the parent's number, `end_pages` counts the pages of `end`, and `num_prompts` the
+    prompts that begin with its tokens.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class CursorColumns:
         )
 
     def take(self) -> int:
-        """The number of a new cursor."""
+        """Return the number of a new cursor."""
         if not self._free:
             size = len(self.above)
             self._free = list(range(size, 2 * size))[::-1]
@@ -166,14 +166,12 @@ class CursorColumns:
         return self._free.pop()
 
     def free(self, number: int) -> None:
-        """No cursor has that number any more."""
         self.above[number] = LIVE
         self._free.append(number)
 
 
 @compiled("(int32[::1], int32[::1])")
 def common_prefix_len(a: Int32Array, b: Int32Array) -> int:
-    """Length of the common prefix of two token arrays."""
     size = min(len(a), len(b))
     for i in range(size):
         if a[i] != b[i]:

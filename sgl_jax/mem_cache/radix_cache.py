@@ -1,13 +1,13 @@
-"""The prefix cache of a rank: it remembers the KV of token prefixes between requests.
+"""The prefix cache of a rank: it keeps the KV of token prefixes between requests.
 
-Matching is split in two: `peek` only reads (routing, admission), `match_prefix` locks what it
-found and needs one `unlock` for each call. A prefix is kept under a namespace, "" by default, and
-found under that namespace alone. `ChunkCache` keeps nothing.
+`peek` only reads (routing, admission); `match_prefix` locks its match and needs one `unlock` for
+each call. A prefix is kept under a namespace, "" by default, and found under that namespace alone.
+`ChunkCache` keeps nothing.
 
-Pages travel as int32[groups, n], a row for each cache group of the model. A prefix is found as far
-as it can be resumed: FULL groups have all its pages, a window those that the next token reads. A
-lease locks these, and lets go of a window's pages as its own tokens fill it (`let_go`). Which of
-them it still holds is said by `first_pages`: for each group, the first page that its row lists.
+Pages are int32[groups, n], a row for each cache group of the model. A match ends at a resumable
+position: FULL groups have all its pages, a window the pages that the next token reads. A lease
+locks these, and unlocks a window's pages as its own tokens fill the window (`let_go`). Its
+`first_pages` give, for each group, the first page that its row still lists.
 """
 
 from collections.abc import Sequence
@@ -34,33 +34,33 @@ _IN_NO_POOL = -1
 class PrefixMatch(NamedTuple):
     """A locked prefix: its length in tokens (whole pages), its pages, and the node locked.
 
-    If a lock has moved there from a node on the way, `pages` are those behind that node. Of
-    windows, `match_prefix` answers the locked pages and 0 before them, `accept` all that there are.
+    If a lock moved there from a node on the way, `pages` are the pages behind that node. For
+    windows, `match_prefix` returns the locked pages and 0 before them, `accept` all pages present.
     """
 
     length: int
-    pages: Int32Array  # [groups, length / page_size], less those in front of that node
+    pages: Int32Array  # [groups, length / page_size], excluding pages before that node
     node: TreeNode | None  # None if length is 0: then nothing is locked
 
 
 class RadixCache:
     """A radix tree with a component for each cache group, at most one of which is FULL.
 
-    Counts are pages. Where a `start` is given, it is a node that the asking lease has locked, and
-    known to lie on the path of the tokens: only what is below it is looked at.
+    Counts are pages. A `start` is a node that the calling lease has locked, on the path of the
+    tokens: only nodes below it are visited.
 
     Args:
         groups: of the model, at least one.
         allocators: by pool number; groups may share one.
         page_size: tokens.
-        num_evicted: above 0 where the cache takes the place of another.
-        eviction_policy: one of `EVICTION_POLICIES`; raises `ValueError` if it is not, or if groups
-            are not as said.
+        num_evicted: above 0 if the cache replaces another.
+        eviction_policy: one of `EVICTION_POLICIES`; raises `ValueError` otherwise, or for
+            invalid `groups`.
 
     Attributes:
         tree: the core, which counts the locks taken and not yet undone.
-        cursors: keep track of how much of some tokens the cache holds.
-        num_evicted: pages given back by eviction since the start, of all pools.
+        cursors: track the cached length of waiting prompts.
+        num_evicted: pages evicted since the start, of all pools.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RadixCache:
             )
         self._num_groups = len(groups)
         self._num_pools = len(allocators)
-        # Tokens leave by the policy of the pool that FULL is in, or else the first.
+        # Evict tokens by the policy of FULL's pool, or of the first pool.
         num_pages = allocators[groups[full_groups[0]].pool if full_groups else 0].num_pages
         self._policy = (
             AdaptivePolicy(num_pages, page_size) if eviction_policy == "adaptive" else LruPolicy()
@@ -119,7 +119,7 @@ class RadixCache:
 
     @property
     def num_evictable(self) -> list[int]:
-        """Pages of each pool that the cache could give back now."""
+        """Pages of each pool that the cache could free now."""
         if not self._windows:
             return [self._full.num_evictable]
         return [self.tree.num_evictable(pool) for pool in range(self._num_pools)]
@@ -136,20 +136,21 @@ class RadixCache:
         ]
 
     def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
-        """How many tokens `match_prefix` would find. Changes nothing, not even ages."""
+        """Return the number of tokens that `match_prefix` would find. Changes nothing, not even
+        ages."""
         _, length = self.tree.peek(_contiguous(tokens), namespace, start)
         return length
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
-        """The `next_key` of a cursor that ends at `node` (None: nothing matched), where `tokens`,
-        at least a page, come next."""
+        """The `next_key` of a cursor that ends at `node` (None: nothing matched), if `tokens`, at
+        least a page, come next."""
         return self.tree.child_key(node or self.tree.root, tokens, namespace)
 
     def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
-        """Whether what `next_key` tells to come behind `node` would be of use if it were accepted.
+        """Return whether a child under `next_key` behind `node` would be useful if accepted.
 
-        So it is if the walk of a cursor ends there for want of it; or if the cache has it from
-        elsewhere by now.
+        It is if the walk of a cursor ends there for lack of it, or if the cache has it by now from
+        another request.
         """
         parent = node or self.tree.root
         return next_key in parent.children or self.cursors.has_filed(parent, next_key)
@@ -157,9 +158,9 @@ class RadixCache:
     def awaited_lens(
         self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
     ) -> list[int]:
-        """How many of `tokens`, which come behind `node`, others want that `is_awaited` tells of.
+        """The number of `tokens` behind `node` that other prompts await, as in `is_awaited`.
 
-        In whole pages, of `most` others at most.
+        In whole pages, for at most `most` prompts.
         """
         parent = node or self.tree.root
         return [
@@ -176,9 +177,9 @@ class RadixCache:
         start: TreeNode | None = None,
         first_pages: FirstPages = None,
     ) -> PrefixMatch:
-        """Find and lock the longest prefix of `tokens` that can be resumed; a lock of `start`, with
-        the lease's `first_pages`, moves there."""
-        # Read before the lock moves: `start` may then become one with what follows it.
+        """Lock the longest resumable prefix of `tokens`; a lock of `start`, with the lease's
+        `first_pages`, moves there."""
+        # Read before the lock moves, since `start` may then merge with the next node.
         first = 0 if start is None else start.end // self.tree.page_size
         node = self.tree.match(_contiguous(tokens), namespace, start, first_pages)
         if node is None:
@@ -191,22 +192,23 @@ class RadixCache:
         return PrefixMatch(length, pages, node)
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
-        """Keep `tokens` (whole pages), taking over the offered pages that the cache lacks.
+        """Keep `tokens` (whole pages), and take the offered pages that the cache lacks.
 
-        Answers the prefix as the cache now holds it, or None if it keeps nothing. It is locked:
-        the lock of `offer.node` moves there, if there is one, and `pages` are those behind it.
-        Where the answer is another page than was offered, or none, the page stays the lease's.
+        Returns the prefix as the cache now holds it, or None if it keeps nothing. The prefix is
+        locked: any lock of `offer.node` moves there, and `pages` are the pages behind that node. If
+        the returned page differs from the offered page, or is 0, the offered page stays with the
+        lease.
         """
         start = offer.node
         node = self.tree.insert(_contiguous(tokens), offer, start)
         if not self._windows:
-            # Before the lock moves: `start` may then become one with what follows it.
+            # Read before the lock moves, since `start` may then merge with the next node.
             pages = self._full.pages_of(self.tree.path_to(node, start))[None]
             self._lock_accepted(node, offer)
             return PrefixMatch(node.end, pages, node)
         first = 0 if start is None else start.end // self.tree.page_size
         self._lock_accepted(node, offer)
-        self.tree.settle()  # some of what was taken over may be dead
+        self.tree.settle()  # some of the taken pages may be dead
         return PrefixMatch(node.end, self._pages_behind(node, first), node)
 
     def _lock_accepted(self, node: TreeNode, offer: LeaseOffer) -> None:
@@ -216,14 +218,16 @@ class RadixCache:
             self.tree.move_lock(offer.node, node, offer.first_pages)
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Undo one lock taken by `match_prefix` or `accept`, but for what was let go of since."""
+        """Undo one lock taken by `match_prefix` or `accept`, except pages unlocked since by
+        `let_go`."""
         self.tree.unlock(node, first_pages)
         self.tree.settle()
 
     def let_go(self, node: TreeNode, group: int, first: int, end: int) -> None:
-        """A lease that ends at `node` gives up its lock of pages [first, end) of a window's group.
+        """Unlock pages [first, end) of a window's group for a lease that ends at `node`.
 
-        Pages before its window, or past its end, it has not locked: they may be named as well.
+        The range may include pages before the lease's window or past its end: it has not locked
+        them.
         """
         for window in self._windows:
             if window.group == group:
@@ -232,10 +236,10 @@ class RadixCache:
         self.tree.settle()
 
     def evict(self, num_pages: int, pool: int = 0) -> int:
-        """Free `num_pages` of the pool, or all that are not locked; returns how many.
+        """Free `num_pages` of the pool, or all unlocked pages; returns the number freed.
 
-        At most a page of tokens more, and what can then not be resumed. Exactly as many where the
-        model has no windows.
+        May free up to one more page of tokens, and tokens that become not resumable. Exact for a
+        model without windows.
         """
         before = sum(self.num_evictable)
         evicted = self.tree.evict(num_pages, pool)
@@ -243,7 +247,7 @@ class RadixCache:
         return evicted
 
     def reset(self) -> None:
-        """Evict everything, and forget how it was used. Raises `LedgerError` if a lock is held."""
+        """Evict everything and reset the policy. Raises `LedgerError` if a lock is held."""
         if self.tree.num_locks:
             raise LedgerError(f"cannot reset: {sum(self.num_protected)} pages are locked")
         for pool, num_pages in enumerate(self.num_evictable):
@@ -251,12 +255,11 @@ class RadixCache:
         self._policy.clear()
 
     def pages_to(self, node: TreeNode) -> Int32Array:
-        """The pages of the prefix that ends at `node`, in token order: int32[groups, n], 0 where
-        there is none."""
+        """The pages of the prefix that ends at `node`, in token order: int32[groups, n], 0 for
+        absent pages."""
         return self._pages_of(self.tree.path_to(node))
 
     def _pages_behind(self, node: TreeNode, first: int) -> Int32Array:
-        """The pages from number `first` on of the prefix that ends at `node`."""
         nodes, step = [], node
         while step.parent is not None and step.end > first * self.tree.page_size:
             nodes.append(step)
@@ -277,7 +280,7 @@ class RadixCache:
         return pages
 
     def nodes(self) -> Sequence[TreeNode]:
-        """All nodes that hold something, parents before children."""
+        """All nodes but the root, parents before children."""
         return list(self.tree.nodes())
 
     def held_pages(self, pool: int = 0) -> Int32Array:
@@ -289,12 +292,12 @@ class RadixCache:
         return held
 
     def audit(self, locks: Sequence[tuple[TreeNode, FirstPages]]) -> None:
-        """Prove counts, locks and the eviction set, that edges follow one another, and that none
-        are apart that should be one. Raises `LedgerError` on a difference.
+        """Raise `LedgerError` unless counts, locks and the eviction set are right, edges are
+        contiguous, and no two nodes should be merged.
 
-        Each path must be of one namespace, and its edges listed under the keys that lookups use.
-        Nothing that can not be resumed may be there but under a lock.
-        `locks` are those of the live leases, one for each lock, with their first pages.
+        Each path must belong to one namespace, and its edges be listed under the keys of lookups.
+        Only locks may keep tokens that are not resumable. `locks` has an entry, with first pages,
+        for each lock of the live leases.
         """
         nodes, ends = self.nodes(), [LockedEnd(*lock) for lock in locks]
         for component in self.tree.components:
@@ -321,17 +324,14 @@ class ChunkCache(RadixCache):
     """Keeps nothing between requests: its tree stays empty, and every lease owns all its pages."""
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
-        """None: no cursor goes on."""
         return None
 
     def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
-        """Never: nothing is accepted."""
         return False
 
     def awaited_lens(
         self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
     ) -> list[int]:
-        """None: nothing is accepted."""
         return []
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:

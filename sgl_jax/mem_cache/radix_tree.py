@@ -1,18 +1,18 @@
 """A compressed, page-aligned radix tree of token sequences: the core under every prefix cache.
 
-It owns the shape: nodes, edges, their tokens and ages. It must never touch an allocator: what
-values an edge holds, its locks and what eviction frees are its components' part. Which positions
-can be resumed where there are windows is said by `resumable.py`; without any, all of them.
+It owns the shape: nodes, edges, their tokens and ages. It never touches an allocator: components
+own the values of edges, their locks and the freed pages. With windows, `resumable.py` determines
+the resumable positions; without them, every position is resumable.
 
 Edges are multiples of `page_size` tokens, siblings differ in their first page, and tokens are
-compared, not hashes. The root holds nothing, is never locked, never evicted, and in no count.
+compared, not hashes. The root holds nothing, is never locked or evicted, and is never counted.
 
 A path belongs to one namespace: children of the root are found by namespace and first page, all
-others by first page alone. So paths of different namespaces have only the root in common.
+others by first page alone. So paths of different namespaces share only the root.
 
-A path has few nodes: a node and its only child become one where neither locks, values nor use
-tell them apart, unless the upper edge is at least twice as long as the lower. So edges that could
-be one get shorter by half, and a page is copied about as often as its edge doubles.
+A path has few nodes: a node and its only child merge if locks, values and use do not distinguish
+them, unless the upper edge is at least twice as long as the lower. So the lengths of edges that
+could merge halve downwards, and a page is copied about once each time its edge doubles.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,8 +36,8 @@ class RadixTree:
     """The tree over `full`, which locks paths, and `windows`; lengths are tokens, whole pages only.
 
     `num_locks` counts the locks not yet undone, `num_locked_tokens` the tokens from the root to
-    each locked node, summed over the locks: both must be what the live leases say. `policy` is
-    told what is used and what leaves.
+    each locked node, summed over the locks: both must equal the sums over the live leases. The tree
+    reports uses and evictions to `policy`.
     """
 
     def __init__(
@@ -68,10 +68,9 @@ class RadixTree:
     def peek(
         self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
     ) -> tuple[list[PathStep], int]:
-        """The path of the longest prefix that can be resumed, and its length. Read-only.
+        """Return the path and length of the longest resumable prefix. Read-only.
 
-        `start` is a locked node that is known to lie on that path: only what is below it is
-        looked at, and the path begins there.
+        `start` is a locked node on that path: the search and the returned path begin below it.
         """
         path = self._walk(tokens, namespace, start)
         above = start.end if start else 0
@@ -87,11 +86,11 @@ class RadixTree:
         start: TreeNode | None = None,
         first_pages: FirstPages = None,
     ) -> TreeNode | None:
-        """Lock the longest usable prefix of `tokens` and return the node where it ends.
+        """Lock the longest usable prefix of `tokens` and return its last node.
 
-        None if nothing matches: then nothing is locked. Needs one `unlock`. From
-        `start`, as in `peek`, a lock moves to that node, which is `start` if nothing below matches;
-        `first_pages` are those of the lease. `settle` ends the change.
+        None if nothing matches: then nothing is locked. Needs one `unlock`. With `start`, as in
+        `peek`, a lock moves from there to the returned node, which is `start` if nothing below
+        matches; `first_pages` are the lease's. `settle` ends the change.
         """
         path, length = self.peek(tokens, namespace, start)
         if length == 0:
@@ -111,14 +110,14 @@ class RadixTree:
         return node
 
     def lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Keep all that a lease ending at `node` reads. Undone by `unlock`."""
+        """Lock all pages that a lease ending at `node` reads. Undone by `unlock`."""
         self.num_locks += 1
         self.num_locked_tokens += node.end
         for component in self.components:
             component.lock(node, first_pages)
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Undo one lock of `node`, which may be gone afterwards. `settle` ends the change."""
+        """Undo one lock of `node`, which may then be removed. `settle` ends the change."""
         for component in self.components:
             component.unlock(node, first_pages)
         self.num_locks -= 1
@@ -128,10 +127,9 @@ class RadixTree:
         self._merge_into_only_child(node)
 
     def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages = None) -> None:
-        """One lock of `old` becomes one of `new`, which is `old` or lies below it.
+        """Move one lock from `old` to `new`, which is `old` or lies below it.
 
-        If it was the last that ends at `old`, that node may be gone afterwards. `settle` ends the
-        change.
+        `old` may then be removed, if the lock was its last. `settle` ends the change.
         """
         self.num_locked_tokens += new.end - old.end
         for component in self.components:
@@ -141,12 +139,12 @@ class RadixTree:
         self._merge_into_only_child(old)
 
     def let_go(self, node: TreeNode) -> None:
-        """A lease that ends at `node` has given up locks of windows. `settle` ends the change."""
+        """A lease that ends at `node` has unlocked window pages. `settle` ends the change."""
         if self.resumable is not None:
             self.resumable.released(node)
 
     def settle(self) -> None:
-        """Free what has become dead, and tell the cursors, at the end of each change."""
+        """Free dead pages and update the cursors, at the end of each change."""
         if self.resumable is None:
             return
         self.resumable.sweep(self._trim)
@@ -161,10 +159,10 @@ class RadixTree:
     ) -> TreeNode:
         """Make `tokens` (whole pages, at least one) a path of the offer's namespace.
 
-        Components take what they lack.
-        `start` is a locked node that is known to lie on that path: only what is below it is
-        looked at. So a long conversation costs no more to continue than a short one. Returns the
-        node that ends exactly at len(tokens), not locked. `settle` ends the change, after a lock.
+        Components take the pages they lack. `start` is a locked node on that path: only nodes below
+        it are visited, so a long conversation costs no more to continue than a short one. Returns
+        the node that ends exactly at len(tokens), not locked. `settle` ends the change, after a
+        lock.
         """
         start = start or self.root
         path = self._walk(tokens, offer.namespace, start)
@@ -174,7 +172,7 @@ class RadixTree:
         is_new = length < len(tokens)
         if is_new:
             node = self._add_child(node, tokens[length:].copy(), offer.namespace)
-        # An old node may lack pages of windows alone.
+        # An old node may lack window pages only.
         added = [node] if self.resumable is None else self.path_to(node, start)
         for step in added:
             for component in self.components:
@@ -187,17 +185,15 @@ class RadixTree:
         return node
 
     def num_evictable(self, pool: int) -> int:
-        """Pages of the pool that could be given back now."""
         if self.resumable is None:
             return self.full.num_evictable
         return sum(each.num_evictable for each in self.components if each.pool == pool)
 
     def evict(self, num_pages: int, pool: int = 0) -> int:
-        """Free `num_pages` of the pool, or all that are not locked; how many it gave back.
+        """Free `num_pages` of the pool, or all unlocked pages; return the number freed.
 
-        The last victim's edge is shortened, not dropped whole, so there are no more than asked
-        where FULL is alone. A page of tokens takes its windows' pages along, and what can then not
-        be resumed goes too.
+        The last victim's edge is shortened, so without windows the number is exact. A page of
+        tokens takes its window pages along, and tokens that become not resumable are freed too.
         """
         before = self.num_evictable(pool)
         target = max(before - num_pages, 0)
@@ -210,10 +206,10 @@ class RadixTree:
         return before - self.num_evictable(pool)
 
     def _evict_some(self, num_pages: int, pool: int) -> bool:
-        """Take up to so many pages from what is least useful; False if there is nothing."""
+        """Free up to `num_pages` of the least useful pages; False if there are none."""
         leaf = self._policy.next_victim(self._clock)
         if self.resumable is not None:
-            # A pool of windows alone says nothing of how old tokens are.
+            # A pool of windows has no ages of tokens.
             least = self.resumable.least_useful(pool, leaf, self._policy, self._clock)
             if least is not None:
                 window, node, level = least
@@ -247,7 +243,8 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def is_listed(self, node: TreeNode) -> bool:
-        """Whether a lookup by `node`'s namespace and tokens finds it, below its own namespace."""
+        """Return whether a lookup by `node`'s namespace and tokens finds it, below its own
+        namespace."""
         parent = parent_of(node)
         key = self.child_key(parent, node.key, node.namespace)
         is_of_parent = parent is self.root or parent.namespace == node.namespace
@@ -275,12 +272,12 @@ class RadixTree:
     def child_key(self, parent: TreeNode, tokens: Int32Array, namespace: str) -> bytes:
         """The key, in `parent.children`, of the edge that begins with `tokens` (at least a page).
 
-        The first page has a fixed length, so no two pairs of page and namespace give one key.
+        The first page has a fixed length, so no two pairs of page and namespace share a key.
         """
         return self.key_at(parent.end, tokens, namespace)
 
     def key_at(self, start: int, tokens: Int32Array, namespace: str) -> bytes:
-        """`child_key` of a parent that ends at `start`."""
+        """The `child_key` for a parent that ends at `start`."""
         first_page = tokens[: self.page_size].tobytes()
         return first_page if start else first_page + namespace.encode()
 
@@ -295,7 +292,6 @@ class RadixTree:
     def _walk(
         self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
     ) -> list[PathStep]:
-        """How far `tokens` are on the tree, below a node that is known to be on their path."""
         path = []
         node = below or self.root
         start = node.end
@@ -315,14 +311,14 @@ class RadixTree:
         return path
 
     def _node_at(self, path: Sequence[PathStep], length: int) -> TreeNode:
-        """The node that ends at `length` on `path`, made by a split if it lies within an edge."""
+        """Return the node that ends at `length` on `path`; split an edge if needed."""
         for node, _ in path:
             if node.end == length:
                 return node
             if node.end > length:
                 upper = self._split(node, len(node.key) - (node.end - length))
-                # The rest of the edge may be short enough now. Not what is above it: `upper`
-                # is about to get a lock or a child.
+                # The rest of the edge may be short enough to merge now. Leave the edges above:
+                # `upper` is about to get a lock or a child.
                 rest = only_child(node)
                 if rest is not None and self.may_merge(node, rest):
                     self._merge(node, rest)
@@ -355,10 +351,10 @@ class RadixTree:
         return upper
 
     def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
-        """Whether `lower` and its parent `upper` should be one node.
+        """Return whether `lower` and its parent `upper` should be one node.
 
-        A leaf is as old as the youngest of what continued it, so an upper edge that was used no
-        later than the lower one leaves as if it had been used with it.
+        A leaf is as old as the latest use through it, so an upper edge used no later than the lower
+        one is evicted as if both had been used together.
         """
         return (
             upper is not self.root
@@ -387,18 +383,18 @@ class RadixTree:
         self.cursors.nodes_merged(upper, lower)
 
     def _merge_up(self, lower: TreeNode) -> None:
-        """Merge what lies above `lower` into it, as long as that may be."""
+        """Merge the nodes above `lower` into it while allowed."""
         while self.may_merge(parent_of(lower), lower):
             self._merge(parent_of(lower), lower)
 
     def _merge_into_only_child(self, upper: TreeNode) -> None:
-        """What kept `upper` apart may have gone: a lock, a value, or another child."""
+        """Merge `upper` if its separating lock, value or other child is gone."""
         lower = only_child(upper)
         if lower is not None:
             self._merge_up(lower)
 
     def _merge_path(self, node: TreeNode, start: TreeNode | None = None) -> None:
-        """Merge what was just used, from below `start`, or else the root, to `node`.
+        """Merge just-used nodes from below `start`, or else the root, to `node`.
 
         `start` itself stays: it has a lock of its own.
         """
@@ -425,16 +421,16 @@ class RadixTree:
         if self.resumable is not None:
             self.resumable.left(leaf, parent)
         self.cursors.leaf_trimmed(leaf, parent)
-        # An insert below a lock does not tell the nodes above that they were used: they learn it
-        # when it begins to matter, as they become leaves.
+        # An insert below a lock does not update the use of the nodes above: they get it once it
+        # matters, as they become leaves.
         parent.last_access = max(parent.last_access, leaf.last_access)
         self._refresh(parent)
         if parent is not self.root:
-            self._merge_up(parent)  # it may have been older than what is above it
+            self._merge_up(parent)  # it may be older than the nodes above it
         self._merge_into_only_child(parent)
 
     def _touch(self, node: TreeNode, start: TreeNode | None = None) -> None:
-        """Everything from below `start`, or else the root, to `node` was just used."""
+        """Record a use of every node from below `start`, or else the root, to `node`."""
         self._clock += 1
         for step in self.path_to(node, start):
             self._policy.use(step, self._clock)
@@ -445,7 +441,8 @@ class RadixTree:
                 self.resumable.used(step)
 
     def _recall_uses(self, node: TreeNode) -> None:
-        """The new edge to `node` may hold what was here before: a node for each number of uses."""
+        """The new edge to `node` may hold pages cached before: make a node for each number of
+        uses."""
         runs = self._policy.begin(node)
         if self.resumable is not None:
             self.resumable.used(node)

@@ -1,12 +1,12 @@
 """All KV memory of one data-parallel rank: rows, pages, prefix cache, and the leases on them.
 
 Layers that need the same tokens form a cache group; each group has a page table of every row, and
-its pages are of one pool. Requests are admitted by the first pool: another holds windows only, and
-has pages for those of all rows at once.
+its pages belong to one pool. Admission counts pages of the first pool: any other pool holds windows
+only, and has enough pages for all rows at once.
 
-The scheduler holds one `RankMemory` per rank and never says "rank r" to any of its methods.
-Leases begin here (`open_lease`), grow here, and end in `release.py`, nowhere else. `row_growth.py`
-does for the rows of all ranks at once what `grow_rows` and `commit_rows` do for one rank's.
+The scheduler holds one `RankMemory` per rank; no method takes a rank. Leases begin here
+(`open_lease`), grow here, and end in `release.py`, nowhere else. `row_growth.py` grows and commits
+the rows of all ranks at once; `grow_rows` and `commit_rows` here do so for one rank.
 """
 
 from functools import partial
@@ -27,7 +27,8 @@ from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.session_leases import SessionLeases
 from sgl_jax.mem_cache.tree_node import TreeNode
 
-# Of so many pages one is evicted ahead of need, where pages must be evicted, and so many at most.
+# If pages must be evicted: the number of pages for each page evicted ahead of need, and the most
+# pages evicted ahead.
 _PAGES_PER_EVICTED = 512
 _MAX_EVICTED_AHEAD = 256
 
@@ -35,7 +36,7 @@ _MAX_EVICTED_AHEAD = 256
 class RankMemory:
     """The memory of rank `dp_rank`, of the given sizes; `eviction_policy` is `RadixCache`'s.
 
-    `tables`, if given, hold the rows' columns: views of those of all ranks.
+    `tables`, if given, hold the rows' columns: views of all ranks' columns.
     """
 
     def __init__(
@@ -53,16 +54,17 @@ class RankMemory:
         self.groups = sizes.groups
         # Every row lists every page up to its allocated length.
         self.lists_all = len(sizes.groups) == 1 and sizes.groups[0].sliding_window is None
-        # The number of the recurrent group, and that of the pool of its states; None without.
+        # The numbers of the recurrent group and of its pool of states; None without recurrent
+        # layers.
         self.state_group = sizes.state_group
         self.state_pool = None if self.state_group is None else sizes.groups[self.state_group].pool
         if self.state_pool == 0:
-            raise ValueError("states must have a pool of their own, behind that of the first pages")
+            raise ValueError("states need a pool of their own, after the first pool of pages")
         num_groups, num_pools = len(sizes.groups), len(sizes.pool_pages)
         self.rows = ReqToTokenPool(
             tables or RowTables.empty(sizes.num_rows, num_groups, sizes.pages_per_row)
         )
-        # Of each pool, the numbers of the groups whose pages it holds.
+        # For each pool, the numbers of the groups in it.
         self.groups_of = [
             [number for number, group in enumerate(sizes.groups) if group.pool == pool]
             for pool in range(num_pools)
@@ -70,11 +72,11 @@ class RankMemory:
         self._paged_groups = [
             number for number, group in enumerate(sizes.groups) if not group.is_recurrent
         ]
-        # Of the first pool: its groups, and pages that a row may list of each.
+        # For the first pool: its groups, and the pages that a row may list of each.
         first = self.groups_of[0]
         most = [sizes.row_pages(sizes.groups[number]) for number in first]
         self.first_tables = np.array(first, np.intp), np.array(most, np.intp)
-        # Of each pool, pages that a row takes for a page of tokens.
+        # For each pool, the pages that a row takes for a page of tokens.
         self._num_tables = [
             sum(not sizes.groups[number].is_recurrent for number in numbers)
             for numbers in self.groups_of
@@ -83,7 +85,7 @@ class RankMemory:
             PageAllocator(num_pages, self._pool_name(pool))
             for pool, num_pages in enumerate(sizes.pool_pages)
         )
-        self.allocator = self.allocators[0]  # of the pool that requests are admitted by
+        self.allocator = self.allocators[0]  # of the pool that limits admission
         self._make_cache = partial(
             RadixCache if use_radix_cache else ChunkCache,
             sizes.groups,
@@ -99,7 +101,7 @@ class RankMemory:
             min(num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
             for num_pages in sizes.pool_pages
         ]
-        # Pages of their own that idle sessions hold, by pool: those the tree owns are not in it.
+        # Pages that idle sessions own, by pool, excluding the tree's pages.
         self.session_held = [0] * num_pools
 
     def _pool_name(self, pool: int) -> str:
@@ -115,10 +117,11 @@ class RankMemory:
         return tuple(LockedPages(num_pages) for num_pages in self.sizes.pool_pages)
 
     def rebuild(self) -> None:
-        """Reset all memory records without freeing one by one, since they may be inconsistent.
+        """Reset all memory records without freeing pages one by one, since records may be
+        inconsistent.
 
         Every page and row is free afterwards and every lease released; the old records are not
-        read. No step that was launched before may still run on the device.
+        read. No step launched before may still run on the device.
         """
         for lease in self.leases.values():
             lease.released, lease.node = True, None
@@ -133,7 +136,7 @@ class RankMemory:
 
     @property
     def num_session_pages(self) -> int:
-        """Pages of the first pool that idle sessions keep from other use, each counted once."""
+        """Pages of the first pool that only idle sessions hold, each counted once."""
         return self.session_held[0] + self.locked[0].num_idle
 
     @property
@@ -143,13 +146,14 @@ class RankMemory:
 
     @property
     def num_reclaimable_pages(self) -> int:
-        """Those that would be available, were every idle session evicted: O(1)."""
+        """Pages available if every idle session were evicted: O(1)."""
         num_parked = self.cache.num_protected[0] - self.locked[0].num_running
         return self.num_available_pages + num_parked + self.session_held[0]
 
     @property
     def can_keep_state(self) -> bool:
-        """Whether a slot can be had for another state of recurrent layers; True without these."""
+        """Return whether a slot is available for another recurrent state; True without recurrent
+        layers."""
         pool = self.state_pool
         return (
             pool is None or self.allocators[pool].num_free > 0 or self.cache.num_evictable[pool] > 0
@@ -160,13 +164,13 @@ class RankMemory:
         return -(-num_tokens // self.page_size)
 
     def request_pages(self, num_tokens: int) -> int:
-        """Pages of the first pool that a request of `num_tokens` holds at most."""
+        """The most pages of the first pool that a request of `num_tokens` holds."""
         if self.lists_all:
             return self.pages_for(num_tokens)
         return self.sizes.request_pages(num_tokens)
 
     def num_held(self, lease: KVLease) -> int:
-        """Pages of the first pool that `lease` lists, the tree's included."""
+        """Pages of the first pool that `lease` lists, including the tree's."""
         num_pages = self.pages_for(lease.kv_allocated_len)
         if self.lists_all:
             return num_pages
@@ -174,14 +178,14 @@ class RankMemory:
         return int((num_pages - firsts).sum())
 
     def can_go_back(self, lease: KVLease, length: int) -> bool:
-        """Whether `lease` could go on from its first `length` tokens or, with recurrent layers,
-        from as many of them as there is a state after."""
+        """Return whether `lease` could resume from its first `length` tokens or, with recurrent
+        layers, from the last state within them."""
         if self.state_group is not None:
             return resumable_len(self, lease, length) >= 0
         return self.sees_windows(lease, length)
 
     def sees_windows(self, lease: KVLease, length: int) -> bool:
-        """Whether no window has passed what the token after the first `length` of `lease` sees."""
+        """Return whether no window has passed the pages that the token after `length` reads."""
         return self.lists_all or all(
             group.sliding_window is None
             or group.is_recurrent
@@ -191,27 +195,26 @@ class RankMemory:
         )
 
     def by_pool(self, pages: Int32Array) -> list[Int32Array]:
-        """What is listed of `pages` int32[groups, n], for each pool."""
+        """The listed pages of `pages` int32[groups, n], for each pool."""
         if self.lists_all:
             return [pages[0]]
         in_pools = [pages[numbers].reshape(-1) for numbers in self.groups_of]
         return [listed[listed != 0] for listed in in_pools]
 
     def lock(self, pages: Int32Array) -> None:
-        """A running request has locked `pages` int32[groups, n] of the tree."""
+        """Lock `pages` int32[groups, n] of the tree for a running request."""
         for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
             locked.lock(listed)
 
     def unlock(self, pages: Int32Array) -> None:
-        """Undo `lock`."""
         for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
             locked.unlock(listed)
 
     def open_lease(self, prefix: Int32Array, namespace: str = "") -> KVLease:
-        """Take a row, with as much of `prefix` as the cache has under `namespace`.
+        """Take a row with the longest prefix of `prefix` cached under `namespace`.
 
-        `prefix` must leave out at least the request's last token: its logits are always
-        recomputed. Raises `LeaseError` if no row is free.
+        `prefix` must leave out at least the request's last token: its logits are always recomputed.
+        Raises `LeaseError` if no row is free.
         """
         row = self.rows.alloc()
         lease = KVLease(self.dp_rank, row, self.rows, namespace)
@@ -225,7 +228,7 @@ class RankMemory:
         return lease
 
     def set_first_pages(self, lease: KVLease, length: int) -> None:
-        """`lease` lists of each window what the token after `length` sees, all of it locked."""
+        """List, for each window, the pages that the token after `length` reads, all locked."""
         for number, group in enumerate(self.groups):
             if group.sliding_window is not None:
                 first = first_page_of(group.sliding_window, self.page_size, length)
@@ -234,8 +237,8 @@ class RankMemory:
     def num_pages_in_use(self, cursor: PrefixCursor) -> int:
         """Pages of the cursor's prefix that running requests have locked, too.
 
-        A request that starts on the prefix takes all pages but these from the reclaimable ones.
-        Locks begin at the root and hold whole edges, so this is O(edges that have none).
+        A request that starts on the prefix takes all its other pages from the reclaimable pages.
+        Locks begin at the root and hold whole edges, so this is O(edges without locks).
         """
         return min(cursor.length, self.in_use_len(cursor.node)) // self.page_size
 
@@ -248,9 +251,9 @@ class RankMemory:
         return pages
 
     def in_use_len(self, node: TreeNode | None) -> int:
-        """Tokens of the path to `node` that running requests have locked, from the root on."""
+        """Tokens of the path to `node`, from the root, that running requests have locked."""
         if self.groups[0].sliding_window is not None:
-            return 0  # windows are locked elsewhere
+            return 0  # windows are locked separately
         while node is not None and node.parent is not None:
             if self.locked[0].is_running(int(node.values[0][0])):
                 return node.end
@@ -258,19 +261,17 @@ class RankMemory:
         return 0
 
     def park(self, lease: KVLease) -> None:
-        """The holder of `lease` is an idle session now, no more a running request."""
+        """Count `lease` as an idle session's, not a running request's."""
         for locked, listed in zip(self.locked, self._locked_pages(lease), strict=True):
             locked.park(listed)
         self._count_held(lease, 1)
 
     def unpark(self, lease: KVLease) -> None:
-        """The holder of `lease` is no idle session any more."""
         for locked, listed in zip(self.locked, self._locked_pages(lease), strict=True):
             locked.unpark(listed)
         self._count_held(lease, -1)
 
     def _locked_pages(self, lease: KVLease) -> list[Int32Array]:
-        """The pages of the tree that `lease` has locked, by pool."""
         return self.by_pool(lease.pages(self.page_size, 0, lease.cache_protected_len))
 
     def _count_held(self, lease: KVLease, sign: int) -> None:
@@ -279,11 +280,11 @@ class RankMemory:
             self.session_held[pool] += sign * len(listed)
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until so many pages are free for each group; False, having evicted nothing, if
-        that cannot be.
+        """Evict until so many pages are free for each group; False, evicting nothing, if
+        impossible.
 
-        If it must evict, it evicts a few more: a decode step takes a few pages, and many at once
-        cost the host little more than few.
+        Evicts a few pages more than needed: a decode step takes a few pages, and evicting many at
+        once costs the host little more than evicting few.
         """
         for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True):
             if num_pages * num_tables > allocator.num_free:
@@ -303,7 +304,7 @@ class RankMemory:
         return True
 
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
-        """Pages of the first pool that each row lacks to hold `allocated_lens` tokens;
+        """The pages of the first pool that each row lacks for `allocated_lens` tokens;
         int32[len(rows)]."""
         rows = np.asarray(rows, np.intp)
         lens = np.empty((1, len(rows)), np.int32)
@@ -312,12 +313,12 @@ class RankMemory:
         return lacking
 
     def tokens_that_fit(self, row: int) -> int:
-        """Tokens that `row` could hold with all that is free or evictable."""
+        """Tokens that `row` could hold with all free and evictable pages."""
         held = self.pages_for(int(self.rows.kv_allocated_len[row]))
         return (held + self.num_available_pages // self._num_tables[0]) * self.page_size
 
     def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
-        """`grow_rows` of this rank's rows alone; whether there was enough memory."""
+        """Grow rows of this rank alone; return whether memory sufficed."""
         rows, lens = np.asarray(rows, np.intp), np.asarray(allocated_lens, np.int32)
         return grow_rows(self.rows, [self], rows, lens, [0, len(rows)])[0]
 
@@ -335,12 +336,11 @@ class RankMemory:
         return True
 
     def commit_rows(self, rows: RowIndex, committed_lens: Int32Array) -> None:
-        """`commit_rows` of this rank's rows alone."""
+        """Commit rows of this rank alone."""
         rows, lens = np.asarray(rows, np.intp), np.asarray(committed_lens, np.int32)
         commit_rows(self.rows, [self], rows, lens)
 
     def view(self) -> MemoryView:
-        """The memory view of this rank."""
         sizes = self.sizes
         pools = tuple(
             PoolView(

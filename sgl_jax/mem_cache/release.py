@@ -1,13 +1,15 @@
-"""The one way out: the only code that frees a request's pages.
+"""The only code that frees a request's pages.
 
-`publish_prefix` offers what a lease has written to the prefix cache while the request goes on;
-`free_tail` gives back slots that were reserved ahead and are not needed after all;
-`let_go_windows` those that windows have passed;
-`adopt_prefix` those whose tokens the tree turns out to have as well;
-`release_kv_cache` publishes likewise and then gives back all the rest. Finish, stop, abort,
-retract, disconnect, error and shutdown all end a lease here. Unless the cache takes the lease
-over: the session keeps of it as much as the next turn can go on with. `resume_lease` hands it to
-that turn, and `release_idle_lease` ends it when the session is closed or evicted.
+- `publish_prefix` offers written pages to the prefix cache while the request continues.
+- `free_tail` frees slots that were reserved ahead but are not needed.
+- `let_go_windows` frees pages that windows have passed.
+- `adopt_prefix` frees pages whose tokens the tree also holds.
+- `release_kv_cache` publishes likewise and frees all the rest. Finish, stop, abort, retract,
+  disconnect, error and shutdown all end a lease here.
+
+If the lease is a session's, the session keeps the part that its next turn can resume:
+`resume_lease` passes it to that turn, and `release_idle_lease` ends it when the session is closed
+or evicted.
 
 Pages may be freed while a launched step still reads or writes them: steps run on the device in
 launch order, so the next owner of such a page writes to it only afterwards.
@@ -35,18 +37,19 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 
 def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> None:
-    """Offer the committed whole pages of `tokens` to the cache; the lease goes on.
+    """Offer the committed whole pages of `tokens` to the cache; the lease continues.
 
-    `tokens` are the request's known tokens from position 0; those past `kv_committed_len` are
-    not offered. Afterwards the tree owns every page up to the new `cache_protected_len`: pages
-    it accepted, or its own where it had them already; the lease's duplicates are freed.
+    `tokens` start at position 0 and end at the request's last known token; tokens past
+    `kv_committed_len` are not offered. Afterwards the tree owns every page up to the new
+    `cache_protected_len`: accepted pages, or its own, in which case the lease's duplicates are
+    freed.
     """
     lease.require_live()
     memory.lock(_hand_to_tree(memory, lease, tokens))
 
 
 def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int32Array:
-    """`publish_prefix`, but that what it locks is not counted in `memory.locked` yet: its pages,
+    """Publish without counting new locks in `memory.locked`; return the newly locked pages,
     int32[groups, n]."""
     rows, page_size = memory.rows, memory.page_size
     length = min(lease.kv_committed_len, len(tokens)) // page_size * page_size
@@ -62,7 +65,7 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     lease.node = kept.node
     first = protected // page_size
     rows.cache_protected_len[lease.row] = length
-    if firsts is not None:  # what the tree has of windows that have passed is not read again
+    if firsts is not None:  # pages behind windows are not read again
         for number, passed in enumerate(firsts.tolist()):
             kept.pages[number, : max(passed - first, 0)] = 0
     fresh = offered[:, first:]
@@ -76,8 +79,8 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
 
 
 def _leave_windows(memory: RankMemory, lease: KVLease, pages: Int32Array, first: int) -> Int32Array:
-    """`lease` has published `pages` int32[groups, n], those from number `first` on: it reads on
-    what the windows before its end see, and has locked no more. Those of `pages`."""
+    """After publishing `pages` int32[groups, n], numbered from `first` on, keep only the window
+    locks needed at the lease's end. Returns the pages still locked."""
     rows, row = memory.rows, lease.row
     end = lease.cache_protected_len // memory.page_size
     for number, group in enumerate(memory.groups):
@@ -88,7 +91,7 @@ def _leave_windows(memory: RankMemory, lease: KVLease, pages: Int32Array, first:
             before, first_page_of(group.sliding_window, memory.page_size, lease.cache_protected_len)
         )
         if group.is_recurrent and seen < end and not rows.pages[row, number, seen]:
-            # There is no snapshot. One that another row brings is not this one's to lock.
+            # There is no snapshot. The lease must not lock a snapshot that another row adds.
             assert lease.node is not None
             memory.cache.let_go(lease.node, number, seen, end)
             seen = end
@@ -100,22 +103,22 @@ def _leave_windows(memory: RankMemory, lease: KVLease, pages: Int32Array, first:
 
 
 def _first_pages(memory: RankMemory, lease: KVLease) -> Int32Array | None:
-    """Which of its windows' locks `lease` still has; None for all there can be."""
+    """The first window pages that `lease` still has locked; None if it has all of them."""
     return None if memory.lists_all else lease.first_pages
 
 
 def release_kv_cache(
     memory: RankMemory, lease: KVLease, tokens: Int32Array, *, insert: bool
 ) -> None:
-    """End a lease: publish what it wrote if `insert`, free all else, return the row.
+    """End a lease: publish its pages if `insert`, free all others, free the row.
 
     Args:
         memory: of the lease's rank.
         lease: live; afterwards released, and using it raises `LeaseError`.
         tokens: the request's known tokens from position 0, int32; KV beyond them (of a token
             sampled but not read yet, or past a stop) is freed, never offered.
-        insert: False if what was written must not be reused (a failed step); nor does the cache
-            take the lease over then.
+        insert: False if the written KV must not be reused (a failed step); then no session keeps
+            the lease either.
     """
     lease.require_live()
     if memory.leases.get(lease.row) is not lease:
@@ -127,7 +130,7 @@ def release_kv_cache(
             return
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)
     if lease.node is not None:
-        # What was handed over just now was not counted.
+        # The pages handed over just now were not counted.
         memory.unlock(lease.pages(memory.page_size, 0, protected))
         memory.cache.unlock(lease.node, _first_pages(memory, lease))
         lease.node = None
@@ -139,11 +142,11 @@ def release_kv_cache(
 def _keep_for_session(
     memory: RankMemory, lease: KVLease, added: Int32Array, num_tokens: int
 ) -> bool:
-    """The session keeps as much of the first `num_tokens` tokens as its next turn can go on with;
-    False if that is nothing.
+    """Keep the part of the first `num_tokens` tokens that the session's next turn can resume; False
+    if there is none.
 
-    All else is freed: a pool of windows has pages for the windows of idle rows, and for the chunk
-    of one step. `added` is from `_hand_to_tree`.
+    All other pages are freed: a pool of windows has pages for the windows of idle rows and for the
+    chunk of one step. `added` is the result of `_hand_to_tree`.
     """
     length = resumable_len(memory, lease, num_tokens)
     if length < 1:
@@ -159,18 +162,18 @@ def _keep_for_session(
 
 
 def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLease:
-    """The next turn of a session starts on the lease that the session keeps.
+    """Start a session's next turn on the lease that the session keeps.
 
     Args:
         memory: of the rank that holds the session.
         session_id: of an idle session.
-        num_tokens: prefix of the turn's tokens whose KV may be reused; those that follow are
-            computed. Never less than the lease protects: turns only append.
+        num_tokens: prefix of the turn's tokens whose KV may be reused; later tokens are computed.
+            At least the lease's protected length: turns only append.
 
-    Returns the lease, its committed and allocated length the prefix that is there: with recurrent
-    layers, as much of it as there is a state after. Raises `LeaseError`, changing nothing, where
-    `resumable_len` answers that there is nothing to go on from: the lease is to be released then,
-    and the turn to match the tree.
+    Returns the lease, with its committed and allocated length set to the available prefix: with
+    recurrent layers, the part before the last usable state. Raises `LeaseError`, changing nothing,
+    if `resumable_len` returns -1: the caller must then release the lease, and match the tree for
+    the turn.
     """
     idle = memory.sessions.idle_lease(session_id)
     length = num_tokens if idle is None else resumable_len(memory, idle, num_tokens)
@@ -187,16 +190,15 @@ def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLeas
 
 
 def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool:
-    """Go on with the pages of the tree if it has more of `tokens` than `lease`; the lease goes on.
+    """Switch to the tree's pages if it has more of `tokens` than `lease`; the lease continues.
 
     Args:
         memory: of the lease's rank.
-        lease: that has no slots past its committed length. Its lock moves down to where the
-            tree's prefix ends, and its own pages, which hold a part of the same tokens, are freed.
-        tokens: that a cache may serve, int32. The first of them are those of the lease, as far as
-            it goes.
+        lease: without slots past its committed length. Its lock moves down to the end of the tree's
+            prefix, and its own pages, duplicates of the tree's, are freed.
+        tokens: that a cache may serve, int32. They begin with the lease's tokens.
 
-    Returns whether the tree had more; all three lengths are then that of its prefix.
+    Returns whether the tree had more; all three lengths then equal its prefix's.
     """
     lease.require_live()
     if memory.cache.peek(tokens, lease.namespace, lease.node) <= lease.kv_allocated_len:
@@ -216,7 +218,7 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
 
 
 def _read_anew(memory: RankMemory, lease: KVLease, match: PrefixMatch) -> None:
-    """`lease` lists what it reads of a prefix that it has locked in place of another."""
+    """List the pages that `lease` reads of a prefix that it has locked in place of another."""
     assert match.node is not None
     memory.unlock(lease.pages(memory.page_size, 0, lease.cache_protected_len))
     memory.rows.unlist_pages(lease.row)
@@ -229,22 +231,22 @@ def _read_anew(memory: RankMemory, lease: KVLease, match: PrefixMatch) -> None:
 
 
 def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
-    """End the lease that an idle session holds, if any; what the tree has of it stays there."""
+    """End any lease that an idle session holds; the tree keeps its own pages."""
     lease = memory.sessions.remove(session_id)
     if lease is None:
         return False
     memory.unpark(lease)
-    # All that may be published was, when the session took the lease over.
+    # The session published all it could when it took the lease over.
     release_kv_cache(memory, lease, _NO_TOKENS, insert=False)
     return True
 
 
 def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> None:
-    """A session goes back to its first `num_tokens` tokens, and with it the lease that it keeps.
+    """Reduce a session, and the lease that it keeps, to its first `num_tokens` tokens.
 
-    Pages behind them are freed; with recurrent layers, those behind the last of these tokens that
-    there is a state after. If the tree owns more of the lease than that, or a window has passed
-    what would be seen from there, the lease ends: the next turn matches the tree.
+    Later pages are freed; with recurrent layers, also pages past the last state within these
+    tokens. If the tree owns more of the lease, or a window has passed pages needed from there, the
+    lease ends: the next turn matches the tree.
     """
     lease = memory.sessions.idle_lease(session_id)
     if lease is None:
@@ -261,14 +263,14 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
 def let_go_windows(
     tables: RowTables, memories: Sequence[RankMemory], rows: RowIndex, lens: Int32Array
 ) -> None:
-    """Give up the pages of windows that no later query of `rows` sees.
+    """Free window pages that no later query of `rows` reads.
 
     Args:
         tables: the columns of all `memories`, one after another.
         memories: of the ranks, each with as many rows.
         rows: indices into `tables`, distinct and leased.
-        lens: int32[len(rows)], tokens that no row goes back behind. Rounded down to a page: what
-            is published, and found again, ends there.
+        lens: int32[len(rows)], tokens that no row drops again. Rounded down to a page, since
+            published prefixes and matches end there.
     """
     page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
     for group, (window, _, _, is_recurrent) in enumerate(memories[0].groups):
@@ -283,8 +285,8 @@ def let_go_windows(
 
 
 def _pass_pages(memory: RankMemory, lease: KVLease, group: int, first: int) -> None:
-    """The window of `lease` is at page `first` now: free its own pages before it, and leave those
-    of the tree."""
+    """Move the window of `lease` to page `first`: free its own pages before it, and unlock the
+    tree's."""
     rows, row, pool = memory.rows, lease.row, memory.groups[group].pool
     passed, listed = int(rows.first_pages[group, row]), rows.pages[row, group]
     protected = lease.cache_protected_len // memory.page_size
@@ -299,10 +301,11 @@ def _pass_pages(memory: RankMemory, lease: KVLease, group: int, first: int) -> N
 
 
 def free_tail(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
-    """Free whole pages past the first `length` tokens; the lease goes on. How many of each pool.
+    """Free whole pages past the first `length` tokens; return the number freed of each pool.
 
-    Slots are reserved for drafts before it is known how many are accepted, so a lease may hold
-    more than it needs. A partial page at `length` stays and is filled further.
+    The lease continues. Slots for drafts are reserved before their number of accepted tokens is
+    available, so a lease may hold more than it needs. A partial page at `length` stays and is
+    filled further.
     """
     lease.require_live()
     if length >= lease.kv_allocated_len:
@@ -320,7 +323,7 @@ def free_tail(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
 
 
 def _cut(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
-    """`free_tail`, where it is known that `lease` can go on from there."""
+    """`free_tail` for a lease that can resume from `length`."""
     page_size, row = memory.page_size, lease.row
     num_snapshots = drop_snapshots_past(memory, lease, length)
     first = -(-length // page_size)
@@ -338,7 +341,7 @@ def _cut(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
 
 
 def _free(memory: RankMemory, pages: Int32Array, row: int) -> list[int]:
-    """Free what `row` owns, int32[groups, n]; how many pages of each pool."""
+    """Free the pages that `row` owns, int32[groups, n]; return the number freed of each pool."""
     listed = memory.by_pool(pages)
     for allocator, of_pool in zip(memory.allocators, listed, strict=True):
         allocator.free(of_pool, row)

@@ -1,8 +1,8 @@
-"""Which pages hold the tokens of each running request, and the three lengths of its lease.
+"""The pages that hold each running request's tokens, and the three lengths of its lease.
 
-One row per request, of one rank. The row's page ids and lengths are columns of arrays, so that
-the scheduler can grow and commit all rows of a step at once; `KVLease` is the view of one row.
-Row 0 is the null row: padding refers to it, no request holds it.
+One row per request, of one rank. The row's page ids and lengths are columns of arrays, so that the
+scheduler can grow and commit all rows of a step at once; `KVLease` is the view of one row. Row 0 is
+the null row: padding refers to it, no request holds it.
 """
 
 import numpy as np
@@ -13,8 +13,8 @@ from sgl_jax.mem_cache.errors import LeaseError
 
 NULL_ROW = 0
 NO_STATE = -1
-# Of a row that has written none: both halves, the half written last, the length it went back to,
-# the drafts of both halves.
+# For a row that has written no states: both halves, the half written last, the length of its last
+# return, the drafts of both halves.
 _NO_STATES = np.array([NO_STATE, NO_STATE, 0, 0, 0, 0], np.int32)
 
 
@@ -26,23 +26,24 @@ class PageChangeLog:
         self._forget()
 
     def _forget(self) -> None:
-        # Not empty, so that there is always something to concatenate.
+        # Not empty, so that concatenation always has an array.
         self._cells: list[IntpArray] = [np.zeros(0, np.intp)]
         self._written: list[Int32Array] = [np.zeros(0, np.int32)]
         self._num_written = 0
         self._is_too_long = False
 
     def note(self, cells: IntpArray, pages: Int32Array) -> None:
-        """Cells, by their index into the flattened table, hold `pages` now. Keeps the arrays."""
+        """Record that cells, by their index into the flattened table, now hold `pages`. Keeps the
+        arrays."""
         self._cells.append(cells)
         self._written.append(pages)
         self._num_written += len(cells)
-        if self._num_written > self._pages.size:  # it was not taken for long
+        if self._num_written > self._pages.size:  # `take` was not called for long
             self._forget()
             self._is_too_long = True
 
     def take(self) -> PageChanges:
-        """What was written: arrays of their own."""
+        """The changes, in new arrays."""
         if self._is_too_long:
             changes = PageChanges(np.arange(self._pages.size), self._pages.reshape(-1).copy())
         else:
@@ -52,25 +53,32 @@ class PageChangeLog:
 
 
 class RowTables:
-    """The pages and lengths of rows, as columns; those of a rank may be views of all ranks' ones.
+    """The pages and lengths of rows, as columns; a rank's columns may be views of all ranks'
+    arrays.
 
-    Public arrays, indexed by row: `pages` int32[num_rows, groups, pages_per_row] (0 beyond the last
-    page held, and before the first), `first_pages` int32[groups, num_rows] (the first page that a
-    row lists: above 0 where a window has passed), `kv_committed_len`, `kv_allocated_len`,
-    `cache_protected_len` int32[num_rows] in tokens (views of `lengths`, whose lines never fall from
-    one to the next: 0, protected, committed, allocated), all 0 for a free row, and `epoch`
-    int32[num_rows], which grows whenever a row is given back: a step's result belongs to the row's
-    holder only if the epoch is still that of the launch.
+    Public arrays, indexed by row:
 
-    With recurrent layers, of the two halves of a row's own states: `state_lens` int32[2, num_rows]
-    (how many tokens the first state of a half is after; `NO_STATE` if there is none, or if that is
-    not known yet), `state_drafts` int32[2, num_rows] (and how many more states it has, after one
-    draft each), `state_half` int32[num_rows] (the half that was written last), and `resumed_len`
-    int32[num_rows] (tokens that the row had when it last went back: what a half written before that
-    holds for more tokens is of no use). `row_states.py` says what can be read from these.
+    - `pages` int32[num_rows, groups, pages_per_row]: 0 before the first and after the last page
+      held
+    - `first_pages` int32[groups, num_rows]: the first page that a row lists, above 0 behind a
+      window
+    - `kv_committed_len`, `kv_allocated_len`, `cache_protected_len` int32[num_rows]: tokens, 0 for a
+      free row; views of `lengths`, whose lines are in ascending order: 0, protected, committed,
+      allocated
+    - `epoch` int32[num_rows]: grows whenever a row is freed; a step's result belongs to the row's
+      holder only if the epoch is still the launch's
 
-    `pages` is written through methods alone, which keep a log of it for the executor. The rows are
-    those from `first_row` on of the table that the log is of.
+    With recurrent layers, for the two halves of a row's own states:
+
+    - `state_lens` int32[2, num_rows]: the tokens before a half's first state; `NO_STATE` if there
+      is none or it is still unknown
+    - `state_drafts` int32[2, num_rows]: the number of further states, one after each draft
+    - `state_half` int32[num_rows]: the half written last
+    - `resumed_len` int32[num_rows]: the row's tokens when it last went back; states after more
+      tokens in a half written before that are invalid
+
+    `row_states.py` interprets these. Only methods write `pages`: they log changes for the executor.
+    The rows start at `first_row` of the log's table.
     """
 
     def __init__(
@@ -84,10 +92,10 @@ class RowTables:
         first_row: int = 0,
     ) -> None:
         self.pages = pages
-        # Page tables that a row has, and pages that each can list.
+        # Page tables of a row, and pages that each can list.
         _, self.num_groups, self.pages_per_row = pages.shape
         self.first_pages = first_pages
-        # One array, so that all lengths of all rows are proved in order by one comparison.
+        # One array, so that one comparison proves the order of all lengths.
         self.lengths = lengths
         _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = lengths
         self.epoch = epoch
@@ -99,7 +107,7 @@ class RowTables:
 
     @classmethod
     def empty(cls, num_rows: int, num_groups: int, pages_per_row: int) -> "RowTables":
-        """Columns of `num_rows` rows that hold nothing."""
+        """Columns of `num_rows` free rows."""
         pages = np.zeros((num_rows, num_groups, pages_per_row), np.int32)
         return cls(
             pages=pages,
@@ -111,7 +119,6 @@ class RowTables:
         )
 
     def part(self, rows: slice) -> "RowTables":
-        """Views of some of the rows."""
         return RowTables(
             self.pages[rows],
             self.first_pages[:, rows],
@@ -123,13 +130,13 @@ class RowTables:
         )
 
     def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
-        """`row` lists `pages` int32[groups, n], which must not change afterwards, from column
+        """List `pages` int32[groups, n], which must not change afterwards, in `row` from column
         `first` on."""
         for group, listed in enumerate(pages):
             self.list_pages_of(row, group, first, listed)
 
     def list_pages_of(self, row: int, group: int, first: int, pages: Int32Array) -> None:
-        """As `list_pages`, of one group: `pages` int32[n]."""
+        """Like `list_pages`, for one group: `pages` int32[n]."""
         end = first + len(pages)
         self.pages[row, group, first:end] = pages
         start = ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
@@ -138,24 +145,24 @@ class RowTables:
     def list_page_each(
         self, group: int, rows: IntpArray, columns: Int32Array, pages: Int32Array
     ) -> None:
-        """Row `rows[i]` lists `pages[i]` of `group` at `columns[i]`; `pages` must not change
+        """List `pages[i]` of `group` at `columns[i]` of row `rows[i]`; `pages` must not change
         afterwards."""
         cells: IntpArray = (rows * self.num_groups + group) * self.pages_per_row + columns
         self.pages.reshape(-1)[cells] = pages
         self.page_log.note(cells + self.first_row * self.num_groups * self.pages_per_row, pages)
 
     def unlist_pages(self, row: int, first: int = 0) -> None:
-        """`row` lists nothing from column `first` on."""
+        """Clear the columns of `row` from `first` on."""
         for group in range(self.num_groups):
             self.unlist(row, group, first, self.pages_per_row)
 
     def pass_pages(self, row: int, group: int, first: int) -> None:
-        """`row` lists nothing of `group` before column `first`, where its window is now."""
+        """Clear the columns of `group` in `row` before `first`, where its window now begins."""
         self.unlist(row, group, int(self.first_pages[group, row]), first)
         self.first_pages[group, row] = first
 
     def unlist(self, row: int, group: int, first: int, end: int) -> None:
-        """`row` lists nothing of `group` in the columns [first, end)."""
+        """Clear the columns [first, end) of `group` in `row`."""
         table = self.pages[row, group]
         listed = table[first:end].nonzero()[0]
         listed += first
@@ -165,7 +172,7 @@ class RowTables:
 
 
 class ReqToTokenPool(RowTables):
-    """The rows of `tables`, all free, the null row among them; which of them are held."""
+    """The rows of `tables`, all free at first, including the null row, and the set of held rows."""
 
     def __init__(self, tables: RowTables) -> None:
         num_rows, _, pages_per_row = tables.pages.shape
@@ -187,7 +194,7 @@ class ReqToTokenPool(RowTables):
         self._held = np.zeros(num_rows, np.bool_)
 
     def reset(self) -> None:
-        """Every row is free and clean, and of a new epoch."""
+        """Free and clear every row, with new epochs."""
         for row in range(self.num_rows):
             self.unlist_pages(row)
         self.lengths.fill(0)
@@ -199,16 +206,14 @@ class ReqToTokenPool(RowTables):
 
     @property
     def num_free(self) -> int:
-        """Rows that are not held."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Rows in use, counted afresh: not what `num_free` leaves."""
+        """Rows in use, counted independently of `num_free`."""
         return int(np.count_nonzero(self._held))
 
     def held_rows(self) -> Int32Array:
-        """The rows in use, ascending."""
         return np.flatnonzero(self._held).astype(np.int32)
 
     def free_rows(self) -> Int32Array:
@@ -224,7 +229,7 @@ class ReqToTokenPool(RowTables):
         return row
 
     def free(self, row: int) -> None:
-        """Give a row back; its lengths, page list and states are cleared."""
+        """Free a row; its lengths, page list and states are cleared."""
         if not self._held[row]:
             raise LeaseError(f"row {row} is given back, but is not held")
         self._held[row] = False

@@ -1,15 +1,15 @@
-"""Which positions of the tree can be resumed, where there are windows, and what is needed for it.
+"""The resumable positions of the tree with windows, and the pages they need.
 
-The end of a page can be resumed if, for every window, all pages of its lookback are there, or those
-since the root; FULL has all of its pages on every path. A page of a window that no such position
-reads is dead, and so are tokens behind the last such position of a path: unless a lease has locked
-them, they are freed at once, so that after each call of the cache nothing dead is on the tree but
-what a lease holds.
+The end of a page is resumable if, for every window, all pages of its lookback are present, or all
+pages since the root; FULL has all of its pages on every path. A window's page that no resumable
+position reads is dead, and so are tokens behind a path's last resumable position. Dead pages are
+freed at once unless a lease has locked them: after each call of the cache, only leases keep dead
+pages on the tree.
 
-Of each node is kept which of its positions can be resumed, and for each window the run: how many
-pages before the node's end are there without a gap, up to the lookback, which the root has. So a
-change of a node's pages concerns that node, those below it as far as a window reaches, and for what
-is dead those above it as far; never more of the tree.
+Each node stores its resumable positions and, for each window, the run: the number of pages without
+a gap before the node's end, at most the lookback; the root's run is the full lookback. So a change
+of a node's pages affects that node, nodes below it within a window's reach, and, for dead pages,
+nodes above it within that reach; never more of the tree.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from sgl_jax.mem_cache.window_order import WEIGHTS
 
 
 class Resumable:
-    """Keeps `is_usable` and `runs` of all nodes; frees what is dead in `sweep`.
+    """Keeps `is_usable` and `runs` of all nodes; frees dead pages in `sweep`.
 
     Args:
         windows: at least one.
@@ -38,8 +38,8 @@ class Resumable:
         self.windows = tuple(windows)
         self._page_size = page_size
         self._longest = max(window.num_pages for window in windows)
-        self._changed: dict[int, TreeNode] = {}  # where something may be dead
-        self._remarked: dict[int, TreeNode] = {}  # whose usable positions are others now
+        self._changed: dict[int, TreeNode] = {}  # nodes that may hold dead pages
+        self._remarked: dict[int, TreeNode] = {}  # nodes whose usable positions changed
         self._root = root
         root.runs = tuple(window.num_pages for window in windows)
         root.start_reading()
@@ -47,10 +47,10 @@ class Resumable:
     # -- reading ----------------------------------------------------------------------------
 
     def usable_len(self, node: TreeNode, length: int, above: int = 0) -> tuple[int, list[TreeNode]]:
-        """The longest prefix of at most `length` tokens that can be resumed, and where that was
-        looked for: the nodes from `node` up to the one in which it ends.
+        """The length of the longest resumable prefix of at most `length` tokens, and the searched
+        nodes, from `node` up to the node where the prefix ends.
 
-        `length` lies in the edge of `node`. At `above` tokens the search ends.
+        `length` lies in the edge of `node`. The search ends at `above` tokens.
         """
         seen = []
         step: TreeNode | None = node
@@ -64,26 +64,24 @@ class Resumable:
         return above, seen
 
     def can_resume(self, node: TreeNode) -> bool:
-        """Whether the end of `node`, which is not the root, can be resumed."""
+        """Return whether the end of `node`, which is not the root, is resumable."""
         return bool(node.is_usable[-1])
 
-    # -- what the tree reports --------------------------------------------------------------
+    # -- reports from the tree -------------------------------------------------------------
 
     def added(self, nodes: Sequence[TreeNode]) -> None:
-        """`nodes`, which follow one another from above, are new or have taken pages."""
+        """`nodes`, consecutive from above, are new or have taken pages."""
         for node in nodes:
             self._recompute(node)
             self._changed[node.node_id] = node
 
     def read(self, node: TreeNode, now: int) -> None:
-        """A lease reads the windows before the end of `node`."""
         end = node.end // self._page_size
         for window in self.windows:
             for step, _, _ in window.edges_between(node, end - window.num_pages, end):
                 self._relist(step, now)
 
     def used(self, node: TreeNode) -> None:
-        """The node's `num_uses` may have changed."""
         if node.read.num_uses != node.num_uses:
             self._relist(node, node.read.last_access)
 
@@ -95,12 +93,12 @@ class Resumable:
             window.refresh(node)
 
     def released(self, node: TreeNode) -> None:
-        """A lease that ends at `node` has given up locks: what they held may be dead."""
+        """A lease that ends at `node` has unlocked pages, which may be dead."""
         if node.end and not self.can_resume(node):
             self._changed[node.node_id] = node
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower` lost the beginning of its edge to the new `upper`."""
+        """`lower` lost the start of its edge to the new `upper`."""
         cut = len(upper.key) // self._page_size
         upper.is_usable = lower.is_usable[:cut].copy()
         lower.is_usable = lower.is_usable[cut:].copy()
@@ -110,7 +108,6 @@ class Resumable:
                 nodes[upper.node_id] = upper
 
     def merged(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge begins with that of `upper` now."""
         lower.is_usable = np.concatenate([upper.is_usable, lower.is_usable])
         for nodes in self._changed, self._remarked:
             if nodes.pop(upper.node_id, None) is not None:
@@ -119,7 +116,6 @@ class Resumable:
             window.refresh(lower)
 
     def trimmed(self, leaf: TreeNode) -> None:
-        """`leaf` is shorter."""
         leaf.is_usable = leaf.is_usable[: len(leaf.key) // self._page_size].copy()
         leaf.runs = self._positions(leaf)[1]
         for window in self.windows:
@@ -127,14 +123,13 @@ class Resumable:
         self._changed[leaf.node_id] = leaf
 
     def left(self, leaf: TreeNode, parent: TreeNode) -> None:
-        """`leaf` is gone, which was below `parent`."""
+        """`leaf`, a child of `parent`, was removed."""
         self._changed.pop(leaf.node_id, None)
         self._remarked.pop(leaf.node_id, None)
         if parent is not self._root:
             self._changed[parent.node_id] = parent
 
     def tombstoned(self, node: TreeNode) -> None:
-        """Pages of `node` were let go."""
         self._recompute(node)
         self._changed[node.node_id] = node
 
@@ -144,14 +139,13 @@ class Resumable:
         self._remarked.clear()
         return remarked
 
-    # -- what may go ------------------------------------------------------------------------
+    # -- eviction --------------------------------------------------------------------------
 
     def least_useful(
         self, pool: int, leaf: TreeNode | None, policy: EvictionPolicy, now: int
     ) -> tuple[WindowComponent, TreeNode, int] | None:
-        """Where to take pages of `pool` from, other than from `leaf`, the eviction policy's choice:
-        a window, the node, and the level of its pages. None: from the leaf.
-        """
+        """Choose a window, a node and a level to take pages of `pool` from; None to take them from
+        `leaf`, the eviction policy's choice."""
         least = None
         lowest = None if leaf is None else policy.rate(leaf.num_uses, leaf.last_access, now)
         for window in self.windows:
@@ -164,7 +158,7 @@ class Resumable:
         return least
 
     def pages_to_keep(self, leaf: TreeNode, num_pages: int, pool: int, full: FullComponent) -> int:
-        """Pages of the edge that stay when `num_pages` of the pool are wanted of it."""
+        """Pages of the edge that stay when the caller needs `num_pages` of the pool."""
         count = len(leaf.key) // self._page_size
         held = np.full(count, int(full.pool == pool))
         for window in self.windows:
@@ -173,10 +167,10 @@ class Resumable:
         freed = np.cumsum(held[::-1])
         return max(count - int(np.searchsorted(freed, num_pages)) - 1, 0)
 
-    # -- what is dead -----------------------------------------------------------------------
+    # -- dead pages ------------------------------------------------------------------------
 
     def sweep(self, trim: Callable[[TreeNode, int], None]) -> None:
-        """Let go of everything dead that no lease holds, where something has changed.
+        """Free all dead pages without locks in changed nodes.
 
         `trim(leaf, keep_tokens)` shortens the edge of a leaf; it reports that here.
         """
@@ -190,7 +184,7 @@ class Resumable:
                 trim(node, self._last_usable(node))
 
     def _with_those_above(self, node: TreeNode) -> list[TreeNode]:
-        """The node, and those above it whose pages a window from its edge may reach."""
+        """The node, and the nodes above it within reach of a window from its edge."""
         nodes, start = [node], node.end - len(node.key)
         step = node.parent
         reach = start - self._longest * self._page_size
@@ -214,7 +208,7 @@ class Resumable:
             self._recompute(node)
 
     def is_dead(self, window: WindowComponent, node: TreeNode) -> BoolArray:
-        """Of each page of the edge: it is there, and no position that can be resumed reads it."""
+        """For each page of the edge: it is present, and no resumable position reads it."""
         has_page = node.values[window.index] != 0
         count = len(has_page)
         ends = node.is_usable.nonzero()[0] + 1  # in pages of the edge
@@ -229,8 +223,8 @@ class Resumable:
         return is_dead
 
     def _pages_to_usable(self, node: TreeNode, limit: int) -> int:
-        """Pages from the end of `node` to the next position below it that can be resumed; above
-        `limit` if there is none so near."""
+        """Pages from the end of `node` to the next resumable position below it; above `limit` if
+        none is so near."""
         nearest = limit + 1
         stack = [(child, 0) for child in node.children.values()]
         while stack:
@@ -249,7 +243,7 @@ class Resumable:
     # -- positions --------------------------------------------------------------------------
 
     def _recompute(self, node: TreeNode) -> None:
-        """Bring the node up to date, and those below it as far as its pages reach."""
+        """Update the node, and the nodes below it within reach of its pages."""
         stack = [node]
         while stack:
             step = stack.pop()
@@ -263,7 +257,7 @@ class Resumable:
                 stack += step.children.values()
 
     def _positions(self, node: TreeNode) -> tuple[BoolArray, tuple[int, ...]]:
-        """What `is_usable` and `runs` of a node should be, by its pages and its parent's runs."""
+        """Compute `is_usable` and `runs` of a node from its pages and its parent's runs."""
         assert node.parent is not None
         positions = np.arange(1, len(node.key) // self._page_size + 1)
         is_usable = np.ones(len(positions), np.bool_)
@@ -279,14 +273,14 @@ class Resumable:
     # -- proof ------------------------------------------------------------------------------
 
     def audit(self, nodes: Sequence[TreeNode]) -> None:
-        """Prove that all is as a fresh look finds it, and that nothing dead is on the tree but
-        what a lease has locked. `nodes` are all, parents first. Raises `LedgerError`."""
+        """Raise `LedgerError` unless a fresh computation finds the same, and only locks keep dead
+        pages. `nodes` are all nodes, parents first."""
         if self._changed:
-            raise LedgerError(f"not looked for what is dead: {list(self._changed.values())}")
+            raise LedgerError(f"nodes not checked for dead pages: {list(self._changed.values())}")
         for node in nodes:
             is_usable, runs = self._positions(node)
             if not np.array_equal(is_usable, node.is_usable) or runs != node.runs:
-                raise LedgerError(f"{node!r}: what can be resumed is {is_usable.tolist()}")
+                raise LedgerError(f"{node!r}: the resumable positions are {is_usable.tolist()}")
             for window in self.windows:
                 is_dead = self.is_dead(window, node) & (node.locks[window.index] == 0)
                 if is_dead.any():

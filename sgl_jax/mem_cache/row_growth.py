@@ -1,8 +1,8 @@
-"""Growing and committing the rows of all ranks at once: pages for what they will hold, and how
-much of it launched steps have written.
+"""Growing and committing the rows of all ranks at once: pages for new tokens, and the lengths
+written by launched steps.
 
-`tables` are the columns of the rows of all ranks, one rank's after another's; an index into them is
-the number of a row there. The loops are compiled (`core/compiled.py`).
+`tables` holds the columns of all ranks' rows, rank after rank; row numbers are indices into them.
+The loops are compiled (`core/compiled.py`).
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,10 @@ def grow_rows(
         memories: of the ranks, each with as many rows.
         rows: indices into `tables`, distinct and leased, rank by rank.
         allocated_lens: int32[len(rows)].
-        bounds: those of rank i are `rows[bounds[i] : bounds[i + 1]]`.
+        bounds: rank i has the rows `rows[bounds[i] : bounds[i + 1]]`.
 
-    Returns whether each rank's rows fit. All or nothing: where they do not, even after eviction,
-    the rank is as it was.
+    Returns whether each rank's rows fit. All or nothing: if they do not fit even after eviction,
+    the rank is unchanged.
     """
     page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
     bounds = np.asarray(bounds)
@@ -60,7 +60,7 @@ def grow_rows(
         page_bounds = np.concatenate(([0], np.cumsum(counts * fits)))
     for number, group in enumerate(memories[0].groups):
         if group.is_recurrent:
-            continue  # its snapshots are taken one by one: `row_states.py`
+            continue  # snapshots are taken one by one: `row_states.py`
         allocators = [memory.allocators[group.pool] for memory in memories]
         taken = alloc_each(allocators, owners, page_bounds.tolist())
         tables.list_page_each(number, growing, columns, taken)
@@ -79,9 +79,9 @@ def _lacking_pages(
 ) -> tuple[RowIndex, Int32Array, Int32Array, IntpArray]:
     """The pages that `rows` lack to hold `lens` tokens, row by row.
 
-    Answers of each page its row, the same as a row of its rank (of `num_rows` rows each), and the
-    column where the row is to list it; and where the pages of each rank begin, whose rows are
-    between its `bounds`. `allocated_len` is of the rows of all ranks.
+    Returns, for each page, its row, its row within the rank (`num_rows` rows each) and its column
+    in the row; and the bounds of each rank's pages. `bounds` delimit the ranks' rows;
+    `allocated_len` covers the rows of all ranks.
     """
     assert len(rows) == len(lens) == bounds[len(bounds) - 1]
     lacking = np.empty(len(rows), np.int64)  # indices of rows that lack any
@@ -122,7 +122,7 @@ def _reserve(
     fits: BoolArray,
     allocated_len: Int32Array,
 ) -> None:
-    """Rows of the ranks that `fits` hold `lens` tokens, or more if they did before."""
+    """Set the allocated lengths to at least `lens` for ranks in `fits`."""
     assert len(rows) == len(lens) == bounds[len(bounds) - 1]
     assert len(fits) == len(bounds) - 1
     for rank in range(len(fits)):
@@ -135,10 +135,10 @@ def _reserve(
 def commit_rows(
     tables: RowTables, memories: "Sequence[RankMemory]", rows: RowIndex, committed_lens: Int32Array
 ) -> None:
-    """A step was launched that writes rows' KV up to `committed_lens` tokens.
+    """Record that a launched step writes rows' KV up to `committed_lens` tokens.
 
     `rows` are indices into `tables`, the columns of all `memories`. Raises `LeaseError`, changing
-    nothing, if a row has not so many slots.
+    nothing, if a row has too few slots.
     """
     beyond = _commit(rows, committed_lens, tables.kv_allocated_len, tables.kv_committed_len)
     if beyond >= 0:
@@ -153,8 +153,8 @@ def commit_rows(
 def _commit(
     rows: RowIndex, lens: Int32Array, allocated_len: Int32Array, committed_len: Int32Array
 ) -> int:
-    """Set the committed lengths of `rows`. If one has not so many slots, answers the index of the
-    first such row, having set none; else -1."""
+    """Set the committed lengths of `rows`; return -1. If rows have too few slots, set nothing and
+    return the index of the first."""
     assert len(rows) == len(lens)
     assert len(allocated_len) == len(committed_len)
     for i in range(len(rows)):
@@ -169,7 +169,7 @@ def _commit(
 def pages_held_and_lacking(
     memory: "RankMemory", tables: RowTables, rows: RowIndex, lens: Int32Array
 ) -> Int32Array:
-    """Pages of the first pool that each row lists, and lacks to hold so many tokens.
+    """Count the pages of the first pool that each row lists, and lacks for `lens` tokens.
 
     Args:
         memory: of any rank.
@@ -195,7 +195,7 @@ def _held_and_lacking(
     most: IntpArray,
     page_size: int,
 ) -> Int32Array:
-    """`pages_held_and_lacking`: of `groups`, a row lists no more than `most` pages of each."""
+    """`pages_held_and_lacking` for `groups`, in each of which a row lists at most `most` pages."""
     num_lens, num_rows = lens.shape
     pages = np.zeros((1 + num_lens, num_rows), np.int32)
     assert len(rows) == num_rows

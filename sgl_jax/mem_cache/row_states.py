@@ -1,16 +1,16 @@
-"""The states of recurrent layers that a row can go on from, and the snapshots that it keeps.
+"""The states of recurrent layers from which a row can continue, and its snapshots.
 
-A row has slots of its own, in two halves: a step reads what the step before it wrote in one half,
-and writes the other (`EngineSizes.own_slot`). They are no allocator's: they go with the row. With
-drafts a half holds the states after each token of its step, from `state_lens` on; how many of the
-drafts were accepted is known when the next step's half says where that one began.
+A row has its own slots, in two halves: a step reads the previous step's half and writes the other
+(`EngineSizes.own_slot`). No allocator manages them: they belong to the row. With drafts, a half
+holds the states after each token of its step, from `state_lens` on; the start of the next step's
+half shows how many drafts were accepted.
 
-A snapshot is a copy in the pool of states, for others. It is listed in the row's page table, in the
-column of the page whose last token it is after. From `cache_protected_len` on it is the row's own,
-before that the tree's, of which a row lists the one that it has locked. A snapshot saves work, and
-nothing waits for one: where no slot can be had, none is kept.
+A snapshot is a copy in the pool of states, for other requests. The row's page table lists it, in
+the column of the page that ends at its position. From `cache_protected_len` on the row owns the
+snapshots; before it the tree does, and the row lists only the one it has locked. Snapshots are
+optional: if no slot is available, none is kept.
 
-No other code but `release.py` frees snapshots.
+Only this file and `release.py` free snapshots.
 """
 
 from typing import TYPE_CHECKING
@@ -29,8 +29,8 @@ NULL_SLOT = 0  # of the state before the first token
 
 
 def state_source(memory: "RankMemory", lease: KVLease) -> int:
-    """The slot of the state after the committed tokens of `lease`: of the row's own, a snapshot's,
-    or the null slot if there are no tokens yet. Raises `LeaseError` if there is no such state."""
+    """The slot of the state after the committed tokens of `lease`: the row's own, a snapshot's, or
+    the null slot if there are no tokens yet. Raises `LeaseError` if there is no such state."""
     lease.require_live()
     length = lease.kv_committed_len
     if length == 0:
@@ -47,10 +47,10 @@ def state_source(memory: "RankMemory", lease: KVLease) -> int:
 
 
 def resumable_len(memory: "RankMemory", lease: KVLease, length: int) -> int:
-    """The most of its first `length` tokens that `lease` can go on from; -1 if there is nothing.
+    """The longest prefix of the first `length` tokens that `lease` can resume from; -1 if none.
 
-    Without recurrent layers these are all that are committed, unless the tree owns more, or a
-    window has passed what is seen from there. With them, there must be a state, too.
+    Without recurrent layers, this is the committed part, unless the tree owns more, or a window has
+    passed the pages needed from there. Recurrent layers also need a state.
     """
     lease.require_live()
     most, protected = min(length, lease.kv_committed_len), lease.cache_protected_len
@@ -62,22 +62,22 @@ def resumable_len(memory: "RankMemory", lease: KVLease, length: int) -> int:
 
 
 def has_snapshot(memory: "RankMemory", row: int, length: int) -> bool:
-    """Whether `row` lists a slot for the state after `length` tokens, whole pages."""
+    """Return whether `row` lists a slot for the state after `length` tokens, whole pages."""
     return bool(_listed(memory, row)[length // memory.page_size - 1])
 
 
 def take_snapshot_slot(memory: "RankMemory", row: int, length: int) -> int:
-    """A slot of the pool for the state of `row` after `length` tokens, listed in its page table.
+    """Return a pool slot for the state of `row` after `length` tokens, listed in its page table.
 
-    Evicts if none is free. If the row has one there that is its own, it is that: a step that may
-    come past `length` only by its drafts takes a slot, and so does the step after it. 0 if none can
-    be had.
+    Evicts if none is free. Returns the row's own slot if it already has one there: a step that may
+    pass `length` only through its drafts takes a slot, and so does the next step. 0 if none is
+    available.
 
     Args:
         memory: of the row's rank.
         row: leased.
-        length: a multiple of the page size, more than is published and no more than is allocated.
-            Raises `LeaseError` otherwise.
+        length: a multiple of the page size, above the published length and at most the allocated
+            length. Raises `LeaseError` otherwise.
     """
     rows = memory.rows
     lease, column = memory.leases[row], length // memory.page_size - 1
@@ -95,23 +95,12 @@ def take_snapshot_slot(memory: "RankMemory", row: int, length: int) -> int:
     return int(slots[0])
 
 
-def drop_snapshot(memory: "RankMemory", lease: KVLease, length: int) -> None:
-    """Give the slot back that `lease` took for the state after `length` tokens: no step will write
-    it. Raises `LeaseError` if it has none there, or the tree owns it."""
-    lease.require_live()
-    column = length // memory.page_size - 1
-    is_own = length % memory.page_size == 0 and length > lease.cache_protected_len
-    if not is_own or not _listed(memory, lease.row)[column]:
-        raise LeaseError(f"{lease!r} has no snapshot of its own after {length} tokens")
-    _free(memory, lease.row, np.array([column]))
-
-
 def let_go_snapshots(memory: "RankMemory", row: int, certain_len: int) -> None:
-    """Give up the snapshots of `row` before its last one of the first `certain_len` tokens.
+    """Release the snapshots of `row` before its last one within `certain_len` tokens.
 
-    Its own are freed, but for those at multiples of the snapshot interval, which are to be
-    published; that of the tree is not locked any more. `certain_len` are tokens that no result can
-    take from the row: so there is always one behind which it does not go back.
+    Its own snapshots are freed, except at multiples of the snapshot interval, which will be
+    published; the tree's snapshot is unlocked. No result can take the first `certain_len` tokens
+    from the row, so it never goes back behind the last of them.
     """
     group, page_size = _group(memory), memory.page_size
     lease, listed = memory.leases[row], _listed(memory, row)
@@ -130,8 +119,7 @@ def let_go_snapshots(memory: "RankMemory", row: int, certain_len: int) -> None:
 
 
 def _let_go_of_tree(memory: "RankMemory", lease: KVLease, protected: int) -> None:
-    """`lease` gives up its lock of the tree's snapshots, the last of which is of page `protected`
-    - 1."""
+    """Unlock the tree's snapshots for `lease`; the last is at page `protected` - 1."""
     group, row = _group(memory), lease.row
     first = int(memory.rows.first_pages[group, row])
     read = _listed(memory, row)[first:protected]
@@ -140,16 +128,16 @@ def _let_go_of_tree(memory: "RankMemory", lease: KVLease, protected: int) -> Non
         memory.cache.let_go(lease.node, group, first, protected)
 
 
-# -- what ends with a turn, or with a way back ----------------------------------------------------
+# -- end of a turn, or going back ------------------------------------------------------------------
 
 
 def drop_snapshots_past(memory: "RankMemory", lease: KVLease, length: int) -> int:
-    """Free the own snapshots of `lease` for more than `length` tokens, no fewer than the tree owns
-    of it; how many."""
+    """Free the own snapshots of `lease` for more than `length` tokens, which is at least the tree's
+    length; return the number freed."""
     if memory.state_group is None:
         return 0
     first, firsts = length // memory.page_size, memory.rows.first_pages[memory.state_group]
-    # The next one may be before those that were let go of.
+    # The next snapshot may come before the released ones.
     firsts[lease.row] = min(firsts[lease.row], first)
     columns = first + _listed(memory, lease.row)[first:].nonzero()[0]
     _free(memory, lease.row, columns)
@@ -157,25 +145,24 @@ def drop_snapshots_past(memory: "RankMemory", lease: KVLease, length: int) -> in
 
 
 def forget_states_past(memory: "RankMemory", lease: KVLease, length: int) -> None:
-    """The tokens past the first `length` are the row's no more: nor is what lies past them."""
+    """Drop the states past the first `length` tokens."""
     rows, row = memory.rows, lease.row
     state_lens, latest = rows.state_lens[:, row], int(rows.state_half[row])
     if state_lens[latest] > length:
-        # What was written before it is known to be right up to where it began.
+        # The earlier half is valid up to the start of the later one.
         rows.state_half[row] = 1 - latest
     state_lens[state_lens > length] = NO_STATE
 
 
 def go_back(memory: "RankMemory", lease: KVLease, length: int) -> None:
-    """`lease` goes on from its first `length` tokens: of its own states those after more may not
-    be read any more."""
+    """Continue `lease` from its first `length` tokens; its own later states become unreadable."""
     rows, row = memory.rows, lease.row
     holding = [
         half for half, (first, last) in _states_held(memory, row).items() if first <= length <= last
     ]
     forget_states_past(memory, lease, length)
     if memory.sizes.max_draft_tokens:
-        # A half that was cut before is not cut there any more, and holds states past it.
+        # A half that was cut at an earlier return would seem to hold states past that cut.
         of_row = rows.state_lens[:, row]
         is_cut = of_row <= rows.resumed_len[row]
         is_cut[holding[:1]] = False
@@ -189,18 +176,18 @@ def go_back(memory: "RankMemory", lease: KVLease, length: int) -> None:
 
 
 def _states_held(memory: "RankMemory", row: int) -> dict[int, tuple[int, int]]:
-    """The halves of `row` that hold states which can be read, the one written last in front: after
-    how many tokens the first and the last of them are. Both may claim to hold one: then the earlier
-    half's is after drafts that were refused.
+    """The readable halves of `row`, the latest first, with the token counts of their first and last
+    states.
 
-    So it is because a row that generates computes no chunk again before it goes back (`go_back`): a
-    step after one with drafts begins where that ended, and its first state is after one token more.
+    Both may claim the same state: then the earlier half's follows rejected drafts. This holds
+    because a generating row computes no chunk again before it goes back (`go_back`): a step after
+    one with drafts begins at its end, and its first state follows one more token.
     """
     rows = memory.rows
     latest, resumed_len = int(rows.state_half[row]), int(rows.resumed_len[row])
     drafts = rows.state_drafts[:, row]
     if rows.state_lens[latest, row] == NO_STATE:
-        # Of the step before, no more is known than that its first token was kept.
+        # Only the first token of the previous step is certain to be kept.
         drafts = np.zeros_like(drafts)
     held: dict[int, tuple[int, int]] = {}
     for half in (latest, 1 - latest):
@@ -243,7 +230,6 @@ def _cells(row: int, columns: IntpArray) -> tuple[IntpArray, Int32Array]:
 
 
 def _free(memory: "RankMemory", row: int, columns: IntpArray) -> None:
-    """Free the row's own snapshots that it lists in `columns`."""
     slots = _listed(memory, row)[columns]
     memory.allocators[_pool(memory)].free(slots, row)
     memory.rows.list_page_each(_group(memory), *_cells(row, columns), np.zeros_like(slots))

@@ -1,11 +1,11 @@
 """The leases that streaming sessions keep between their turns, on one rank.
 
-While a turn runs, its lease is lent to the request and only that is noted here; when the turn's
-lease comes to its end, it is kept instead (`take_over`, called by `release_kv_cache`), row, pages,
-locks and all. So the next turn starts where this one stopped.
+While a turn runs, its request holds the lease and only the loan is recorded here. At the end of the
+turn the session keeps the lease (`take_over`, called by `release_kv_cache`): row, pages, locks and
+all. So the next turn starts at the end of the last one.
 
-Owns which lease belongs to which session, and which session was used longest ago. Never frees a
-page, and knows nothing of tokens or turns.
+Owns the map from sessions to leases, and the order of their last use. Never frees a page, and never
+reads tokens or turns.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ from sgl_jax.mem_cache.lease import KVLease
 
 
 class SessionLeases:
-    """A lease for each streaming session of this rank, idle or lent to the turn that runs."""
+    """A lease for each streaming session of this rank, idle or lent to its running turn."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[str, KVLease] = OrderedDict()  # used longest ago first
@@ -33,27 +33,25 @@ class SessionLeases:
         return iter(self._idle.items())
 
     def lent(self) -> Iterator[tuple[str, int]]:
-        """Sessions whose turn runs, and the row of the lease that it runs on."""
+        """Sessions with a running turn, and the row of its lease."""
         return ((session_id, row) for row, session_id in self._lent.items())
 
     def idle_lease(self, session_id: str) -> KVLease | None:
-        """The lease of an idle session; None if it runs, was evicted, or is not known here."""
+        """The lease of an idle session; None if it runs, was evicted, or is not on this rank."""
         return self._idle.get(session_id)
 
     def lent_row(self, session_id: str) -> int | None:
-        """The row of the lease that the session's running turn holds; None if none runs here."""
+        """The row of the lease of the session's running turn; None if none runs here."""
         return self._lent_rows.get(session_id)
 
     def oldest_idle(self) -> str | None:
-        """The idle session used longest ago."""
         return next(iter(self._idle), None)
 
     def holds(self, session_id: str) -> bool:
-        """Whether the session's lease is of this rank, idle or lent to a running turn."""
+        """Return whether the session's lease is on this rank, idle or lent."""
         return session_id in self._idle or session_id in self._lent_rows
 
     def lends(self, lease: KVLease) -> bool:
-        """Whether a session's running turn holds `lease`."""
         return lease.row in self._lent
 
     def bind(self, session_id: str, lease: KVLease) -> None:
@@ -66,7 +64,7 @@ class SessionLeases:
         self._lend(session_id, lease)
 
     def lend(self, session_id: str) -> KVLease:
-        """The next turn starts: its request becomes the holder of the session's lease."""
+        """Start the next turn: its request becomes the holder of the session's lease."""
         if session_id not in self._idle:
             raise LeaseError(f"session {session_id!r} has no lease to lend")
         lease = self._idle.pop(session_id)
@@ -74,14 +72,14 @@ class SessionLeases:
         return lease
 
     def unbind(self, lease: KVLease) -> None:
-        """The session gives its claim up: `lease` will end as any other. Nothing if it has none.
+        """Give up the session's claim: `lease` will end as any other. No effect without a claim.
 
         After a retract, an error, or when the session was closed meanwhile.
         """
         self._take_back(lease)
 
     def take_over(self, lease: KVLease, num_tokens: int) -> None:
-        """A turn's lease is at its end: the session keeps it, for its first `num_tokens` tokens.
+        """Keep a finished turn's lease for the session, with its first `num_tokens` tokens.
 
         Raises `LeaseError` if no session lends it.
         """
@@ -92,11 +90,11 @@ class SessionLeases:
         self._idle[session_id] = lease
 
     def remove(self, session_id: str) -> KVLease | None:
-        """Forget an idle session; the caller releases its lease, if it has one."""
+        """Remove an idle session and return its lease, if any; the caller releases it."""
         return self._idle.pop(session_id, None)
 
     def touch(self, session_id: str) -> None:
-        """A turn of the session waits: it is now the one used last, and evicted last."""
+        """Mark the session, which has a waiting turn, as used last, so that it is evicted last."""
         if session_id in self._idle:
             self._idle.move_to_end(session_id)
 
@@ -105,7 +103,7 @@ class SessionLeases:
         self._lent_rows[session_id] = lease.row
 
     def _take_back(self, lease: KVLease) -> str | None:
-        """The session whose turn holds `lease`, which it does no more; None if it is no turn's."""
+        """End the loan of `lease` and return its session; None if it is no turn's."""
         session_id = self._lent.pop(lease.row, None)
         if session_id is not None:
             del self._lent_rows[session_id]

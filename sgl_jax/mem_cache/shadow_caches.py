@@ -1,17 +1,17 @@
-"""Three caches that hold hashes only: what each order of eviction would have served.
+"""Three caches of hashes, which count the hits of each order of eviction.
 
-A shadow has the requests and the size of the real cache, or where that is large, those of a sample:
-pages whose hash ends in zeros, in a cache that is smaller by as much (Waldspurger et al. 2015). The
-adaptive order, LRU and LFU each have one. Of the last few turnovers, the shadow with the most hits
-is the favourite, once it leads clearly.
+A shadow sees the requests and has the size of the real cache, or, if that is large, of a sample:
+pages whose hash ends in zeros, in a proportionally smaller cache (Waldspurger et al. 2015). The
+adaptive order, LRU and LFU each have one. The shadow with the most hits over the last few turnovers
+becomes the favourite, once it leads clearly.
 
 - `ADAPTIVE`: as `adaptive_policy.py`, with counts and ghosts of its own.
 - `LRU`: least recently used first.
 - `LFU`: least used first since it entered the cache, the least recently used of equals.
 
-All see the same uses, so a page's age is the same in each. A page is admitted whenever it
-is read. Pages of a path are appended from its end, so that the end leaves first; the tree is not
-known here.
+All see the same uses, so a page's age is the same in each. A page is admitted whenever it is read.
+Pages of a path are appended from its end, so that the end leaves first; the shadows do not use the
+tree.
 """
 
 from itertools import accumulate
@@ -42,10 +42,10 @@ _NO_HASHES = np.zeros(0, np.int64)
 
 
 class ShadowCaches:
-    """Of a cache of `num_pages` pages.
+    """For a cache of `num_pages` pages.
 
-    `favourite`, one of `ADAPTIVE`, `LRU` and `LFU`, is the order that would have served most.
-    `has_changed` is False until it is another for the first time: the cache has its own order.
+    `favourite`, one of `ADAPTIVE`, `LRU` and `LFU`, is the order with the most hits. `has_changed`
+    becomes True at its first change: until then the cache follows its own order.
     """
 
     favourite: int
@@ -61,14 +61,14 @@ class ShadowCaches:
         self._queues = np.zeros((3, MAX_USES + 1, 2), np.int64)  # the oldest and the youngest
         self._ghosts = np.zeros(GHOSTS_PER_PAGE * size, np.int64)
         self._counters = np.zeros(NUM_COUNTERS, np.int64)
-        self._counts = np.zeros((2, NUM_CLASSES))  # pages used again, and those that left
+        self._counts = np.zeros((2, NUM_CLASSES))  # pages used again, and pages evicted
         self._state = (
             *(self._pages, self._buckets, self._queues, self._ghosts),
             *(self._counters, self._counts),
         )
         self._counters[SIZE] = size
-        # Edges that are not read yet, the last of them of an open path. Of each path that has
-        # ended: the edges up to its end, and when it was used.
+        # Unread edges, the last of them of an open path. For each ended path: the edges up to its
+        # end, and the time of its use.
         self._edges: list[UInt64Array] = []
         self._ends: list[int] = []
         self._times: list[int] = []
@@ -76,7 +76,6 @@ class ShadowCaches:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
         for unread in (self._edges, self._ends, self._times):
             unread.clear()
         size = self._counters[SIZE]
@@ -93,25 +92,24 @@ class ShadowCaches:
 
     @property
     def num_unread(self) -> int:
-        """Paths that have ended and are not read yet."""
         return len(self._ends)
 
     def use(self, hashes: UInt64Array, now: int) -> None:
-        """The open path goes on along pages of these prefixes.
+        """Extend the open path by pages with these prefixes.
 
-        It is read as a whole: in LFU, its new pages would else push one another out.
+        A path is read as a whole: otherwise LFU would evict its new pages for one another.
         """
         self._edges.append(hashes)
         self.path_used_at = now
 
     def end_path(self) -> None:
-        """The next pages are those of another path; the open one has some."""
+        """End the open path, which has pages; later pages belong to another path."""
         self._ends.append(len(self._edges))
         self._times.append(self.path_used_at)
 
     def read(self) -> Int64Array | None:
-        """Read the paths that have ended: hashes of pages that left the favourite, None if that
-        has changed."""
+        """Read the ended paths: hashes of pages that left the favourite, None if the favourite has
+        changed."""
         if not self._ends:
             return _NO_HASHES
         num_changes = self._counters[NUM_CHANGES]
@@ -128,13 +126,13 @@ class ShadowCaches:
         return None
 
     def num_uses(self, page_hash: int) -> int | None:
-        """By the favourite's count; None if it does not have the page, or that is no sample."""
+        """By the favourite's count; None if the page is absent or outside the sample."""
         page = find(page_hash, self._pages, self._buckets)
         num_uses = int(self._pages[page, CLASS + self.favourite])
         return num_uses if page != NONE and num_uses >= 0 else None
 
     def num_used_more(self, hashes: UInt64Array, num_uses: int) -> int:
-        """Pages up to the last that the favourite has, with more uses than `num_uses`."""
+        """Pages up to the last one that the favourite has with more than `num_uses` uses."""
         column = CLASS + self.favourite
         pages, buckets = self._pages, self._buckets
         return int(num_used_more(hashes.view(np.int64), num_uses, column, pages, buckets))

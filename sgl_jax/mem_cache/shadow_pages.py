@@ -10,19 +10,19 @@ from sgl_jax.mem_cache.ghost_pages import Int64Array
 
 ADAPTIVE, LRU, LFU = range(3)
 NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
-MAX_USES = 63  # that LFU tells apart
+MAX_USES = 63  # distinguished by LFU
 HALVED_AFTER = 8  # turnovers until hits, and the adaptive shadow's counts, fade by half
 # A new favourite leads by this part of the cache, and by more after a few changes: equal shadows
-# may hold different pages, and each change costs the hits of a cache that has to be filled again.
+# may hold different pages, and each change costs the hits of a cache that must fill again.
 _EARLY_LEAD, _LATE_LEAD, _NUM_EARLY_CHANGES = 0.2, 0.67, 2
 
-# Columns of a page: its hash, the next of its bucket (or of the free ones), when it was used, and
-# in which call; when it left the adaptive shadow, as which in order, and its class then.
+# Columns of a page: its hash, the next page in its bucket (or in the free list), the time and call
+# of its last use; the time and order in which it left the adaptive shadow, and its class then.
 _HASH, CHAIN, _LAST, _CALL, _LEFT_AT, _LEFT_AS, _GHOST_CLASS = range(7)
-# Then for each shadow: its class, or -1 if it is absent, and its neighbours in the queue of it.
+# Then for each shadow: its class, or -1 if absent, and its neighbours in the class's queue.
 CLASS, _OLDER, _YOUNGER = 7, 10, 13
 NUM_COLUMNS = 16
-# Counters: pages in each shadow and hits of each, from their first place on; then single ones.
+# Counters: first the pages in each shadow and the hits of each; then single counters.
 _USED, _HITS = 0, 3
 SIZE, _FREE, _NUM_LEFT, _NUM_SEEN, _CALLS, FAVOURITE, NUM_CHANGES = range(6, 13)
 NUM_COUNTERS = 13
@@ -34,7 +34,6 @@ _STATE = "int64[:, ::1], int64[::1], int64[:, :, ::1], int64[::1], int64[::1], f
 
 @compiled("(int64, int64[:, ::1], int64[::1])")
 def find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> np.int64:
-    """The page of this hash, or `NONE`."""
     page: np.int64 = buckets[(page_hash >> 20) & (len(buckets) - 1)]
     while page != NONE and pages[page, _HASH] != page_hash:
         page = pages[page, CHAIN]
@@ -45,7 +44,6 @@ def find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> np.int64:
 def num_used_more(
     hashes: Int64Array, num_uses: int, column: int, pages: Int64Array, buckets: Int64Array
 ) -> int:
-    """See `ShadowCaches.num_used_more`."""
     for i in range(len(hashes) - 1, -1, -1):
         page = find(hashes[i], pages, buckets)
         if page != NONE and pages[page, column] > num_uses:
@@ -57,7 +55,7 @@ def num_used_more(
 def _place(
     page_hash: int, pages: Int64Array, buckets: Int64Array, counters: Int64Array
 ) -> np.int64:
-    """The page of this hash, which is made if there is none; `NONE` if all are taken."""
+    """Find or create the page of this hash; `NONE` if no page is free."""
     page = find(page_hash, pages, buckets)
     if page != NONE or counters[_FREE] == NONE:
         return page
@@ -75,7 +73,6 @@ def _place(
 
 @compiled("(int64, int64[:, ::1], int64[::1], int64[::1])")
 def _is_ghost(page: int, pages: Int64Array, ghosts: Int64Array, counters: Int64Array) -> bool:
-    """Whether the adaptive shadow remembers the page."""
     left_as = pages[page, _LEFT_AS]
     return bool(left_as > 0 and counters[_NUM_LEFT] - left_as < len(ghosts))
 
@@ -84,7 +81,7 @@ def _is_ghost(page: int, pages: Int64Array, ghosts: Int64Array, counters: Int64A
 def _free(
     page: int, pages: Int64Array, buckets: Int64Array, ghosts: Int64Array, counters: Int64Array
 ) -> None:
-    """Forget the page if it is in no shadow, and no ghost."""
+    """Free the page if no shadow holds it and it is no ghost."""
     for shadow in range(3):
         if pages[page, CLASS + shadow] >= 0:
             return
@@ -105,7 +102,6 @@ def _free(
 
 @compiled("(int64, int64, int64[:, ::1], int64[:, :, ::1])")
 def _unlink(page: int, shadow: int, pages: Int64Array, queues: Int64Array) -> None:
-    """Take the page out of its queue."""
     queue = queues[shadow, pages[page, CLASS + shadow]]
     older, younger = pages[page, _OLDER + shadow], pages[page, _YOUNGER + shadow]
     if older == NONE:
@@ -120,7 +116,6 @@ def _unlink(page: int, shadow: int, pages: Int64Array, queues: Int64Array) -> No
 
 @compiled("(int64, int64, int64, int64[:, ::1], int64[:, :, ::1])")
 def _append(page: int, shadow: int, num_uses: int, pages: Int64Array, queues: Int64Array) -> None:
-    """Make the page the youngest of a class."""
     queue = queues[shadow, num_uses]
     older = queue[1]
     pages[page, CLASS + shadow] = num_uses
@@ -137,7 +132,7 @@ def _append(page: int, shadow: int, num_uses: int, pages: Int64Array, queues: In
 def _victim(
     shadow: int, now: int, pages: Int64Array, queues: Int64Array, counts: Float64Array
 ) -> int:
-    """The page to take from the shadow next, `NONE` if all were used now."""
+    """The page to evict next from the shadow; `NONE` if all were used now."""
     victim, lowest = NONE, 0.0
     for num_uses in range(NUM_CLASSES if shadow == ADAPTIVE else MAX_USES + 1):
         page = queues[shadow, num_uses, 0]
@@ -164,9 +159,9 @@ def _make_room(
     counters: Int64Array,
     counts: Float64Array,
 ) -> int:
-    """Room for a page in the shadow: the page that left, or `NONE`.
+    """Make room for a page in the shadow; return the evicted page, or `NONE`.
 
-    The adaptive one counts it, and makes it a ghost.
+    The adaptive shadow counts it, and makes it a ghost.
     """
     if counters[_USED + shadow] < counters[SIZE]:
         return NONE
@@ -227,7 +222,7 @@ def _read(
     counters: Int64Array,
     counts: Float64Array,
 ) -> Int64Array:
-    """One shadow reads pages that were last used then: hashes of those that left it."""
+    """One shadow reads pages with this time of use; returns hashes of evicted pages."""
     num_uses = np.zeros(len(read), np.int64)
     is_new = np.zeros(len(read), np.bool_)
     for i in range(len(read)):
@@ -299,7 +294,7 @@ def read_paths(
             if page_hash & mask:
                 continue
             page = _place(page_hash, pages, buckets, counters)
-            # Two prefixes of one hash in one path would be one page twice in a queue.
+            # Two prefixes with one hash in one path would put one page in a queue twice.
             if page == NONE or pages[page, _CALL] == counters[_CALLS]:
                 continue
             read[num_read], last_uses[num_read] = page, pages[page, _LAST]

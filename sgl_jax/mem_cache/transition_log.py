@@ -1,7 +1,7 @@
-"""The last moves of a pool's pages: taken, given to the tree, freed, with owners and in order.
+"""The latest moves of a pool's pages in order, with owners: taken, given to the tree, freed.
 
-Written on every call to the allocator, read only when a check fails. Keeps the arrays that it is
-given, bounded in calls and in pages. Its clock counts calls, so it reads no time.
+Written on every call to the allocator, read only when a check fails. Keeps the arrays it receives,
+bounded in calls and in pages. Its clock counts calls, so it reads no time.
 """
 
 from collections import deque
@@ -37,9 +37,9 @@ class TransitionLog:
         self._num_pages = 0
 
     def note(self, action: Action, owners: int | Int32Array, pages: Int32Array) -> None:
-        """Remember a call, and its arrays, which must not change afterwards.
+        """Record a call, and its arrays, which must not change afterwards.
 
-        A call of more than `MAX_PAGES` is remembered in part.
+        A call of more than `MAX_PAGES` pages is recorded in part.
         """
         self.clock += 1
         if len(pages) > MAX_PAGES:
@@ -51,16 +51,15 @@ class TransitionLog:
             self._num_pages -= len(self._ring.popleft()[3])
 
     def clear(self) -> None:
-        """Forget all; the clock goes on."""
+        """Remove all transitions; the clock continues."""
         self._ring.clear()
         self._num_pages = 0
 
     def all(self) -> list[Transition]:
-        """What is remembered, oldest first."""
         return [Transition(*fields) for fields in self._ring]
 
     def of(self, pages: NDArray[np.integer[Any]]) -> list[Transition]:
-        """What is remembered of `pages`, oldest first, other pages left out."""
+        """The recorded moves of `pages`, oldest first, without other pages."""
         found = []
         for transition in self.all():
             concerned = np.isin(transition.pages, pages)

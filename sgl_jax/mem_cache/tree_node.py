@@ -16,20 +16,20 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 def front(values: NDArray[_Scalar], count: int) -> NDArray[_Scalar]:
     """The first `count` of an edge's values, one-dimensional; a view of `values` or a copy.
 
-    Most leaves are shortened page by page. So what is left is copied only when it is less than
-    half of the memory that a view of it would keep.
+    Most leaves are shortened page by page. So the values are copied only if they need less than
+    half of the memory that a view would keep.
     """
     kept = values[:count]
     if not count:
-        return kept  # of a node that goes
+        return kept  # of a removed node
     whole = values.base if isinstance(values.base, np.ndarray) else values
     return kept if 2 * count >= len(whole) else kept.copy()
 
 
 class ReadTime:
-    """When the windows of a node were last read, by the tree's clock: what eviction lists.
+    """The time, by the tree's clock, when a node's windows were last read; eviction lists it.
 
-    `num_uses` is that of the node when it was listed.
+    `num_uses` is the node's number when it was listed.
     """
 
     __slots__ = ("last_access", "node", "node_id", "num_uses")
@@ -47,11 +47,10 @@ class ReadTime:
 class TreeNode:
     """A node and the edge that leads to it. `end` counts tokens from the root to the node.
 
-    `child_key` is its key in its parent's `children`. `namespace` is that of its whole path.
-    `num_uses` and `page_hashes` are the eviction policy's; `last_access` is the tree's clock.
-    `values` and `locks` are the components', each at its index. Where there are windows, `read`,
-    `is_usable` (of the end of each page of the edge: whether it can be resumed) and `runs` are kept
-    by `resumable.py`.
+    `child_key` is its key in its parent's `children`. `namespace` applies to its whole path. The
+    eviction policy owns `num_uses` and `page_hashes`; `last_access` is the tree's clock. The
+    components own `values` and `locks`, each at its index. With windows, `resumable.py` owns
+    `read`, `is_usable` (whether the end of each page of the edge is resumable) and `runs`.
     """
 
     __slots__ = (
@@ -100,7 +99,7 @@ class TreeNode:
         self.runs: tuple[int, ...] = ()
 
     def start_reading(self) -> None:
-        """Keep a time of reading from now on, that of the node's creation."""
+        """Keep a time of reading from now on, starting at the node's creation."""
         self.read = ReadTime(self, self.last_access)
 
     def __repr__(self) -> str:

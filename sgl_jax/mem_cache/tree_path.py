@@ -1,4 +1,4 @@
-"""Small facts about paths of the prefix tree: neighbours of a node, lengths and parts of a walk."""
+"""Functions on paths of the prefix tree: neighbours of a node, lengths and parts of a walk."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,6 @@ def parent_of(node: TreeNode) -> TreeNode:
 
 
 def only_child(node: TreeNode) -> TreeNode | None:
-    """The child of a node that has exactly one."""
     return next(iter(node.children.values())) if len(node.children) == 1 else None
 
 

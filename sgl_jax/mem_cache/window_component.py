@@ -1,14 +1,14 @@
-"""Sliding windows on the prefix tree: a position needs the last pages before it, and no others.
+"""Sliding windows on the prefix tree: a position needs only the last pages before it.
 
-A node's value is an int32 array of one page for each page of its edge, 0 where it was let go. Locks
-are counted page by page, so that they are exact after any split or merge: a lease that ends at page
-p holds `[p - num_pages, p)`, of which it may give up the first ones as it goes on.
+A node's value is an int32 array with a page for each page of its edge, 0 for freed pages. Locks are
+counted page by page, so they stay exact after any split or merge: a lease that ends at page p holds
+`[p - num_pages, p)`, and may release the first ones as it continues.
 
-Which positions can be resumed, and so which pages are needed, is said by `resumable.py`, and which
-pages leave first by `window_order.py`; here they are kept and counted.
+`resumable.py` determines the resumable positions and so the needed pages, and `window_order.py` the
+order of eviction; this file stores and counts the pages.
 
-The component is the same for whatever has a lookback of so many values; `num_pages` 1 is that of a
-state whose last snapshot alone is needed.
+The component fits anything with a lookback of a number of values; with `num_pages` 1, a state that
+needs only its last snapshot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ _NO_PAGES = np.zeros(0, np.int32)
 
 
 def lookback_pages(sliding_window: int, page_size: int) -> int:
-    """Pages before a page-aligned position that a window of so many tokens reads.
+    """The number of pages that a window reads before a page-aligned position.
 
-    The query's own token is one of the window's. Raises `ValueError` for a window below 2 tokens,
+    The window includes the query's own token. Raises `ValueError` for a window below 2 tokens,
     which reads nothing.
     """
     if sliding_window < 2:
@@ -40,9 +40,9 @@ class WindowComponent:
     """Pages of layers that see `num_pages` pages before a position. Implements `TreeComponent`.
 
     Args:
-        index: the component's in `values` and `locks` of nodes; component 0 locks paths.
-        group: its number in offers and answers.
-        pool: of its pages, whose `allocator` is given.
+        index: of the component in `values` and `locks` of nodes; component 0 locks paths.
+        group: its number in offers and results.
+        pool: of its pages, managed by `allocator`.
         num_pages: the lookback, at least 1.
         num_classes: `num_uses` of all nodes is below it.
         is_recurrent: whether the values are snapshots of states.
@@ -73,7 +73,7 @@ class WindowComponent:
         self._absorbed: list[tuple[Int32Array, int]] = []  # not the tree's yet, and their owners
 
     def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
-        """The pages along `nodes`, in token order, 0 where there is none."""
+        """The pages along `nodes`, in token order, 0 for absent pages."""
         if not nodes:
             return np.zeros(0, np.int32)
         return np.concatenate([node.values[self.index] for node in nodes])
@@ -83,7 +83,7 @@ class WindowComponent:
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
         """Take each offered page that the node lacks.
 
-        It is the row's until `flush_dropped`, and stays so if it is dropped before.
+        The row owns it until `flush_dropped`, and keeps it if it is dropped before.
         """
         end = node.end // self._page_size
         start = end - len(node.key) // self._page_size
@@ -103,7 +103,7 @@ class WindowComponent:
         self.refresh(node)
 
     def tombstone(self, node: TreeNode, is_gone: BoolArray) -> None:
-        """Let go of pages of the edge that are there and not locked; for `flush_dropped`."""
+        """Drop present, unlocked pages of the edge; `flush_dropped` frees them."""
         pages = node.values[self.index]
         gone = pages[is_gone]
         self._dropped.append(gone)
@@ -112,9 +112,9 @@ class WindowComponent:
         self.refresh(node)
 
     def drop(self, node: TreeNode, keep_tokens: int) -> None:
-        """Set aside what is past `keep_tokens` of the edge; nothing of it is locked.
+        """Set aside the unlocked pages past `keep_tokens` of the edge.
 
-        What is left is to be listed by `refresh` once the edge is shorter.
+        Call `refresh` for the rest once the edge is shorter.
         """
         keep = keep_tokens // self._page_size
         pages, locks = node.values[self.index], node.locks[self.index]
@@ -128,7 +128,7 @@ class WindowComponent:
         self.forget(node)
 
     def flush_dropped(self) -> None:
-        """Free the pages set aside; take over for good what was absorbed and is still there."""
+        """Free the pages set aside, and take over the absorbed pages still present."""
         dropped = np.concatenate(self._dropped) if self._dropped else _NO_PAGES
         for taken, owner in self._absorbed:
             is_dropped = np.isin(taken, dropped)
@@ -140,7 +140,7 @@ class WindowComponent:
             self._allocator.free(dropped, TREE)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Divide pages and locks where they lie."""
+        """Divide pages and locks at the split."""
         cut = len(upper.key) // self._page_size
         pages, locks = lower.values[self.index], lower.locks[self.index]
         upper.values[self.index], upper.locks[self.index] = pages[:cut].copy(), locks[:cut].copy()
@@ -149,11 +149,11 @@ class WindowComponent:
         self.refresh(lower)
 
     def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
-        """Always: what is known is known page by page."""
+        """Always: pages are tracked one by one."""
         return True
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Join pages and locks; `lower` is to be listed by `refresh` once its edge is longer."""
+        """Join pages and locks; call `refresh` for `lower` once its edge is longer."""
         for values in ("values", "locks"):
             above, below = getattr(upper, values), getattr(lower, values)
             below[self.index] = np.concatenate([above[self.index], below[self.index]])
@@ -167,16 +167,15 @@ class WindowComponent:
         self._count_locks(node, *self._interval(node, first_pages), 1)
 
     def unlock(self, node: TreeNode, first_pages: FirstPages) -> None:
-        """Undo one `lock`."""
         self._count_locks(node, *self._interval(node, first_pages), -1)
 
     def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages) -> None:
-        """Lock what a lease at `new` reads, and undo a lock of `old`."""
+        """Lock the pages that a lease at `new` reads, and undo a lock of `old`."""
         self.lock(new, first_pages)
         self.unlock(old, first_pages)
 
     def let_go(self, node: TreeNode, first: int, end: int) -> None:
-        """A lease that ends at `node` gives up its lock of the pages [first, end)."""
+        """Unlock the pages [first, end) for a lease that ends at `node`."""
         lowest, highest = self._interval(node, None)
         self._count_locks(node, max(first, lowest), min(end, highest), -1)
 
@@ -192,18 +191,18 @@ class WindowComponent:
             if change < 0 and locks.min() <= 0:
                 raise LedgerError(f"{step!r} is unlocked more often than it was locked", pages)
             locks += change
-            # Those that were free, or are from now on.
+            # Pages that were unlocked before, or are now.
             num_changed = int(np.count_nonzero((pages != 0) & (locks == (change > 0))))
             self.num_protected += change * num_changed
             self.num_evictable -= change * num_changed
             self.refresh(step)
-        self.refresh(node)  # a lease may end there, or no more
+        self.refresh(node)  # the set of leases that end there may have changed
 
     def edges_between(
         self, node: TreeNode, first: int, end: int
     ) -> Iterator[tuple[TreeNode, int, int]]:
-        """The nodes that hold pages [first, end) of the path to `node`, from below, and where in
-        their edges."""
+        """The nodes with pages [first, end) of the path to `node`, from below, and the range of
+        each edge."""
         step: TreeNode | None = node
         while step is not None and step.parent is not None and first < step.end // self._page_size:
             start = (step.end - len(step.key)) // self._page_size
@@ -215,16 +214,14 @@ class WindowComponent:
     # -- eviction ---------------------------------------------------------------------------
 
     def refresh(self, node: TreeNode) -> None:
-        """List the node by what may be taken from it while it stays on the tree."""
+        """List the node by the pages that may be taken while it stays on the tree."""
         self.order.place(node, self._may_go(node), self._levels(node))
 
     def forget(self, node: TreeNode) -> None:
-        """Nothing is to be taken from the node."""
         self.order.forget(node)
 
     def take(self, node: TreeNode, num_pages: int, level: int) -> None:
-        """Let go of the first `num_pages` unlocked pages of the level, or fewer if the edge has
-        not so many."""
+        """Drop the first `num_pages` unlocked pages of the level, or all if there are fewer."""
         is_gone = self._may_go(node) & (self._levels(node) == level)
         is_gone[np.flatnonzero(is_gone)[num_pages:]] = False
         self.tombstone(node, is_gone)
@@ -241,7 +238,7 @@ class WindowComponent:
     # -- proof ------------------------------------------------------------------------------
 
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
-        """Recompute locks, counts and what is listed; raise `LedgerError` if off."""
+        """Recompute locks, counts and lists; raise `LedgerError` if off."""
         expected = {node.node_id: np.zeros_like(node.locks[self.index]) for node in nodes}
         for node, first_pages in locks:
             for step, low, high in self.edges_between(node, *self._interval(node, first_pages)):

@@ -1,21 +1,21 @@
-"""In which order the pages of a window leave while their tokens stay.
+"""The order in which pages of a window leave while their tokens stay.
 
-Pages of an edge are of three levels, by what a prompt that comes later could want of them:
+Pages of an edge have three levels, by their use for later prompts:
 
-- `SPARE`: no prompt is known to end, or to branch, where they are read;
+- `SPARE`: no known prompt ends or branches at a position that reads them;
 - `CHECKPOINT`: the windows before points that are 1, 2, 4, ... pages before the end of the edge,
-  and before each multiple of 16 windows. So a prompt that branches off for the first time loses no
-  more than it is away from the end;
-- `END`: the window before the end of the edge, where a prompt ended or a branch is. Those of leaves
-  that may leave the tree go with them; only nodes that stay are listed.
+  and before each multiple of 16 windows. So a prompt that newly branches off loses at most as much
+  as its distance to the end;
+- `END`: the window before the end of the edge, at the end of a prompt or at a branch. For leaves
+  that may leave the tree, these pages leave with them; only nodes that stay are listed.
 
-Snapshots of states are few, and each was kept for a reason. One at the end of an edge from which
-prompts branch is an `END`; one that a single prompt has gone past is `SPARE`; all others, also
-those where nothing has gone on yet, are checkpoints.
+Snapshots of states are few, and each was kept for a reason. A snapshot at the end of an edge from
+which prompts branch is an `END`; one that a single prompt has passed is `SPARE`; all others,
+including ends without a continuation, are checkpoints.
 
-A node is listed at each level at which something may be taken from it, by how often it was used and
-when its windows were last read. The policy says at which rate it will be used; a level is a weight
-of that rate. docs/eviction.md has what other orders and weights serve.
+A node is listed at each level with pages to take, by its number of uses and the time when its
+windows were last read. The policy estimates its rate of use, and a level weights that rate.
+docs/eviction.md compares other orders and weights.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ Levels = NDArray[np.int8]
 
 
 class WindowOrder:
-    """The nodes that pages of one window may be taken from, or snapshots if it `is_recurrent`.
+    """The nodes with pages of one window to take, or with snapshots if it `is_recurrent`.
 
     `num_uses` is below `num_classes`.
     """
@@ -49,8 +49,8 @@ class WindowOrder:
         ]
 
     def levels(self, first: int, count: int, num_children: int) -> Levels:
-        """The level of each page of an edge that begins at page `first` of its path, and from whose
-        end so many others go on."""
+        """The level of each page of an edge that begins at page `first` of its path, and whose end
+        has `num_children` children."""
         if self._is_recurrent:
             levels = np.full(count, CHECKPOINT, np.int8)
             levels[-1] = (CHECKPOINT, SPARE, END)[min(num_children, 2)]
@@ -67,7 +67,7 @@ class WindowOrder:
         return levels
 
     def place(self, node: TreeNode, may_go: BoolArray, levels: Levels) -> None:
-        """List the node by those of its pages that may go."""
+        """List the node by its pages that may go."""
         for level, is_there in enumerate(_presence(node, may_go, levels)):
             queue = self._queues[level][node.read.num_uses]
             if not is_there:
@@ -76,12 +76,11 @@ class WindowOrder:
                 queue.add(node.read)
 
     def forget(self, node: TreeNode) -> None:
-        """Nothing is to be taken from the node."""
         for queues in self._queues:
             queues[node.read.num_uses].discard(node.read)
 
     def oldest(self) -> Iterator[tuple[int, ReadTime]]:
-        """Of each level and number of uses, the node whose windows were read longest ago."""
+        """For each level and number of uses, the node whose windows were read longest ago."""
         for level, queues in enumerate(self._queues):
             for queue in queues:
                 item = queue.oldest()
@@ -89,7 +88,7 @@ class WindowOrder:
                     yield level, item
 
     def audit(self, listed: list[tuple[TreeNode, BoolArray, Levels]]) -> None:
-        """Prove that these nodes are listed where they should be, and no others."""
+        """Raise `LedgerError` unless exactly these nodes are listed, at the right places."""
         num_members = 0
         for node, may_go, levels in listed:
             if node.read.num_uses != node.num_uses:
@@ -106,7 +105,7 @@ class WindowOrder:
 
 
 def _presence(node: TreeNode, may_go: BoolArray, levels: Levels) -> tuple[bool, bool, bool]:
-    """Whether there is something to take at each level."""
+    """Return, for each level, whether there are pages to take."""
     stays = bool(node.children) or node.locks[0] > 0
     has_any = bool(np.count_nonzero(may_go))
     if not has_any:

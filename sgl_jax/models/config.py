@@ -1,8 +1,8 @@
-"""What a model is: the fields of a Hugging Face `config.json` that matter, checked.
+"""A model's sizes and layers, read from a Hugging Face `config.json` and checked.
 
-Owns the reading of config files: `config_fields` has the kinds of fields, `config_defaults` what
-may be left out, `layer_specs` what is said of each layer. What the engine cannot honour is
-refused, by name, and never ignored.
+Owns the reading of config files: `config_fields` has the kinds of fields, `config_defaults` the
+defaults, `layer_specs` the fields of layers. A setting that the engine does not support is refused
+by name, never ignored.
 """
 
 import json
@@ -41,12 +41,12 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 ExpertFormat = Literal["float", "mxfp4"]
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
 _WITH_MXFP4 = ("GptOssForCausalLM",)
-_NO_PADDING = -1  # what some models of old say for "none"
+_NO_PADDING = -1  # some old models write it for "none"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model. Sizes are those of the whole model, not of one chip."""
+    """One model; sizes are the whole model's, not one chip's."""
 
     architecture: str
     vocab_size: int
@@ -62,7 +62,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     activation: Activation  # of the gate of feed-forward layers
     attention_bias: bool  # all four projections of attention have biases
-    attention_gate: bool  # what attention found is multiplied by the sigmoid of a projection
+    attention_gate: bool  # attention's result is multiplied by the sigmoid of a projection
     score_scale: float  # multiplies query times key
     score_soft_cap: float | None  # scores become cap * tanh(score / cap)
     logit_soft_cap: float | None  # and so do logits
@@ -80,20 +80,20 @@ class ModelConfig:
 
     @property
     def moe(self) -> MoeConfig | None:
-        """Of the layers that have experts; None if none has."""
+        """The experts that sparse layers share; None without such layers."""
         return next((spec.moe for spec in self.layers if spec.moe), None)
 
     @property
     def recurrence(self) -> GatedDeltaConfig | None:
-        """Of the layers that have one; None if none has."""
+        """The shape of the recurrent layers; None without such layers."""
         return next((spec.recurrence for spec in self.layers if spec.recurrence), None)
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Layers by what they need of a sequence: all KV of it first, then the widest window's,
-        and at last those that need a state.
+        """Layers by the tokens they need: full attention, then the widest window first, then
+        recurrent layers.
 
-        Groups of equally many layers share a pool; the first is that of the first group. States
-        have one of their own.
+        Groups of equally many layers share a pool; the first group has the first pool. States have
+        a pool of their own.
         """
         by_window: dict[int | None, list[int]] = {}
         recurrent = tuple(i for i, spec in enumerate(self.layers) if spec.recurrence)
@@ -192,7 +192,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_token_ids(source: Mapping[str, Any], file: str, vocab_size: int) -> None:
-    """What the file calls by token id is in the vocabulary."""
+    """Raise ModelConfigError if a special token of the file is not in the vocabulary."""
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         value = source.get(name)
         for token in value if isinstance(value, list) else [] if value is None else [value]:
@@ -249,7 +249,7 @@ def _expert_format(raw: Mapping[str, Any]) -> ExpertFormat:
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """All tokens that end a text: those of both files, each an id, a list, or absent."""
+    """All tokens that end a text; each file has an id, a list of ids, or neither."""
     ids: list[int] = []
     for source in (generation, raw):
         value = source.get("eos_token_id")

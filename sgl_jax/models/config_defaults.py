@@ -1,6 +1,6 @@
-"""What config.json of an architecture may leave out, and what transformers then takes.
+"""Defaults that transformers gives to fields absent from an architecture's config.json.
 
-A field that is there holds, also if it is null.
+A field that is present holds, even if it is null.
 """
 
 from collections.abc import Mapping
@@ -91,14 +91,14 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
     }
 )
-# Of models of images and text, the part that is about text.
+# The section of a multimodal config that describes the text model.
 _TEXT_PART = "text_config"
 _WITH_TEXT_PART = (
     "Gemma3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-# Fields of the whole model that hold for its text: end tokens are those of its chats.
+# Top-level fields that replace the text section's: they have the end tokens of chats.
 _OF_THE_WHOLE = ("eos_token_id", "tie_word_embeddings")
 
 
@@ -111,7 +111,7 @@ def architecture_name(raw: Mapping[str, Any]) -> str:
 
 
 def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of config.json's contents `raw` that are about text, with those left out.
+    """The text model's fields of config.json's contents `raw`, with defaults for absent ones.
 
     Raises ModelConfigError.
     """
@@ -130,5 +130,5 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_hybrid(raw: Mapping[str, Any]) -> bool:
-    """Whether the architecture has layers with a recurrence."""
+    """True for architectures with recurrent layers."""
     return "linear_num_key_heads" in _DEFAULTS.get(architecture_name(raw), {})

@@ -1,4 +1,4 @@
-"""Fields of a config file, read one by one: each is of its kind and range, or refused by name."""
+"""Readers of single config fields: each checks kind and range, and names the field it refuses."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _MAX_INT = 2**31 - 1
 
 
 class ModelConfigError(ValueError):
-    """A config.json that is incomplete, inconsistent, or asks for something unsupported.
+    """A config.json that is incomplete, inconsistent or unsupported.
 
     `file` is where the fault lies.
     """
@@ -21,7 +21,7 @@ class ModelConfigError(ValueError):
 
 
 def required(raw: Mapping[str, Any], name: str) -> Any:
-    """What the field holds. Like the others, raises ModelConfigError."""
+    """The field's value. Like the functions below, raises ModelConfigError."""
     if raw.get(name) is None:
         raise ModelConfigError(f"config.json lacks {name!r}")
     return raw[name]
@@ -60,5 +60,5 @@ def switch(raw: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is a whole number, which true and false are not."""
+    """True for whole numbers, and not for true and false, which Python counts as such."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -51,7 +51,7 @@ _SPARE_SUFFIX = ".rotary_emb.inv_freq"
 
 
 class BuildOptions(NamedTuple):
-    """What a model is built for, beside its config."""
+    """The kernels, types and mesh that a model is built for."""
 
     dtype: DTypeLike
     shards_weights: bool = False  # each rank holds its part of a layer, and gathers it to run it
@@ -62,8 +62,8 @@ class BuildOptions(NamedTuple):
     causal_conv: CausalConv = xla_causal_conv
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
-    # How layers are run, by what the compiler makes of it (docs/planning.md): how many in one turn
-    # of the loop, in whole periods, and whether a layer's last sum is left to the next one's norm.
+    # Choices between compiled programs (docs/planning.md): the layers in one turn of the loop, in
+    # whole periods, and whether the next layer's norm computes a layer's last sum.
     unrolled_layers: int = 1
     defers_sum: bool = False
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
@@ -74,7 +74,7 @@ class DecoderLayer(nnx.Module):
     """Attention or a recurrence, then a feed-forward layer, each normalised before and added to
     its input.
 
-    Some models normalise what they add, too.
+    Some models also normalise the terms they add.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class DecoderLayer(nnx.Module):
         attended_norm: RMSNorm | None = None,
         mlp_output_norm: RMSNorm | None = None,
     ) -> None:
-        """`post_attention_norm` is that of the feed-forward layer's input; the last two are those
-        of what attention and the feed-forward layer add."""
+        """`post_attention_norm` normalises the feed-forward layer's input; the last two normalise
+        the terms that attention and the feed-forward layer add."""
         self.input_norm = input_norm
         self.attention = attention
         self.post_attention_norm = post_attention_norm
@@ -125,19 +125,19 @@ def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
 Carry = tuple[tuple[jax.Array, ...], tuple[Any, ...]]
 
 
-# How an architecture declares one layer; tensors are named from within it.
+# Declares one layer of an architecture; tensor names are relative to the layer.
 LayerBuilder = Callable[[ModelConfig, LayerSpec, BuildOptions], DecoderLayer]
 
 
 class Architecture(NamedTuple):
-    """What makes a family of models, beside the config of each."""
+    """A family of models: its layer builder, and its names of tensors."""
 
     build_layer: LayerBuilder
     norms_from_one: bool = False  # of the last norm, see `RMSNorm`; layers have their own
     scales_embedding: bool = False  # by the root of the hidden size
-    body: str = "model."  # before the names of all tensors but the head's
+    body: str = "model."  # prefix of all tensors but the head's
     head: str = "lm_head"
-    spare_prefixes: tuple[str, ...] = ()  # of tensors that no parameter is made of
+    spare_prefixes: tuple[str, ...] = ()  # of tensors that no parameter needs
 
 
 class CausalLM(nnx.Module):
@@ -150,7 +150,6 @@ class CausalLM(nnx.Module):
     def __init__(
         self, config: ModelConfig, architecture: Architecture, options: BuildOptions
     ) -> None:
-        """Declare it."""
         self.config = config
         self.architecture = architecture
         self.unrolled_layers = options.unrolled_layers
@@ -195,8 +194,8 @@ class CausalLM(nnx.Module):
 
         Args:
             token_ids: int32 [T], as the batches lay them out.
-            batches: rows and pages of this rank, for each of the config's `cache_groups`; that of
-                the recurrent group is not read, and may be left out.
+            batches: rows and pages of this rank, for each of the config's `cache_groups`; the
+                recurrent group's is not read, and may be left out.
             kv_pools: each as in `RaggedPagedAttention`, this chip's part; a layer's number there
                 is its place in its group.
             state_batch: rows and slots of this rank, for the recurrent group if there is one.
@@ -224,7 +223,7 @@ class CausalLM(nnx.Module):
     def _reads(
         self, batches: Sequence[AttentionBatch], state_batch: StateBatch | None
     ) -> list[tuple[Any, ...]]:
-        """What each layer reads beside the hidden state and its memory, see `DecoderLayer`."""
+        """Each layer's `reads`, see `DecoderLayer`."""
         ropes = dict.fromkeys(spec.rope for spec in self.config.layers if spec.rope)
         turned = {rope: self._rotation(rope, batches[0].positions) for rope in ropes}
         group_of = {
@@ -271,8 +270,8 @@ class CausalLM(nnx.Module):
         return lax.scan(run_period, carry, turns, unroll=unroll)[0]
 
     def _remembered_at(self, stretch: Stretch, place: int) -> tuple[int, int, int]:
-        """Where the layers at `place` of a period keep KV or states: their group's pool, the first
-        one's place in the group, and how far it is to that of the next period."""
+        """The memory of the layers at `place` of a period: their group's pool, the first one's
+        place in the group, and the distance to the next period's place."""
         places = range(stretch.first, stretch.first + stretch.period)
         for group in self.cache_groups:
             if place in group.layers:
@@ -281,7 +280,7 @@ class CausalLM(nnx.Module):
         raise AssertionError(f"layer {place} is in no cache group")
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
-        """Of hidden [n, hidden_size], this chip's slice of the vocabulary."""
+        """hidden [n, hidden_size] -> logits of this chip's slice of the vocabulary."""
         head = self.embedding if self.lm_head is None else self.lm_head
         logits, cap = head.logits(hidden), self.config.logit_soft_cap
         if cap is None:
@@ -289,7 +288,7 @@ class CausalLM(nnx.Module):
         return logits._replace(columns=cap * jnp.tanh(logits.columns / cap))
 
     def is_spare(self, tensor: str) -> bool:
-        """Whether a checkpoint may hold this tensor although no parameter is made of it."""
+        """True for tensors that a checkpoint may hold although no parameter needs them."""
         own = self.architecture
         tied_head = self.lm_head is None and tensor == f"{own.head}.weight"
         return tied_head or tensor.endswith(_SPARE_SUFFIX) or tensor.startswith(own.spare_prefixes)

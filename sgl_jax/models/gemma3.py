@@ -1,7 +1,6 @@
-"""Gemma 3, the part of it that is about text: four norms a layer, most layers with a window.
+"""Gemma 3's text model: four norms a layer, most layers with a window.
 
-What layers with a window have of their own is in the config: the window and the base of the
-rotation. So are the scale of scores and the activation.
+The config has the windows and their rotation's base, the scale of scores and the activation.
 """
 
 from functools import partial
@@ -12,7 +11,6 @@ from sgl_jax.models.llama import attention, gated_mlp, norm
 
 
 def gemma3_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
-    """Declare one layer."""
     own_norm = partial(norm, size=config.hidden_size, config=config, options=options, from_one=True)
     return DecoderLayer(
         own_norm("input_layernorm"),
@@ -25,7 +23,7 @@ def gemma3_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) ->
 
 
 GEMMA3_TEXT = Architecture(gemma3_layer, norms_from_one=True, scales_embedding=True)
-# With images, of which nothing is read.
+# The multimodal model: its vision tensors are not read.
 GEMMA3 = GEMMA3_TEXT._replace(
     body="language_model.model.",
     head="language_model.lm_head",

@@ -15,7 +15,6 @@ _SUBLANES = 8
 
 
 def gpt_oss_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
-    """Declare one layer."""
     if spec.moe is None or spec.moe.swiglu_limit is None:
         raise ModelConfigError("GptOssForCausalLM needs num_local_experts and swiglu_limit")
     sinks = Tensor("self_attn.sinks", (config.num_heads,))
@@ -31,9 +30,9 @@ def _experts(
     config: ModelConfig, moe: MoeConfig, limit: float, options: BuildOptions
 ) -> MixtureOfExperts:
     hidden, width, experts = config.hidden_size, moe.intermediate_size, moe.num_experts
-    # A chip's part of the inner width, 180 of 16 chips, is whole registers of a TPU; otherwise its
-    # compiler copies all experts in each step, as with rows. Zeros make zeros: gates and values are
-    # 0 there, and so is what `down` makes of them.
+    # A chip's part of the inner width (180 with 16 chips) is padded to whole registers of a TPU;
+    # otherwise its compiler copies all experts in each step, as with rows. Padding adds nothing:
+    # gates and values are 0 there, and so are their products with `down`.
     padded = -(-width // (_SUBLANES * options.tp_size)) * _SUBLANES * options.tp_size
     router = Tensor("mlp.router.weight", (hidden, experts), transposed=True)
     # Rows of gate and up lie in turn.

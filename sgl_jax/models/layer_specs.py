@@ -1,4 +1,4 @@
-"""What each layer of a model is, from the fields of config.json that say so.
+"""The specification of each layer of a model, from config.json.
 
 These fields have changed their names over the years; each spelling is read.
 """
@@ -57,13 +57,13 @@ class MoeConfig:
     norm_topk_prob: bool  # the chosen experts' weights are scaled to sum to 1
     swiglu_limit: float | None = None  # gates and values are clamped to it, see `clamped_swiglu`
     swiglu_alpha: float = 1.0  # of the clamped gates' sigmoid
-    # Of an expert that serves every token, times the sigmoid of a product with the token.
+    # Width of an expert that serves every token, times the sigmoid of a product with the token.
     shared_intermediate_size: int | None = None
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer is, as far as layers of a model may differ."""
+    """One layer, in everything in which layers of a model may differ."""
 
     rope: RopeConfig | None  # None: with a recurrence, no token is turned
     sliding_window: int | None  # None: attention to all tokens, or a recurrence
@@ -95,7 +95,8 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
 
 
 def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
-    """By a list; or each n-th layer full; or the first n full; or all with a window, if any.
+    """The kinds by a list; or each n-th layer full; or the first n full; or all with the window,
+    if there is one.
 
     Hybrid models have recurrences where others have windows.
     """
@@ -129,7 +130,7 @@ def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
 
 
 def _rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> RopeConfig:
-    """That of layers of one kind.
+    """The rotary embedding of layers of one kind.
 
     Transformers 5 writes `rope_parameters`, for all layers or by kind of layer. Before, there were
     `rope_theta` and `rope_scaling`, and where layers with a window had a base of their own
@@ -151,7 +152,6 @@ def _rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> RopeCo
 
 
 def _object(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Empty if absent."""
     value = raw.get(name)
     if value is not None and not isinstance(value, dict):
         raise ModelConfigError(f"{name} must be an object, got {value!r}")

@@ -21,15 +21,9 @@ def llama_layer(
     qk_norm: bool = False,
     experts: MixtureOfExperts | None = None,
 ) -> DecoderLayer:
-    """Declare one layer.
+    """Declare one layer: `attention`, and `experts` or a dense feed-forward layer.
 
-    Args:
-        config: of the model.
-        spec: of the layer.
-        options: of the build.
-        qkv_bias: as of `attention`, like the next one.
-        qk_norm: each query and key is normalised.
-        experts: in place of the dense feed-forward layer.
+    `qk_norm`: each query and key is normalised.
 
     Raises ValueError if heads or widths cannot be dealt out to `tp_size` chips.
     """
@@ -44,7 +38,6 @@ def llama_layer(
 def norm(
     name: str, size: int, config: ModelConfig, options: BuildOptions, *, from_one: bool = False
 ) -> RMSNorm:
-    """Declare one of a layer's norms."""
     weight = Tensor(f"{name}.weight", (size,))
     return RMSNorm(weight, config.rms_norm_eps, options.dtype, from_one=from_one)
 
@@ -107,7 +100,7 @@ def attention(
 
 
 def _attention_gate(config: ModelConfig, options: BuildOptions, *, has_bias: bool) -> Linear:
-    """Of each query head's rows the second half."""
+    """The second half of each query head's rows."""
     num_heads, size = config.num_heads, config.head_dim
     weight, bias = (
         ByHead(
@@ -143,6 +136,6 @@ def gated_mlp(
 
 
 def require_divisible(name: str, size: int, tp_size: int) -> None:
-    """Raise ValueError if `size`, that of the config's `name`, cannot be split over the chips."""
+    """Raise ValueError if `size`, the config's `name`, cannot be split over the chips."""
     if size % tp_size:
         raise ValueError(f"tp_size ({tp_size}) must divide {name} ({size})")

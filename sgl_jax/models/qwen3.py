@@ -13,7 +13,7 @@ qwen3_layer = partial(llama_layer, qk_norm=True)
 
 
 def qwen3_moe_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
-    """Declare one layer, with experts if its spec says so."""
+    """Declare one layer, with experts if its spec has them."""
     if config.moe is None:
         raise ModelConfigError("Qwen3MoeForCausalLM needs num_experts, and layers that have them")
     experts = mixture_of_experts(config, spec.moe, options) if spec.moe else None
@@ -25,13 +25,13 @@ def mixture_of_experts(
 ) -> MixtureOfExperts:
     """Declare a layer's experts, a shared one among them if the config has one.
 
-    Matrices of each expert are tensors of their own, or those of all experts are one.
+    Checkpoints store a tensor for each expert's matrix, or one for all experts.
     """
     hidden, width, dtype = config.hidden_size, moe.intermediate_size, options.dtype
     require_divisible("moe_intermediate_size", width, options.tp_size)
     router = Tensor("mlp.gate.weight", (hidden, moe.num_experts), transposed=True)
 
-    # [experts, width, hidden] all three, as the grouped product wants them.
+    # [experts, width, hidden] all three: the layout of the grouped product.
     shape = (moe.num_experts, width, hidden)
     both = Tensor("mlp.experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
     together: dict[str, Source] = {

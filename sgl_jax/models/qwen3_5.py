@@ -1,4 +1,4 @@
-"""Qwen3.5, the part of it that is about text: Qwen3-Next with a tensor for each projection."""
+"""Qwen3.5's text model: Qwen3-Next with a tensor for each projection."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ def _flat(own: GatedDeltaConfig, hidden: int) -> tuple[Source, Source, Source]:
 
 
 QWEN3_5_TEXT = QWEN3_NEXT._replace(build_layer=partial(hybrid_layer, projections=_flat))
-# With images, of which nothing is read.
+# The multimodal model: its vision tensors are not read.
 QWEN3_5 = QWEN3_5_TEXT._replace(
     body="model.language_model.", spare_prefixes=("mtp.", "model.visual.")
 )

@@ -1,6 +1,6 @@
 """Qwen3-Next: three layers of a gated delta net to each one of attention with a gate, experts.
 
-`hybrid_layer` is that of Qwen3.5 as well, which stores projections otherwise.
+Qwen3.5 shares `hybrid_layer` and stores projections otherwise.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from sgl_jax.models.decoder import Architecture, BuildOptions, DecoderLayer
 from sgl_jax.models.llama import attention, gated_mlp, norm, require_divisible
 from sgl_jax.models.qwen3 import mixture_of_experts
 
-# Where the input projections of a gated delta net come from, for a hidden size: those of q, k and
-# v, of the output gate, and of the gates, see `GatedDeltaNet`.
+# Sources of a gated delta net's input projections, for a hidden size: q, k and v; the output gate;
+# the other gates (see `GatedDeltaNet`).
 Projections = Callable[[GatedDeltaConfig, int], tuple[Source, Source, Source]]
 
 
@@ -72,7 +72,7 @@ def gated_delta_net(
 
 
 def flat_rows(name: str, own: GatedDeltaConfig) -> tuple[HeadRows, ...]:
-    """A key head's rows of a tensor that has those of q, of k and of v one after the other."""
+    """A key head's rows of a tensor with all rows of q, then of k, then of v."""
     keys, values = own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim
     part = partial(HeadRows, name, 2 * keys + values)
     key_size, value_size = own.key_dim, own.group * own.value_dim

@@ -1,6 +1,7 @@
-"""From a Hugging Face architecture name to a model; docs/adding_a_model.md says how to add one."""
+"""Models by their Hugging Face architecture name; docs/adding_a_model.md: a guide to add one."""
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 
 from sgl_jax.models.config import ModelConfig, ModelConfigError
@@ -8,8 +9,6 @@ from sgl_jax.models.decoder import Architecture, BuildOptions, CausalLM
 from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from sgl_jax.models.gpt_oss import gpt_oss_layer
 from sgl_jax.models.llama import llama_layer
-from sgl_jax.models.mistral import mistral_layer
-from sgl_jax.models.qwen2 import qwen2_layer
 from sgl_jax.models.qwen3 import qwen3_layer, qwen3_moe_layer
 from sgl_jax.models.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from sgl_jax.models.qwen3_next import QWEN3_NEXT
@@ -20,8 +19,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Gemma3ForConditionalGeneration": GEMMA3,
         "GptOssForCausalLM": Architecture(gpt_oss_layer),
         "LlamaForCausalLM": Architecture(llama_layer),
-        "MistralForCausalLM": Architecture(mistral_layer),
-        "Qwen2ForCausalLM": Architecture(qwen2_layer),
+        "MistralForCausalLM": Architecture(llama_layer),  # the config has the window
+        "Qwen2ForCausalLM": Architecture(partial(llama_layer, qkv_bias=True)),
         "Qwen3ForCausalLM": Architecture(qwen3_layer),
         "Qwen3MoeForCausalLM": Architecture(qwen3_moe_layer),
         "Qwen3NextForCausalLM": QWEN3_NEXT,
@@ -37,7 +36,7 @@ def build_model(config: ModelConfig, options: BuildOptions) -> CausalLM:
     """Declare the model: its parameters are shapes until a checkpoint fills them.
 
     Raises:
-        ModelConfigError: the architecture is unknown; the message lists those that are known.
+        ModelConfigError: the architecture is unknown; the message lists all known ones.
         ValueError: the heads cannot be split over `tp_size` chips.
     """
     if config.architecture not in _ARCHITECTURES:

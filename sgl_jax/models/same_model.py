@@ -1,4 +1,4 @@
-"""Whether two folders hold the same model, but for its weights."""
+"""A check that two folders hold the same model with other weights."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -11,9 +11,9 @@ _MAX_NAMED = 8  # a model of another kind differs in every layer
 
 
 def check_same_model(served: ModelConfig, given: ModelConfig) -> None:
-    """Raise ModelConfigError, naming what differs, unless weights of `given` fit the programs that
-    were compiled for `served`."""
-    # Says how dummy weights are drawn, and nothing of those that are loaded.
+    """Raise ModelConfigError, naming the differences, unless weights of `given` fit the programs
+    compiled for `served`."""
+    # It is for dummy weights alone.
     given = replace(given, initializer_range=served.initializer_range)
     found = list(_differences("", served, given))
     if found:

@@ -1,6 +1,6 @@
 """Layers in stretches of equal periods, so that a program compiles few of them.
 
-Of 26 layers, five with a window and one without in turn, the first stretch is six layers, four
+For 26 layers, five with a window and one without in turn, the first stretch is six layers, four
 times over, and the second one layer with a window, twice over: seven layers to compile.
 """
 
@@ -19,7 +19,7 @@ class Stretch(NamedTuple):
     repeats: int
 
     def layers_like(self, position: int) -> range:
-        """The layers that are as the one at `position` of the period."""
+        """The layers equal to the one at `position` of the period."""
         start = self.first + position
         return range(start, start + self.period * self.repeats, self.period)
 
@@ -27,7 +27,7 @@ class Stretch(NamedTuple):
 def find_stretches(kinds: Sequence[Hashable]) -> tuple[Stretch, ...]:
     """Cut layers of these kinds, in order, so that the sum of the periods is least.
 
-    Of equals, into the fewest, of which the first are the longest.
+    Ties go to the fewest stretches, then to the longest first one.
     """
     numbers = [kinds.index(kind) for kind in kinds]  # faster to compare
     best: list[tuple[Stretch, ...]] = [()]  # of the last layers, by how many these are
@@ -43,7 +43,6 @@ def find_stretches(kinds: Sequence[Hashable]) -> tuple[Stretch, ...]:
 
 
 def _common_start(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many numbers are the same before the first that differs."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from sgl_jax.replay.player import DifferenceError, Player
 from sgl_jax.scheduler.event_log import EventReader, RecordingError
-from sgl_jax.scheduler.events import Event, Planned
+from sgl_jax.scheduler.events import Planned, Record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def _replay(reader: EventReader, args: argparse.Namespace) -> int:
     return 0
 
 
-def _in_a_line(event: Event) -> str:
+def _in_a_line(event: Record) -> str:
     if not isinstance(event, Planned):
         return repr(event)[:160]
     if event.plan is None:

@@ -4,33 +4,29 @@ The results of steps come from the recording; there is no device and no executor
 """
 
 from collections.abc import Callable
-from typing import Any
 
-from sgl_jax.core.step_plan import StepPlan
+from sgl_jax.core.messages import AbortRequest, Question
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.replay.difference import first_difference
 from sgl_jax.scheduler.event_log import RecordingError
 from sgl_jax.scheduler.events import (
-    Aborted,
-    AnsweredSession,
-    AskedSession,
+    Decision,
     Event,
-    FailedAll,
-    Noted,
-    Paused,
+    FailAll,
+    Note,
+    OutputsTaken,
+    Pause,
     Planned,
     Raised,
-    Rebuilt,
+    Record,
     ResultRead,
+    SessionReply,
     Started,
-    Told,
-    TookOutputs,
 )
-from sgl_jax.scheduler.recorder import describe
-from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.scheduler.recorder import RecordedScheduler
 
 # Events after which the scheduler may have come to rest.
-_MAY_REST = (ResultRead, Aborted, Paused, FailedAll, AskedSession)
+_MAY_REST = (ResultRead, AbortRequest, Pause, FailAll, Question)
 
 
 class DifferenceError(Exception):
@@ -44,86 +40,63 @@ class Player:
     """
 
     def __init__(self, started: Started, check_memory: str = "off") -> None:
+        self._decision: Decision | None = None  # of the last event, until it is compared
         try:
-            self.scheduler = Scheduler(started.sizes, started.args, started.max_passed_over)
+            self.scheduler = RecordedScheduler(
+                started.sizes, started.args, self._keep, started.max_passed_over
+            )
         except (ValueError, IndexError, MemoryError) as error:
             raise RecordingError(f"no scheduler can be made of its sizes: {error}") from error
         self.num_events = 1
         self.num_raised = 0  # exceptions, as recorded
         self.notes: list[str] = []
         self._check_memory = check_memory
-        self._unread: dict[int, StepPlan] = {}  # planned, not committed, by step id
-        self._reply: Any = None  # of the scheduler to the last event that it was told
-        self._error: str | None = None  # raised by the last event
 
-    def feed(self, event: Event) -> None:
-        """The next event. Raises `DifferenceError`, or `RecordingError` if it cannot be."""
+    def feed(self, record: Record) -> None:
+        """Replay the next record. Raises `DifferenceError`."""
         self.num_events += 1
-        if isinstance(event, Raised):
-            self._compare(event, "error", event.error, self._error)
-            self._error = None
-            self.num_raised += 1
-            return
-        self.finish()
-        try:
-            self._apply(event)
-        except (DifferenceError, RecordingError):
-            raise
-        except Exception as error:  # of any kind: the recording must have it next
-            self._error = describe(error)
-        if self._error is None:
-            self._prove(event)
+        match record:
+            case Raised() | Planned() | OutputsTaken() | SessionReply():
+                self._compare(record)
+            case Note():
+                self.notes.append(f"event {self.num_events}: {record.text}")
+            case Started():
+                raise DifferenceError(f"event {self.num_events}: a second beginning")
+            case _:
+                self.finish()
+                self._handle(record)
 
     def finish(self) -> None:
-        """There is no next event, or it is none that says that the last one raised."""
-        if self._error is not None:
+        """Check that the last event raised nothing that the recording lacks."""
+        if isinstance(self._decision, Raised):
             raise DifferenceError(
                 f"before event {self.num_events}: nothing raised in the recording, "
-                f"got {self._error}"
+                f"got {self._decision.error}"
             )
 
-    def _apply(self, event: Event) -> None:
-        scheduler = self.scheduler
-        match event:
-            case Told():
-                if isinstance(event, FailedAll | Rebuilt):
-                    self._unread.clear()
-                self._reply = event.tell(scheduler)
-            case AnsweredSession():
-                self._compare(event, "reply", event.reply, self._reply)
-            case Planned():
-                self._plan(event)
-            case ResultRead():
-                self._apply_result(event)
-            case TookOutputs():
-                self._compare(event, "outputs", event.outputs, scheduler.take_outputs())
-            case Noted():
-                self.notes.append(f"event {self.num_events}: {event.text}")
-            case Started() | Raised():
-                raise DifferenceError(f"event {self.num_events}: a second beginning")
+    def _keep(self, record: Record) -> None:
+        if isinstance(record, Decision):
+            self._decision = record
 
-    def _plan(self, event: Planned) -> None:
-        plan = self.scheduler.plan()
-        self._compare(event, "plan", event.plan, plan)
-        if plan is not None:
-            self._unread[plan.step_id] = plan
+    def _handle(self, event: Event) -> None:
+        self._decision = None
+        try:
+            self.scheduler.handle(event)
+        except Exception:  # of any kind: the decision is then `Raised`, which must be recorded next
+            return
+        self._prove(event)
 
-    def _apply_result(self, event: ResultRead) -> None:
-        plan = self._unread.pop(event.step_id, None)
-        if plan is None:
-            raise DifferenceError(
-                f"event {self.num_events}: the result of step {event.step_id}, which was not "
-                "planned or was read before"
-            )
-        self.scheduler.apply_result(plan, event.results)
-
-    def _compare(self, event: Event, path: str, recorded: Any, got: Any) -> None:
-        words = first_difference(path, recorded, got)
+    def _compare(self, recorded: Decision) -> None:
+        got, self._decision = self._decision, None
+        self.num_raised += isinstance(recorded, Raised)
+        words = first_difference("decision", recorded, got)
         if words is not None:
-            raise DifferenceError(f"event {self.num_events} ({type(event).__name__}), {words}")
+            kind = type(recorded).__name__
+            place = words.removeprefix("decision.")
+            raise DifferenceError(f"event {self.num_events} ({kind}), {place}")
 
     def _prove(self, event: Event) -> None:
-        """The ledger's checks that were asked for besides those of the recording."""
+        """Run the ledger's checks of `check_memory`."""
         if self._check_memory == "off":
             return
         if self._check_memory == "busy":
@@ -135,4 +108,4 @@ class Player:
         try:
             check()
         except LedgerError as error:
-            raise DifferenceError(f"event {self.num_events}: {describe(error)}") from error
+            raise DifferenceError(f"event {self.num_events}: {error}") from error

@@ -1,1 +1,1 @@
-"""Decides what each step computes; knows the device only through a protocol; never imports jax."""
+"""Plans each step; reaches the device only through a protocol; never imports jax."""

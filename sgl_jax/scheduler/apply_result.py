@@ -1,8 +1,8 @@
-"""What a step's results mean for its requests: new tokens, stops, releases.
+"""Applies a step's results to its requests: new tokens, stops, releases.
 
-A result belongs to a row's request only if the row's epoch is still that of the launch. If the
-request finished, was aborted or retracted meanwhile, its result is dropped, and
-computed again if it is still wanted.
+A result belongs to a row's request only if the row's epoch is still the launch's. If the request
+finished, was aborted or retracted meanwhile, its result is dropped; a retracted request computes it
+again.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def apply_result(
 ) -> list[Request]:
     """Apply the results of `plan`, which was launched with `launched`.
 
-    Adds what requests gained to `outputs`; returns the finished.
+    Adds the requests' new tokens to `outputs`; returns the finished requests.
     """
     bounds = launched.bounds.tolist()
     _collect_prompt_logprobs_of_each(ranks, plan, launched, results)
@@ -81,10 +81,9 @@ def _finish_reason(end: int, last_token: int) -> FinishReason | None:
 def _count_drafts(
     ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array, tokens: Int32Array
 ) -> None:
-    """Now it is known how many drafts were accepted: bring the rows' lengths up to date.
+    """Update the rows' lengths and draft statistics with the number of accepted drafts.
 
-    `rows`, `counts` and `tokens` are of all rows of the step; those that gained nothing are left
-    out.
+    `rows`, `counts` and `tokens` cover all rows of the step; rows without new tokens are skipped.
     """
     index = counts.nonzero()[0]
     rows = rows[index]
@@ -102,9 +101,9 @@ def _count_drafts(
 def _learn_starts(
     ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array, tokens: Int32Array
 ) -> None:
-    """Of the rows of a step, those with new tokens by `counts`.
+    """Record the state starts of the rows with new tokens by `counts`.
 
-    On the device a row that ended goes on from all of `tokens`, its overshoot included.
+    On the device, a row that ended continues from all of `tokens`, its overshoot included.
     """
     states = [rank_plan.states for rank_plan in plan.ranks]
     halves = np.concatenate([each.halves for each in states if each is not None])
@@ -164,7 +163,7 @@ def _token_logprobs(
 
 
 def _of_ids(values: Float32Array | None, at: int | tuple[int, int], count: int) -> list[float]:
-    """At one position, of the `count` tokens that the request has named."""
+    """At one position, for the `count` tokens that the request named."""
     if not count:
         return []
     assert values is not None, "the plan asked for them"

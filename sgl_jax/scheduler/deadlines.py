@@ -1,7 +1,7 @@
-"""Which requests have taken too long, by the ticks the scheduler is told.
+"""Finds requests that have taken too long, by the scheduler's ticks.
 
-Owns when each request arrived, counted from the last tick before it. Must never read a clock:
-several hosts, and a replay, must come to the same answer.
+Owns each request's arrival time, counted from the last tick before it. Must never read a clock:
+several hosts, and a replay, must reach the same result.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Expired(NamedTuple):
-    """Request ids whose time is over, oldest first; a request may be in both lists."""
+    """Ids of requests past a limit, oldest first; a request may be in both lists."""
 
     to_start: list[str]  # to be ended only if they have not started yet
     to_finish: list[str]
@@ -21,7 +21,7 @@ class Deadlines:
     def __init__(self, waiting_timeout_s: float, request_timeout_s: float) -> None:
         self.set_limits(waiting_timeout_s, request_timeout_s)
         self._now_s: float | None = None  # until the first tick
-        # rid -> arrival, oldest first; without an entry where the limit has passed.
+        # rid -> arrival, oldest first; no entry once the limit has passed.
         self._to_start: dict[str, float] = {}
         self._to_finish: dict[str, float] = {}
 
@@ -31,21 +31,20 @@ class Deadlines:
         return self._now_s or 0.0
 
     def set_limits(self, waiting_timeout_s: float, request_timeout_s: float) -> None:
-        """From now on, also for those that are there."""
+        """Set limits, also for current requests."""
         self._waiting_timeout_s = waiting_timeout_s or math.inf
         self._request_timeout_s = request_timeout_s or math.inf
 
     def add(self, rid: str) -> None:
-        """A request arrived, at the time of the last tick (or of the first)."""
+        """Record the arrival of a request, at the time of the last tick (or of the first)."""
         self._to_start[rid] = self._to_finish[rid] = self._now_s or 0.0
 
     def forget(self, rid: str) -> None:
-        """A request ended."""
         self._to_start.pop(rid, None)
         self._to_finish.pop(rid, None)
 
     def needs_tick(self, now_s: float) -> bool:
-        """Whether a tick would do more than to tell the time."""
+        """Return whether a tick would do more than advance the time."""
         if self._now_s is None:
             has_limit = min(self._waiting_timeout_s, self._request_timeout_s) < math.inf
             return has_limit and bool(self._to_finish)
@@ -58,7 +57,7 @@ class Deadlines:
         )
 
     def tick(self, now_s: float) -> Expired:
-        """Time goes on to `now_s`, never back; answers each expiry once."""
+        """Advance the time to `now_s`, never back; return each expiry once."""
         if self._now_s is None:
             self._to_start = dict.fromkeys(self._to_start, now_s)
             self._to_finish = dict.fromkeys(self._to_finish, now_s)

@@ -1,12 +1,12 @@
-"""Which running requests draft tokens in a step, and how many: by how useful their drafts were.
+"""Chooses the running requests that draft tokens in a step, and the number of drafts, by the
+success of their recent drafts.
 
-A draft that is not accepted costs a query token for nothing, so a request whose recent drafts
-brought little pauses drafting, and longer each time that trying again fails. The statistics are
-columns of the running rows (`draft_gain`, `draft_from_len`, `draft_pause`); the executor chooses
-the drafts themselves.
+A rejected draft wastes a query token, so a request with few accepted drafts pauses drafting, and
+longer each time that another try fails. The statistics are columns of the running rows
+(`draft_gain`, `draft_from_len`, `draft_pause`); the executor chooses the drafts themselves.
 
-An output that is held to a grammar drafts what the grammar leaves no other way to, and nothing
-else: which tokens may follow a guess is not known before the guess is.
+An output held to a grammar drafts only the tokens that the grammar forces: the tokens allowed after
+a guess depend on the guess.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from sgl_jax.core.step_plan import NO_DRAFT, Int32Array, RowIndex
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
-# Of each new result in the moving average of accepted tokens per step.
+# The weight of each new result in the moving average of accepted tokens per step.
 _WEIGHT = 0.3
 # Below this many accepted tokens per step, as a share of those drafted, drafting pauses.
 _USEFUL_SHARE = 0.1
@@ -23,14 +23,14 @@ _LONGEST_PAUSE = 64
 
 
 def start_drafting(running: RowColumns, row: int, most: int) -> None:
-    """A request starts in `row`, be it after a retract: it drafts until it proves useless."""
+    """Start drafting for a request in `row`, also after a retract, until it proves useless."""
     running.draft_gain[row] = most
     running.draft_from_len[row] = 0
     running.draft_pause[row] = _FIRST_PAUSE
 
 
 def choose_drafts(running: RowColumns, rows: RowIndex, most: int) -> Int32Array:
-    """How many tokens each of `rows` drafts, int32[len(rows)]: `most` or none, and no more than it
+    """The number of drafts of each of `rows`, int32[len(rows)]: `most` or none, and no more than it
     may still generate."""
     is_drafting = running.known_len[rows] >= running.draft_from_len[rows]
     longest = running.planned_len[rows] + running.unread_drafts[rows] + 1
@@ -42,11 +42,12 @@ def choose_drafts(running: RowColumns, rows: RowIndex, most: int) -> Int32Array:
 def choose_expected(
     running: RunningRows, rows: RowIndex, most: int
 ) -> tuple[Int32Array, Int32Array] | None:
-    """Of outputs held to grammars how many tokens each of `rows` drafts, int32[len(rows)], and
-    which, int32[len(rows), most], NO_DRAFT where there is none. None if no row drafts so."""
+    """The number of forced drafts of each of `rows`, int32[len(rows)], and the drafts,
+    int32[len(rows), most], NO_DRAFT beyond; for outputs held to grammars. None if no row has
+    any."""
     counts = np.zeros(len(rows), np.int32)
     drafts = np.full((len(rows), most), NO_DRAFT, np.int32)
-    # What a row will have is known only if all its drafts are read.
+    # The row's next tokens are certain only once all its drafts are read.
     is_sure = running.has_grammar[rows] & (running.unread_drafts[rows] == 0)
     for i in is_sure.nonzero()[0].tolist():
         row = int(rows[i])
@@ -63,7 +64,8 @@ def choose_expected(
 def learn_from_drafts(
     running: RowColumns, rows: RowIndex, drafted: Int32Array, accepted: Int32Array, most: int
 ) -> None:
-    """Results were read of rows that drafted `drafted` tokens each, and are counted as known."""
+    """Update the statistics of rows that drafted `drafted` tokens each, whose results were just
+    read."""
     tried = drafted > 0
     rows, drafted, accepted = rows[tried], drafted[tried], accepted[tried]
     gain = running.draft_gain[rows]

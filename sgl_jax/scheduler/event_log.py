@@ -13,11 +13,11 @@ from typing import BinaryIO, Self
 
 import msgspec
 
-from sgl_jax.scheduler.events import LAYOUT, Event, Started, Told, make_decoder, make_encoder
+from sgl_jax.scheduler.events import LAYOUT, Record, Started, make_decoder, make_encoder
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"sgl-jax events 3\n"
+MAGIC = b"sgl-jax events 4\n"
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = 1 << 30  # far more than any event; what claims more is no frame
 
@@ -46,10 +46,10 @@ class EventWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         return cls(os.fdopen(os.open(path, flags, 0o600), "wb"))
 
-    def write(self, event: Event | Told) -> None:
+    def write(self, record: Record) -> None:
         """Append one event."""
         if not self._has_ended:
-            self._append(_frame(self._encoder.encode(event)))
+            self._append(_frame(self._encoder.encode(record)))
 
     def close(self) -> None:
         """End the recording. What the disk has not taken so far is tried once more, and lost."""
@@ -95,8 +95,8 @@ class EventReader:
             raise RecordingError("the recording does not begin with the scheduler's sizes")
         self.started = started
 
-    def __iter__(self) -> Iterator[Event]:
-        """The events not read yet."""
+    def __iter__(self) -> Iterator[Record]:
+        """The records not read yet."""
         while (payload := self._next_frame()) is not None:
             try:
                 event = self._decoder.decode(payload)

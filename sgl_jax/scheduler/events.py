@@ -1,7 +1,7 @@
-"""What the scheduler is told and what it answers, as values that can be written to a file.
+"""Events that a scheduler handles, and records of its decisions, in the form of a recording.
 
-One struct for each event, tagged by its class name or by the method that is told it. Arrays travel
-as (dtype, shape, bytes).
+Requests and calls about sessions are events as they are. Every other event is a struct tagged by
+its class name. Arrays travel as (dtype, shape, bytes).
 """
 
 import re
@@ -35,105 +35,59 @@ from sgl_jax.core.step_plan import (
     StatePlan,
     StepPlan,
 )
-from sgl_jax.scheduler.scheduler import Scheduler
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """The first event: how the scheduler was made."""
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """A grammar forces `tokens` int32[n] of a request from position `first` on."""
 
-    sizes: EngineSizes
-    args: SchedulerArgs
-    max_passed_over: int
-
-
-class Told(msgspec.Struct, frozen=True):
-    """Something that a scheduler is told: the tag of each kind names the method of `Scheduler`,
-    and its fields are the arguments."""
-
-    def tell(self, scheduler: Scheduler) -> Any:
-        """Tell it; answers what it answers."""
-        return getattr(scheduler, str(self.__struct_config__.tag))(*msgspec.structs.astuple(self))
-
-
-class Submitted(Told, frozen=True, tag="submit"):
-    message: GenerateRequest
-
-
-class Refused(Told, frozen=True, tag="refuse"):
-    message: GenerateRequest
-    text: str
-    status_code: int
-
-
-class Aborted(Told, frozen=True, tag="abort"):
-    message: AbortRequest
-
-
-class Stopped(Told, frozen=True, tag="stop"):
-    message: StopRequest
-
-
-class Expected(Told, frozen=True, tag="expect"):
     rid: str
     first: int
     tokens: Int32Array
 
 
-class AwaitedPrograms(Told, frozen=True, tag="await_programs"):
+class AwaitPrograms(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class ProgramsReady(Told, frozen=True, tag="programs_ready"):
+class ProgramsReady(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-class AskedSession(Told, frozen=True, tag="session"):
-    message: SessionMessage
-
-
-class Flushed(Told, frozen=True, tag="flush"):
+class Flush(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Paused(Told, frozen=True, tag="pause"):
+class Pause(msgspec.Struct, frozen=True, tag=True):
     mode: PauseMode
 
 
-class Resumed(Told, frozen=True, tag="resume"):
+class Resume(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class RetractedAll(Told, frozen=True, tag="retract_all"):
+class RetractAll(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Configured(Told, frozen=True, tag="configure"):
+class Configure(msgspec.Struct, frozen=True, tag=True):
     args: SchedulerArgs
     chunk_tokens: int
 
 
-class FailedAll(Told, frozen=True, tag="fail_all"):
+class FailAll(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Rebuilt(Told, frozen=True, tag="rebuild"):
+class Rebuild(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Ticked(Told, frozen=True, tag="tick"):
+class Tick(msgspec.Struct, frozen=True, tag=True):
     now_s: float
 
 
-class AnsweredSession(msgspec.Struct, frozen=True, tag=True):
-    """What `session` answered to the event before this."""
-
-    reply: Reply
-
-
-class Planned(msgspec.Struct, frozen=True, tag=True):
-    """What `plan` answered."""
-
-    plan: StepPlan | None
+class PlanStep(msgspec.Struct, frozen=True, tag=True):
+    pass
 
 
 class ResultRead(msgspec.Struct, frozen=True, tag=True):
@@ -141,10 +95,56 @@ class ResultRead(msgspec.Struct, frozen=True, tag=True):
     results: tuple[RankResult, ...]
 
 
-class TookOutputs(msgspec.Struct, frozen=True, tag=True):
-    """What `take_outputs` answered; not recorded when there was nothing."""
+class TakeOutputs(msgspec.Struct, frozen=True, tag=True):
+    pass
 
-    outputs: OutputBatch
+
+Event: TypeAlias = (
+    GenerateRequest
+    | AbortRequest
+    | StopRequest
+    | SessionMessage
+    | Expect
+    | AwaitPrograms
+    | ProgramsReady
+    | Flush
+    | Pause
+    | Resume
+    | RetractAll
+    | Configure
+    | FailAll
+    | Rebuild
+    | Tick
+    | PlanStep
+    | ResultRead
+    | TakeOutputs
+)
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The first record: the arguments of the scheduler."""
+
+    sizes: EngineSizes
+    args: SchedulerArgs
+    max_passed_over: int
+
+
+class SessionReply(msgspec.Struct, frozen=True, tag=True):
+    """The reply to the session message before this."""
+
+    reply: Reply
+
+
+class Planned(msgspec.Struct, frozen=True, tag=True):
+    """The plan made for the `PlanStep` before this."""
+
+    plan: StepPlan | None
+
+
+class OutputsTaken(msgspec.Struct, frozen=True, tag=True):
+    """The outputs returned to the `TakeOutputs` before this."""
+
+    outputs: OutputBatch | None
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
@@ -153,37 +153,14 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-class Noted(msgspec.Struct, frozen=True, tag=True):
-    """Nothing the scheduler was told, but something a reader of the recording should know."""
+class Note(msgspec.Struct, frozen=True, tag=True):
+    """No event: a text for the reader of the recording."""
 
     text: str
 
 
-Event: TypeAlias = (
-    Started
-    | Submitted
-    | Refused
-    | Aborted
-    | Stopped
-    | Expected
-    | AwaitedPrograms
-    | ProgramsReady
-    | AskedSession
-    | AnsweredSession
-    | Flushed
-    | Paused
-    | Resumed
-    | Configured
-    | RetractedAll
-    | FailedAll
-    | Rebuilt
-    | Ticked
-    | Planned
-    | ResultRead
-    | TookOutputs
-    | Raised
-    | Noted
-)
+Decision: TypeAlias = SessionReply | Planned | OutputsTaken | Raised
+Record: TypeAlias = Event | Decision | Started | Note
 
 
 # These are recorded by position: a file is only read by code with the same fields.
@@ -200,13 +177,13 @@ LAYOUT = "; ".join(
 
 
 def make_encoder() -> msgspec.msgpack.Encoder:
-    """Encodes events, arrays and all."""
+    """An encoder of records, arrays included."""
     return msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
-def make_decoder() -> msgspec.msgpack.Decoder[Event]:
-    """Decodes what `make_encoder` encoded."""
-    return msgspec.msgpack.Decoder(Event, dec_hook=_decode_array)
+def make_decoder() -> msgspec.msgpack.Decoder[Record]:
+    """The inverse of `make_encoder`."""
+    return msgspec.msgpack.Decoder(Record, dec_hook=_decode_array)
 
 
 def _encode_array(value: Any) -> Any:
@@ -219,7 +196,7 @@ def _encode_array(value: Any) -> Any:
 
 def _decode_array(kind: type, value: Any) -> Any:
     dtype, shape, data = value
-    # Of other texts numpy makes what it can, by parsing them as Python.
+    # numpy would parse any other text as Python.
     if not re.fullmatch("[<|][biuf][1248]", dtype):
         raise ValueError(f"an array of an unknown dtype, {dtype!r}")
     return np.frombuffer(data, dtype).reshape(shape)

@@ -1,10 +1,9 @@
-"""Retracts that no shortage asked for, so that tests meet them often (`--test-retract`).
+"""Retracts without a shortage, so that tests meet them often (`--test-retract`).
 
-Every `interval` steps each rank gives up half of the requests that it may: those that decode,
-those in the middle of a chunked prefill, and those that only wait for their last result. The
-choice depends on the count of steps alone. Must never take a request that gained nothing since it
-was last retracted: so every request gets on, even without a prefix cache and with chunks of a
-token.
+Every `interval` steps each rank gives up half of the allowed requests, whether they decode, are in
+the middle of a chunked prefill, or wait for their last result. The choice depends on the count of
+steps alone. Must never take a request that gained nothing since its last retract: so every request
+advances, even without a prefix cache and with chunks of a token.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from sgl_jax.scheduler.request import Request
 
 
 class ForcedRetract:
-    """When to retract, and which requests; does nothing unless `args` have an interval."""
+    """Chooses when to retract, and which requests; does nothing unless `args` have an interval."""
 
     def __init__(self, args: SchedulerArgs) -> None:
         self._interval = args.retract_interval
@@ -23,7 +22,8 @@ class ForcedRetract:
         self._next_step = self._interval
 
     def take(self, ranks: Sequence[RankScheduler], num_steps: int) -> list[Request]:
-        """Retract what is due once `num_steps` steps were planned; the caller queues it again."""
+        """Retract the due requests once `num_steps` steps were planned; the caller queues them
+        again."""
         if self._interval == 0 or num_steps < self._next_step:
             return []
         self._next_step = num_steps + self._interval
@@ -31,14 +31,14 @@ class ForcedRetract:
         return [rank.retract(row, "forced") for rank in ranks for row in _victims(rank, turn)]
 
     def may_start(self, ranks: Sequence[RankScheduler]) -> bool:
-        """Whether a request may start while so many run on `ranks` as do."""
+        """Return whether a request may start beside the requests that run on `ranks`."""
         if self._interval == 0 or self._most_running == 0:
             return True
         return sum(len(rank.running) for rank in ranks) <= self._most_running
 
 
 def _victims(rank: RankScheduler, turn: int) -> list[int]:
-    """Half (rounded up) of the rows that may be taken, going on where the last turn ended."""
+    """Half (rounded up) of the rows that may be taken, continuing from the end of the last turn."""
     running = rank.running
     rows = []
     for row in running.active.tolist():

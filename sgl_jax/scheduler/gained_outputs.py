@@ -1,7 +1,7 @@
-"""What requests have gained since the outputs were taken last.
+"""The outputs of requests since the last take.
 
-Most rows gain one plain token in most steps, and from one step to the next they are mostly the
-same rows. So the ids of a rank's requests are listed once, and again only when they change.
+Most rows gain one plain token in most steps, and mostly the same rows do in successive steps. So
+the ids of a rank's requests are listed once, and again only when they change.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ class GainedOutputs:
     def add_plain(
         self, ranks: Ranks, rows: RowIndex, bounds: Sequence[int], tokens: Int32Array
     ) -> None:
-        """Each of the joint `rows` gained one of `tokens` and nothing else.
+        """Add one of `tokens` and nothing else to each of the joint `rows`.
 
-        Those of rank k are `rows[bounds[k] : bounds[k + 1]]`.
+        Rank k's rows are `rows[bounds[k] : bounds[k + 1]]`.
         """
         for k, (first, end) in enumerate(pairwise(bounds)):
             listed, active = self._listed[k], ranks.ranks[k].running.active
             wanted = rows[first:end].tobytes()
-            # `active` is another array as soon as a request comes or goes.
+            # `active` becomes another array at each arrival or departure of a request.
             if listed.active is not active or listed.rows != wanted:
                 rids = ranks.running.rids[rows[first:end]].tolist()
                 listed = self._listed[k] = _ListedRows(active, wanted, rids)
@@ -51,9 +51,12 @@ class GainedOutputs:
         """Only `outputs` are left of what was gained."""
         self.outputs, self._rids, self._tokens = outputs, [], []
 
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self._rids)
+
     def take(self) -> OutputBatch | None:
         """All of it, once; None if nothing."""
-        if not self.outputs and not self._rids:
+        if not self:
             return None
         batch = OutputBatch(self.outputs, self._rids, b"".join(self._tokens))
         self.clear_to([])

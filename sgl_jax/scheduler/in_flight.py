@@ -1,14 +1,14 @@
 """Prefixes that running requests are computing now, so that others can wait for them and read.
 
-What a running request has computed is on its rank's tree as soon as the step was launched. What it
-has still to compute of its prompt is its share in flight: a waiting request whose tokens go on
-alike can wait for that instead of computing it a second time.
+The computed tokens of a running request are on its rank's tree as soon as the step was launched.
+The rest of its prompt is its share in flight: a waiting request with the same tokens can wait for
+it instead of computing it a second time.
 
-The wait is worth it if it saves no fewer prompt tokens than it loses. It saves the shared tokens,
-once for each request that would otherwise start in this step and compute them: as many as wait at
-the same place of the tree, while the step has room. It loses that room, but no more than the price
-of a step: a step that computes less is over sooner. A request whose prompt the step cannot
-complete gets its first token no later by the wait.
+The wait pays if it saves at least as many prompt tokens as it loses. It saves the shared tokens,
+once for each request that would otherwise start in this step and compute them: the requests waiting
+at the same place of the tree, while the step has room. It loses that room, but at most the price of
+a step, since a step that computes less ends sooner. A request whose prompt the step cannot complete
+gets its first token no later by the wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,25 @@ from sgl_jax.mem_cache.prefix_cursor import PrefixCursor, common_prefix_len
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 
-# A step takes as much time as this share of its prompt tokens, beside the tokens that it computes.
+# A step's fixed time equals the time of `chunk_size` / `_STEP_PRICE_PART` prompt tokens.
 _STEP_PRICE_PART = 8
 
 
 class Leader(NamedTuple):
-    """A running request, by its row, and how many of another's tokens it will have computed."""
+    """A running request, by its row, and the number of another's tokens it will have computed."""
 
     row: int
     length: int
 
 
 class InFlight:
-    """The prefixes that prefilling requests of one rank have still to compute, as of one step.
+    """The remaining prompts of one rank's prefilling requests, as of one step.
 
     Args:
         rank: with the running requests.
-        rows: of those, oldest first.
+        rows: of the prefilling requests, oldest first.
         chunk_size: prompt tokens of a step.
-        num_tokens_left: those that the step has left for a request of a priority.
+        num_tokens_left: the tokens that the step has left for a request of a priority.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class InFlight:
         self._num_tokens_left = num_tokens_left
         self._page_size = rank.memory.page_size
         self._step_price = chunk_size // _STEP_PRICE_PART
-        # By the tree's node where the row's published part ends, and the key of what comes next.
+        # By the tree's node at the end of the row's published part, and the key of the next page.
         self._rows: dict[tuple[int, bytes], int] = {}
-        # Rows that go on as another does at first: by that row, the tokens they share, and the
-        # page that comes next.
+        # Rows that share the beginning of another row's tokens: by that row, the number of shared
+        # tokens, and the key of the next page.
         self._branches: dict[tuple[int, int, bytes], int] = {}
         for row in rows:
             self.add(row)
 
     def add(self, row: int) -> None:
-        """A request prefills in `row`; of two that go on alike, the leader is that of the higher
-        priority, else the first."""
+        """Add the request that prefills in `row`; of two with a shared beginning, the one of higher
+        priority leads, else the first."""
         rank, memory = self._rank, self._rank.memory
         request, lease = rank.running.request(row), memory.leases[row]
         if request.kept_len:
-            return  # a later turn of a session publishes nothing before it has succeeded
+            return  # a later turn of a session publishes only after it succeeds
         tokens, start = self._tokens(row), lease.cache_protected_len
         if len(tokens) < start + self._page_size:
             return
@@ -80,7 +80,7 @@ class InFlight:
             self._add_branch(first, row, start)
 
     def _add_branch(self, first: int, row: int, start: int) -> None:
-        """`row` goes on as `first` does behind their first `start` tokens."""
+        """`row` continues as `first` does behind their first `start` tokens."""
         tokens = self._tokens(row)
         other, shared = self._furthest(first, tokens, start)
         page = tokens[shared : shared + self._page_size]
@@ -88,15 +88,16 @@ class InFlight:
             self._branches[other, shared, page.tobytes()] = row
 
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
-        """The row computing more of `request`'s tokens than can be read now, if worth the wait.
+        """Return the row computing more of `request`'s tokens than the tree holds, if worth the
+        wait.
 
         Args:
             request: waiting.
             cursor: of its tokens on the rank's tree.
-            num_read: tokens that it would not compute if it started now.
+            num_read: tokens that it could read if it started now.
         """
         memory = self._rank.memory
-        if not memory.can_keep_state:
+        if not self._rows or not memory.can_keep_state:
             return None  # nothing could go on from where the row comes past
         for node, key in cursor.places():
             first = self._rows.get((node.node_id, key))
@@ -105,10 +106,10 @@ class InFlight:
             tokens = request.matchable()
             row, shared = self._furthest(first, tokens, node.end)
             if self._rank.running.priority[row] < request.priority:
-                continue  # others may get the step's prompt tokens before it, and hold it up
+                continue  # others may get the step's prompt tokens before it, and delay it
             length = shared // self._page_size * self._page_size
             num_saved = length - num_read
-            # Tokens that the row has published come no nearer to being read by a wait.
+            # A wait brings tokens that the row has already published no nearer.
             if length <= node.end or num_saved <= 0:
                 continue
             num_left = self._num_tokens_left(request.priority)
@@ -119,8 +120,8 @@ class InFlight:
         return None
 
     def _furthest(self, row: int, tokens: Int32Array, start: int) -> tuple[int, int]:
-        """The row that goes on longest as `tokens` do, and how many tokens they share: `row`, which
-        shares `start` and the next page, or one that goes on as it does at first."""
+        """Return the row with the longest beginning shared with `tokens`, and its length: `row`,
+        which shares `start` and the next page, or a branch of it."""
         while True:
             start += common_prefix_len(self._tokens(row)[start:], tokens[start:])
             page = tokens[start : start + self._page_size]
@@ -130,7 +131,7 @@ class InFlight:
             row = branch
 
     def _tokens(self, row: int) -> Int32Array:
-        """Those of the row's tokens that come at a step's pace: tokens that are scored come a
-        little at a time, which is not worth waiting for."""
+        """The row's tokens computed at a step's pace; scored tokens come a few at a time, so they
+        are not worth a wait."""
         running = self._rank.running
         return running.known_tokens(row)[: running.score_start[row]]

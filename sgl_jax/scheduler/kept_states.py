@@ -1,4 +1,4 @@
-"""What becomes of rows' states and snapshots between steps: `state_plan.py` says which are made."""
+"""Updates rows' states and snapshots between steps; `state_plan.py` chooses the new ones."""
 
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.release import publish_prefix
@@ -8,8 +8,7 @@ from sgl_jax.scheduler.ranks import Ranks
 
 
 def keep_up_with_rows(ranks: Ranks, rows: RowIndex, lens: Int32Array) -> None:
-    """Publish rows that have come past a multiple of the snapshot interval, and let go of
-    snapshots that a later one has taken the place of.
+    """Publish rows that crossed a snapshot interval; release superseded snapshots.
 
     `lens` are tokens that no result can take from the joint `rows` any more.
     """
@@ -30,13 +29,13 @@ def keep_up_with_rows(ranks: Ranks, rows: RowIndex, lens: Int32Array) -> None:
 
 
 def learn_starts(ranks: Ranks, rows: RowIndex, halves: Int32Array, lens: Int32Array) -> None:
-    """The result of a step was read: where the step after it went on is known now.
+    """Record where the next step continued, after reading the result of a step.
 
     Args:
         ranks: of the joint `rows`, which gained tokens.
         rows: int[n].
-        halves: int32[n] that the step wrote. One that followed wrote the others.
-        lens: int32[n] tokens that the rows have. The one that followed began with the last.
+        halves: int32[n] written by the step. The next step wrote the others.
+        lens: int32[n] tokens of the rows. The next step began with the last.
     """
     tables = ranks.tables
     has_followed = tables.kv_committed_len[rows] >= lens

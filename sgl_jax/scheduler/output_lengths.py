@@ -1,13 +1,13 @@
-"""How long outputs become: the chance that a request has not ended after so many tokens.
+"""The distribution of output lengths: the chance that a request has not ended after so many tokens.
 
-Lengths fall into buckets, eight to each doubling. For each class of requests (tenant, and the limit
-asked for, by doublings) two counts a bucket are kept: outputs that reached it, and those of them
-that ended there by themselves. Their ratio is the bucket's hazard, and the product of what the
-hazards leave is the chance to pass (Kaplan and Meier, 1958). So an output that was cut off, by its
-limit or its client, counts as far as it came, and so does one that still runs: the estimate moves
-long before the first long output has ended. Counts decay with each output that ends. Where a class
-has few, the hazards of all requests count; where these have few, a prior that knows no scale: an
-output that has come so far doubles its length with a chance of .7.
+Lengths fall into buckets, eight to each doubling. Each class of requests (tenant, and requested
+limit by doublings) keeps two counts per bucket: outputs that reached it, and outputs that ended
+there by themselves. Their ratio is the bucket's hazard, and the product of (1 - hazard) is the
+chance to pass (Kaplan and Meier, 1958). So an output that was cut off, by its limit or its client,
+counts as far as it came, and so does a running output: the estimate moves long before the first
+long output ends. Counts decay with each output that ends. Classes with few outputs use the hazards
+of all requests; if these are few, a scale-free prior applies: an output doubles its length with a
+chance of .7.
 """
 
 import numpy as np
@@ -20,13 +20,13 @@ from sgl_jax.scheduler.running_rows import RowColumns
 
 Float64Array = NDArray[np.float64]
 
-MAX_CLASSES = 256  # requests of any further class are of the class of all
+MAX_CLASSES = 256  # requests of any further class count in the class of all
 _ALL = 0
 _PER_DOUBLING = 8
 _NUM_DOUBLINGS = 22
-# An ended output counts half after some 90 more.
+# The weight of an ended output halves after some 90 more.
 _KEPT = 1 - 1 / 128
-# Outputs that a prior counts as many as.
+# A prior counts as this many outputs.
 _WEIGHT_OF_ALL = 8.0
 _WEIGHT_OF_PRIOR = 2.0
 _PRIOR_HAZARD = 0.0424  # 1 - 2 ** (-1 / 16)
@@ -35,8 +35,8 @@ _MAX_HAZARD = 0.99
 
 
 # Steps ahead for which needs are forecast: 0, 8, .. 24, 32, 40, .. 56, 64, 80, .. 112, 128, 160, ..
-# 1,024. Later steps are not planned for: memory that is idle for longer costs more than a retract,
-# which keeps all tokens.
+# 1,024. Later steps are not planned: memory that idles longer costs more than a retract, which
+# keeps all tokens.
 MOMENTS: IntpArray = np.concatenate(
     (np.arange(0, 32, 8), ((4 + np.arange(4)) << np.arange(3, 8)[:, None]).reshape(-1), [1024])
 )
@@ -50,15 +50,15 @@ def _bucket_starts() -> IntpArray:
 
 
 class OutputLengths:
-    """The estimate, of requests of all ranks."""
+    """The estimate, for requests of all ranks."""
 
     def __init__(self) -> None:
         self.starts = _bucket_starts()
         shape = (MAX_CLASSES, len(self.starts))
         # [class, bucket]: the chance to reach the bucket.
         self.survival: Float64Array = np.zeros(shape)
-        # [class, bucket, moment]: that so many steps follow from the bucket's first length, where
-        # `is_current`, [class, bucket]: it is computed when it is first read.
+        # [class, bucket, moment]: the chance that so many steps follow from the bucket's first
+        # length, computed when first read; `is_current`, [class, bucket], marks computed entries.
         self.chances: Float64Array = np.zeros((*shape, len(MOMENTS) - 1))
         self.is_current: BoolArray = np.zeros(shape, np.bool_)
         self._reached = np.zeros(shape)
@@ -79,13 +79,13 @@ class OutputLengths:
         return number
 
     def add(self, number: int, num_tokens: int, *, has_ended: bool) -> None:
-        """An output of class `number` is over. Not `has_ended`: it was cut off."""
+        """Count an ended output of class `number`; without `has_ended` it was cut off."""
         bucket = int(np.searchsorted(self.starts, num_tokens, "right")) - 1
         for each in {_ALL, number}:
             _count(self._reached[each], self._ended[each], bucket, has_ended)
 
     def update(self, running: RowColumns, rows: RowIndex) -> None:
-        """Compute `survival` anew, with what the running requests in `rows` have come to."""
+        """Compute `survival` anew, with the present lengths of the running requests in `rows`."""
         self.is_current[:] = False
         _update(
             running.length_class[rows],
@@ -104,7 +104,7 @@ class OutputLengths:
 
 @compiled("(float64[::1], float64[::1], int64, boolean)")
 def _count(reached: Float64Array, ended: Float64Array, bucket: int, has_ended: bool) -> None:
-    """One more output has come to `bucket`, and earlier ones count less."""
+    """Count an output that reached `bucket`, and decay earlier ones."""
     assert len(reached) == len(ended)
     assert 0 <= bucket < len(reached)
     for k in range(len(reached)):
@@ -130,8 +130,8 @@ def _update(
 ) -> None:
     """Compute the first `num_classes` lines of `survival`.
 
-    `classes` and `output_lens` are of the requests that run: they have reached all buckets before
-    the one that they are in, and ended in none.
+    `classes` and `output_lens` belong to the running requests: they have reached all buckets before
+    their present one, and ended in none.
     """
     num_buckets = len(starts)
     assert 0 < num_classes <= len(survival)
@@ -145,7 +145,7 @@ def _update(
         running[classes[i], bucket] += 1
         if classes[i] != 0:
             running[0, bucket] += 1
-    hazards = np.empty(num_buckets)  # of all
+    hazards = np.empty(num_buckets)  # of all classes
     for number in range(num_classes):
         passed = 0.0
         for k in range(num_buckets - 1, -1, -1):

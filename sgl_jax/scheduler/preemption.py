@@ -1,8 +1,8 @@
-"""Which running requests of a rank give way to a waiting one of higher priority.
+"""Chooses the running requests of a rank that give way to a waiting one of higher priority.
 
-A set of them is chosen by the pages that become available if all of it goes: a page that others
-read as well, of those that stay or of the request itself, frees nothing. The request that they give
-way to starts in the same step, so nothing else takes what they leave.
+A set is chosen by the pages that become available if all of it leaves: a page shared with a
+remaining request, or with the waiting one, frees nothing. The waiting request starts in the same
+step, so no other takes the freed pages.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _NO_PAGES = np.zeros(0, np.int32)
 
 
 class Preemption(NamedTuple):
-    """Rows of one rank that give way, and the tokens that they compute again."""
+    """Rows of one rank that give way, and the number of tokens they compute again."""
 
     rows: list[int]
     num_lost: int
@@ -31,7 +31,7 @@ class Preemption(NamedTuple):
 class Preemptible:
     """The running requests of one rank in one step, least important first.
 
-    Among requests of one priority those come first that cost least to compute again.
+    Within one priority, requests that cost least to recompute come first.
     """
 
     def __init__(self, rank: RankScheduler) -> None:
@@ -45,7 +45,7 @@ class Preemptible:
         self.most_pages = self._most_pages()
 
     def _most_pages(self) -> Int32Array:
-        """The pages for a request that all rows before each, and before the end, may give way to:
+        """The pages available to a request if all rows before each, and before the end, give way:
         int32[n + 1]. Rows of one priority give way together here."""
         freed, num_freed = FreedPages(self.rank.memory), 0
         most = np.zeros(len(self._rows) + 1, np.int32)
@@ -59,8 +59,8 @@ class Preemptible:
         return most
 
     def choose(self, request: Request, cursor: PrefixCursor, below: int) -> Preemption | None:
-        """The rows of a priority lower than `below` that must go for `request`, at least one; None
-        if it would not fit even without all of these."""
+        """The rows of a priority below `below` that must go for `request`, at least one; None if it
+        would not fit even without all of these."""
         memory = self.rank.memory
         freed, num_freed = FreedPages(memory, memory.prefix_pages(cursor)), 0
         num_needed = self.rank.num_pages_needed(request, cursor)
@@ -84,7 +84,7 @@ class Preemptible:
         return Preemption(chosen, int(lost.sum()))
 
     def _num_pages(self, num_freed: int, gone: Sequence[int]) -> int:
-        """Pages for another request when the rows `gone` have left `num_freed`."""
+        """Pages for another request once the rows `gone` have freed `num_freed`."""
         running = self.rank.running
         kept = running.active[~np.isin(running.active, gone)]
         reserved = self.rank.reserve.pages(self.rank.memory, running, kept, num_freed)
@@ -103,20 +103,20 @@ class FreedPages:
         self._num_ended[kept] = np.iinfo(np.int32).min // 2
 
     def add(self, lease: KVLease) -> int:
-        """`lease` ends: how many pages that frees."""
+        """End `lease`; return the number of pages that frees."""
         pages, num_locks = self._pages(lease)
         self._num_ended[pages] += 1
         return int(np.count_nonzero(self._num_ended[pages] == num_locks))
 
     def remove(self, lease: KVLease) -> int:
-        """`lease` does not end after all: how many pages that keeps in use."""
+        """Undo `add`; return the number of pages that stay in use."""
         pages, num_locks = self._pages(lease)
         num_kept = int(np.count_nonzero(self._num_ended[pages] == num_locks))
         self._num_ended[pages] -= 1
         return num_kept
 
     def _pages(self, lease: KVLease) -> tuple[Int32Array, Int32Array]:
-        """The pages that a lease lists, and how many leases must end to free each."""
+        """The pages that a lease lists, and the number of leases that must end to free each."""
         memory = self._memory
         pages = memory.by_pool(lease.pages(memory.page_size))[0]
         return pages, np.maximum(memory.locked[0].num_running_locks(pages), 1)

@@ -1,9 +1,9 @@
-"""The priorities of a set of requests, so that the extremes are known without a look at each."""
+"""Counts the priorities of a set of requests, for its lowest and highest without a scan."""
 
 
 class PriorityCounts:
-    """How many requests have each priority. Only when the last one of an extreme leaves, the next
-    is looked for among the priorities that are left.
+    """The number of requests of each priority. A scan over the priorities is needed only when the
+    last request of an extreme leaves.
 
     `lowest` and `highest` are None while there is no request.
     """
@@ -14,14 +14,12 @@ class PriorityCounts:
         self.highest: int | None = None
 
     def add(self, priority: int) -> None:
-        """A request joins."""
         count = self._counts.get(priority, 0)
         self._counts[priority] = count + 1
         if not count:
             self._find_extremes()
 
     def remove(self, priority: int) -> None:
-        """A request leaves."""
         self._counts[priority] -= 1
         if not self._counts[priority]:
             del self._counts[priority]
@@ -33,5 +31,5 @@ class PriorityCounts:
 
     @property
     def differ(self) -> bool:
-        """Whether not all are equal."""
+        """Return whether there are at least two priorities."""
         return len(self._counts) > 1

@@ -1,7 +1,7 @@
-"""Requests held back until the programs of their steps are compiled.
+"""Holds requests back until the programs of their steps are compiled.
 
-Only requests with a grammar draw in steps of their own. They stay out of the waiting queue, so they
-hold up nothing, preempt nothing and are not passed over.
+Only steps with a grammar need programs of their own. Held requests stay out of the waiting queue,
+so they block nothing, preempt nothing and are not passed over.
 """
 
 from collections.abc import Iterator
@@ -31,21 +31,19 @@ class ProgramGate:
         return request.rid in self._held
 
     def close(self) -> None:
-        """Hold requests with a grammar from now on."""
         self._is_open = False
 
     def open(self, error: str) -> list[Request]:
-        """Hold none any more; returns those that were held, first come first."""
+        """Stop holding requests; return the held ones in the order of arrival."""
         self._is_open, self.error = True, error
         return list(self._held.values())
 
     def holds(self, request: Request) -> bool:
-        """Hold `request` if it must wait; returns whether it must."""
+        """Hold `request` if it must wait; return whether it must."""
         if self._is_open or request.message.sampling.grammar is None:
             return False
         self._held[request.rid] = request
         return True
 
     def remove(self, request: Request) -> None:
-        """A request that is held leaves."""
         del self._held[request.rid]

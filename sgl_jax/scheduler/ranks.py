@@ -1,8 +1,8 @@
 """All ranks of the scheduler, with the rows of all of them as one range.
 
-What a step does to many rows of every rank alike is done once on columns over the rows of all
-ranks; the columns of a rank are views of these. Row r of rank k is row k * num_rows + r there,
-its *joint* row. Owns the columns; what is in them is decided elsewhere.
+Step work that is equal for many rows of all ranks runs once, on columns over the rows of all ranks;
+the columns of a rank are views of these. Row r of rank k is row k * num_rows + r there, its *joint*
+row. Owns the columns; other files decide their contents.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ import numpy as np
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.scheduler.output_lengths import OutputLengths
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.reserve import AdmissionReserve
+from sgl_jax.scheduler.reserve import AdmissionReserve, Forecast
 from sgl_jax.scheduler.running_rows import RowColumns
 from sgl_jax.scheduler.tenants import Tenants
 
@@ -47,17 +47,17 @@ class Ranks:
         self.num_rows = sizes.num_rows
         self.max_draft_tokens = sizes.max_draft_tokens
         self.num_generated_tokens = 0  # by requests of all ranks
-        self.num_drafted = 0  # tokens whose result was read, and of these:
-        self.num_accepted = 0  # past a stop as well
+        self.num_drafted = 0  # tokens with a read result, and of these:
+        self.num_accepted = 0  # including tokens past a stop
         self.memories = [rank.memory for rank in self.ranks]
-        # The rows of all running requests as `active` answers them, and each rank's.
+        # The rows of all running requests as returned by `active`, and each rank's.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
         self._active = self.join(self._active_parts)
 
     def join(self, rows: Sequence[RowIndex]) -> tuple[RowIndex, IntpArray]:
-        """The joint rows of each rank's `rows`, rank by rank, and where each rank's begin.
+        """Return the joint rows of each rank's `rows`, rank by rank, and their bounds.
 
-        Those of rank k lie in [bounds[k], bounds[k + 1]).
+        Rank k's rows lie in [bounds[k], bounds[k + 1]).
         """
         bounds = np.array([0, *accumulate(map(len, rows))])
         joint = np.concatenate(rows)
@@ -65,38 +65,42 @@ class Ranks:
         return joint, bounds
 
     def active(self) -> tuple[RowIndex, IntpArray]:
-        """The joint rows of all running requests, oldest first on each rank, as `join` answers."""
+        """The joint rows of all running requests, oldest first on each rank, as `join` returns
+        them."""
         parts = [rank.running.active for rank in self.ranks]
-        # A rank's rows are another array as soon as they change.
+        # A rank replaces its array of rows at each change.
         if any(part is not own for part, own in zip(parts, self._active_parts, strict=True)):
             self._active_parts, self._active = parts, self.join(parts)
         return self._active
 
     def update_output_lengths(self) -> None:
-        """Let the reserves heed what running requests have come to, and which outputs ended."""
+        """Update the reserves with the lengths of running requests and with ended outputs."""
         self.output_lengths.update(self.running, self.active()[0])
 
-    def num_reserved(self) -> list[int]:
-        """The pages that each rank leaves for the further output of its running requests."""
-        return self.reserve.pages_of_each(self.memories, self.tables, self.running, *self.active())
+    def forecast(self, is_counted: BoolArray) -> Forecast:
+        """The pages that ranks leave for the further output of their running requests, of those
+        that are counted."""
+        forecast = Forecast(self.reserve, self.memories, self.tables, self.running)
+        forecast.add(*self.active(), is_counted)
+        return forecast
 
     def soonest_ends(self) -> list[int | None]:
-        """In how many steps the first of each rank's running requests may end; None if it has
-        none. See `expected_steps_to_ends`."""
+        """The number of steps after which the first of each rank's running requests may end; None
+        without requests. See `expected_steps_to_ends`."""
         rows, bounds = self.active()
         running = self.running
         soonest = _soonest_ends(rows, bounds, running.max_len, running.planned_len).tolist()
         return [None if steps < 0 else steps for steps in soonest]
 
     def locate(self, joint_row: int) -> tuple[RankScheduler, int]:
-        """The rank of a joint row, and the row there."""
+        """The rank of a joint row, and its row there."""
         dp_rank, row = divmod(joint_row, self.num_rows)
         return self.ranks[dp_rank], row
 
 
 @compiled("(int64[::1], int64[::1], int64)")
 def _make_joint(rows: RowIndex, bounds: IntpArray, num_rows: int) -> None:
-    """Rows of ranks of `num_rows` rows each become joint rows, in place."""
+    """Turn rows of ranks of `num_rows` rows each into joint rows, in place."""
     assert bounds[len(bounds) - 1] == len(rows)
     for rank in range(len(bounds) - 1):
         for i in range(bounds[rank], bounds[rank + 1]):
@@ -108,7 +112,8 @@ def _make_joint(rows: RowIndex, bounds: IntpArray, num_rows: int) -> None:
 def _soonest_ends(
     rows: RowIndex, bounds: IntpArray, max_len: Int32Array, planned_len: Int32Array
 ) -> IntpArray:
-    """The least of each rank's `expected_steps_to_ends`, int64[ranks]; -1 where it has no row."""
+    """The least of each rank's `expected_steps_to_ends`, int64[ranks]; -1 for a rank without
+    rows."""
     soonest = np.full(len(bounds) - 1, -1, np.int64)
     assert bounds[len(bounds) - 1] == len(rows)
     for rank in range(len(soonest)):

@@ -21,7 +21,7 @@ from sgl_jax.sessions.streaming import StreamingSession
 
 
 class RequestState(enum.Enum):
-    """Where a request is. Retract leads from RUNNING back to WAITING."""
+    """The state of a request. A retract leads from RUNNING back to WAITING."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -29,7 +29,7 @@ class RequestState(enum.Enum):
 
 
 class Request:
-    """What the scheduler knows of one request; owned by the scheduler alone."""
+    """The scheduler's record of one request; owned by the scheduler alone."""
 
     __slots__ = (
         "arrival",
@@ -68,9 +68,9 @@ class Request:
         prompt: Int32Array | None = None,
         session: Session | None = None,
     ) -> None:
-        """`prompt` is the whole of it where that is more than the message's `input_ids`."""
-        # Its tokens are in `tokens`, for a ninth of the memory of a list of objects, which
-        # the garbage collector would also have to look through.
+        """`prompt` is the whole prompt if that is more than the message's `input_ids`."""
+        # `tokens` needs a ninth of the memory of a list of objects, which the garbage collector
+        # would also scan.
         self.message = replace(message, input_ids=[])
         self.rid = message.rid
         self.arrival = arrival  # order of arrival, kept over retracts
@@ -81,8 +81,8 @@ class Request:
         self.namespace = message.namespace if session is None else session.namespace
         self.priority = 0  # larger is more important; set by the scheduler if it uses priorities
         self.tenant = 0  # number of the tenant that it belongs to; set by the scheduler
-        # Id of the streaming session that keeps the lease at the end, and how much of the prompt
-        # is that session's history: if the turn fails, so much is kept.
+        # Id of the streaming session that keeps the lease at the end, and the part of the prompt
+        # that is that session's history: if the turn fails, the session keeps that part.
         self.kept_by: str | None = None
         self.kept_len = 0
         if isinstance(session, StreamingSession):
@@ -92,7 +92,7 @@ class Request:
         self.is_prompt_told = session is None  # then the client sent all of it
         # Follows the output in its grammar; made and read by the engine, which has grammars.
         self.matcher: Any = None
-        # Tokens that the grammar leaves no other way to, and the position of the first.
+        # Tokens that the grammar forces, and the position of the first.
         self.expected: tuple[int, Int32Array] = (0, np.zeros(0, np.int32))
         self.max_len = max_len  # prompt and output tokens at most
         self.state = RequestState.WAITING
@@ -101,41 +101,40 @@ class Request:
         self.dp_rank: int | None = message.dp_rank
         self.cached_tokens = 0
         self.num_retractions = 0
-        # Tokens that were computed when it was retracted last, and those of them, over all
-        # retracts, that it computed again and has not matched by new ones.
+        # Tokens that were computed at the last retract, and the tokens, over all retracts, that
+        # were computed again and not yet matched by new ones.
         self.computed_len = 0
         self.num_lost = 0
-        # Prompt position whose log-probability is to be reported next; prompt_len when none is.
+        # Next prompt position whose log-probability is to be reported; prompt_len if none is.
         start = message.logprob_start_len
         self.logprob_next = self.prompt_len if start < 0 else min(start, self.prompt_len)
         self.pending_prompt_logprobs: list[TokenLogprobs] = []
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens known to the host, valid while waiting."""
+        """Generated tokens read by the host, valid while waiting."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def has_started(self) -> bool:
-        """Whether it ever had memory."""
         return self.state is RequestState.RUNNING or self.num_retractions > 0
 
     def tell_prompt_len(self) -> int | None:
-        """For its first output: tokens of the prompt of a session's turn. None afterwards."""
+        """The prompt length of a session's turn, for its first output; None afterwards."""
         if self.is_prompt_told:
             return None
         self.is_prompt_told = True
         return self.prompt_len
 
     def session_lease(self, memory: RankMemory) -> KVLease | None:
-        """The lease that its session keeps on a rank, if the request can go on with that."""
+        """The lease that its session keeps on a rank, if the request can resume from it."""
         lease = None if self.kept_by is None else memory.sessions.idle_lease(self.kept_by)
         if lease is None:
             return None
         length = min(lease.kv_committed_len, self.resumable_len)
         if self.resumable_len < lease.cache_protected_len or not memory.can_go_back(lease, length):
-            # More of it is the tree's than the turn may read, or a window has passed what it would
-            # see: it is matched anew instead.
+            # The tree owns more of it than the turn may read, or a window has passed needed pages:
+            # match the tree instead.
             return None
         return lease
 
@@ -161,9 +160,9 @@ def max_request_len(
 ) -> int:
     """Prompt and output tokens at most. Raises `InvalidRequestError` if it cannot be served.
 
-    `prompt_len` counts the history of a session, which the front did not know when it put in a
-    length that its client had not asked for: that gives way (`is_length_default`). `capacity` is
-    how many tokens that session may hold; 0 for no limit of its own.
+    `prompt_len` counts a session's history, which the front does not have when it sets a default
+    length: such a length is reduced (`is_length_default`). `capacity` is the session's limit of
+    tokens; 0 for none.
     """
     limit = min(sizes.max_request_tokens, capacity or sizes.max_request_tokens)
     if prompt_len == 0:

@@ -1,7 +1,8 @@
-"""Which running requests want tokens from the next step, and slots for those that decode.
+"""Selects the running requests that need tokens from the next step, and reserves slots for decode
+rows.
 
-The first part of planning a step, done for the rows of all ranks at once. On a rank where memory
-does not suffice, nothing is reserved here: what gives way is decided in `step_builder.py`.
+The first part of planning a step, done for the rows of all ranks at once. On a rank with too little
+memory, nothing is reserved here: `step_builder.py` chooses the rows that give way.
 """
 
 from typing import Any, NamedTuple
@@ -19,16 +20,16 @@ from sgl_jax.scheduler.running_rows import NOT_SCORED, RowColumns
 
 
 class Runnable(NamedTuple):
-    """The rows of one rank that want tokens, oldest first."""
+    """The rows of one rank that need tokens, oldest first."""
 
-    decoding: RowIndex  # want one token, without drafts
-    has_slots: bool  # whether a slot is reserved for each of these; else for none
-    prefilling: list[int]  # want more, or are scored
-    num_prefill_tokens: int  # that these want, in this step or later
+    decoding: RowIndex  # need one token, without drafts
+    has_slots: bool  # whether every decode row has a slot; else none has
+    prefilling: list[int]  # need more, or are scored
+    num_prefill_tokens: int  # that these need, in this step or later
 
 
 def choose_runnable(ranks: Ranks) -> list[Runnable]:
-    """What runs on each rank; takes pages for the tokens of decode rows where it can."""
+    """Select each rank's rows; take pages for the tokens of decode rows if possible."""
     running, tables = ranks.running, ranks.tables
     rows, bounds = ranks.active()
     if ranks.has_windows:
@@ -68,15 +69,15 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
 
 
 class _Wanting(NamedTuple):
-    """Rows that want tokens, rank by rank: those of rank k lie in [bounds[k], bounds[k + 1])."""
+    """Rows that need tokens, rank by rank: rank k's rows lie in [bounds[k], bounds[k + 1])."""
 
-    decoding: RowIndex  # joint rows that want one token
+    decoding: RowIndex  # joint rows that need one token
     own_decoding: RowIndex  # the same, as rows of their ranks
     decode_ends: Int32Array  # `decode_ends` of these
     decode_bounds: IntpArray
-    own_prefilling: RowIndex  # that want more, or are scored, as rows of their ranks
+    own_prefilling: RowIndex  # that need more, or are scored, as rows of their ranks
     prefill_bounds: IntpArray
-    num_prefill_tokens: IntpArray  # [ranks] that these want
+    num_prefill_tokens: IntpArray  # [ranks] that these need
 
 
 @compiled(
@@ -92,10 +93,10 @@ def _rows_that_want(
     score_start: Int32Array,
     committed_len: Int32Array,
 ) -> tuple[Any, ...]:
-    """The fields of `_Wanting`, of the joint `rows` of ranks of `num_rows` rows each.
+    """The fields of `_Wanting`, for the joint `rows` of ranks of `num_rows` rows each.
 
-    A row whose last permitted token was sampled, or may have been, waits for its result: it wants
-    nothing.
+    A row whose last permitted token was sampled, or may have been, waits for its result: it needs
+    no token.
     """
     num_ranks = len(bounds) - 1
     decoding = np.empty(len(rows), np.int64)

@@ -1,15 +1,14 @@
 """The running requests as columns of arrays, indexed by row: of all ranks, and views for each.
 
-A decode step touches only these arrays, so its cost on the host hardly depends on how many
-requests run. Rows are those of the rank's `ReqToTokenPool`. The arrays are the host's own: a
-step plan gets copies.
+A decode step touches only these arrays, so its cost on the host hardly depends on the number of
+running requests. Each rank indexes them by its `ReqToTokenPool` rows. The arrays are the host's
+own: a step plan gets copies.
 
     0         prompt_len        known_len        planned_len         + unread_drafts     max_len
     |  prompt  |  output, read   |  sampled by launched steps, not read yet  |  perhaps  |
 
-A launched step adds one token for certain, and as many more as it accepts of its drafts: until its
-result is read, the row's length is known only to lie between `planned_len` and `planned_len` +
-`unread_drafts`.
+A launched step adds one token for certain, and one for each accepted draft: until its result is
+read, the row's length lies between `planned_len` and `planned_len` + `unread_drafts`.
 """
 
 import mmap
@@ -28,17 +27,17 @@ from sgl_jax.scheduler.request import Request
 NO_TOKEN = -1
 TOKEN_BLOCK = 64  # tokens that are written to a row's table together
 NOT_SCORED = np.iinfo(np.int32).max
-# How a request ends: not yet, because it has as many tokens as it may have, or by a stop token.
+# The end of a request: not yet, at its longest permitted length, or by a stop token.
 GOES_ON, TOO_LONG, STOPPED = 0, 1, 2
 
 
 @dataclass(eq=False)
 class RowColumns:
-    """What the scheduler knows of n rows; those of a rank are views of all ranks' columns."""
+    """The scheduler's records of n rows; a rank's columns are views of all ranks' columns."""
 
     tokens: Int32Array  # [n, max_context_len, in whole blocks]; the last block may lack the latest
-    # At p % TOKEN_BLOCK the token at position p, of the last positions. A token a step for each row
-    # goes here, close together, where their places in `tokens` are far apart.
+    # The token at position p is at p % TOKEN_BLOCK, for the last positions. Each step writes a
+    # token for each row close together here; their places in `tokens` are far apart.
     latest: Int32Array  # [n, TOKEN_BLOCK]
     known_len: Int32Array  # [n], as all that follow
     planned_len: Int32Array
@@ -49,25 +48,25 @@ class RowColumns:
     regained_len: Int32Array  # at which it has gained as many tokens as it lost by retracts
     length_class: Int32Array  # of its output: see `output_lengths.py`
     priority: NDArray[np.int64]
-    tenant: Int32Array  # number of the tenant that the request belongs to
-    stop_ids: Int32Array  # [n, MAX_STOP_TOKEN_IDS], NO_TOKEN where there are fewer
+    tenant: Int32Array  # number of the request's tenant
+    stop_ids: Int32Array  # [n, MAX_STOP_TOKEN_IDS], padded with NO_TOKEN
     has_grammar: BoolArray
     return_logprob: BoolArray
     top_logprobs_num: Int32Array
     num_logprob_ids: Int32Array
-    # Prompt position from which on the successors' log-probabilities are wanted; NOT_SCORED
-    # where none are, or all have been planned.
+    # Prompt position from which the successors' log-probabilities are requested; NOT_SCORED if none
+    # are, or all have been planned.
     score_start: Int32Array
-    # How useful drafts were: see `draft_policy.py`.
+    # The success of drafts: see `draft_policy.py`.
     draft_gain: Float32Array  # accepted tokens per step, a moving average
-    draft_from_len: Int32Array  # no drafts before so many tokens are known
-    draft_pause: Int32Array  # tokens without drafts, next time that they prove useless
+    draft_from_len: Int32Array  # no drafts before the known length reaches this
+    draft_pause: Int32Array  # length of the next pause in drafting, in tokens
     is_unsent: BoolArray  # nothing sent yet: the first output carries more than a token
     rids: np.ndarray  # object[n] of str
 
     @classmethod
     def empty(cls, num_rows: int, max_context_len: int) -> "RowColumns":
-        """Columns of `num_rows` rows that nothing runs in."""
+        """Columns of `num_rows` free rows."""
         lens = np.zeros((10, num_rows), np.int32)
         return cls(
             tokens=_zeros(num_rows, -(-max_context_len // TOKEN_BLOCK) * TOKEN_BLOCK),
@@ -96,7 +95,6 @@ class RowColumns:
         )
 
     def part(self, rows: slice) -> "RowColumns":
-        """Views of some of the rows."""
         return RowColumns(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def append(
@@ -112,17 +110,17 @@ class RowColumns:
     ) -> "Gains":
         """Append each row's new tokens, up to the one that ends its request.
 
-        What a step accepted beyond that token is overshoot and forgotten here; its KV is freed with
-        the lease, which offers the cache no more than the known tokens.
+        Accepted tokens beyond that one are overshoot and dropped here; their KV is freed with the
+        lease, which offers the cache no more than the known tokens.
 
         Args:
             rows: int[n], of a launched step, rank by rank.
-            bounds: those of rank k are in [bounds[k], bounds[k + 1]).
+            bounds: rank k's rows are in [bounds[k], bounds[k + 1]).
             epochs: int32[n], of the rows at the launch.
-            samples: bool[n], rows of which a token was wanted.
-            epoch: int32 of every row now. Where it is another, the result is dropped.
+            samples: bool[n], rows that needed a token.
+            epoch: int32 of every row now. If it differs, the result is dropped.
             tokens: int32[n, w], each row's new tokens, then -1.
-            num_stop_ids: columns of `stop_ids` to look at.
+            num_stop_ids: columns of `stop_ids` to check.
         """
         gains = _append_tokens(
             rows,
@@ -144,7 +142,7 @@ class RowColumns:
         return Gains(*gains)
 
     def may_run(self, rows: RowIndex) -> BoolArray:
-        """Which of `rows` still need a step.
+        """Select the `rows` that still need a step.
 
         A row whose last permitted token was sampled, or may have been, waits for its result.
         """
@@ -153,16 +151,16 @@ class RowColumns:
         return is_open
 
     def expected_steps_to_ends(self, rows: RowIndex) -> Int32Array:
-        """In how many steps each of `rows` may end, if it generates half of what it still may."""
+        """Steps until each of `rows` may end, if it generates half of its remaining tokens."""
         steps: Int32Array = (self.max_len[rows] - self.planned_len[rows]) // 2
         return steps
 
 
 def _zeros(num_rows: int, num_columns: int) -> Int32Array:
-    """int32[num_rows, num_columns], which takes memory only where something is written.
+    """int32[num_rows, num_columns], which takes memory only for written pages.
 
-    The operating system zeroes it in small pages. It would zero an array of numpy's by 2 MiB, and
-    hold up the step that first writes there by milliseconds.
+    The operating system zeroes it in small pages. It would zero a numpy array by 2 MiB, and delay
+    the first step that writes there by milliseconds.
     """
     memory = mmap.mmap(-1, num_rows * num_columns * np.dtype(np.int32).itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -171,14 +169,14 @@ def _zeros(num_rows: int, num_columns: int) -> Int32Array:
 
 
 class Gains(NamedTuple):
-    """What the n rows of a launched step gained."""
+    """The new tokens of the n rows of a launched step."""
 
-    counts: Int32Array  # [n] tokens, 0 where the result is dropped or none was wanted
+    counts: Int32Array  # [n] tokens, 0 if the result is dropped or no token was needed
     ends: NDArray[np.int8]  # [n] GOES_ON, TOO_LONG or STOPPED
-    detailed: IntpArray  # indices of rows that gained something, and not just one plain token
-    plain_rows: RowIndex  # the others that gained something: their rows,
+    detailed: IntpArray  # indices of rows that gained tokens, and not just one plain token
+    plain_rows: RowIndex  # the other rows that gained tokens: their rows,
     plain_tokens: Int32Array  # the token of each,
-    plain_bounds: IntpArray  # [ranks + 1] and where each rank's begin
+    plain_bounds: IntpArray  # [ranks + 1] and each rank's bounds
     num_tokens: int
 
 
@@ -204,7 +202,8 @@ def _append_tokens(
     is_unsent: BoolArray,
     return_logprob: BoolArray,
 ) -> tuple[Any, ...]:
-    """The fields of `Gains`; the first five are as `RowColumns.append` has them, others columns."""
+    """The fields of `Gains`; the first five parameters are as in `RowColumns.append`, others
+    columns."""
     num_rows, width = new_tokens.shape
     assert len(rows) == len(epochs) == len(samples) == num_rows == bounds[-1]
     assert num_stop_ids <= stop_ids.shape[1]
@@ -274,13 +273,12 @@ class RunningRows(RowColumns):
         return len(self.active)
 
     def request(self, row: int) -> Request:
-        """The request that holds `row`."""
         request = self.requests[row]
         assert request is not None, f"row {row} is not running"
         return request
 
     def add(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
-        """Let `request`, with all its known tokens, run in `row`."""
+        """Run `request`, with all its known tokens, in `row`."""
         sampling, count = request.message.sampling, len(request.tokens)
         self.tokens[row, :count] = request.tokens
         last_block = count // TOKEN_BLOCK * TOKEN_BLOCK
@@ -310,7 +308,7 @@ class RunningRows(RowColumns):
         self.active = np.concatenate((self.active, (row,)))
 
     def remove(self, row: int) -> Int32Array:
-        """Take a request out of its row; returns a copy of its known tokens."""
+        """Take a request out of its row; return a copy of its known tokens."""
         tokens = self.known_tokens(row).copy()
         self.priorities.remove(int(self.priority[row]))
         self.requests[row] = None
@@ -319,7 +317,7 @@ class RunningRows(RowColumns):
         return tokens
 
     def known_tokens(self, row: int) -> Int32Array:
-        """The tokens of `row` the host knows, int32[known_len]; a view."""
+        """The known tokens of `row`, int32[known_len]; a view."""
         count = int(self.known_len[row])
         last_block = count // TOKEN_BLOCK * TOKEN_BLOCK
         self.tokens[row, last_block:count] = self.latest[row, : count - last_block]

@@ -1,9 +1,8 @@
 """Decides what every rank computes in each step, and what the results mean.
 
-The scheduler is a function of its event stream: messages (`submit`, `abort`, `stop`, `flush`,
-`pause`, `resume`), programs of the device (`await_programs`, `programs_ready`), the time (`tick`),
-planned steps (`plan`) and results (`apply_result`). It reads no clock and draws nothing at random,
-so several hosts can run it in lockstep and a run can be replayed.
+The scheduler is a function of its event stream (`handle`; `events.py` lists the events): requests,
+calls, programs of the device, the time, planned steps and results. It reads no clock and draws
+nothing at random, so several hosts can run it in lockstep and a run can be replayed.
 
 The caller launches what `plan` returns, and may plan and launch the next step before it applies
 the result of the last: input tokens come from the device, so nothing waits for the host.
@@ -11,6 +10,7 @@ the result of the last: input tokens come from the device, so nothing waits for 
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any, assert_never
 
 from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -21,6 +21,7 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     OutputBatch,
     PauseMode,
+    Question,
     Reply,
     RequestOutput,
     SessionMessage,
@@ -33,6 +34,23 @@ from sgl_jax.mem_cache.memory_view import MemoryView
 from sgl_jax.scheduler.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
 from sgl_jax.scheduler.deadlines import Deadlines
+from sgl_jax.scheduler.events import (
+    AwaitPrograms,
+    Configure,
+    Event,
+    Expect,
+    FailAll,
+    Flush,
+    Pause,
+    PlanStep,
+    ProgramsReady,
+    Rebuild,
+    ResultRead,
+    Resume,
+    RetractAll,
+    TakeOutputs,
+    Tick,
+)
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.program_gate import ProgramGate
@@ -106,35 +124,80 @@ class Scheduler:
         self._finished = 0
         self._timed_out = 0
         self._outputs = GainedOutputs(sizes.dp_size)
-        self._launched: dict[int, LaunchedRows] = {}  # by step id, until the result is read
+        # By step id, until the result is read.
+        self._launched: dict[int, tuple[StepPlan, LaunchedRows]] = {}
 
     # -- events -----------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> Any:
+        """Handle one event; returns the value of the method below that does it."""
+        match event:
+            case PlanStep():
+                return self.plan()
+            case ResultRead():
+                plan, _ = self._launched[event.step_id]
+                self.apply_result(plan, event.results)
+            case TakeOutputs():
+                return self.take_outputs()
+            case Tick():
+                self.tick(event.now_s)
+            case GenerateRequest():
+                self.submit(event)
+            case AbortRequest():
+                self.abort(event)
+            case StopRequest():
+                self.stop(event)
+            case Question():
+                return self.session(event)
+            case Expect():
+                self.expect(event.rid, event.first, event.tokens)
+            case AwaitPrograms():
+                self.await_programs()
+            case ProgramsReady():
+                self.programs_ready(event.error)
+            case Configure():
+                self.configure(event.args, event.chunk_tokens)
+            case Flush():
+                return self.flush()
+            case Pause():
+                self.pause(event.mode)
+            case Resume():
+                self.resume()
+            case RetractAll():
+                self.retract_all()
+            case FailAll():
+                self.fail_all(event.reason)
+            case Rebuild():
+                self.rebuild(event.reason)
+            case _:
+                assert_never(event)
+        return None
 
     def submit(self, message: GenerateRequest) -> None:
         """A request arrives. One that cannot be served ends at once with a clear reason."""
         if message.rid in self._requests:
-            self.refuse(message, f"request id {message.rid!r} is already in use", 400)
+            self._refuse(message, f"request id {message.rid!r} is already in use", 400)
             return
         if len(self._requests) >= self._max_requests:
             text = (
                 f"the queue is full: --max-queued-requests ({self.args.max_queued_requests}) wait "
                 "beside those that run or can start"
             )
-            self.refuse(message, text, 503)
+            self._refuse(message, text, 503)
             return
         if not self._all_ranks.tenants.may_queue(message.tenant):
-            self.refuse(message, _too_many_queued(message), 429, "tenant_queue_full")
+            self._refuse(message, _too_many_queued(message), 429, "tenant_queue_full")
             return
         if self._gate.error and message.sampling.grammar is not None:
-            self.refuse(message, self._gate.error, 500)
+            self._refuse(message, self._gate.error, 500)
             return
         try:
             request = self._make_request(message)
         except InvalidRequestError as error:
-            self.refuse(message, str(error), 400, error.code, error.param)
+            self._refuse(message, str(error), 400, error.code, error.param)
             return
         except SessionsFullError as error:
-            self.refuse(message, str(error), 503, code="too_many_sessions")
+            self._refuse(message, str(error), 503, code="too_many_sessions")
             return
         self._arrivals += 1
         request.priority = self.args.importance(message.priority) - self._age()
@@ -146,7 +209,7 @@ class Scheduler:
         else:
             self._waiting.add(request)
 
-    def refuse(
+    def _refuse(
         self,
         message: GenerateRequest,
         text: str,
@@ -364,21 +427,23 @@ class Scheduler:
         ]
         for builder in builders:
             builder.grow_decoding()
-            self._end_unservable(builder)
+            if builder.unservable:
+                self._end_unservable(builder)
         if not taken and self._forced_retract.may_start(self.ranks):
             if self._steps % OUTPUT_LENGTHS_INTERVAL == 0:
                 self._all_ranks.update_output_lengths()
             self._admission.admit_into(self._all_ranks, builders, self._steps)
         for builder in builders:
             builder.choose_rows()
-            self._end_unservable(builder)
+            if builder.unservable:
+                self._end_unservable(builder)
             taken += builder.retracted + builder.preempted
         for request in taken:
             self._waiting.add(request)
         if all(builder.is_empty for builder in builders):
             return None
         plan, launched = build_plan(self._all_ranks, builders, self._steps)
-        self._launched[plan.step_id] = launched
+        self._launched[plan.step_id] = plan, launched
         self._steps += 1
         return plan
 
@@ -388,7 +453,8 @@ class Scheduler:
         For each its rank, its index in that rank's plan, its request, and what the host knows of
         its output, int32[n]: all of it, if the results of the steps before were applied.
         """
-        launched, running = self._launched[plan.step_id], self._all_ranks.running
+        _, launched = self._launched[plan.step_id]
+        running = self._all_ranks.running
         is_masked = launched.samples & running.has_grammar[launched.rows]
         is_masked &= self._all_ranks.tables.epoch[launched.rows] == launched.epochs
         for i in is_masked.nonzero()[0].tolist():
@@ -402,16 +468,21 @@ class Scheduler:
 
         Of a step from before `fail_all` or `rebuild`, nothing is any request's.
         """
-        launched = self._launched.pop(plan.step_id, None)
-        if launched is None:
+        if plan.step_id not in self._launched:
             return
+        _, launched = self._launched.pop(plan.step_id)
         for request in apply_result(self._all_ranks, plan, launched, results, self._outputs):
             self._forget(request, succeeded=True)
         if self.args.check_memory == "busy":
             self.check_balance()
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether `take_outputs` would return any."""
+        return bool(self._outputs)
+
     def take_outputs(self) -> OutputBatch | None:
-        """What requests gained since the last call; None if nothing."""
+        """The output that requests gained since the last call; None if there is none."""
         return self._outputs.take()
 
     # -- views ------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Which states the rows of a step go on from, which slots they write, and which states are kept.
+"""Plans the states of a step: the states its rows start from, the slots they write, and the
+snapshots.
 
-Of a prompt a snapshot is kept where another prompt may go on: at its last whole page, where it
-branches from what the tree holds, and at each multiple of the snapshot interval. Of what a row
-generates, the last at a multiple of the tail interval, and those at multiples of the snapshot
-interval. All as far as there are slots: a snapshot saves work, and nothing waits for one.
+A prompt keeps snapshots at positions where another prompt may continue: its last whole page, its
+branch from the tree, and each multiple of the snapshot interval. A generating row keeps the last
+snapshot at a multiple of the tail interval, and all at multiples of the snapshot interval.
+Snapshots are optional: if no slot is free, none is kept.
 """
 
 import numpy as np
@@ -23,7 +24,7 @@ def plan_states(
     q_lens: Int32Array,
     unread_drafts: Int32Array,
 ) -> StatePlan:
-    """The states of one rank's rows in a step; takes slots for those that are kept.
+    """Plan the states of one rank's rows in a step; take slots for the snapshots.
 
     Args:
         builder: of the rank's share of the step; decode rows come first.
@@ -42,8 +43,8 @@ def plan_states(
     num_decode = len(builder.decode_rows)
     ends = kv_starts + q_lens
     tables.state_half[rows] = halves
-    # After how many tokens the first of the states is that the step writes; where it is not known
-    # yet, the result of the step before tells it.
+    # The tokens before the first state that the step writes; with unread drafts, the result of the
+    # previous step gives it.
     is_decode = np.arange(len(rows)) < num_decode
     firsts = np.where(is_decode, kv_starts + 1, ends)
     tables.state_drafts[halves, rows] = np.where(is_decode, q_lens - 1, 0)
@@ -64,7 +65,7 @@ def plan_states(
 
 
 def _half_of(sizes: EngineSizes, row: int, slot: int, otherwise: int) -> int:
-    """The half of `row` that `slot` is in; `otherwise` if it is a snapshot's."""
+    """The half of `row` that contains `slot`; `otherwise` for a snapshot's slot."""
     first = sizes.own_slot(row, 0)
     return (slot - first) // (1 + sizes.max_draft_tokens) if slot >= first else otherwise
 
@@ -76,12 +77,12 @@ def _wanted_of_decode(
     unread_drafts: Int32Array,
     ends: Int32Array,
 ) -> list[tuple[int, int]]:
-    """Of decode rows that may come past one: the multiples of the tail interval up to `ends`.
+    """For decode rows that may cross one: the multiples of the tail interval up to `ends`.
 
-    Where a row begins is known between `kv_starts` and as many more as there are unread drafts. A
-    length that a step in flight may come past is asked for again, as long as it is not certain that
-    one has: so each step that may come past it is told of it, and the one that does writes it. For
-    the same reason a slot is only taken for a length that no step in flight can come past.
+    A row begins between `kv_starts` and `kv_starts` + `unread_drafts`. A length that a step in
+    flight may cross is requested again until a crossing is certain: so each step that may cross it
+    has the request, and the step that does writes the snapshot. For the same reason a slot is first
+    taken for a length that no step in flight can cross.
     """
     interval = rank.memory.sizes.tail_interval
     firsts = kv_starts // interval + 1
@@ -98,7 +99,7 @@ def _wanted_of_decode(
 def _wanted_of_prompts(
     builder: StepBuilder, num_decode: int, kv_starts: Int32Array
 ) -> list[tuple[int, int]]:
-    """Of prefill rows: the prompt's last whole page, its branch, multiples of the interval."""
+    """For prefill rows: the prompt's last whole page, its branch, multiples of the interval."""
     wanted = []
     for i, (row, count) in enumerate(zip(builder.chunk_rows, builder.chunk_lens, strict=True)):
         start = int(kv_starts[num_decode + i])
@@ -109,7 +110,7 @@ def _wanted_of_prompts(
 
 def _lengths_of_prompt(rank: RankScheduler, row: int, start: int, end: int) -> set[int]:
     sizes, interval = rank.memory.sizes, rank.memory.sizes.snapshot_interval
-    # A prompt's last token is always computed: its logits are wanted.
+    # A prompt's last token is always computed, for its logits.
     matchable = int(rank.running.known_len[row]) - 1
     lengths = set(range(start // interval * interval + interval, end + 1, interval))
     others = {matchable // sizes.page_size * sizes.page_size, *rank.branch_lens(row)}

@@ -1,7 +1,7 @@
-"""The plans of a step, made of the rows that were chosen for it, for all ranks at once.
+"""Builds the plans of a step from its chosen rows, for all ranks at once.
 
-With them the step counts as launched: lengths are committed, and what its prefill chunks write may
-be published. So a step that is built must be launched.
+The step then counts as launched: lengths are committed, and its prefill chunks may be published. So
+a built step must be launched.
 """
 
 from collections.abc import Sequence
@@ -29,23 +29,23 @@ _NO_DRAFTS = np.zeros(0, np.int32)
 
 
 class LaunchedRows(NamedTuple):
-    """What is kept of a step until its result is read: columns of its rows, rank by rank."""
+    """Records of a step until its result is read: columns of its rows, rank by rank."""
 
     rows: RowIndex  # joint rows
-    bounds: IntpArray  # those of rank k are in [bounds[k], bounds[k + 1])
-    epochs: Int32Array  # of the leases that the rows were
+    bounds: IntpArray  # rank k's rows are in [bounds[k], bounds[k + 1])
+    epochs: Int32Array  # of the rows' leases
     samples: BoolArray
 
 
 def build_plan(
     ranks: Ranks, builders: Sequence[StepBuilder], step_id: int
 ) -> tuple[StepPlan, LaunchedRows]:
-    """The plan, of each rank's builder. Lengths are committed, prefill chunks published."""
+    """Build the plan from each rank's builder. Commits lengths, publishes prefill chunks."""
     for builder in builders:
         builder.trim_to_shape()
     step = _columns(ranks, builders)
-    # Before chunks are published: that may give a row pages of the tree for its own, which the
-    # step still writes.
+    # Before chunks are published, since publishing may replace a row's own pages by the tree's
+    # while the step still writes them.
     running = ranks.running
     is_masked = bool(np.any(running.has_grammar[step.rows] & step.samples))
     pages = ranks.tables.page_log.take()
@@ -75,7 +75,7 @@ class _Columns(NamedTuple):
     epochs: Int32Array
     kv_starts: Int32Array
     q_lens: Int32Array
-    ends: Int32Array  # without drafts: of these it is not known what becomes of them
+    ends: Int32Array  # without drafts, whose acceptance is still open
     samples: BoolArray
     relayed: BoolArray
     num_scored: Int32Array
@@ -83,15 +83,13 @@ class _Columns(NamedTuple):
 
 
 class _OfRank(NamedTuple):
-    """What a rank's rows have in common."""
-
-    longest: int  # tokens that the longest of them may need
+    longest: int  # the most tokens that a row may need
     num_scored: int  # queries in all
-    top_logprobs_num: int  # the most alternatives that a row reports; -1 if none reports anything
+    top_logprobs_num: int  # the most alternatives that a row reports; -1 if none reports any
 
 
 def _columns(ranks: Ranks, builders: Sequence[StepBuilder]) -> _Columns:
-    """The columns of the rows that were chosen: copies, before anything is committed."""
+    """The columns of the chosen rows: copies, before any commit."""
     rows, bounds = ranks.join([builder.rows() for builder in builders])
     running, tables = ranks.running, ranks.tables
     chunk_lens = [length for builder in builders for length in builder.chunk_lens]
@@ -143,7 +141,7 @@ def _gather(
             rows, then prefill chunks.
         chunk_lens: tokens of all chunks, rank by rank.
         num_drafts: of all decode rows, rank by rank; or empty if there are none.
-        num_rows: of a rank; what follows are columns over the rows of all ranks.
+        num_rows: of a rank; the following parameters are columns over the rows of all ranks.
     """
     num_ranks, count = len(bounds) - 1, len(rows)
     own_rows = np.empty(count, np.int32)
@@ -199,9 +197,9 @@ def _note_launch(
     unread_drafts: Int32Array,
     score_start: Int32Array,
 ) -> None:
-    """The step counts as launched: rows have the tokens that it samples, and unread drafts.
+    """Count the step as launched: add its sampled tokens and unread drafts to the rows.
 
-    The first four are as in `_Columns`, the others columns over the rows of all ranks.
+    The first four parameters are as in `_Columns`, the others columns over the rows of all ranks.
     """
     assert len(rows) == len(ends) == len(kv_starts) == len(q_lens)
     for i in range(len(rows)):

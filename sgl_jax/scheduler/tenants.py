@@ -1,16 +1,15 @@
-"""How much each tenant was served, and whose turn it is.
+"""Counts the service of each tenant, and orders tenants by turns.
 
-Every tenant has a virtual counter: the tokens that it was served, weighted, over its own weight
-(virtual token counters; Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
-Prompt tokens count once and only if they are computed, output tokens twice. A tenant without
-waiting requests is lifted to the lowest counter of those that have some when it comes back, so that
-no share is saved up.
+Every tenant has a virtual counter: its weighted served tokens, over its own weight (virtual token
+counters; Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Prompt tokens count
+once and only if they are computed, output tokens twice. A tenant that returns to the queue is
+lifted to the lowest counter of the waiting tenants, so that no share is saved up.
 
-Counters that differ by less than a quantum are equal, and among their requests the ordinary order
-decides, so that a cached prefix is used while it is there (a deficit; Cao et al., "Locality-aware
-Fair Scheduling in LLM Serving", 2025). In its turn a tenant's requests go first whose prefix most
-other waiting requests continue: these find it cached then. A tenant that is served early is served
-before its conversations' next requests have come, and finds their prefixes evicted when they do.
+Counters that differ by less than a quantum are equal, and the ordinary order decides among their
+requests, so that a cached prefix is used while present (a deficit; Cao et al., "Locality-aware Fair
+Scheduling in LLM Serving", 2025). Within a tenant's turn, requests whose prefix most other waiting
+requests continue go first: the others then find it cached. Tenants served early are served before
+their conversations' next requests arrive, and find their prefixes evicted by then.
 """
 
 from typing import NamedTuple
@@ -24,15 +23,15 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array, RowIndex
 
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
-# Tenants that are remembered; of those without a request the least served is forgotten first. It is
-# lifted when it comes back, as it would have been anyway.
+# The number of remembered tenants; among tenants without a request the least served is dropped
+# first. A returning tenant is lifted anyway.
 MAX_TENANTS = 4096
-# Levels of counters above the lowest that are told apart.
+# Levels of counters above the lowest that are distinguished.
 NUM_LEVELS = 64
-# A quantum is this part of the tokens that the KV pools hold: enough to use cached prefixes, and
-# less than the running requests are served until they end.
+# A quantum is this part of the tokens in the KV pools: enough to use cached prefixes, and less than
+# the running requests are served until they end.
 _QUANTUM_PART = 8
-NO_TENANT = 0  # the number of all requests that name none
+NO_TENANT = 0  # the number of all requests without a tenant
 
 _Float64Array = NDArray[np.float64]
 
@@ -48,11 +47,11 @@ class TenantCounts(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Whose turn it is, by number of the tenant."""
+    """The turns of tenants, by number of the tenant."""
 
-    level: NDArray[np.int64]  # quanta above the lowest counter of those that wait
+    level: NDArray[np.int64]  # quanta above the lowest counter of the waiting tenants
     order: Int32Array  # 0 for the lowest counter
-    is_lagging: BoolArray  # another was served so much more that nothing passes over its requests
+    is_lagging: BoolArray  # another was served so much more that no request may pass its requests
 
 
 class Tenants:
@@ -62,7 +61,7 @@ class Tenants:
         self.is_fair = is_fair
         most_tokens = sizes.dp_size * (sizes.pool_pages[0] - 1) * sizes.page_size
         self._quantum = max(PROMPT_WEIGHT * most_tokens // _QUANTUM_PART, 1)
-        # Half of the bound of the paper: what runs already may be served the other half.
+        # Half of the paper's bound: running requests may be served the other half.
         largest = PROMPT_WEIGHT * sizes.max_request_tokens
         self._max_lag = self._quantum + max(largest, OUTPUT_WEIGHT * most_tokens)
         self._numbers = {"": NO_TENANT}
@@ -78,14 +77,13 @@ class Tenants:
     # -- requests come and go -----------------------------------------------------------------
 
     def may_queue(self, tenant: Tenant | None) -> bool:
-        """Whether another request of a tenant may wait."""
         if tenant is None or not tenant.max_queued:
             return True
         number = self._numbers.get(tenant.name)
         return number is None or int(self._num_queued[number]) < tenant.max_queued
 
     def enter(self, tenant: Tenant | None) -> int:
-        """A request of a tenant arrives; the tenant's number. To be ended by `leave`."""
+        """Add a request of a tenant and return the tenant's number. Ended by `leave`."""
         number = NO_TENANT if tenant is None else self._number(tenant.name)
         if tenant is not None and number != NO_TENANT:
             self._weight[number], self._max_running[number] = tenant.weight, tenant.max_running
@@ -95,23 +93,23 @@ class Tenants:
         return number
 
     def _lowest(self) -> float:
-        """The counter that a tenant without waiting requests comes back at: the lowest of those
-        that wait, or of those that run; if none does, the highest of all."""
+        """The counter of a tenant that returns to the queue: the lowest of the waiting tenants,
+        else of the running ones, else the highest of all."""
         for present in (self._num_queued > 0, self._num_requests > 0):
             if present.any():
                 return float(self._served[present].min())
         return float(self._served.max())
 
     def leave(self, number: int) -> None:
-        """A request ended."""
         self._num_requests[number] -= 1
 
     def queue(self, number: int, change: int) -> None:
-        """A request more (1) or less (-1) waits."""
+        """Count a request more (1) or less (-1) in the queue."""
         self._num_queued[number] += change
 
     def _number(self, name: str) -> int:
-        """The tenant's number; `NO_TENANT` if as many as may be remembered have requests."""
+        """The tenant's number; `NO_TENANT` if the remembered tenants are full and all have
+        requests."""
         number = self._numbers.get(name)
         if number is not None:
             return number
@@ -127,10 +125,10 @@ class Tenants:
         self._tokens[:, number] = 0
         return number
 
-    # -- what they are served -----------------------------------------------------------------
+    # -- served tokens ------------------------------------------------------------------------
 
     def serve_prompt(self, number: int, num_tokens: int, num_cached: int) -> None:
-        """A prompt starts to be computed, but for the tokens that are cached."""
+        """Count a prompt that starts, except its cached tokens."""
         self._tokens[:2, number] += num_tokens, num_cached
         cost = PROMPT_WEIGHT * (num_tokens - num_cached)
         self._served[number] += cost / self._weight[number]
@@ -138,8 +136,8 @@ class Tenants:
     def serve_outputs(
         self, numbers: Int32Array, rows: RowIndex, counts: Int32Array, num_tokens: int
     ) -> None:
-        """Requests in `rows`, of the tenants that `numbers` has by row, gained `counts` tokens,
-        int32[len(rows)], together `num_tokens`."""
+        """Count `counts` tokens, int32[len(rows)], together `num_tokens`, gained by requests in
+        `rows`; `numbers` holds the tenants by row."""
         if len(self._numbers) == 1:
             self._tokens[2, NO_TENANT] += num_tokens
             return
@@ -147,22 +145,21 @@ class Tenants:
         self._tokens[2] += gained.astype(np.int64)
         self._served += OUTPUT_WEIGHT * gained / self._weight
 
-    # -- whose turn it is ---------------------------------------------------------------------
+    # -- turns --------------------------------------------------------------------------------
 
     def may_run(self, number: int) -> bool:
-        """Whether another request of a tenant may run."""
         most = int(self._max_running[number])
         return not most or int(self._num_requests[number] - self._num_queued[number]) < most
 
     @property
     def is_full(self) -> BoolArray:
-        """By number, whether so many requests run as may."""
+        """Return, by number, whether the tenant's running requests are at its limit."""
         running = self._num_requests - self._num_queued
         is_full: BoolArray = (self._max_running > 0) & (running >= self._max_running)
         return is_full
 
     def turns(self) -> Turns | None:
-        """Whose turn it is; None where shares do not count, or one tenant alone waits."""
+        """The turns; None if shares do not count, or only one tenant waits."""
         if not self.is_fair or len(self._numbers) == 1:
             return None
         waiting = np.flatnonzero(self._num_queued)
@@ -175,13 +172,13 @@ class Tenants:
         level[waiting] = np.minimum(excess // self._quantum, NUM_LEVELS - 1)
         present = np.flatnonzero(self._num_requests)
         order[present[np.argsort(self._served[present], kind="stable")]] = np.arange(len(present))
-        # In tokens of its own.
+        # In the tenant's own weighted tokens.
         lag = (self._served[present].max() - self._served) * self._weight
         is_lagging = (self._num_queued > 0) & (lag > self._max_lag)
         return Turns(level, order, is_lagging)
 
     def counts(self) -> dict[str, TenantCounts]:
-        """By name; requests that name no tenant are under the empty one."""
+        """By name; requests without a tenant are under the empty name."""
         return {
             name: TenantCounts(
                 int(self._num_queued[number]),

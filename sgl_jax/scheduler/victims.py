@@ -1,9 +1,9 @@
-"""What it costs to take the memory of running requests, and which of them are spared.
+"""Costs of retracting running requests, and the requests that are spared.
 
 A retracted request computes its tokens again, unless the tree still has them. Its own pages are
-soon evicted, since memory is short; those that other leases have locked as well stay. A request
-that was retracted is spared until it has gained as many new tokens as it has lost, so at most every
-second token that an engine computes is computed again.
+soon evicted, since memory is short; pages that other leases have locked too stay. A retracted
+request is spared until it has gained as many new tokens as it lost, so at most every second
+computed token of an engine is computed again.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from sgl_jax.scheduler.running_rows import RunningRows
 
 
 def recompute_cost(memory: RankMemory, rows: RowIndex) -> Int32Array:
-    """Tokens that a retract of each of `rows` leaves to be computed again: int32[n]."""
+    """Tokens that each of `rows` would compute again after a retract: int32[n]."""
     tables = memory.rows
     committed: Int32Array = tables.kv_committed_len[rows]
     if memory.groups[0].sliding_window is not None:
@@ -27,15 +27,16 @@ def recompute_cost(memory: RankMemory, rows: RowIndex) -> Int32Array:
 
 
 def is_protected(running: RunningRows, rows: RowIndex) -> BoolArray:
-    """Which of `rows` have gained fewer tokens than they had lost when they started: bool[n]."""
+    """Return which `rows` have gained fewer tokens than they had lost when they started:
+    bool[n]."""
     spared: BoolArray = running.known_len[rows] < running.regained_len[rows]
     return spared
 
 
 def by_cost(memory: RankMemory, running: RunningRows, rows: RowIndex) -> IntpArray:
-    """Indices of `rows`, oldest first, in the order in which their requests are to be retracted.
+    """Indices of `rows`, oldest first, in the order of retracting.
 
-    Protected ones come last, then the cost counts; of equals the youngest comes first.
+    Protected rows come last, then the cost counts; among equals the youngest comes first.
     """
     costs, spared = recompute_cost(memory, rows), is_protected(running, rows)
     order: IntpArray = np.lexsort((-np.arange(len(rows)), costs, spared))

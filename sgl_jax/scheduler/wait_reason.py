@@ -1,4 +1,4 @@
-"""Why a waiting request waits: the reason of one, and the number of requests by reason."""
+"""The reason why a request waits, and the number of requests by reason."""
 
 from typing import Literal, NamedTuple
 
@@ -8,20 +8,22 @@ WaitKind = Literal[
 
 
 class WaitReason(NamedTuple):
-    """What a waiting request waits for, as of the last planned step.
+    """The reason why a waiting request waits, as of the last planned step.
 
     `kind` is
-    "step": it fits, but the step's prompt tokens are given out, or memory was just retracted for
-    others: it is tried again in the next;
-    "rows", "pages": no rank that it may run on has a row, or none has enough pages, of which
-    `pages_short` says by rank how many are lacking;
-    "prefix": what request `behind` is computing, which it will read;
-    "rank": room on rank `dp_rank`, which has more of its prefix than those that have room;
-    "order": request `behind`, for which the rank is held since it was passed over too often;
-    "tenant": so many requests of its tenant run as may;
-    "program": the programs of steps with a grammar, which are being compiled;
-    "paused": the end of a pause, or fewer requests to run, which forced retracts (a test's setting)
-    ask for.
+
+    - "step": it fits, but the step's prompt tokens are used up, or memory was just retracted for
+      others; the next step tries it again;
+    - "rows", "pages": no rank that it may run on has a row, or none has enough pages; `pages_short`
+      gives the missing pages by rank;
+    - "prefix": request `behind` computes a prefix that it will read;
+    - "rank": it waits for room on rank `dp_rank`, which has more of its prefix than ranks with
+      room;
+    - "order": the rank is held for request `behind`, which was passed over too often;
+    - "tenant": its tenant runs as many requests as allowed;
+    - "program": programs of steps with a grammar are being compiled;
+    - "paused": it waits for the end of a pause, or for fewer running requests under forced retracts
+      (a test's setting).
     """
 
     kind: WaitKind

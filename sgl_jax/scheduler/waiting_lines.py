@@ -1,4 +1,4 @@
-"""Loops over the lines of the waiting queue: which may start in a step, and in what order.
+"""Loops over the lines of the waiting queue: the lines that may start in a step, and their order.
 
 A line is a waiting request's place in the columns of `WaitingQueue`, which are passed here; lines
 in use lie below `end`.
@@ -16,13 +16,13 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 NO_RANK = -1
 NEVER = np.iinfo(np.int32).max  # pages that no rank has
-# Parts of an order key, in bits. What does not fit is cut: it changes the order of extremes only.
+# Parts of an order key, in bits. Larger values are cut: it changes the order of extremes only.
 _ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS = 20, 12, 17, 12
 MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
     (1 << bits) - 1 for bits in (_ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS)
 )
 LAST = np.iinfo(np.int64).max  # no order key
-# Degrees of reuse: one for each page that others would read for so many that a request computes.
+# Degrees of reuse: pages that others would read, per page that a request computes.
 NUM_REUSES = 32
 _REUSE_PAGES = 4
 
@@ -36,7 +36,7 @@ def read_cursors(
     cached_pages: Int32Array,
     line_place: Int32Array,
 ) -> None:
-    """Write to the lines' last two columns where their cursors stand on one rank's tree.
+    """Write to the lines' last two columns the places of their cursors on one rank's tree.
 
     `cursor` are the lines' cursors, by number; the next three are the columns of the cursors.
     """
@@ -54,7 +54,7 @@ def read_cursors(
 def most_cached(
     start: int, end: int, may_run: BoolArray, cached_pages: Int32Array, most: Int32Array
 ) -> None:
-    """The pages of each line that are cached on a rank where it may run, at most, to `most`."""
+    """The most pages of each line, up to `most`, cached on a rank where it may run."""
     assert end <= len(most)
     for line in range(start, end):
         most[line] = 0
@@ -73,10 +73,12 @@ def reuse_order(
     end_pages: Int32Array,
     num_prompts: Int32Array,
 ) -> Int32Array:
-    """Lines by the pages that other waiting requests would read for each page that a line computes.
+    """Rank lines by the pages that other waiting requests would read for each page that a line
+    computes.
 
-    int32[len(is_waiting)] below `NUM_REUSES`, 0 for the most pages. The first four are columns of
-    the queue, with the cursors of one rank's tree; the others are columns of these cursors.
+    int32[len(is_waiting)] below `NUM_REUSES`, 0 for the most pages. The first four parameters are
+    columns of the queue, with the cursors of one rank's tree; the others are columns of these
+    cursors.
     """
     order = np.full(len(is_waiting), NUM_REUSES - 1, np.int32)
     assert len(is_waiting) == len(num_pages) == len(most_cached) == len(cursor)
@@ -99,8 +101,8 @@ def reuse_order(
 def drop_leaders(
     has_leader: BoolArray, leader: Int32Array, epoch: Int32Array, protected_len: Int32Array
 ) -> None:
-    """Of lines whose `leader` has published what is waited for, or has left its row, `has_leader`
-    becomes False, for good: lengths grow while the epoch is the same.
+    """Clear `has_leader` for lines whose `leader` has published the awaited tokens or left its row.
+    Permanent: lengths grow while the epoch is the same.
 
     `epoch` and `protected_len` are of the rows of all ranks.
     """
@@ -122,8 +124,8 @@ def take_offer(
     room: Int32Array,
     room_floor: Int64Array,
 ) -> bool:
-    """Bring `room` int32[len(ranks)], pages for a request that preempts nothing, and `room_floor`
-    up to date with an offer's columns of all ranks; whether that changed any."""
+    """Update `room` int32[len(ranks)], pages for a request that preempts nothing, and `room_floor`
+    from an offer's columns of all ranks; return whether any changed."""
     has_changed = False
     assert len(num_pages) == len(is_open) == len(floor)
     assert len(room) == len(room_floor) == len(ranks)
@@ -158,19 +160,19 @@ def least_pages(
 ) -> tuple[Int32Array, Int64Array]:
     """The pages that each line below `end` takes at least on each of the open `ranks`.
 
-    int32[len(ranks), end]: `NEVER` where it may not start in this step, or does not fit though as
-    much were cached as now. Also the lines for which that depends on how much of the prefix is in
-    use, which is to be looked at more closely.
+    int32[len(ranks), end]: `NEVER` if it may not start in this step, or does not fit even with as
+    much cached as now. Also the lines for which that depends on the part of the prefix in use,
+    which need a closer check.
 
-    What starts in this step may let others share more of what is cached, but takes more room
-    than that: so it makes none fit that does not fit now, and a request that fits now takes
-    at least the pages that are not cached.
+    A request that starts in this step may allow others to share more cached pages, but takes more
+    room than that: so it makes no other fit, and a request that fits now takes at least its
+    uncached pages.
 
     Args:
         room: int32[len(ranks)], their pages.
-        is_open: bool[all ranks]; a line that stays for one that is not open does not start.
+        is_open: bool[all ranks]; a line that stays for a rank is tried once that has room.
         floor: int64[len(ranks)]; a line starts there only if its priority is above.
-        step: being planned. What follows are the queue's columns.
+        step: being planned. The following parameters are the queue's columns.
     """
     least = np.full((len(ranks), end), NEVER, np.int32)
     doubtful = np.empty(end, np.int64)
@@ -181,13 +183,14 @@ def least_pages(
     for line in range(end):
         if not is_waiting[line] or has_leader[line]:
             continue
-        stays_for = stay_rank[line]
+        stays_for = stay_rank[line] if stay_until[line] > step else NO_RANK
         assert stays_for < len(is_open)
-        if stay_until[line] > step and stays_for != NO_RANK and not is_open[stays_for]:
+        if stays_for != NO_RANK and not is_open[stays_for]:
             continue
         fits_alone = fits_with_cached = False
         for k in range(len(ranks)):
-            if may_run[ranks[k], line] and priority[line] > floor[k]:
+            may_stay = stays_for == NO_RANK or stays_for == ranks[k]
+            if may_stay and may_run[ranks[k], line] and priority[line] > floor[k]:
                 least[k, line] = num_pages[line] - cached_pages[ranks[k], line]
                 fits_with_cached |= least[k, line] <= room[k]
                 fits_alone |= num_pages[line] <= room[k]
@@ -214,11 +217,11 @@ def order_keys(
     passed_over: Int32Array,
     arrival: Int64Array,
 ) -> Int64Array:
-    """A number for each line that sorts as the order says; `LAST` for lines that are not tried.
+    """A number for each line that sorts in the queue's order; `LAST` for lines that are not tried.
 
     A line is tried if it fits a rank, or is due, or may preempt: `most_room` int32[len(ranks), end]
     are the pages that it has there if it does. `level` int64[end] counts from 0, the first; `turn`
-    int32[end] is that of its tenant. The last four are the queue's columns.
+    int32[end] is its tenant's. The last four parameters are the queue's columns.
     """
     num_ranks, end = least.shape
     keys = np.full(end, LAST, np.int64)
@@ -262,7 +265,7 @@ def rule_out(
     priority: Int64Array,
     passed_over: Int32Array,
 ) -> None:
-    """Lines that start nowhere any more have `LAST` for a key."""
+    """Set the keys of lines that can start nowhere any more to `LAST`."""
     num_ranks, end = least.shape
     assert end == len(keys) <= len(priority)
     assert num_ranks == len(room) == len(floor) == most_room.shape[0]
@@ -297,9 +300,9 @@ def pass_over(
     turns: Int32Array,
     passed_over: Int32Array,
 ) -> None:
-    """One that arrived as number `started` has passed over the lines below `end` that `may_run`
-    there, are no less important, and come before it: by arrival, or, of another tenant, by that
-    tenant's place in `turns`. If it was due, lines that come after it are passed over anew."""
+    """Count a pass over each line below `end` that `may_run` there, is no less important, and comes
+    before arrival number `started`: by arrival or, for another tenant, by that tenant's place in
+    `turns`. If the started request was due, passes over later lines are counted anew."""
     assert end <= len(is_waiting)
     assert 0 <= started_tenant < len(turns)
     for line in range(end):

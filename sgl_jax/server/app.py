@@ -4,72 +4,68 @@ from importlib import metadata
 
 from fastapi import FastAPI
 from msgspec.inspect import is_struct_type
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from sgl_jax.core.calls import CALLS
-from sgl_jax.server import (
-    call_routes,
-    load_routes,
-    management_routes,
-    messages_routes,
-    native_routes,
-    openai_routes,
-    other_model_routes,
-    responses_routes,
-    score_routes,
-    text_routes,
-)
-from sgl_jax.server.api_keys import ApiKeys
-from sgl_jax.server.context import ServerContext
+from sgl_jax.server.admin import calls, loads, management
+from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
 from sgl_jax.server.errors import MessagesError, install_error_handlers
-from sgl_jax.server.messages_format import InputTokens, MessageObject
-from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
-from sgl_jax.server.native_protocol import Generated
-from sgl_jax.server.openai_responses import ChatCompletion, Completion, ModelCard, ModelList
+from sgl_jax.server.guards.json_body import BodyLimitMiddleware, JsonBodies
+from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
 from sgl_jax.server.openapi import install_openapi
-from sgl_jax.server.responses_format import ResponseObject
-from sgl_jax.server.score_protocol import Scores
-from sgl_jax.server.text_protocol import Detokenized, Tokenized
+from sgl_jax.server.references import References
 
 
-def build_app(context: ServerContext, keys: ApiKeys) -> FastAPI:
-    """The application over `context`, for callers with one of `keys`; nothing is started."""
+def build_app(refs: References, keys: ApiKeys) -> FastAPI:
+    """The application over `refs`, for callers with one of `keys`; nothing is started."""
     app = FastAPI(
         title="sgl_jax",
         version=metadata.version("sgl-jax"),
         description="Serves one language model: the APIs of OpenAI, Anthropic and SGLang.",
         redirect_slashes=False,
     )
-    app.state.context = context
-    for routes in (
-        *(openai_routes, native_routes, call_routes, management_routes),
-        *(load_routes, text_routes, score_routes, other_model_routes, responses_routes),
-        messages_routes,
-    ):
+    app.state.references = refs
+    app.state.json_bodies = JsonBodies(refs.limits)
+    app.state.responses = responses.ResponseStore(
+        refs.limits.max_stored_responses, refs.limits.max_stored_response_bytes
+    )
+    apis = (chat.router, completions.router, native.router, openai.router, text.router)
+    others = (openai.other_models, responses.router, messages.router)
+    for router in (*apis, calls.router, management.router, loads.router, *others):
         # Not `include_router`: a request would be matched with every route twice.
-        app.router.routes.extend(routes.router.routes)
+        app.router.routes.extend(router.routes)
     install_error_handlers(app, {call.route: call.methods for call in CALLS if call.route})
     # The last one is the first that a request passes.
-    app.add_middleware(BodyLimitMiddleware, limits=context.limits)
+    app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
     if not keys.is_open:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
     structs: list[type] = [
-        *(
-            ChatCompletion,
-            Completion,
-            ModelCard,
-            ModelList,
-            Generated,
-            Tokenized,
-            Detokenized,
-            Scores,
-            ResponseObject,
-            responses_routes.Deleted,
-            responses_routes.ItemList,
-            MessageObject,
-            InputTokens,
-            MessagesError,
-        ),
+        *(chat.ChatCompletion, completions.Completion, openai.ModelCard, openai.ModelList),
+        *(native.Generated, text.Tokenized, text.Detokenized, text.Scores),
+        *(responses.ResponseObject, responses.Deleted, responses.ItemList),
+        *(messages.MessageObject, messages.InputTokens, MessagesError),
         *(call.answer for call in CALLS if is_struct_type(call.answer)),
     ]
     install_openapi(app, structs, needs_key=not keys.is_open)
     return app
+
+
+# Headers that a page may read; browsers always show some others.
+_SHOWN_HEADERS = ("retry-after",)
+
+
+def let_pages_in(app: ASGIApp, origins: str | None) -> ASGIApp:
+    """`app` for pages of `origins` too, as in `--cors-allow-origins`; None: for no page.
+
+    Around everything that answers, so that a page can read every refusal.
+    """
+    if origins is None:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=[origin.strip() for origin in origins.split(",")],
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=_SHOWN_HEADERS,
+    )

@@ -27,7 +27,6 @@ from sgl_jax.core.errors import (
 from sgl_jax.core.messages import FinishReason
 
 logger = logging.getLogger(__name__)
-
 RETRY_AFTER_S = 1
 # Answers to try again later: the status, and the `code` that programs can test.
 _UNAVAILABLE: Mapping[type[Exception], tuple[int, str]] = {
@@ -48,12 +47,12 @@ _MESSAGES_KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# Pydantic puts the branch of a union into the path of an error; clients know no branches.
+# Pydantic puts the branch of a union into the path of an error; clients see no branches.
 _UNION_BRANCH = re.compile(r"^(str|int|float|bool|constrained-.*|list\[.*|dict\[.*|[A-Z]\w*)$")
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What was wrong; `param` is the field at fault, `code` a name that programs can test."""
+    """The reason; `param` is the field at fault, `code` a name that programs can test."""
 
     message: str
     type: str
@@ -68,7 +67,7 @@ class ErrorResponse(msgspec.Struct, frozen=True):
 
 
 class MessagesErrorBody(msgspec.Struct, frozen=True):
-    """What was wrong, of the kinds that Anthropic's clients know."""
+    """The reason, of one of the kinds in Anthropic's API."""
 
     type: str
     message: str
@@ -117,29 +116,29 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def abort_error(
-    finish: FinishReason, names: Mapping[str, str], as_told: Callable[[str], str]
+    finish: FinishReason, names: Mapping[str, str], for_client: Callable[[str], str]
 ) -> ApiError | None:
     """The error behind an abort that carries an HTTP status, else None: then it is an ending.
 
-    `names`: as for `client_names`; `as_told`: the engine's message as the caller may read it.
+    `names`: as for `client_names`; `for_client`: the engine's message as the caller may read it.
     """
     if finish.type != "abort" or finish.status_code is None:
         return None
     code = {400: "invalid_value", 503: "queue_full", 504: "timeout"}.get(finish.status_code)
-    error = InvalidRequestError(as_told(finish.message or "the request was aborted"), finish.param)
+    error = InvalidRequestError(
+        for_client(finish.message or "the request was aborted"), finish.param
+    )
     _rename(error, names)
     return ApiError(finish.status_code, str(error), param=error.param, code=finish.code or code)
 
 
 def error_body(error: ApiError) -> ErrorBody:
-    """What the envelope of an error holds."""
     other = "invalid_request_error" if error.status_code < 500 else "server_error"
     kind = "rate_limit_error" if error.status_code == 429 else other
     return ErrorBody(str(error.detail), kind, error.param, error.code)
 
 
 def envelope(error: ApiError) -> bytes:
-    """The JSON of an error."""
     return msgspec.json.encode(ErrorResponse(error_body(error)))
 
 
@@ -151,7 +150,6 @@ def messages_error(error: ApiError) -> MessagesError:
 
 
 def is_of_messages(path: str) -> bool:
-    """Whether a route is one of Anthropic's."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
@@ -165,8 +163,8 @@ def install_error_handlers(app: FastAPI, methods: Mapping[str, Sequence[str]]) -
     """Make every way out of `app` use the envelope.
 
     Args:
-        methods: path -> what `Allow` names there. Each method is a route of its own, and a 405 by
-            itself names those of the first.
+        methods: path -> the methods in `Allow`. Each method is a route of its own, and a plain 405
+            names only the first.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
@@ -203,7 +201,7 @@ def _rename(error: InvalidRequestError, names: Mapping[str, str]) -> None:
 def _from_validation(errors: Sequence[Any]) -> ApiError:
     """One clear sentence from pydantic's list: the error that got deepest into the body.
 
-    Of a union's branches one is meant that the value has the type of: its error says more.
+    In a union, the branch with the value's type has the useful error.
     """
     worst = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     path = field_path(worst["loc"])

@@ -1,6 +1,6 @@
 """A server from start to end: HTTP up, engine process up, signals, drain, exit code.
 
-    at first:          HTTP answers 503 "starting" until the engine has said that it is ready
+    at first:          HTTP answers 503 "starting" until the engine is ready
     SIGTERM or SIGINT: refuse new requests (503), finish the running ones, exit 0
     again:             exit at once
     engine ends:       log it, end open streams with an error event, exit 1
@@ -48,20 +48,18 @@ from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
-from sgl_jax.server.api_keys import ApiKeys
-from sgl_jax.server.app import build_app
-from sgl_jax.server.context import ServerContext
-from sgl_jax.server.health import Gate
-from sgl_jax.server.http_guard import guarded_protocol
-from sgl_jax.server.limits import Limits
-from sgl_jax.server.middleware import let_pages_in
+from sgl_jax.server.admin.management import Gate
+from sgl_jax.server.app import build_app, let_pages_in
+from sgl_jax.server.guards.connection import guarded_protocol
+from sgl_jax.server.guards.keys import ApiKeys
+from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.references import References
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer_check import check_vocabulary
 from sgl_jax.text.worker_process import TextWorkers
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
 _LAST_BYTES_TIMEOUT_S = 5  # for answers still being written when the server stops
 _ENGINE_STOP_TIMEOUT_S = 15.0
 _DRAIN_POLL_S = 0.05
@@ -73,10 +71,10 @@ _KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 
 
 def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Serve until told to stop; returns the process's exit code.
+    """Serve until a signal; returns the process's exit code.
 
     Args:
-        engine_command: what to run as the engine process; tests put a scripted one here.
+        engine_command: command of the engine process; tests put a scripted one here.
     """
     exit_code: int
     try:
@@ -115,7 +113,6 @@ class _Server:
         self._texts: TextPool | None = None
 
     async def run(self) -> int:
-        """Serve; the exit code."""
         code = 1
         try:
             code = await self._run()
@@ -147,11 +144,11 @@ class _Server:
                     app = let_pages_in(gate, self._args.cors_allow_origins)
                     async with _http(app, Limits.of(self._args), listener) as serving:
                         logger.info("listening at %s; the engine starts", _url(listener))
-                        context = await self._start(client)
-                        if context is None:  # stopped while starting
+                        refs = await self._start(client)
+                        if refs is None:  # stopped while starting
                             return 0
-                        self._open(gate, context)
-                        return await self._serve(context, listener, serving)
+                        self._open(gate, refs)
+                        return await self._serve(refs, listener, serving)
                 finally:
                     if self._texts is not None:
                         await self._texts.close()
@@ -160,7 +157,7 @@ class _Server:
                 self._text_workers.close()
                 client.close()
 
-    async def _start(self, client: ZmqEngineClient) -> ServerContext | None:
+    async def _start(self, client: ZmqEngineClient) -> References | None:
         """Wait for the engine; the tokenizer loads meanwhile. None if a signal came first."""
         loading = _in_thread(lambda: open_model_files(self._args))
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -173,8 +170,8 @@ class _Server:
                     f"conversation by its chat template within {_TOKENIZER_TIMEOUT_S:g} s"
                 )
             if loading.done():
-                # The workers load it too, but not before it is known that it can be read.
-                if loading.result().knows_text:
+                # The workers load it too, but only once it has been read here.
+                if loading.result().can_encode:
                     self._text_workers.start()
                 await asyncio.wait((self._ready, stopping), return_when=first)
         finally:
@@ -202,43 +199,42 @@ class _Server:
         limits = Limits.of(self._args, self._frontend.checks.max_prompt_chars)
         self._texts = TextPool(self._text_workers, limits)
         engine_metrics = EngineMetrics(metrics)
-        return ServerContext(
+        return References(
             self._args, self._frontend, info, engine_metrics, limits, self._texts, self._health
         )
 
-    def _open(self, gate: Gate, context: ServerContext) -> None:
-        """From now on requests are served."""
-        app = build_app(context, self._keys)
-        context.texts.start()
-        # What was built stays as long as the process. A full collection that looked through all of
-        # it, modules and vocabulary, would hold up every client.
+    def _open(self, gate: Gate, refs: References) -> None:
+        app = build_app(refs, self._keys)
+        refs.texts.start()
+        # The objects built so far stay as long as the process. A full collection through all of
+        # them, modules and vocabulary, would hold up every client.
         gc.collect()
         gc.freeze()
         gate.open(app)
 
     async def _serve(
-        self, context: ServerContext, listener: socket.socket, serving: "asyncio.Future[None]"
+        self, refs: References, listener: socket.socket, serving: "asyncio.Future[None]"
     ) -> int:
-        logger.info("serving %s as %r", self._args.model_path, context.model_name)
+        logger.info("serving %s as %r", self._args.model_path, refs.model_name)
         print(f"sgl_jax is ready at {_url(listener)}", flush=True)
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if self._death is None:
-            await self._drain(context)
+            await self._drain(refs)
         return 1 if self._death is not None or not self._stop.is_set() else 0
 
-    async def _drain(self, context: ServerContext) -> None:
-        """Let the running requests finish, up to the time allowed; the rest ends with an error."""
-        context.draining = True
-        frontend = context.frontend
+    async def _drain(self, refs: References) -> None:
+        """Wait for the running requests, up to the time allowed; the rest ends with an error."""
+        refs.draining = True
+        frontend = refs.frontend
         logger.info("shutting down: %d requests to finish", frontend.num_open)
-        if context.is_paused:
+        if refs.is_paused:
             frontend.ask(ContinueGeneration(), lambda reply: None)
         deadline = time.monotonic() + self._args.drain_timeout
 
         def is_busy() -> bool:
-            return bool(frontend.num_open or context.texts.num_open)
+            return bool(frontend.num_open or refs.texts.num_open)
 
         while is_busy() and time.monotonic() < deadline and self._death is None:
             if self._health.stuck_since:  # nothing will finish
@@ -248,7 +244,7 @@ class _Server:
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
         if is_busy():
-            num_open = frontend.num_open + context.texts.num_open
+            num_open = frontend.num_open + refs.texts.num_open
             logger.warning("%d requests did not finish in time", num_open)
             frontend.fail(
                 "the server is shutting down, and the request did not finish within the "
@@ -271,7 +267,7 @@ class _Server:
             if not self._ready.done():
                 self._ready.set_result(message)
         elif isinstance(message, EngineChanged):
-            self._ready.result().info.update(message.info)  # which the context has
+            self._ready.result().info.update(message.info)  # which `References` holds
         elif isinstance(message, Heartbeat):
             self._health.hear(message)
         elif isinstance(message, EngineFailed):
@@ -280,11 +276,11 @@ class _Server:
             self._frontend.handle(message)
 
     def _on_death(self, reason: str, shown: str) -> None:
-        """The engine cannot go on; the first reason stands. `shown` is what clients are told."""
+        """The engine cannot go on; the first reason stands. Clients read `shown`."""
         if self._engine_may_end or self._death is not None:
             return
         self._death = reason
-        if self._ready.done():  # before, it is what the start fails with
+        if self._ready.done():  # before, the start fails with it
             logger.error("%s", reason)
         if self._frontend is not None:
             self._frontend.fail(shown)
@@ -304,7 +300,7 @@ class _Server:
 
 
 def _allow_files(num_files: int) -> None:
-    """Let this process open so many files; where the system allows fewer, say so."""
+    """Allow this process so many open files; log a warning where the system allows fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     if wanted > soft:
@@ -323,7 +319,7 @@ async def _http(
 ) -> "AsyncIterator[asyncio.Future[None]]":
     """HTTP on `listener`, once one can connect; the future ends when uvicorn does.
 
-    Of `limits` those of connections hold from now on, also while the engine starts.
+    Limits of connections hold from now on, also while the engine starts.
     """
     _allow_files(limits.max_connections + _FILES_BESIDE_CONNECTIONS)
     config = uvicorn.Config(
@@ -331,7 +327,7 @@ async def _http(
         http=guarded_protocol(limits),
         ws="none",
         log_config=None,
-        log_level="error",  # its warnings are what clients do wrong
+        log_level="error",  # its warnings are about faults of clients
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
@@ -368,8 +364,8 @@ def _url(listener: socket.socket) -> str:
 
 
 def _listening_socket(args: ServerArgs) -> socket.socket:
-    """Take the port before the engine starts: minutes of warm-up are a bad time to learn that
-    it is taken. Two sockets may be bound to one port, but only one can listen."""
+    """Take the port before the engine starts: minutes of warm-up are a bad time to find
+    it taken. Two sockets may be bound to one port, but only one can listen."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -25,7 +25,7 @@ def answers(
     kind: type[msgspec.Struct] | type[str] | None = None,
     failure: type[msgspec.Struct] = ErrorResponse,
 ) -> Responses:
-    """What a route may answer: `kind` as JSON (None: any object), and the errors as `failure`."""
+    """The answers of a route: `kind` as JSON (None: any object), and the errors as `failure`."""
     responses: Responses = {
         200: {"description": "done", "content": {"application/json": _of(kind)}}
     }
@@ -33,7 +33,7 @@ def answers(
         content = {"application/json": _of(failure)}
         responses[status] = {"description": text, "content": content}
     responses["405"]["headers"] = {
-        "Allow": {"description": "the methods that the route knows", "schema": {"type": "string"}}
+        "Allow": {"description": "the methods of the route", "schema": {"type": "string"}}
     }
     responses["503"]["headers"] = {
         "Retry-After": {"description": "seconds", "schema": {"type": "integer"}}
@@ -56,7 +56,6 @@ def streamed_answers(
 
 
 def text_answer(description: str) -> Responses:
-    """As `answers`, in plain text."""
     responses = answers()
     content = {"text/plain": {"schema": {"type": "string"}}}
     responses[200] = {"description": description, "content": content}

@@ -1,7 +1,7 @@
 """Prompts to token ids without holding up the event loop.
 
-Nothing that grows with what a client sends runs on the loop, each piece of work has an end, and
-clients take turns (`fair_queue.py`). The workers are processes (`sgl_jax.text.worker`).
+Nothing that grows with a client's request runs on the loop, each piece of work has an end, and
+clients take turns. The workers are processes (`sgl_jax.text.worker`).
 """
 
 import asyncio
@@ -10,16 +10,16 @@ import logging
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.fair_queue import FairQueue
-from sgl_jax.server.limits import Limits
+from sgl_jax.server.guards.limits import Limits
 from sgl_jax.text.jobs import (
     LAST_JOB_BYTES,
     LENGTH,
@@ -34,7 +34,6 @@ from sgl_jax.text.jobs import (
 from sgl_jax.text.worker_process import TextWorkers
 
 logger = logging.getLogger(__name__)
-
 # One more than a client gets at a time; half of the processors, for they are the engine's as well.
 _NUM_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 _SHORT_CHARS = 2048  # of all prompts of a request: tokenised within a millisecond
@@ -64,18 +63,17 @@ class TextPool:
         self.num_open = 0  # requests whose prompts are being encoded, or wait for it
 
     def start(self) -> None:
-        """Take work; workers are asked for when there is some."""
+        """Take work; workers start when there is some."""
         self._serving = [asyncio.ensure_future(self._serve()) for _ in range(_NUM_WORKERS)]
 
     async def close(self) -> None:
-        """Drop all work."""
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
     @staticmethod
     def is_short(texts: Sequence[str]) -> bool:
-        """Whether the event loop itself may encode these, which costs less than asking a worker."""
+        """The event loop may encode these itself, which costs less than a worker."""
         return sum(map(len, texts)) <= _SHORT_CHARS
 
     async def encode(
@@ -117,7 +115,6 @@ class TextPool:
                 answer.cancel()
 
     async def _serve(self) -> None:
-        """One worker at a time, for ever."""
         async with contextlib.AsyncExitStack() as stack:
             worker = _Worker(self._workers)
             stack.callback(worker.close)
@@ -134,7 +131,7 @@ class TextPool:
             ids = await worker.do(work.job)
         except Exception as error:
             if not isinstance(error, (ApiError, InvalidRequestError)):
-                worker.close()  # no memory, or a defect: what it was amid is not known
+                worker.close()  # no memory, or a defect: its state is unknown
             if not work.answer.done():
                 work.answer.set_exception(error)
         else:
@@ -183,7 +180,6 @@ class _Worker:
         raise ApiError(503, "the prompt could not be tokenised; try again", code="text_worker")
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The streams of a worker that is there."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._workers.new_worker())
             async with asyncio.timeout(_WORKER_START_S):
@@ -191,7 +187,6 @@ class _Worker:
         return self._streams
 
     def close(self) -> None:
-        """Let go of the worker, which ends when it has answered."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
@@ -209,3 +204,49 @@ def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:
         num_chars += len(text)
     if piece:
         yield piece
+
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """First come, first served for each client; clients take turns.
+
+    Of one client no more than `max_at_once` pieces of work are out at a time, so that there is
+    always a worker for other clients.
+    """
+
+    def __init__(self, max_at_once: int) -> None:
+        self._max_at_once = max_at_once
+        self._waiting: dict[str, deque[T]] = {}  # in the order in which it is their turn
+        self._num_out: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def put(self, client: str, work: T) -> None:
+        self._waiting.setdefault(client, deque()).append(work)
+        self._changed.set()
+
+    async def get(self) -> tuple[str, T]:
+        """The client that comes next, and its work; `done` must follow."""
+        while True:
+            for client, waiting in self._waiting.items():
+                num_out = self._num_out.get(client, 0)
+                if num_out < self._max_at_once:
+                    del self._waiting[client]
+                    work = waiting.popleft()
+                    if waiting:
+                        self._waiting[client] = waiting  # behind the others
+                    self._num_out[client] = num_out + 1
+                    return client, work
+            self._changed.clear()
+            await self._changed.wait()
+
+    def done(self, client: str) -> None:
+        """Work of this client that was handed out has ended."""
+        self._num_out[client] -= 1
+        if not self._num_out[client]:
+            del self._num_out[client]
+        self._changed.set()

@@ -1,42 +1,23 @@
-"""Which formats a model's answers are in, and the reader of each answer.
+"""Chooses the formats of a model's answers, and makes the reader of each answer.
 
-The formats are named by flags, or chosen by what the chat template says, where that is certain.
+Flags name the formats; with "auto" the chat template decides, if its texts are certain signs.
 """
 
 from typing import NamedTuple
 
-from sgl_jax.text.harmony import HARMONY_CALLS, HARMONY_MARKS, read_harmony
+from sgl_jax.text.formats.call_form import Tools
+from sgl_jax.text.formats.call_grammar import CallGrammar
+from sgl_jax.text.formats.call_reader import read_calls
+from sgl_jax.text.formats.harmony import HARMONY_CALLS, HARMONY_MARKS, read_harmony
+from sgl_jax.text.formats.reasoning import REASONING_FORMATS
+from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
 from sgl_jax.text.output_events import Content
 from sgl_jax.text.reader import AnswerReader, Reading, Unread
-from sgl_jax.text.reasoning import REASONING_FORMATS
-from sgl_jax.text.tool_calls.call_grammar import CallGrammar
-from sgl_jax.text.tool_calls.deepseek import DEEPSEEK_V3
-from sgl_jax.text.tool_calls.gemma import GEMMA
-from sgl_jax.text.tool_calls.glm import GLM45
-from sgl_jax.text.tool_calls.hermes import HERMES
-from sgl_jax.text.tool_calls.kimi import KIMI_K2
-from sgl_jax.text.tool_calls.llama3 import LLAMA3
-from sgl_jax.text.tool_calls.mistral import MISTRAL
-from sgl_jax.text.tool_calls.pythonic import PYTHONIC
-from sgl_jax.text.tool_calls.qwen3_coder import QWEN3_CODER
-from sgl_jax.text.tool_calls.tool_format import Tools
 
 HARMONY = "gpt-oss"  # one format of both: a parser of this name reads reasoning and calls
-TOOL_FORMATS = {
-    "hermes": HERMES,
-    "qwen25": HERMES,
-    "qwen3_coder": QWEN3_CODER,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-    "deepseekv3": DEEPSEEK_V3,
-    "kimi_k2": KIMI_K2,
-    "glm45": GLM45,
-    "gemma": GEMMA,
-    "pythonic": PYTHONIC,
-}
 
-# A template that has all of these texts writes calls, or reasoning, in this format. The first
-# line that fits counts.
+# A template with all of these texts writes calls, or reasoning, in this format. The first line
+# that fits counts.
 _TOOL_SIGNS = (
     (HARMONY, ("<|start|>", "<|channel|>", "<|message|>")),
     ("deepseekv3", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")),
@@ -60,7 +41,7 @@ _REASONING_SIGNS = (
 
 
 class AnswerParser(NamedTuple):
-    """The formats of one model's answers; None where a kind is not told apart from content."""
+    """The formats of one model's answers; None if that kind of text stays content."""
 
     tool_format: str | None = None
     reasoning_format: str | None = None
@@ -70,7 +51,7 @@ class AnswerParser(NamedTuple):
         return HARMONY in self
 
     def marks(self, *, has_tools: bool, has_reasoning: bool) -> frozenset[str]:
-        """Texts of tokens that a `reader` reads: they must be in the text even if special."""
+        """Texts of tokens that a `reader` needs in the text even if they are special."""
         marks: list[str] = [*HARMONY_MARKS] if self.is_harmony else []
         if has_tools and self.tool_format in TOOL_FORMATS:
             marks += TOOL_FORMATS[self.tool_format].marks
@@ -85,29 +66,29 @@ class AnswerParser(NamedTuple):
 
     @property
     def call_grammar(self) -> CallGrammar | None:
-        """That of its calls, if an answer can be held to them."""
+        """The grammar of its calls; None if the format of calls is not known."""
         if self.is_harmony:
-            return HARMONY_CALLS
-        return TOOL_FORMATS[self.tool_format].grammar if self.tool_format else None
+            return CallGrammar(HARMONY_CALLS)
+        return CallGrammar(TOOL_FORMATS[self.tool_format]) if self.tool_format else None
 
     def reasoning_after(self, prompt_tail: str) -> tuple[str, str] | None:
-        """The marks of the reasoning that an answer to this prompt may begin with; None: it begins
-        with none, or its format has no such marks."""
+        """The marks of the reasoning that an answer to this prompt may begin with, if any."""
         if self.reasoning_format not in REASONING_FORMATS:
             return None
         return REASONING_FORMATS[self.reasoning_format].marks_after(prompt_tail)
 
     def call_id(self, digits: str) -> str:
-        """A call's id made of hexadecimal `digits`, such as the model's chat template takes."""
-        return digits[:9] if self.tool_format == "mistral" else f"call_{digits[:24]}"
+        """A call's id from hexadecimal `digits`, in the form that the chat template takes."""
+        form = TOOL_FORMATS.get(self.tool_format or "")
+        return digits[:9] if form and form.has_short_ids else f"call_{digits[:24]}"
 
     def reader(self, tools: Tools | None, prompt_tail: str, *, has_reasoning: bool) -> AnswerReader:
         """The reader of one answer.
 
         Args:
-            tools: those that the model was told of; None: calls are content.
+            tools: the tools in the prompt; None: calls are content.
             prompt_tail: the last characters of the prompt, special tokens included.
-            has_reasoning: whether reasoning is told apart from content.
+            has_reasoning: separate reasoning from content.
         """
 
         def read(unread: Unread) -> Reading[None]:
@@ -119,17 +100,17 @@ class AnswerParser(NamedTuple):
             if has_reasoning and self.reasoning_format is not None:
                 yield from REASONING_FORMATS[self.reasoning_format].read(unread, prompt_tail)
             if tools is not None and self.tool_format is not None:
-                yield from TOOL_FORMATS[self.tool_format].read(unread, tools)
+                yield from read_calls(unread, TOOL_FORMATS[self.tool_format], tools)
             yield from unread.pass_on(Content, [])
 
         return AnswerReader(read)
 
 
 def choose_parser(tool_format: str, reasoning_format: str, template: str) -> AnswerParser:
-    """The formats that were asked for, or "none"; for "auto", what `template` is certain to be of.
+    """The formats of these names; "none" is no format, and "auto" the one that `template` shows.
 
     Raises:
-        ValueError: gpt-oss's format beside another: it is one of both kinds.
+        ValueError: gpt-oss's format beside another, since it is both kinds in one.
     """
     tool = _chosen(tool_format, _TOOL_SIGNS, template)
     reasoning = _chosen(reasoning_format, _REASONING_SIGNS, template)

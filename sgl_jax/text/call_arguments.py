@@ -1,4 +1,4 @@
-"""The arguments of earlier calls, for chat templates: some want objects, some the JSON text.
+"""The arguments of earlier calls, for chat templates: some take objects, some the JSON text.
 
 Most templates go through the items of an object or write it by `tojson`; DeepSeek's, among others,
 add the arguments to a text.
@@ -12,12 +12,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def has_calls(messages: Messages) -> bool:
-    """Whether there are arguments at all."""
     return any(message.get("tool_calls") for message in messages)
 
 
 def with_objects(messages: Messages) -> list[dict[str, Any]]:
-    """`messages` with the arguments of all calls, which are JSON texts, as objects."""
+    """Parse the JSON text of the arguments of all calls in `messages`."""
     return [
         {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -27,7 +26,7 @@ def with_objects(messages: Messages) -> list[dict[str, Any]]:
 
 
 def are_printed(messages: Messages, prompt: str) -> bool:
-    """Whether a template that got objects wrote one as Python does: then it wanted the text."""
+    """True if a template that got objects wrote one as Python does: then it needs the text."""
     return any(arguments and repr(arguments) in prompt for arguments in _arguments(messages))
 
 

@@ -1,7 +1,7 @@
 """Token ids to text as they are generated, one object per request.
 
-The text handed out never holds half a character and is never taken back: put together it is
-the text of all tokens decoded at once. Cost per token does not grow with the output.
+The pieces of text never hold half a character and are never taken back: joined they equal the
+text of all tokens decoded at once. Cost per token does not grow with the output.
 """
 
 import codecs
@@ -9,10 +9,10 @@ from collections.abc import Sequence, Set
 
 from sgl_jax.text.tokenizer import REPLACEMENT, Tokenizer
 
-# UTF-8 needs four bytes at most: where this many tokens in a row end in a broken character, they
-# are not waiting for the rest of it; the bytes are simply no UTF-8.
+# UTF-8 needs four bytes at most: if this many tokens in a row end in a broken character, its rest
+# will not come, and the bytes are not UTF-8.
 _MAX_HELD_TOKENS = 8
-# Prompt tokens that set the scene for the first output token (spaces between words).
+# Prompt tokens that decide the text of the first output token (spaces between words).
 _PROMPT_CONTEXT_TOKENS = 6
 _PROMPT_TAIL_TOKENS = 16  # looked at to find them
 
@@ -21,7 +21,7 @@ class ByteDetokenizer:
     """For byte-level BPE: tokens are bytes, so this is an incremental UTF-8 decoder.
 
     Python and Rust replace broken sequences alike (a U+FFFD per maximal valid prefix, as the
-    Unicode standard recommends), so the text is exactly that of decoding everything at once.
+    Unicode standard recommends), so the text equals the text of decoding everything at once.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skipped: Set[int]) -> None:
@@ -30,12 +30,12 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text gained by `ids`, less what may still be half a character."""
+        """The text gained by `ids`, without a half character at its end."""
         skipped, token_bytes = self._skipped, self._token_bytes
         return self._decoder.decode(b"".join([token_bytes(i) for i in ids if i not in skipped]))
 
     def flush(self) -> str:
-        """What was held back, now that no token follows; half characters become U+FFFD."""
+        """The text held back, once no token follows; half characters become U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -48,8 +48,8 @@ class WindowDetokenizer:
         ids:  ... [context | held] new
         gain = text(context + held + new) - text(context)
 
-    Where a tokenizer rewrites a whole run of byte tokens because of one bad byte at its end, the
-    characters already handed out stand.
+    If a tokenizer rewrites a whole run of byte tokens because of one bad byte at its end, the
+    characters already handed out stay.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WindowDetokenizer:
         return gain
 
     def _scene(self, prompt_tail: list[int]) -> tuple[list[int], str]:
-        """The last tokens of the prompt that do not begin or end within a character."""
+        """The last tokens of the prompt that begin and end between characters, and their text."""
         for size in range(_PROMPT_CONTEXT_TOKENS, _PROMPT_CONTEXT_TOKENS + 4):
             context = prompt_tail[-size:]
             text = self._decode(context)
@@ -92,7 +92,7 @@ class WindowDetokenizer:
         return [], ""
 
     def _with_text(self, ids: Sequence[int]) -> list[int]:
-        """Leave out what has no text, so that the context is never made of such tokens alone."""
+        """Leave out tokens without text, so that the context never consists of them alone."""
         size = self._tokenizer.vocab_size
         return [i for i in ids if i not in self._skipped and i < size]
 
@@ -112,9 +112,9 @@ def make_detokenizer(
 ) -> IncrementalDetokenizer:
     """The right detokenizer for `tokenizer`, set to continue `prompt_ids`.
 
-    `kept`: special tokens whose text is wanted even where those are skipped.
+    `kept`: special tokens whose text stays even if special tokens are skipped.
     """
     skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
-    if tokenizer.knows_bytes:
+    if tokenizer.is_byte_level:
         return ByteDetokenizer(tokenizer, skipped=skipped)
     return WindowDetokenizer(tokenizer, prompt_ids, skipped=skipped)

@@ -1,6 +1,6 @@
-"""What a text worker is asked, and what it answers: frames of msgpack on a socket.
+"""Jobs for text workers and their results: frames of msgpack on a socket.
 
-A worker says `READY` once; then each side sends frames in turn. A frame is its length in bytes (4,
+A worker sends `READY` once; then each side sends frames in turn. A frame is its length in bytes (4,
 little-endian) and that many bytes of msgpack.
 """
 
@@ -16,7 +16,7 @@ ID_BYTES = 4  # ids travel as int32 in the machine's byte order: both ends are o
 
 
 class EncodeTexts(msgspec.Struct, frozen=True, tag="encode"):
-    """Token ids of each text. `seconds`: after which the worker ends instead of answering."""
+    """Token ids of each text. `seconds`: the time limit, after which the worker process ends."""
 
     texts: list[str]
     seconds: float
@@ -26,7 +26,7 @@ class EncodeTexts(msgspec.Struct, frozen=True, tag="encode"):
 class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):
     """Token ids of a conversation, written by the model's chat template.
 
-    What the template reads is JSON: its integers may be larger than msgpack's.
+    Messages, tools and arguments are JSON, since its integers may be larger than msgpack's.
     """
 
     messages: bytes
@@ -45,7 +45,7 @@ class TokenIds(msgspec.Struct, frozen=True, tag="ids"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The text cannot be encoded, as `InvalidRequestError` says it."""
+    """The text cannot be encoded; the fields of an `InvalidRequestError`."""
 
     message: str
     param: str | None
@@ -57,6 +57,5 @@ JobAnswer = TokenIds | Refused
 
 
 def frame(message: Job | JobAnswer) -> bytes:
-    """`message` as bytes on the socket."""
     data = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(data)) + data

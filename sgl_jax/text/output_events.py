@@ -1,4 +1,4 @@
-"""What a model's answer is made of, beside its text: reasoning, content and tool calls."""
+"""The parts of a model's answer: reasoning, content and tool calls."""
 
 import json
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ class Content(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """Text that the model wrote to itself before it answered."""
+    """Text that the model wrote to itself before its answer."""
 
     text: str
 
 
 class CallBegun(NamedTuple):
-    """A call of a tool: its arguments follow. `id` is None unless the format has one."""
+    """A call of a tool; its arguments follow. `id` is None unless the format has one."""
 
     name: str
     id: str | None = None
@@ -31,7 +31,7 @@ class Arguments(NamedTuple):
 
 
 class CallEnded(NamedTuple):
-    """The arguments are complete. It is missing where the answer ends amid a call."""
+    """The arguments are complete. Missing if the answer ends amid a call."""
 
 
 Event = Content | Reasoning | CallBegun | Arguments | CallEnded
@@ -39,7 +39,7 @@ _TEXTS = (Content, Reasoning, Arguments)
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """The same events with neighbouring pieces of text of one kind put together."""
+    """The same events, with neighbouring texts of one kind joined."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None
@@ -53,7 +53,7 @@ def joined(events: Iterable[Event]) -> list[Event]:
 def as_json(value: object) -> str:
     """`value` as JSON text. Raises ValueError or TypeError where JSON has no such value.
 
-    Halves of characters, which escapes can write, count as none: they cannot be sent.
+    That includes halves of characters, which escapes can write but UTF-8 cannot.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()

@@ -1,14 +1,15 @@
 """Incremental reading of a model's answer: a format is a generator, its input arrives in pieces.
 
-A format's generator reads from an `Unread` and yields events, or None where it must wait for more
-text. So it is written as if all of the text were there, and what it yields does not depend on how
-the text was cut. Text that turns out not to be of the format is content: nothing is lost.
+A format's generator reads from an `Unread` and yields events, or None while it waits for more text.
+So it is written as if all of the text were there, and its events do not depend on how the text was
+cut. Text that does not fit the format is content: nothing is lost.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 from sgl_jax.text.output_events import Event, joined
+from sgl_jax.text.stop_strings import begin_of_mark
 
 T = TypeVar("T")
 Reading = Generator[Event | None, None, T]
@@ -22,7 +23,7 @@ class Unread:
         self.has_ended = False  # nothing more arrives
 
     def take(self, num_chars: int) -> str:
-        """The next `num_chars` characters, which are there."""
+        """Read the next `num_chars` characters, which have arrived."""
         taken, self.held = self.held[:num_chars], self.held[num_chars:]
         return taken
 
@@ -40,7 +41,7 @@ class Unread:
             elif self.has_ended or not marks:
                 num_shown = len(self.held)
             else:
-                num_shown = len(self.held[: self._begin_of_mark(marks)].rstrip())
+                num_shown = len(self.held[: begin_of_mark(self.held, marks)].rstrip())
             if num_shown:
                 yield kind(self.take(num_shown))
             if places:
@@ -62,7 +63,7 @@ class Unread:
             yield None
 
     def skip_space(self) -> Reading[None]:
-        """Read spaces and line ends, if there are any."""
+        """Read spaces and line ends, if any."""
         while True:
             self.held = self.held.lstrip()
             if self.held or self.has_ended:
@@ -70,13 +71,13 @@ class Unread:
             yield None
 
     def begins_with(self, mark: str) -> Reading[bool]:
-        """Whether `mark` comes next. Reads nothing."""
+        """True if `mark` comes next. Reads nothing."""
         while len(self.held) < len(mark) and mark.startswith(self.held) and not self.has_ended:
             yield None
         return self.held.startswith(mark)
 
     def comes(self, mark: str) -> Reading[bool]:
-        """Whether `mark` comes next, perhaps after spaces. Reads nothing."""
+        """True if `mark` comes next, perhaps after spaces. Reads nothing."""
         while True:
             text = self.held.lstrip()
             if text.startswith(mark) or self.has_ended or not mark.startswith(text):
@@ -91,28 +92,18 @@ class Unread:
         return is_there
 
     def close(self, mark: str) -> Reading[bool]:
-        """`skip` what ends a call: if the text ends amid `mark`, what there is of it is read."""
+        """`skip` the end of a call; if the text ends amid `mark`, read its beginning."""
         is_there = yield from self.skip(mark)
         if not is_there and self.has_ended and mark.startswith(self.held.lstrip()):
             self.held = ""
         return is_there
-
-    def _begin_of_mark(self, marks: Sequence[str]) -> int:
-        """Where the end of the text may be the beginning of a mark."""
-        sizes = (
-            size
-            for mark in marks
-            for size in range(1, min(len(mark), len(self.held) + 1))
-            if self.held.endswith(mark[:size])
-        )
-        return len(self.held) - max(sizes, default=0)
 
 
 Format = Callable[[Unread], Reading[None]]
 
 
 class AnswerReader:
-    """The events of one answer. `feed` its text as it arrives, then `finish`."""
+    """Turns one answer into events: `feed` its text as it arrives, then `finish`."""
 
     def __init__(self, read: Format) -> None:
         self._unread = Unread()
@@ -124,7 +115,7 @@ class AnswerReader:
         return joined(self._ready()) if piece else []
 
     def finish(self) -> list[Event]:
-        """The last events, now that no text follows."""
+        """The last events, once no text follows."""
         self._unread.has_ended = True
         return joined(self._ready())
 

@@ -4,8 +4,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
+def begin_of_mark(text: str, marks: Sequence[str]) -> int:
+    """The place in `text` from which its end may be an incomplete mark; its length if none."""
+    sizes = (
+        size
+        for mark in marks
+        for size in range(1, min(len(mark), len(text) + 1))
+        if text.endswith(mark[:size])
+    )
+    return len(text) - max(sizes, default=0)
+
+
 class StopCheck(NamedTuple):
-    """What one piece of text brought: text that is safe to show, and the stop string found."""
+    """The text that became safe to show, and the stop string found in it."""
 
     text: str
     matched: str | None = None
@@ -30,7 +41,7 @@ class StopStringChecker:
         self._held = ""
 
     def feed(self, piece: str) -> StopCheck:
-        """Add `piece`; returns the text that became safe and the stop string, if one is there."""
+        """Add `piece` of the text."""
         if not piece:
             return StopCheck("")
         text = self._held + piece
@@ -39,24 +50,15 @@ class StopStringChecker:
             start, stop = found
             self._held = ""
             return StopCheck(text[: start + len(stop)] if self._keep_stop else text[:start], stop)
-        num_held = self._suffix_that_may_begin_a_stop(text)
-        self._held = text[len(text) - num_held :]
-        return StopCheck(text[: len(text) - num_held])
+        safe = begin_of_mark(text, self._stops)
+        self._held = text[safe:]
+        return StopCheck(text[:safe])
 
     def flush(self) -> str:
-        """The text held back, now that none follows."""
+        """The text held back, once none follows."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
         found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
-
-    def _suffix_that_may_begin_a_stop(self, text: str) -> int:
-        sizes = (
-            size
-            for stop in self._stops
-            for size in range(1, min(len(stop), len(text) + 1))
-            if text.endswith(stop[:size])
-        )
-        return max(sizes, default=0)

@@ -1,7 +1,7 @@
 """Text to token ids and back, and chat messages to a prompt. Local files only.
 
 Owns the Hugging Face tokenizer. Must never reach for the network, import jax, or change the
-text beyond what the tokenizer itself does (no clean-up of spaces, no added prompts).
+text beyond the tokenizer itself (no clean-up of spaces, no added prompts).
 """
 
 import contextlib
@@ -17,14 +17,14 @@ import tokenizers
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.text.call_arguments import are_printed, has_calls, with_objects
 
-# By any of these a folder is known to hold a tokenizer.
+# A folder with any of these holds a tokenizer.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model"),
 )
 _MAIN_FILE = "tokenizer.json"
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are no UTF-8
+REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not UTF-8
 
 
 class Tokenizer:
@@ -37,9 +37,9 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
-        # Those that `skip_special_tokens` leaves out of the text.
+        # `skip_special_tokens` leaves these out of the text.
         self.special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
-        self._byte_of_char = _byte_level_alphabet() if self._is_byte_level() else None
+        self._byte_of_char = _byte_level_alphabet() if self._has_byte_level_decoder() else None
         self.token_bytes = cache(self._token_bytes)
         self.special_ids_of = cache(self._special_ids_of)
 
@@ -50,11 +50,10 @@ class Tokenizer:
         Args:
             chat_template: file with a Jinja template to use instead of the tokenizer's own.
 
-        Without any file of a tokenizer in the folder, it is one that knows no text.
+        A folder without any tokenizer file gives a tokenizer that cannot encode text.
 
         Raises:
-            ValueError: no such folder, what is in it is no fast tokenizer, or no such template
-                file.
+            ValueError: no such folder, no fast tokenizer in it, or no such template file.
         """
         if not Path(path).is_dir():
             raise ValueError(f"no tokenizer folder at {path!r}")
@@ -65,7 +64,7 @@ class Tokenizer:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read the chat template {chat_template}: {error}") from error
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        # Takes a second: only when a tokenizer is wanted.
+        # Takes a second: only when a tokenizer is loaded.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
@@ -88,12 +87,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows; the model's vocabulary may be padded beyond it."""
+        """Number of the tokenizer's ids; the model's vocabulary may be padded beyond it."""
         return int(self._backend.get_vocab_size())
 
     @cached_property
-    def knows_text(self) -> bool:
-        """Whether it has any token that is text: without, it was loaded from no files."""
+    def can_encode(self) -> bool:
+        """True if any token is text; False if it was loaded without files."""
         return any(i not in self.special_ids for i in self._backend.get_vocab().values())
 
     @property
@@ -104,7 +103,6 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be written as prompts."""
         return bool(self._hf.chat_template)
 
     @property
@@ -135,13 +133,13 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def _special_ids_of(self, texts: frozenset[str]) -> Mapping[str, int]:
-        """Of those of `texts` that are special tokens, the ids."""
+        """The id of each special token among `texts`."""
         tokens = {self._backend.id_to_token(i): i for i in self.special_ids}
         return {text: tokens[text] for text in texts if text in tokens}
 
-    def check_knows_text(self) -> None:
-        """Raise `InvalidRequestError` if there is no tokenizer that could encode a text."""
-        if not self.knows_text:
+    def check_can_encode(self) -> None:
+        """Raise `InvalidRequestError` if the tokenizer cannot encode text."""
+        if not self.can_encode:
             raise InvalidRequestError(
                 "this model has no tokenizer: send token ids (input_ids) instead of text", "text"
             )
@@ -149,10 +147,10 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Long texts take seconds, during which other threads run.
 
-        Raises as `check_knows_text`.
+        Raises as `check_can_encode`.
         """
-        self.check_knows_text()
-        # Not `encode`, which keeps the GIL, and finds offsets for which there is no use here.
+        self.check_can_encode()
+        # Not `encode`, which keeps the GIL and computes offsets that nothing uses.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -163,8 +161,8 @@ class Tokenizer:
         return text
 
     @property
-    def knows_bytes(self) -> bool:
-        """Whether every token stands for fixed bytes (byte-level BPE), in any context."""
+    def is_byte_level(self) -> bool:
+        """True if every token stands for fixed bytes in any context (byte-level BPE)."""
         return self._byte_of_char is not None
 
     def apply_chat_template(
@@ -230,14 +228,14 @@ class Tokenizer:
                 **template_args,
             )
         # A template is a program of the model's author that runs on the client's data: any
-        # error that it raises means that it cannot take these messages.
+        # error means that it cannot take these messages.
         except Exception as error:
             raise InvalidRequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
             ) from error
         return prompt
 
-    def _is_byte_level(self) -> bool:
+    def _has_byte_level_decoder(self) -> bool:
         decoder = json.loads(self._backend.to_str())["decoder"] or {}
         steps = decoder.get("decoders", [decoder])
         return [step.get("type") for step in steps] == ["ByteLevel"]
@@ -259,7 +257,7 @@ class Tokenizer:
 
 
 def _files_at_fault(folder: Path) -> list[str]:
-    """Names of files of which one must be why no tokenizer can be read; none if it is not known."""
+    """Names of the files that may be at fault; none if no file can be blamed."""
     settings = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
     if not (folder / _MAIN_FILE).is_file():
         return []

@@ -1,7 +1,4 @@
-"""What a tokenizer must do before a client may use it: tried once, when the server starts.
-
-So a fault stops the start, instead of failing the first request.
-"""
+"""Tries a tokenizer once when the server starts, so that a fault does not wait for a request."""
 
 import logging
 from pathlib import Path
@@ -17,12 +14,12 @@ _CONVERSATION = ({"role": "user", "content": _SAMPLE},)
 
 
 def load_tokenizer(args: ServerArgs) -> Tokenizer:
-    """The tokenizer that `args` name, tried. Raises ValueError if it cannot be used.
+    """Load and try the tokenizer of `args`. Raises ValueError if it cannot be used.
 
-    A model without one is served, by token ids alone; one that was asked for must be there.
+    A model without a tokenizer is served by token ids alone, unless `args` name a tokenizer.
     """
     tokenizer = Tokenizer.load(args.tokenizer_folder, args.chat_template)
-    if not tokenizer.knows_text:
+    if not tokenizer.can_encode:
         if args.tokenizer_path is not None or args.chat_template is not None:
             raise ValueError(f"there is no tokenizer in {args.tokenizer_folder!r}")
         logger.warning("no tokenizer in %r: prompts must be token ids", args.tokenizer_folder)
@@ -33,15 +30,15 @@ def load_tokenizer(args: ServerArgs) -> Tokenizer:
 def check_tokenizer(tokenizer: Tokenizer, path: str, chat_template: str | None = None) -> None:
     """Encode a text and decode it again, and write a conversation by the chat template.
 
-    Nothing is asked of a tokenizer that knows no text, nor of a template that is not there.
+    A tokenizer without text passes, as does one without a template.
 
     Args:
-        path, chat_template: where it was loaded from, to be named in errors.
+        path, chat_template: its files, named in errors.
 
     Raises:
-        ValueError: it cannot, in one line.
+        ValueError: with the reason in one line.
     """
-    if not tokenizer.knows_text:
+    if not tokenizer.can_encode:
         return
     _check_round_trip(tokenizer, path)
     if not tokenizer.has_chat_template:
@@ -55,13 +52,13 @@ def check_tokenizer(tokenizer: Tokenizer, path: str, chat_template: str | None =
 
 
 def check_vocabulary(tokenizer: Tokenizer, path: str, vocab_size: int) -> None:
-    """Raise ValueError if the tokenizer has ids for text that the model does not know.
+    """Raise ValueError if the tokenizer writes text with ids outside the model's vocabulary.
 
-    Tokens that were added behind the vocabulary may stay unused: only what ends and begins a text
-    and what the sample is made of must be there.
+    Tokens that were added behind the vocabulary may stay unused: only the first and last token of a
+    text and the tokens of a sample are checked.
     """
     used = {"its eos token": tokenizer.eos_token_id, "its bos token": tokenizer.bos_token_id}
-    if tokenizer.knows_text:
+    if tokenizer.can_encode:
         used["a plain text"] = max(tokenizer.encode(_SAMPLE))
     for what, token in used.items():
         if token is not None and token >= vocab_size:
@@ -79,7 +76,7 @@ def _check_round_trip(tokenizer: Tokenizer, path: str) -> None:
     # Native code of a library on files from elsewhere.
     except Exception as error:
         raise ValueError(f"the tokenizer in {path!r} does not work: {error}") from error
-    # Some tokenizers fold case or spaces: then what comes back must at least be stable.
+    # Some tokenizers fold case or spaces: then the decoded text must at least be stable.
     if not ids or not text or (text != _SAMPLE and text != again):
         raise ValueError(
             f"the tokenizer in {path!r} does not give back what it encodes: {_SAMPLE!r} became "

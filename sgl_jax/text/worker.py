@@ -1,10 +1,10 @@
 """Tokenises and writes chat prompts outside the server process, in time that has an end.
 
 `python -m sgl_jax.text.worker FD TOKENIZER_PATH [CHAT_TEMPLATE]` loads the tokenizer once, then
-forks a worker for each socket that it is sent over the socket FD. A worker answers one job at a
+forks a worker for each socket that it receives over the socket FD. A worker does one job at a
 time (`jobs.py`). The kernel ends it when a job takes longer than its time limit, since a
-template is a program, and the tokenizer is native code that nothing else can stop. After long
-texts it ends by itself, which gives their memory back. Both are cheap, since a fork is.
+template is a program, and the tokenizer is native code that nothing else can stop. After a long
+text it ends by itself, which frees the memory. Both are cheap, since a fork is.
 
 Must never start a thread before it forks.
 """
@@ -38,13 +38,13 @@ from sgl_jax.text.jobs import (
 )
 from sgl_jax.text.tokenizer import Tokenizer
 
-# Beyond what it starts with. Tokenising takes about 100 bytes for each of a text.
+# Beyond its memory at the start. Tokenising takes about 100 bytes for each byte of text.
 _MOST_MEMORY_BYTES = 4 * 2**30
 
 
 def main(arguments: Sequence[str]) -> int:
     """Fork workers until the parent closes its end; returns the exit code."""
-    # A service manager signals every process of the service: the parent says when to end.
+    # A service manager signals every process of the service; only the parent ends this one.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     # No zombies: exit codes of workers are not read.
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr, flush=True)
         return 1
-    # Collections would copy what is shared with the workers, and find nothing.
+    # A collection would copy the pages shared with the workers, and free nothing.
     gc.collect()
     gc.freeze()
     while True:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
-    """Answer jobs until there are no more, or one was long."""
+    """Do jobs until there are no more, or one was long."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = in_use + _MOST_MEMORY_BYTES

@@ -8,7 +8,7 @@ import sys
 
 
 class TextWorkers:
-    """Starts the process, again if it has ended, and asks it for workers."""
+    """Starts the process, again if it has ended, and sends it a socket for each new worker."""
 
     def __init__(self, tokenizer_path: str, chat_template: str | None = None) -> None:
         self._arguments = [path for path in (tokenizer_path, chat_template) if path is not None]
@@ -34,7 +34,7 @@ class TextWorkers:
             )
 
     def new_worker(self) -> socket.socket:
-        """A socket to a worker, which will be there when the tokenizer has been loaded.
+        """A socket to a worker, which is ready once the tokenizer has been loaded.
 
         If that fails, the socket is closed from the other side.
         """
@@ -48,7 +48,6 @@ class TextWorkers:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it runs."""
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:

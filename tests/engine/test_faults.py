@@ -26,7 +26,7 @@ from sgl_jax.engine import core as core_module
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.replay.__main__ import main as replay
 from sgl_jax.scheduler.event_log import EventReader
-from sgl_jax.scheduler.events import Ticked
+from sgl_jax.scheduler.events import Flush, Tick
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.faults import FaultyExecutor
 
@@ -188,7 +188,7 @@ def test_a_shutdown_amid_prefill_releases_every_lease(
     assert {channel.ends()[f"cut{i}"].message for i in cut} == {"the engine was shut down"}
     # Steps in flight were never read: the device starts afresh, as for another engine.
     rig.executor.reset()
-    assert rig.core.events.flush()
+    assert rig.core.scheduler.handle(Flush())
     assert outputs(rig.run(rig.until_idle(requests("after"))), "after") == expected
 
 
@@ -266,7 +266,7 @@ def test_an_engine_at_rest_records_nothing_until_a_session_has_idled_for_too_lon
     (entry,) = replies["listed"].data["sessions"]
     assert entry["idle_s"] == pytest.approx(41.0, abs=0.3)
     with path.open("rb") as file:
-        num_ticks = sum(isinstance(event, Ticked) for event in EventReader(file))
+        num_ticks = sum(isinstance(event, Tick) for event in EventReader(file))
     assert num_ticks < 12
     assert replay([str(path), "--check-memory", "busy"]) == 0
 

@@ -17,6 +17,7 @@ from sgl_jax.core.messages import (
     SetInternalState,
 )
 from sgl_jax.replay.__main__ import main as replay
+from sgl_jax.scheduler.events import Resume
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.engine.test_faults import Rig, outputs, requests
 
@@ -100,7 +101,7 @@ def test_a_paused_engine_ends_when_it_is_told_to(rig: Rig) -> None:
         yield [PauseGeneration(rid="pause", mode="in_place")]
 
     channel = rig.run(script())
-    rig.core.events.resume()
+    rig.core.scheduler.handle(Resume())
     assert {end.message for end in channel.ends().values()} == {"the engine was shut down"}
 
 

@@ -24,6 +24,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.core import EngineCore
+from sgl_jax.scheduler.events import Resume
 from tests.engine.scripted_channel import ScriptedChannel
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
@@ -232,7 +233,7 @@ def test_a_pause_goes_on_after_an_update(core: EngineCore, folders: tuple[Path, 
         assert core.scheduler.num_waiting == 6
 
     channel = run(core, script())
-    core.events.resume()
+    core.scheduler.handle(Resume())
     assert reply(channel).ok
     assert channel.tokens() == {f"a{i}": [] for i in range(6)}
 

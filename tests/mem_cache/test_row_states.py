@@ -19,7 +19,6 @@ from sgl_jax.mem_cache.release import (
 from sgl_jax.mem_cache.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.row_states import (
     NULL_SLOT,
-    drop_snapshot,
     let_go_snapshots,
     resumable_len,
     state_source,
@@ -393,21 +392,6 @@ def test_a_snapshot_takes_the_place_of_one_that_is_not_locked_or_is_not_kept() -
     assert listed(device.memory, second.lease.row) == [8]
     assert snapshots(device.memory) == (0, 1, 0)
     assert device.memory.allocator.num_tree == 0  # they led to the snapshot that was evicted
-    device.check(num_running=1)
-
-
-def test_a_snapshot_that_will_not_be_written_is_given_back() -> None:
-    device = Device(make_memory())
-    request = device.open(numbers())
-    device.prefill(request, 12)
-    device.publish(request)
-    device.prefill(request, 18, keep=(16,))
-    drop_snapshot(device.memory, request.lease, 16)
-    assert listed(device.memory, 1) == [12]
-    assert snapshots(device.memory) == (18, 0, 2)
-    for length in (12, 16, 18):
-        with pytest.raises(LeaseError, match=f"no snapshot of its own after {length} tokens"):
-            drop_snapshot(device.memory, request.lease, length)
     device.check(num_running=1)
 
 

@@ -264,8 +264,8 @@ MUTATIONS = (
     Mutation(
         "leave apart what only a branch told apart",
         _TREE,
-        "is above it\n        self._merge_into_only_child(parent)\n",
-        "is above it\n",
+        "nodes above it\n        self._merge_into_only_child(parent)\n",
+        "nodes above it\n",
     ),
     Mutation(
         "leave apart what only an age told apart",
@@ -858,7 +858,7 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         "sgl_jax/scheduler/step_room.py",
-        "fits = has_pages and self.takes(request)",
+        "fits = has_room and self.takes(request)",
         "fits = self.takes(request)",
     ),
     Mutation(
@@ -1067,8 +1067,8 @@ MUTATIONS = (
     Mutation(
         "evict a session that goes on to be counted as idle",
         _RELEASE,
-        "    memory.unpark(lease)\n    # All that",
-        "    # All that",
+        "    memory.unpark(lease)\n    # The session",
+        "    # The session",
     ),
     Mutation(
         "roll an idle session back and go on counting what it held",
@@ -1265,8 +1265,8 @@ MUTATIONS = (
     Mutation(
         "reserve nothing for what starts in the same step",
         "sgl_jax/scheduler/step_room.py",
-        "        self._num_reserved, self._num_pages = None, None\n",
-        "        self._num_pages = None\n",
+        "        self._forecast.start(self.dp_rank, row)\n",
+        "",
     ),
     Mutation(
         "leave room for all known tokens but not for the next",
@@ -1381,8 +1381,8 @@ MUTATIONS = (
     Mutation(
         "states: wait for one that cannot be kept",
         _IN_FLIGHT,
-        "if not memory.can_keep_state:",
-        "if False:",
+        "if not self._rows or not memory.can_keep_state:",
+        "if not self._rows:",
     ),
     Mutation(
         "share nothing with what starts in the same step",
@@ -1460,8 +1460,8 @@ MUTATIONS = (
     Mutation(
         "wait for a better rank though it has room",
         _LINES,
-        "and stays_for != NO_RANK and not is_open[stays_for]:",
-        "and stays_for != NO_RANK:",
+        "if stays_for != NO_RANK and not is_open[stays_for]:",
+        "if stays_for != NO_RANK:",
     ),
     Mutation(
         "leave out a request that needs all that is there",
@@ -1947,11 +1947,11 @@ MUTATIONS = (
         "states: lose the snapshots that a prompt crossed before it was given up",
         _RELEASE,
         "    _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)\n"
-        "    if lease.node is not None:\n        # What",
+        "    if lease.node is not None:\n        # The pages",
         "    own = lease.pages(memory.page_size, lease.cache_protected_len)\n"
         "    if memory.state_group is not None:\n        own[memory.state_group] = 0\n"
         "    _free(memory, own, lease.row)\n"
-        "    if lease.node is not None:\n        # What",
+        "    if lease.node is not None:\n        # The pages",
     ),
     Mutation(
         "states: offer no snapshot of a prompt that is given up",
@@ -2013,12 +2013,6 @@ MUTATIONS = (
         _STATES,
         "*_cells(row, np.array([column])), slots)",
         "*_cells(row, np.array([column + 1])), slots)",
-    ),
-    Mutation(
-        "states: give a snapshot back that the tree owns",
-        _STATES,
-        "% memory.page_size == 0 and length > lease.cache_protected_len",
-        "% memory.page_size == 0",
     ),
     Mutation(
         "states: let go of snapshots for one that is not certain",
@@ -2348,8 +2342,8 @@ MUTATIONS = (
     Mutation(
         "pressure: start below the floor",
         "sgl_jax/scheduler/waiting_lines.py",
-        "if may_run[ranks[k], line] and priority[line] > floor[k]:",
-        "if may_run[ranks[k], line]:",
+        "and may_run[ranks[k], line] and priority[line] > floor[k]:",
+        "and may_run[ranks[k], line]:",
     ),
     Mutation(
         "pressure: be passed over by what is more important",

@@ -16,6 +16,7 @@ import pytest
 from sgl_jax.core.messages import (
     CloseSession,
     ForkSession,
+    GenerateRequest,
     ListSessions,
     OpenSession,
     RollbackSession,
@@ -27,12 +28,13 @@ from sgl_jax.replay.__main__ import main
 from sgl_jax.replay.difference import first_difference
 from sgl_jax.scheduler.event_log import EventReader, EventWriter, RecordingError
 from sgl_jax.scheduler.events import (
-    AnsweredSession,
-    Event,
+    Flush,
+    OutputsTaken,
     Planned,
+    Rebuild,
+    Record,
     ResultRead,
-    Submitted,
-    TookOutputs,
+    SessionReply,
 )
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.faults import FaultyExecutor
@@ -57,10 +59,9 @@ def eventful_driver() -> Driver:
         driver.submit(generate(f"r{i}", list(range(i, i + 20)), 30, **wanted))
         driver.step()
     driver.submit(generate("refused", [], 3))
-    driver.events.refuse(generate("no", [1], 3), "not today", 503)
     driver.abort("r3")
-    driver.events.stop(StopRequest(rid="r0", num_output_tokens=1))
-    driver.events.flush()
+    driver.scheduler.handle(StopRequest(rid="r0", num_output_tokens=1))
+    driver.scheduler.handle(Flush())
     driver.run()
     driver.submit(generate("late", [1, 2, 3], 80))
     driver.step()
@@ -71,12 +72,12 @@ def eventful_driver() -> Driver:
     driver.submit(generate("lost", [1, 2, 3], 20))
     driver.step()
     driver.in_flight.clear()
-    driver.events.rebuild("the records were wrong")
+    driver.scheduler.handle(Rebuild("the records were wrong"))
     driver.collect()
     driver.submit(generate("after", [1, 2, 3], 20))
     driver.run()
     converse(driver)
-    assert driver.events.flush()
+    assert driver.scheduler.handle(Flush())
     return driver
 
 
@@ -90,7 +91,7 @@ def converse(driver: Driver) -> None:
         driver.submit(generate(f"turn#{i}", [i, i], 9, session=turn))
         driver.submit(generate(f"branch#{i}", [i, i], 9, session=SessionTurn(id="tree")))
         driver.run()
-    driver.events.stop(StopRequest(rid="turn#2", num_output_tokens=4, session=turn))
+    driver.scheduler.handle(StopRequest(rid="turn#2", num_output_tokens=4, session=turn))
     driver.session(RollbackSession(rid="q3", session_id="s", num_turns=1))
     driver.session(ForkSession(rid="q4", session_id="s", new_session_id="fork"))
     driver.submit(generate("aborted", [3], 9, session=turn))
@@ -117,7 +118,7 @@ def path(tmp_path: Path, recording: bytes) -> Path:
     return path
 
 
-def changed(recording: bytes, change: Callable[[Event], Event | None]) -> bytes:
+def changed(recording: bytes, change: Callable[[Record], Record | None]) -> bytes:
     """The recording with the first event that `change` has another version of."""
     reader, out = EventReader(io.BytesIO(recording)), io.BytesIO()
     writer = EventWriter(out)
@@ -156,7 +157,7 @@ def test_it_runs_as_a_program_and_without_jax(path: Path) -> None:
     assert "Planned step 0, rank 0: 0 decode, 1 prefill, 1 admitted, 8 tokens" in run.stdout
 
 
-def other_page(event: Event) -> Event | None:
+def other_page(event: Record) -> Record | None:
     if not isinstance(event, Planned) or event.plan is None or event.plan.step_id < 5:
         return None
     changes = event.plan.page_changes
@@ -166,7 +167,7 @@ def other_page(event: Event) -> Event | None:
     return Planned(dataclasses.replace(event.plan, page_changes=other))
 
 
-def other_start(event: Event) -> Event | None:
+def other_start(event: Record) -> Record | None:
     if not isinstance(event, Planned) or event.plan is None or event.plan.step_id < 5:
         return None
     first, *rest = event.plan.ranks
@@ -174,25 +175,25 @@ def other_start(event: Event) -> Event | None:
     return Planned(dataclasses.replace(event.plan, ranks=(first, *rest)))
 
 
-def other_token(event: Event) -> Event | None:
-    if not isinstance(event, TookOutputs) or not event.outputs.tokens:
+def other_token(event: Record) -> Record | None:
+    if not isinstance(event, OutputsTaken) or not event.outputs.tokens:
         return None
     outputs = event.outputs
     tokens = b"0" * 4 + outputs.tokens[4:]
-    return TookOutputs(type(outputs)(outputs.outputs, outputs.rids, tokens))
+    return OutputsTaken(type(outputs)(outputs.outputs, outputs.rids, tokens))
 
 
-def other_prompt(event: Event) -> Event | None:
-    if not isinstance(event, Submitted) or event.message.rid != "r5":
+def other_prompt(event: Record) -> Record | None:
+    if not isinstance(event, GenerateRequest) or event.rid != "r5":
         return None
-    return Submitted(generate("r5", [7], 30))
+    return generate("r5", [7], 30)
 
 
-def other_reply(event: Event) -> Event | None:
-    if not isinstance(event, AnsweredSession) or "num_tokens" not in event.reply.data:
+def other_reply(event: Record) -> Record | None:
+    if not isinstance(event, SessionReply) or "num_tokens" not in event.reply.data:
         return None
     data = event.reply.data | {"num_tokens": 1000}
-    return AnsweredSession(type(event.reply)(rid=event.reply.rid, ok=True, data=data))
+    return SessionReply(type(event.reply)(rid=event.reply.rid, ok=True, data=data))
 
 
 DIFFERENCES = {
@@ -201,9 +202,9 @@ DIFFERENCES = {
         r"event \d+ \(Planned\), plan.page_changes.pages\[\d\]: recorded",
     ),
     "start": (other_start, r"plan.ranks\[0\].kv_starts\[0\]: recorded \d+, got \d+"),
-    "token": (other_token, r"\(TookOutputs\), outputs.tokens: recorded b'0000"),
+    "token": (other_token, r"\(OutputsTaken\), outputs.tokens: recorded b'0000"),
     "prompt": (other_prompt, r"\(Planned\), plan.ranks\[\d\]"),
-    "reply": (other_reply, r"\(AnsweredSession\), reply.data\['num_tokens'\]: recorded 1000, got"),
+    "reply": (other_reply, r"\(SessionReply\), reply.data\['num_tokens'\]: recorded 1000, got"),
 }
 
 
@@ -321,7 +322,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:
 
     disk = FullDisk()
     writer = EventWriter(disk)
-    event = Submitted(generate("a", [1] * 50, 3))
+    event = generate("a", [1] * 50, 3)
     for _ in range(100):
         writer.write(event)
     assert len(disk.getvalue()) < 3500
@@ -331,7 +332,7 @@ def test_a_recording_ends_at_its_limit() -> None:
     file = io.BytesIO()
     writer = EventWriter(file, max_bytes=5000)
     for _ in range(100):
-        writer.write(Submitted(generate("a", [1] * 50, 3)))
+        writer.write(generate("a", [1] * 50, 3))
     assert 4000 < len(file.getvalue()) <= 5000
 
 

@@ -14,6 +14,7 @@ from sgl_jax.core.messages import (
     ForkSession,
     GenerateRequest,
     OpenSession,
+    OutputBatch,
     PauseMode,
     Reply,
     SessionMessage,
@@ -25,10 +26,10 @@ from sgl_jax.core.step_plan import Executor, RankPlan, StepHandle, StepPlan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.replay.player import Player
 from sgl_jax.scheduler.event_log import EventReader, EventWriter
+from sgl_jax.scheduler.events import FailAll, Note, Pause, PlanStep, ResultRead, TakeOutputs, Tick
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.recorder import Recorder
+from sgl_jax.scheduler.recorder import RecordedScheduler
 from sgl_jax.scheduler.running_rows import NOT_SCORED
-from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER
 from tests.faults import StepFailedError
 from tests.oracle_executor import OracleExecutor
@@ -105,7 +106,7 @@ class Driver:
     """One engine loop. With `overlap`, a step is planned before the last one is committed.
 
     `max_unread` steps may be in flight when one is planned; by default 1 with `overlap`, else 0.
-    All that goes through `events` is recorded, to be run again with `python -m sgl_jax.replay`.
+    Every event of `scheduler.handle` is recorded, to be run again with `python -m sgl_jax.replay`.
     """
 
     def __init__(
@@ -118,9 +119,11 @@ class Driver:
         executor: Executor | None = None,
         max_passed_over: int = MAX_PASSED_OVER,
     ) -> None:
-        self.scheduler = Scheduler(sizes, config or SchedulerArgs(), max_passed_over)
         self.recording = io.BytesIO()
-        self.events = Recorder(self.scheduler, EventWriter(self.recording, MAX_RECORDING_BYTES))
+        self.record = EventWriter(self.recording, MAX_RECORDING_BYTES).write
+        self.scheduler = RecordedScheduler(
+            sizes, config or SchedulerArgs(), self.record, max_passed_over
+        )
         self.oracle = OracleExecutor(sizes)
         self.executor: Executor = executor or self.oracle
         self.after_plan: Callable[[], None] | None = None
@@ -148,7 +151,7 @@ class Driver:
         self.wanted_ids[message.rid] = message.token_ids_logprob
         if message.return_logprob:
             self.wanted_top[message.rid] = message.top_logprobs_num
-        self.events.submit(message)
+        self.scheduler.handle(message)
         self.collect()
         if message.rid not in self.finish:
             session_id = "" if message.session is None else message.session.id
@@ -156,15 +159,15 @@ class Driver:
             self.namespaces[message.rid] = message.namespace or inherited
 
     def abort(self, rid: str) -> None:
-        self.events.abort(AbortRequest(rid=rid))
+        self.scheduler.handle(AbortRequest(rid=rid))
         self.collect()
 
     def pause(self, mode: PauseMode) -> None:
-        self.events.pause(mode)
+        self.scheduler.handle(Pause(mode))
         self.collect()
 
     def session(self, message: SessionMessage) -> Reply:
-        reply = self.events.session(message)
+        reply = self.scheduler.handle(message)
         if reply.ok and isinstance(message, OpenSession):
             self.session_namespaces[message.session_id] = message.namespace
         if reply.ok and isinstance(message, ForkSession):
@@ -173,13 +176,14 @@ class Driver:
         return reply
 
     def tick(self, now_s: float) -> None:
-        self.events.tick(now_s)
+        self.scheduler.handle(Tick(now_s))
         self.collect()
 
     def step(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
         decoding = [_decoding_rows(rank) for rank in self.scheduler.ranks]
-        plan = self.events.plan()
+        is_resting = self.scheduler.is_resting
+        plan: StepPlan | None = None if is_resting else self.scheduler.handle(PlanStep())
         if self.after_plan is not None:
             self.after_plan()
         if plan is not None:
@@ -203,19 +207,20 @@ class Driver:
             self.in_flight.append((plan, self.executor.launch(plan)))
         if self.in_flight and (plan is None or len(self.in_flight) > self.max_unread):
             done, handle = self.in_flight.popleft()
-            self.events.apply_result(done, self.executor.result(handle))
+            result = ResultRead(done.step_id, self.executor.result(handle))
+            self.scheduler.handle(result)
 
     def fail_all(self, reason: str) -> None:
         """The device lost its state."""
         self.in_flight.clear()
-        self.events.fail_all(reason)
+        self.scheduler.handle(FailAll(reason))
         self.collect()
 
     def retract(self, rid: str) -> None:
         """Take a running request's memory and queue it again, as a rank that is short does."""
         request = self.scheduler._requests[rid]
         assert request.lease is not None, f"{rid} does not run"
-        self.events.note(f"the test retracts {rid}")
+        self.record(Note(f"the test retracts {rid}"))
         rank = self.scheduler.ranks[request.lease.dp_rank]
         self.scheduler._waiting.add(rank.retract(request.lease.row))
 
@@ -245,9 +250,9 @@ class Driver:
         raise AssertionError(f"not idle after {max_steps} steps")
 
     def collect(self) -> None:
-        batch = self.events.take_outputs()
-        if batch is None:
+        if not self.scheduler.has_outputs:
             return
+        batch: OutputBatch = self.scheduler.handle(TakeOutputs())
         for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
             assert rid not in self.finish, f"{rid} got a token after its end"
             self.tokens[rid].append(token)

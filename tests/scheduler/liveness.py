@@ -49,7 +49,7 @@ class Liveness:
             admit_into(ranks, builders, step)
             for builder in builders:
                 self._check_preempted(builder, running)
-            self._check_admitted(builders, step)
+            self._check_admitted(builders, step, running)
 
         scheduler._admission.admit_into = watched  # type: ignore[method-assign]
 
@@ -64,8 +64,10 @@ class Liveness:
             highest = max(request.priority for request in started)
             assert builder.num_tokens_left(highest) < builder.chunk_size, "none of it is computed"
 
-    def _check_admitted(self, builders: Sequence[StepBuilder], step: int) -> None:
-        """What admission leaves waiting though the step could have taken it waits for a reason."""
+    def _check_admitted(self, builders: Sequence[StepBuilder], step: int, before: set[str]) -> None:
+        """A request that admission leaves waiting though the step could have taken it waits for a
+        reason. `before` are the requests that ran before: those that started in this step may be
+        replaced in the next."""
         scheduler = self.scheduler
         rooms = [room_of(rank) for rank in scheduler.ranks]
         is_full = scheduler._all_ranks.tenants.is_full
@@ -79,7 +81,7 @@ class Liveness:
                 and not is_full[request.tenant]
                 and (
                     num_short(builder.rank, request, rooms[builder.rank.dp_rank]) <= 0
-                    or self._could_replace(builder.rank, request)
+                    or self._could_replace(builder.rank, request, before)
                 )
             ]
             if not open_ranks:
@@ -102,12 +104,13 @@ class Liveness:
                 }
                 assert {rank.dp_rank for rank in open_ranks} <= held, (request.rid, reason)
 
-    def _could_replace(self, rank: RankScheduler, request: Request) -> bool:
-        """Whether `request` would fit without all running ones that it may preempt."""
+    def _could_replace(self, rank: RankScheduler, request: Request, before: set[str]) -> bool:
+        """Whether `request` would fit without all running ones of `before` that it may preempt."""
         threshold = self.scheduler.args.priority_scheduling_preemption_threshold
         running = rank.running
         rows = running.runnable()
-        gone = rows[running.priority[rows] < request.priority - threshold].tolist()
+        lower = rows[running.priority[rows] < request.priority - threshold].tolist()
+        gone = [row for row in lower if running.request(row).rid in before]
         if not gone:
             return False
         in_use, without = pages_in_use(rank), pages_in_use(rank, gone)

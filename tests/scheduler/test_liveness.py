@@ -257,7 +257,7 @@ def test_the_request_that_waited_for_a_prefix_computes_it_if_the_first_is_gone(e
     driver.step()
     assert driver.scheduler.num_waiting == 1
     if ending == "abort":
-        driver.events.abort(AbortRequest(rid="first"))
+        driver.scheduler.handle(AbortRequest(rid="first"))
     else:
         driver.retract("first")
     driver.step()

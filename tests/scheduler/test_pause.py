@@ -4,6 +4,7 @@ import pytest
 
 from sgl_jax.core.messages import OpenSession, PauseMode, SessionTurn
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.events import Flush, Resume
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
@@ -36,7 +37,7 @@ def test_requests_go_on_with_the_same_tokens(mode: PauseMode, num_steps: int) ->
     rest(driver)
     assert len(driver.plans) == num_steps
     assert driver.scheduler.num_running == (4 if mode == "in_place" else 0)
-    driver.events.resume()
+    driver.scheduler.handle(Resume())
     driver.run()
     for rid in driver.prompts:
         driver.check_tokens(rid)
@@ -75,7 +76,7 @@ def test_an_abort_ends_what_runs_and_what_waits() -> None:
     driver.submit(generate("late", [1, 2], 2))
     rest(driver)
     assert driver.scheduler.num_waiting == 1
-    driver.events.resume()
+    driver.scheduler.handle(Resume())
     driver.run()
     driver.check_tokens("late")
     driver.check_replay()
@@ -89,7 +90,7 @@ def test_requests_that_come_wait_for_the_end_of_the_pause_as_far_as_the_queue_go
     assert driver.scheduler.count_waiting() == {"paused": 7}
     driver.submit(generate("too many", [1], 1))
     assert driver.finish["too many"].status_code == 503
-    driver.events.resume()
+    driver.scheduler.handle(Resume())
     driver.run()
     driver.check_tokens("late")
 
@@ -109,12 +110,12 @@ def test_time_and_clients_still_end_requests(mode: PauseMode) -> None:
 def test_caches_are_flushed_though_requests_wait_but_not_while_they_run() -> None:
     driver = started(4)
     driver.pause("in_place")
-    assert not driver.events.flush()
+    assert not driver.scheduler.handle(Flush())
     driver.pause("retract")
-    assert driver.events.flush()
+    assert driver.scheduler.handle(Flush())
     for view in driver.scheduler.memory_views():
         assert view.free_pages == view.total_pages - view.reserved_pages
-    driver.events.resume()
+    driver.scheduler.handle(Resume())
     driver.run()
     for rid in driver.prompts:
         driver.check_tokens(rid)
@@ -131,9 +132,9 @@ def test_a_turn_that_is_flushed_while_it_waits_is_computed_anew() -> None:
     for _ in range(4):
         driver.step()
     driver.pause("retract")
-    assert driver.events.flush()
+    assert driver.scheduler.handle(Flush())
     assert driver.scheduler.memory_views()[0].session_rows == 0
-    driver.events.resume()
+    driver.scheduler.handle(Resume())
     driver.run()
     assert len(driver.tokens["second"]) == 8
     driver.check_tokens("second")
@@ -146,6 +147,6 @@ def test_a_pause_outlasts_a_lost_device() -> None:
     driver.submit(generate("late", [1], 2))
     rest(driver)
     assert not driver.tokens["late"]
-    driver.events.resume()
+    driver.scheduler.handle(Resume())
     driver.run()
     driver.check_tokens("late")

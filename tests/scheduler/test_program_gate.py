@@ -4,6 +4,7 @@ import pytest
 
 from sgl_jax.core.messages import OpenSession, SessionTurn, StopRequest
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.events import AwaitPrograms, Configure, ProgramsReady, Rebuild, Resume
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
@@ -17,7 +18,7 @@ def driver() -> Driver:
     """One request runs, two with a grammar wait for programs."""
     driver = Driver(make_sizes(dp_size=2, num_rows=3, num_pages=40), SchedulerArgs())
     driver.tick(0.0)
-    driver.events.await_programs()
+    driver.scheduler.handle(AwaitPrograms())
     driver.submit(generate("plain", [1, 2, 3], 12))
     submit(driver, "x")
     submit(driver, "y", dp_rank=1)
@@ -27,7 +28,7 @@ def driver() -> Driver:
 
 
 def open_gate(driver: Driver, error: str = "") -> None:
-    driver.events.programs_ready(error)
+    driver.scheduler.handle(ProgramsReady(error))
     driver.collect()
 
 
@@ -75,16 +76,16 @@ def abort(driver: Driver) -> None:
 
 def stop(driver: Driver) -> None:
     for rid in ("x", "y"):
-        driver.events.stop(StopRequest(rid=rid, num_output_tokens=0))
+        driver.scheduler.handle(StopRequest(rid=rid, num_output_tokens=0))
 
 
 def pause(driver: Driver) -> None:
     driver.pause("abort")
-    driver.events.resume()
+    driver.scheduler.handle(Resume())
 
 
 def time_out(driver: Driver) -> None:
-    driver.events.configure(SchedulerArgs(waiting_timeout=1.0), chunk_tokens=8)
+    driver.scheduler.handle(Configure(SchedulerArgs(waiting_timeout=1.0), chunk_tokens=8))
     driver.tick(5.0)
 
 
@@ -94,7 +95,7 @@ def fail(driver: Driver) -> None:
 
 def rebuild(driver: Driver) -> None:
     driver.in_flight.clear()
-    driver.events.rebuild("wrong records")
+    driver.scheduler.handle(Rebuild("wrong records"))
     driver.collect()
 
 
@@ -117,7 +118,7 @@ def test_a_pause_holds_them_as_all_others(driver: Driver) -> None:
     open_gate(driver)
     driver.step()
     assert driver.scheduler.num_waiting == 2
-    driver.events.resume()
+    driver.scheduler.handle(Resume())
     driver.run()
     driver.check_replay()
 

@@ -7,6 +7,7 @@ import pytest
 
 from sgl_jax.core.messages import StopRequest
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.events import FailAll, Flush
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
@@ -180,7 +181,7 @@ def test_a_stop_string_found_by_the_front_trims_what_is_kept() -> None:
     driver.submit(generate("a", prompt, 20))
     while len(driver.tokens["a"]) < 8:
         driver.step()
-    driver.events.stop(StopRequest(rid="a", num_output_tokens=5))
+    driver.scheduler.handle(StopRequest(rid="a", num_output_tokens=5))
     driver.run()
     assert "a" not in driver.finish  # the front knows already
     assert driver.scheduler.memory_views()[0].cached_pages == len(prompt) + 5
@@ -220,10 +221,10 @@ def test_flush_is_refused_while_requests_are_in_flight() -> None:
     driver = Driver(make_sizes())
     driver.submit(generate("a", list(range(9)), 2))
     driver.step()
-    assert not driver.events.flush()
+    assert not driver.scheduler.handle(Flush())
     driver.run()
     assert driver.scheduler.memory_views()[0].cached_pages > 0
-    assert driver.events.flush()
+    assert driver.scheduler.handle(Flush())
     assert driver.scheduler.memory_views()[0].cached_pages == 0
 
 
@@ -233,7 +234,7 @@ def test_a_failed_device_ends_every_request_and_trusts_no_page() -> None:
         driver.submit(generate(f"r{i}", list(range(12)), 5))
     driver.step()
     driver.in_flight.clear()
-    driver.events.fail_all("the device is gone")
+    driver.scheduler.handle(FailAll("the device is gone"))
     driver.collect()
     assert {reason.status_code for reason in driver.finish.values()} == {500}
     driver.check_idle()

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.events import Configure
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
 def configure(driver: Driver, chunk_tokens: int = 8, **settings: Any) -> None:
-    driver.events.configure(replace(driver.scheduler.args, **settings), chunk_tokens)
+    driver.scheduler.handle(Configure(replace(driver.scheduler.args, **settings), chunk_tokens))
 
 
 def test_deadlines_hold_for_requests_that_are_there_and_can_be_lifted() -> None:

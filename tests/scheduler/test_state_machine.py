@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
+from sgl_jax.scheduler.events import Flush, Note, Resume
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
 from tests.scheduler.liveness import Liveness
@@ -170,19 +171,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         count = len(self.driver.tokens[rid])
         self.stopped[rid] = data.draw(st.integers(max(1, count - 3), count))
         stop = StopRequest(rid=rid, num_output_tokens=self.stopped[rid])
-        self.driver.events.stop(stop)
+        self.driver.scheduler.handle(stop)
 
     @rule()
     def messages_for_unknown_requests_do_nothing(self) -> None:
         before = self.driver.scheduler.memory_views()
-        self.driver.events.abort(AbortRequest(rid="missing"))
-        self.driver.events.stop(StopRequest(rid="missing", num_output_tokens=1))
+        self.driver.scheduler.handle(AbortRequest(rid="missing"))
+        self.driver.scheduler.handle(StopRequest(rid="missing", num_output_tokens=1))
         assert self.driver.scheduler.memory_views() == before
 
     @rule()
     def flush(self) -> None:
         was_free = not self.driver.scheduler.num_running
-        assert self.driver.events.flush() == was_free
+        assert self.driver.scheduler.handle(Flush()) == was_free
         if was_free:
             assert all(view.cached_pages == 0 for view in self.driver.scheduler.memory_views())
             self.after_flush()
@@ -213,14 +214,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.step(driver.max_unread + 2)
         assert not driver.in_flight
         assert len(driver.plans) == num_plans
-        driver.events.resume()
+        driver.scheduler.handle(Resume())
 
     @rule(rank=st.integers(0, 3), count=st.integers(1, 3))
     def steps_while_a_rank_gets_no_pages(self, rank: int, count: int) -> None:
         driver = self.driver
         memory = driver.scheduler.ranks[rank % driver.scheduler.sizes.dp_size].memory
         self.is_replayed = False  # no replay can know of this whim
-        driver.events.note(f"for {count} steps, rank {memory.dp_rank} is refused pages")
+        driver.record(Note(f"for {count} steps, rank {memory.dp_rank} is refused pages"))
         with no_more_pages(memory):
             self.step(count)
 
@@ -324,7 +325,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 driver.check_logprobs(rid)
             else:
                 assert driver.finish[rid].status_code in (None, 400, 429, 500, 503, 504)
-        assert driver.events.flush()
+        assert driver.scheduler.handle(Flush())
         for view in driver.scheduler.memory_views():
             assert view.free_pages == view.total_pages - view.reserved_pages
         if self.is_replayed:
@@ -377,3 +378,36 @@ def run_machine(
 
 def test_random_events_leave_the_ledger_balancesd_and_the_tokens_right(tmp_path: Path) -> None:
     run_machine(tmp_path, **OPTIONS)
+
+
+def test_a_request_is_replaced_no_sooner_than_in_the_step_after_its_start() -> None:
+    """The forecast falls as short requests start, and the last row is taken before a request fits
+    that could replace one of them."""
+    setup = Setup(
+        dp_size=1,
+        page_size=4,
+        pool_tokens=128,
+        num_rows=5,
+        chunk=64,
+        max_unread=0,
+        radix=False,
+        policy="fcfs",
+        balance="prefix_aware",
+        conservativeness=10.0,
+        num_draft_tokens=0,
+        shapes=None,
+        retract_interval=0,
+        no_prefill_bs=0,
+        is_replayed=False,
+        timeouts_s=(0.0, 0.0),
+        priorities=(True, False),
+        threshold=0,
+        max_passed_over=1,
+        eviction="adaptive",
+    )
+    machine = SchedulerMachine()
+    machine.start(setup=setup)
+    machine.submit(count=8, seed=472016)
+    machine.steps_while_a_rank_gets_no_pages(count=2, rank=0)
+    machine.submit(count=5, seed=96)
+    machine.teardown()

@@ -102,7 +102,7 @@ def end_in_the_queue(driver: Driver) -> None:
 
 
 def end_by_disconnect(driver: Driver) -> None:
-    driver.events.abort(AbortRequest(rid="runs", message="the client went away"))
+    driver.scheduler.handle(AbortRequest(rid="runs", message="the client went away"))
 
 
 def end_by_the_queue_limit(driver: Driver) -> None:
@@ -129,7 +129,7 @@ def end_by_an_error(driver: Driver) -> None:
 
 
 def end_by_shutdown(driver: Driver) -> None:
-    driver.events.abort(AbortRequest(abort_all=True, message="the engine was shut down"))
+    driver.scheduler.handle(AbortRequest(abort_all=True, message="the engine was shut down"))
 
 
 ENDS: list[tuple[Callable[[Driver], None], dict[str, tuple[int | None, str]]]] = [

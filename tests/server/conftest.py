@@ -22,11 +22,10 @@ from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
-from sgl_jax.server.api_keys import ApiKeys
-from sgl_jax.server.app import build_app
-from sgl_jax.server.context import ServerContext
-from sgl_jax.server.limits import Limits
-from sgl_jax.server.middleware import let_pages_in
+from sgl_jax.server.app import build_app, let_pages_in
+from sgl_jax.server.guards.keys import ApiKeys
+from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.references import References
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.worker_process import TextWorkers
@@ -60,12 +59,12 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 class Rig:
     http: httpx.AsyncClient
     engine: ScriptedEngine
-    context: ServerContext
+    refs: References
     app: ASGIApp
 
     @property
     def front(self) -> Frontend:
-        return self.context.frontend
+        return self.refs.frontend
 
     async def until_idle(self) -> None:
         """Wait until the engine runs nothing any more."""
@@ -107,15 +106,15 @@ async def serving(
     bounds = replace(Limits.of(args, front.checks.max_prompt_chars), **(limits or {}))
     texts = TextPool(text_workers(model_folder), bounds)
     engine_metrics = EngineMetrics(metrics)
-    context = ServerContext(args, front, engine.info, engine_metrics, bounds, texts, health)
-    app = let_pages_in(build_app(context, ApiKeys.from_args(args)), args.cors_allow_origins)
+    refs = References(args, front, engine.info, engine_metrics, bounds, texts, health)
+    app = let_pages_in(build_app(refs, ApiKeys.from_args(args)), args.cors_allow_origins)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     def on_message(message: EngineMessage) -> None:
         if isinstance(message, EngineFailed):
             front.fail(message.message)
         elif isinstance(message, EngineChanged):
-            context.engine_info.update(message.info)
+            refs.engine_info.update(message.info)
         elif isinstance(message, Heartbeat):
             health.hear(message)
         else:
@@ -126,7 +125,7 @@ async def serving(
     texts.start()
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield Rig(http, engine, context, app)
+            yield Rig(http, engine, refs, app)
     finally:
         await texts.close()
         engine.stopped = True

@@ -206,7 +206,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "beam_width": 4,
         "length_penalty": 2.0,
         "use_beam_search": True,
-        "return_entropy": 0,
+        "return_entropy": 1,
         "stream_output": False,
     },
     "/v1/completions": {

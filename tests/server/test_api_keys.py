@@ -12,11 +12,19 @@ from starlette.types import Receive, Scope, Send
 from sgl_jax.core.messages import Tenant
 from sgl_jax.core.request_limits import MAX_SESSION_ID_CHARS, check_session_id
 from sgl_jax.core.server_args import ServerArgs, parse_server_args
-from sgl_jax.server import call_routes, management_routes, native_routes
-from sgl_jax.server.api_keys import ADMIN_PATHS, MAX_NAME_CHARS, ApiKeys, Caller
-from sgl_jax.server.limits import Limits
-from sgl_jax.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
-from sgl_jax.server.session_owner import SessionOwner
+from sgl_jax.server.admin import calls as call_routes
+from sgl_jax.server.admin import management as management_routes
+from sgl_jax.server.apis import native as native_routes
+from sgl_jax.server.guards.json_body import BodyLimitMiddleware
+from sgl_jax.server.guards.keys import (
+    ADMIN_PATHS,
+    MAX_NAME_CHARS,
+    ApiKeyMiddleware,
+    ApiKeys,
+    Caller,
+    SessionOwner,
+)
+from sgl_jax.server.guards.limits import Limits
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.server.connection import PatientSend, while_connected
+from sgl_jax.server.guards.connection import PatientSend, while_connected
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 0.5

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sgl_jax.server.fair_queue import FairQueue
+from sgl_jax.server.text_pool import FairQueue
 
 pytestmark = pytest.mark.anyio
 

@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from sgl_jax.server.http_guard import GuardedHttpProtocol, guarded_protocol
-from sgl_jax.server.limits import Limits
+from sgl_jax.server.guards.connection import GuardedHttpProtocol, guarded_protocol
+from sgl_jax.server.guards.limits import Limits
 from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio

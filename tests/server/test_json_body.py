@@ -13,13 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, model_validator
 
-from sgl_jax.server import json_body
-from sgl_jax.server.context import ServerContext
+from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.errors import ApiError, install_error_handlers
-from sgl_jax.server.generation import json_response
-from sgl_jax.server.json_body import JsonBodies, check_shape
-from sgl_jax.server.json_route import JsonRoute
-from sgl_jax.server.limits import Limits
+from sgl_jax.server.guards import json_body
+from sgl_jax.server.guards.json_body import JsonBodies, JsonRoute, check_shape
+from sgl_jax.server.guards.limits import Limits
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text(alphabet='ab"\\,:[]{}/\n é😀')
 VALUES = st.recursive(
@@ -92,8 +90,7 @@ async def test_a_long_body_is_validated_once_and_beside_the_loop(
     num_items: int, thread: str
 ) -> None:
     app = FastAPI()
-    app.state.context = object.__new__(ServerContext)
-    app.state.context.json_bodies = JsonBodies(Limits())
+    app.state.json_bodies = JsonBodies(Limits())
     install_error_handlers(app, {})
     routes = APIRouter(route_class=JsonRoute)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.server.limits import Limits
+from sgl_jax.server.guards.limits import Limits
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import serving
 

@@ -259,6 +259,6 @@ async def test_other_failures_have_the_kinds_that_clients_know(rig: Rig) -> None
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
     answer = await rig.http.post(f"{ROUTE}/count_tokens", content=b"x" * 40_000_000)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
-    rig.context.draining = True
+    rig.refs.draining = True
     answer = await rig.http.post(ROUTE, json=asking("x"))
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")

@@ -11,9 +11,10 @@ from openai.types.chat import completion_create_params as chat_params
 
 from scripts import make_request_fields
 from sgl_jax.core.messages import GenerateRequest
-from sgl_jax.server.native_protocol import GenerateBody, NativeSampling
-from sgl_jax.server.openai_protocol import ChatRequest, CompletionRequest
-from sgl_jax.server.strict_model import StrictModel
+from sgl_jax.server.apis.completions import CompletionRequest
+from sgl_jax.server.apis.native import GenerateBody, NativeSampling
+from sgl_jax.server.chat_request import ChatRequest
+from sgl_jax.server.fields import StrictModel
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server import known_fields
 from tests.server.conftest import Rig, serving
@@ -78,7 +79,8 @@ async def test_what_is_not_there_is_refused_by_name(rig: Rig, path: str) -> None
 
 
 def _named(*models: type[StrictModel]) -> set[str]:
-    return {name for model in models for name in (*model.model_fields, *model.unserved)}
+    unserved = [(*model.unserved.ignored, *model.unserved.reasons) for model in models]
+    return {name for model in models for name in model.model_fields}.union(*unserved)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pydantic
 import pytest
 
 from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.server.apis.responses import ResponseStore, StoredResponse
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.responses_store import ResponseStore, StoredResponse
 from tests.server.conftest import Rig
 from tests.server.test_tool_calls import PARIS, ROOM, prompt_of, served, tools_folder
 from tests.text.recorded_answers import ANSWERS, TOOLS

@@ -10,8 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.messages import CloseSession, GenerateRequest
 from sgl_jax.core.request_limits import check_session_id
-from sgl_jax.server.api_keys import Caller, note_caller
-from sgl_jax.server.session_owner import SessionOwner
+from sgl_jax.server.guards.keys import Caller, SessionOwner, note_caller
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
 
@@ -108,4 +107,5 @@ def test_an_id_is_as_long_as_without_keys() -> None:
     assert owner.client_id(engine_id) == "s" * 256
     check_session_id(engine_id)
     assert SessionOwner(ALICE).client_id(engine_id) is None
-    assert SessionOwner(ALICE).as_told("there is no session 'alice:x'") == "there is no session 'x'"
+    message = SessionOwner(ALICE).for_client("there is no session 'alice:x'")
+    assert message == "there is no session 'x'"

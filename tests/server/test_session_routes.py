@@ -97,13 +97,13 @@ async def test_a_session_whose_id_no_client_has_learnt_is_closed(
     fields = {"session_id": "mine"} if path == "/fork_session" else {}
     rig.engine.stand_still()
     if end == "too late":
-        rig.context.answer_timeout_s = 0.05
+        rig.refs.answer_timeout_s = 0.05
         answer = await rig.http.post(path, json=fields)
         assert answer.status_code == 503
         assert "no answer within 0.05 s" in answer.json()["error"]["message"]
     else:
         assert await call_and_leave(rig, path, fields) == 499
-    rig.context.answer_timeout_s = 30.0
+    rig.refs.answer_timeout_s = 30.0
     rig.engine.go_on()
     await meanwhile_until(
         lambda: any(isinstance(message, CloseSession) for message in rig.engine.seen),
@@ -122,10 +122,10 @@ async def test_a_session_that_its_client_has_named_stays_though_the_answer_was_l
 ) -> None:
     """The client can use it, or close it; it may have done so already."""
     rig.engine.stand_still()
-    rig.context.answer_timeout_s = 0.05
+    rig.refs.answer_timeout_s = 0.05
     answer = await rig.http.post("/open_session", json={"session_id": "named"})
     assert answer.status_code == 503
-    rig.context.answer_timeout_s = 30.0
+    rig.refs.answer_timeout_s = 30.0
     rig.engine.go_on()
     await meanwhile_until(lambda: "named" in rig.engine.sessions, "the session is opened")
     assert await post(rig, "/close_session", session_id="named") == {}
@@ -250,7 +250,7 @@ async def test_a_turn_for_which_sessions_have_no_room_is_a_503_of_its_own_kind(r
 
 async def test_a_draining_server_opens_none_but_closes(rig: Rig) -> None:
     await post(rig, "/open_session", session_id="s")
-    rig.context.draining = True
+    rig.refs.draining = True
     for path in ("/open_session", "/fork_session"):
         assert (await rig.http.post(path, json={"session_id": "s"})).status_code == 503
     await post(rig, "/close_session", session_id="s")

@@ -71,7 +71,7 @@ async def test_the_last_cumulative_event_is_the_whole_answer(rig: Rig) -> None:
 @pytest.mark.parametrize("by", ["request", "server"])
 async def test_incremental_events_have_each_token_once(rig: Rig, by: str) -> None:
     if by == "server":
-        rig.context.args = dataclasses.replace(rig.context.args, incremental_streaming_output=True)
+        rig.refs.args = dataclasses.replace(rig.refs.args, incremental_streaming_output=True)
     streamed = await events(rig, **({"stream_output": True} if by == "request" else {}))
     expected = await whole(rig)
     assert len(streamed) > 3
@@ -86,7 +86,7 @@ async def test_incremental_events_have_each_token_once(rig: Rig, by: str) -> Non
 
 
 async def test_a_client_that_does_not_read_loses_its_requests(rig: Rig) -> None:
-    rig.context.reader_timeout_s = 0.2
+    rig.refs.reader_timeout_s = 0.2
     body = {**BODY, "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}, "stream": True}
     received = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
     pieces: list[int] = []

@@ -15,7 +15,7 @@ import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.limits import Limits
+from sgl_jax.server.guards.limits import Limits
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.jobs import EncodeChat
 from sgl_jax.text.tokenizer import Tokenizer

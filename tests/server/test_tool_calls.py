@@ -16,7 +16,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from sgl_jax.core.messages import GenerateRequest
-from sgl_jax.text.answer_parser import TOOL_FORMATS
+from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
 from sgl_jax.text.output_events import Arguments, CallBegun, Content, Event, Reasoning
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving, text_workers

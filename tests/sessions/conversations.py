@@ -18,6 +18,7 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.scheduler.events import Flush
 from tests.scheduler.driver import Driver, common_len, generate
 
 
@@ -129,7 +130,9 @@ class Conversations:
         end = len(self.driver.prompts[rid]) + num_tokens
         is_cut = end < len(conversation.tokens)
         turn = SessionTurn(id=session_id)
-        self.driver.events.stop(StopRequest(rid=rid, num_output_tokens=num_tokens, session=turn))
+        self.driver.scheduler.handle(
+            StopRequest(rid=rid, num_output_tokens=num_tokens, session=turn)
+        )
         self.driver.collect()
         if is_cut:
             conversation.tokens = conversation.tokens[:end]
@@ -143,7 +146,7 @@ class Conversations:
         rid, conversation.last = conversation.last, None
         assert rid is not None
         turn = SessionTurn(id=session_id)
-        self.driver.events.abort(AbortRequest(rid=rid, session=turn))
+        self.driver.scheduler.handle(AbortRequest(rid=rid, session=turn))
         self.driver.collect()
         conversation.tokens, conversation.turn_ends = conversation.before_last
         return self._was_refused(conversation)
@@ -220,6 +223,6 @@ class Conversations:
             self.close(session_id)
         self.driver.check_idle()
         assert all(view.session_rows == 0 for view in self.driver.scheduler.memory_views())
-        assert self.driver.events.flush()
+        assert self.driver.scheduler.handle(Flush())
         for view in self.driver.scheduler.memory_views():
             assert view.free_pages == view.total_pages - view.reserved_pages

@@ -51,10 +51,10 @@ class Tree:
         """Its client saw that turn end there, or (None) saw nothing of its end."""
         turn = SessionTurn(id="t", name=name)
         if num_output_tokens is None:
-            self.driver.events.abort(AbortRequest(rid=name, session=turn))
+            self.driver.scheduler.handle(AbortRequest(rid=name, session=turn))
         else:
             stop = StopRequest(rid=name, num_output_tokens=num_output_tokens, session=turn)
-            self.driver.events.stop(stop)
+            self.driver.scheduler.handle(stop)
         self.driver.collect()
 
     def session(self) -> RegularSession:
@@ -220,9 +220,9 @@ def test_a_stop_string_found_after_the_turn_had_ended_cuts_its_output() -> None:
     tree = Tree()
     first = tree.say("a", [1, 2, 3], [], name="first")
     turn = SessionTurn(id="t", name="first")
-    tree.driver.events.stop(StopRequest(rid="b", num_output_tokens=1, session=turn))
+    tree.driver.scheduler.handle(StopRequest(rid="b", num_output_tokens=1, session=turn))
     assert tree.described()["num_tokens"] == 6
-    tree.driver.events.stop(StopRequest(rid="a", num_output_tokens=1, session=turn))
+    tree.driver.scheduler.handle(StopRequest(rid="a", num_output_tokens=1, session=turn))
     assert tree.described()["num_tokens"] == 4
     tree.say("b", [4], first[:4], rid="first")
 

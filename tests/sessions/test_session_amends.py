@@ -73,7 +73,7 @@ def test_a_session_closed_meanwhile_goes_with_the_turn_that_the_stop_ends() -> N
     s.driver.step()
     s.close("s")
     turn = SessionTurn(id="s")
-    s.driver.events.stop(StopRequest(rid=last, num_output_tokens=1, session=turn))
+    s.driver.scheduler.handle(StopRequest(rid=last, num_output_tokens=1, session=turn))
     s.run()
     assert s.driver.finish[rid].status_code == 400
     s.check()
@@ -88,8 +88,8 @@ def test_a_session_opened_anew_under_the_same_name_is_not_cut() -> None:
     s.open("s")
     s.say("s", [1, 2], 4)
     turn = SessionTurn(id="s")
-    s.driver.events.stop(StopRequest(rid=last, num_output_tokens=1, session=turn))
-    s.driver.events.abort(AbortRequest(rid=last, session=turn))
+    s.driver.scheduler.handle(StopRequest(rid=last, num_output_tokens=1, session=turn))
+    s.driver.scheduler.handle(AbortRequest(rid=last, session=turn))
     s.check()
     s.close_all()
 
@@ -206,10 +206,10 @@ def test_a_turn_that_others_have_followed_stays_though_its_end_was_not_delivered
     s = three_turns()
     history = s.of["s"].tokens
     for rid in ("s.0", "s.1"):
-        s.driver.events.abort(AbortRequest(rid=rid, session=SessionTurn(id="s")))
+        s.driver.scheduler.handle(AbortRequest(rid=rid, session=SessionTurn(id="s")))
     s.check()
     s.roll_back("s", 2)  # the second is the last again, but what came before it is forgotten
-    s.driver.events.abort(AbortRequest(rid="s.1", session=SessionTurn(id="s")))
+    s.driver.scheduler.handle(AbortRequest(rid="s.1", session=SessionTurn(id="s")))
     go_on(s, history[:16])
 
 

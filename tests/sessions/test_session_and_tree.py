@@ -195,7 +195,7 @@ def test_a_stop_while_a_turn_runs_in_pages_of_the_tree_keeps_what_its_client_saw
     s, rid, history = start_in_the_tree(max_new_tokens=40)
     while len(s.driver.tokens[rid]) < 4:
         s.driver.step()
-    s.driver.events.stop(StopRequest(rid=rid, num_output_tokens=2))
+    s.driver.scheduler.handle(StopRequest(rid=rid, num_output_tokens=2))
     s.stopped(rid, 2)
     s.run()
     assert len(s.of["s"].tokens) == len(history) + 32

@@ -14,6 +14,7 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.scheduler.events import Rebuild
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import generate
@@ -57,7 +58,7 @@ def test_a_turn_aborted_at_any_point_never_was(
     rid = s.begin("s", NEW, 20)
     for _ in range(num_steps):
         s.driver.step()
-    s.driver.events.abort(AbortRequest(rid=rid, message="the client went away"))
+    s.driver.scheduler.handle(AbortRequest(rid=rid, message="the client went away"))
     s.run()
     after = s.lease("s")
     if num_turns:
@@ -117,7 +118,7 @@ def test_a_row_whose_tokens_were_never_sent_to_the_device_is_not_kept(end: str) 
     if end == "abort":
         s.driver.abort(rid)
     elif end == "stop":
-        s.driver.events.stop(StopRequest(rid=rid, num_output_tokens=1))
+        s.driver.scheduler.handle(StopRequest(rid=rid, num_output_tokens=1))
         s.stopped(rid, 1)
     assert s.lease("s") is None
     go_on(s, s.of["s"].tokens if end == "stop" else history)
@@ -187,7 +188,7 @@ def test_a_memory_that_is_rebuilt_leaves_what_was_said(monkeypatch: pytest.Monke
         with pytest.raises(LedgerError):
             s.run()
     s.driver.in_flight.clear()
-    s.driver.events.rebuild("the records were wrong")
+    s.driver.scheduler.handle(Rebuild("the records were wrong"))
     s.driver.collect()
     assert s.driver.finish[rid].type == "length"
     s.settle()
@@ -431,7 +432,7 @@ def device_failed(s: Conversations, rid: str) -> None:
 
 
 def shut_down(s: Conversations, rid: str) -> None:
-    s.driver.events.abort(AbortRequest(abort_all=True))
+    s.driver.scheduler.handle(AbortRequest(abort_all=True))
     s.driver.collect()
 
 

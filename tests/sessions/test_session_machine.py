@@ -21,6 +21,7 @@ from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.row_states import resumable_len
+from sgl_jax.scheduler.events import Note
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.sessions.streaming import StreamingSession
@@ -72,7 +73,6 @@ class SessionMachine(SchedulerMachine):
         # Of turns in flight: sessions evicted before them, tokens their lease held, on what rank.
         self.lease_at_begin: dict[str, tuple[int, int, int]] = {}
         self.first_rank: dict[str, int] = {}  # where each request started, before any retract
-        self.num_adopted = 0  # turns that read the tree, since their lease had less
         for rank in self.driver.scheduler.ranks:
             self.watch_admissions(rank)
         for namespace in ("", "red"):
@@ -111,7 +111,6 @@ class SessionMachine(SchedulerMachine):
             if request.num_retractions == 0:
                 self.first_rank[request.rid] = rank.dp_rank
                 assert request.cached_tokens == max(in_lease, in_tree)
-            self.num_adopted += 0 < in_lease < in_tree
             return row
 
         rank.admit = watched  # type: ignore[method-assign]
@@ -378,7 +377,7 @@ class SessionMachine(SchedulerMachine):
         driver = self.driver
         self.is_replayed = False  # no replay can know of this whim
         chosen = driver.scheduler.ranks[rank % driver.scheduler.sizes.dp_size]
-        driver.events.note(f"rank {chosen.dp_rank} evicts an idle session")
+        driver.record(Note(f"rank {chosen.dp_rank} evicts an idle session"))
         num_idle = chosen.memory.sessions.num_idle
         assert chosen.evict_idle_session() == (num_idle > 0)
 

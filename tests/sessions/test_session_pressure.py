@@ -3,6 +3,7 @@
 import pytest
 
 from sgl_jax.core.messages import SessionTurn
+from sgl_jax.scheduler.events import Flush
 from tests.faults import no_more_pages
 from tests.scheduler.driver import generate
 from tests.sessions.test_sessions import talk
@@ -276,7 +277,7 @@ def test_a_flush_takes_the_memory_of_idle_sessions_not_what_was_said() -> None:
     s.open("t")
     s.say("s", [1, 2, 3])
     s.say("t", [4, 5, 6])
-    assert s.driver.events.flush()
+    assert s.driver.scheduler.handle(Flush())
     for view in s.driver.scheduler.memory_views():
         assert view.free_pages == view.total_pages - 1
         assert view.session_rows == 0
@@ -284,7 +285,7 @@ def test_a_flush_takes_the_memory_of_idle_sessions_not_what_was_said() -> None:
     s.check()
     s.begin("t", [8], 5)
     s.driver.step()
-    assert not s.driver.events.flush()
+    assert not s.driver.scheduler.handle(Flush())
     s.run()
     s.close_all()
 

@@ -10,6 +10,7 @@ import pytest
 from sgl_jax.core.messages import AbortRequest, SessionTurn
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.scheduler.events import Flush
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import PAGE_SIZES, talk
@@ -119,7 +120,7 @@ def test_trap_5_a_lease_is_not_released_while_a_request_borrows_it() -> None:
     (rank,) = s.driver.scheduler.ranks
     assert not rank.evict_idle_session()
     s.driver.tick(100.0)
-    assert not s.driver.events.flush()
+    assert not s.driver.scheduler.handle(Flush())
     s.close("s")
     assert all(lease is not None and not lease.released for lease in leases)
     s.run()
@@ -250,13 +251,13 @@ def test_trap_11_every_end_states_its_reason_and_clears_the_mark_once(where: str
     if where == "retracted":
         s.driver.retract(rid)
     for _ in range(2):  # the second comes too late, and says and does nothing
-        s.driver.events.abort(AbortRequest(rid=rid, message="the client went away"))
+        s.driver.scheduler.handle(AbortRequest(rid=rid, message="the client went away"))
         s.driver.collect()
     assert s.driver.finish[rid].message == "the client went away"
     s.settle()
     assert s.listed()["s"]["num_running"] == 0
     other = s.begin("s", [2], 5)
-    s.driver.events.abort(AbortRequest(rid=rid))
+    s.driver.scheduler.handle(AbortRequest(rid=rid))
     s.run()
     assert s.driver.finish[other].type == "length"
     s.check()

@@ -108,7 +108,7 @@ def test_a_stop_string_cuts_the_history_where_it_was_found(
         s.driver.step()
     if is_retracted:
         s.driver.retract(rid)
-    s.driver.events.stop(StopRequest(rid=rid, num_output_tokens=num_kept))
+    s.driver.scheduler.handle(StopRequest(rid=rid, num_output_tokens=num_kept))
     s.stopped(rid, num_kept)
     s.check()
     rid = s.say("s", [6])
@@ -127,7 +127,7 @@ def test_an_idle_session_holds_nothing_of_what_was_generated_past_a_stop_string(
     rid = s.begin("s", [4, 5], 40)
     while len(s.driver.tokens[rid]) < 12:
         s.driver.step()
-    s.driver.events.stop(StopRequest(rid=rid, num_output_tokens=2))
+    s.driver.scheduler.handle(StopRequest(rid=rid, num_output_tokens=2))
     s.stopped(rid, 2)
     lease = s.lease("s")
     assert lease is not None
@@ -150,7 +150,7 @@ def test_a_stop_string_found_after_the_turn_had_ended_cuts_the_history_all_the_s
     assert len(s.of["s"].tokens) == 9 + num_kept
     s.check()
     turn = SessionTurn(id="s")
-    s.driver.events.stop(StopRequest(rid=first, num_output_tokens=1, session=turn))
+    s.driver.scheduler.handle(StopRequest(rid=first, num_output_tokens=1, session=turn))
     s.check()  # too late: another turn has followed
     s.say("s", [6])
     s.close_all()

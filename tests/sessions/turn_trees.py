@@ -126,7 +126,7 @@ class TurnTrees:
         assert turn.output is not None
         about = SessionTurn(id=session_id, name=name)
         stop = StopRequest(rid=turn.rid, num_output_tokens=num_tokens, session=about)
-        self.driver.events.stop(stop)
+        self.driver.scheduler.handle(stop)
         self.driver.collect()
         is_cut = num_tokens < len(turn.output)
         turn.output = turn.output[:num_tokens]
@@ -136,7 +136,7 @@ class TurnTrees:
         """The client of a turn that has ended did not see that. Answers as `stop_late`."""
         tree = self.of[session_id]
         about = SessionTurn(id=session_id, name=name)
-        self.driver.events.abort(AbortRequest(rid=tree[name].rid, session=about))
+        self.driver.scheduler.handle(AbortRequest(rid=tree[name].rid, session=about))
         self.driver.collect()
         if any(each.parent == name and each.output is not None for each in tree.values()):
             return []  # too late

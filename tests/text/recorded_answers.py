@@ -124,6 +124,12 @@ ANSWERS = {
         '{"name": "Ann", "arguments": {"a": 1}} and {more}',
         [Content('{"name": "Ann", "arguments": {"a": 1}} and {more}')],
     ),
+    "llama3, a semicolon before text": Answer(
+        "llama3",
+        None,
+        '{"name": "now", "parameters": {}}; {no}',
+        [*NOW, Content("; {no}")],
+    ),
     "mistral": Answer(
         "mistral",
         None,
@@ -136,6 +142,12 @@ ANSWERS = {
         None,
         "Yes.[TOOL_CALLS]get_weather[ARGS]" + PARIS + "[TOOL_CALLS]now[CALL_ID]Xy1[ARGS]{}",
         [Content("Yes."), *WEATHER, *call("now", "{}", "Xy1")],
+    ),
+    "mistral, no mark before the arguments": Answer(
+        "mistral",
+        None,
+        "[TOOL_CALLS]now{}[TOOL_CALLS]now[CALL_ID]Xy1{}",
+        [*NOW, *call("now", "{}", "Xy1")],
     ),
     "deepseekv3": Answer(
         "deepseekv3",
@@ -170,6 +182,12 @@ ANSWERS = {
             *call("get_weather", PARIS, "functions.get_weather:0"),
             *call("now", "{}", "functions.now:1"),
         ],
+    ),
+    "kimi_k2, a name alone": Answer(
+        "kimi_k2",
+        None,
+        "<|tool_calls_section_begin|> <|tool_call_begin|> now:0 <|tool_call_argument_begin|> {}",
+        call("now", "{}", "now:0"),
     ),
     "glm45": Answer(
         "glm45",

@@ -8,7 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.text.answer_parser import HARMONY, TOOL_FORMATS, AnswerParser, choose_parser
+from sgl_jax.text.answer_parser import HARMONY, AnswerParser, choose_parser
+from sgl_jax.text.formats.reasoning import REASONING_FORMATS
+from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
 from sgl_jax.text.output_events import (
     Arguments,
     CallBegun,
@@ -17,7 +19,6 @@ from sgl_jax.text.output_events import (
     Event,
     joined,
 )
-from sgl_jax.text.reasoning import REASONING_FORMATS
 from tests.text.recorded_answers import ANSWERS, PARIS, TOOLS, Answer
 
 PARSERS = [AnswerParser(tool, None) for tool in TOOL_FORMATS]

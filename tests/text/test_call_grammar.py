@@ -18,8 +18,8 @@ from sgl_jax.core.step_plan import mask_words
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.grammar.row_grammar import RowGrammar
 from sgl_jax.text.answer_parser import AnswerParser
+from sgl_jax.text.formats.call_grammar import CallGrammar
 from sgl_jax.text.tokenizer import Tokenizer
-from sgl_jax.text.tool_calls.call_grammar import CallGrammar
 from tests.text.recorded_answers import ANSWERS, PARIS
 from tests.text.recorded_answers import TOOLS as WEATHER_TOOLS
 from tests.tokenizers import byte_level, save

@@ -21,7 +21,7 @@ def test_a_missing_folder_is_named() -> None:
 
 def test_without_a_tokenizer_a_text_is_refused_for_what_is_missing(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(str(tmp_path))
-    assert not tokenizer.knows_text
+    assert not tokenizer.can_encode
     assert tokenizer.decode([1, 2, 3]) == ""
     with pytest.raises(InvalidRequestError, match=r"no tokenizer: send token ids \(input_ids\)"):
         tokenizer.encode("hello")

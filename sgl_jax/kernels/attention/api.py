@@ -26,8 +26,8 @@ __all__ = [
 ]
 
 ATTENTION_BACKENDS = ("pallas", "xla")
-# Of the Pallas kernels: whole pages lie in vector memory, four rows' page ids in scalar memory,
-# of which there is 1 MiB.
+# Limits of the Pallas kernels: whole pages lie in vector memory, and four rows' page ids in scalar
+# memory, which has 1 MiB.
 MAX_PAGE_SIZE = 256
 MAX_ROW_PAGES = 32_768
 
@@ -54,8 +54,8 @@ class RaggedPagedAttention(Protocol):
                 (`cache_dtype.as_cached`). Padding tokens are written to the null page, whose
                 content is never read.
             kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], K heads then V heads;
-                or [layers, pages, kv_heads, page_size, 2 * head_dim], K and V side by side. Of
-                int8 it is a cache of 8-bit floats; see `cache_dtype`.
+                or [layers, pages, kv_heads, page_size, 2 * head_dim], K and V side by side. An
+                int8 array is a cache of 8-bit floats; see `cache_dtype`.
                 Updated in place when the caller donates it or carries it through a loop.
             layer: int32 [] which layer of the cache.
             batch: rows and pages.

@@ -1,7 +1,7 @@
-"""Which tokens of a step belong to which row, and where each row's KV lies.
+"""The tokens and pages of each row of a step, and the options of scores.
 
-Owns the derivation of per-token indices, done once per step and read by every layer. Everything
-here is local to one data-parallel rank: page ids index that rank's own pool.
+Everything here is local to one data-parallel rank: page ids index that rank's own pool. Per-token
+indices are derived once per step and read by every layer.
 """
 
 from dataclasses import dataclass, field
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from sgl_jax.kernels.token_rows import TokenRows
 
 NULL_PAGE = 0
 
@@ -58,38 +60,30 @@ class AttentionBatch:
         Static: `num_tokens` is T, at least the sum of `q_lens`; `max_draft_tokens` the most that
         any decode row has.
         """
-        bucket_rows = q_lens.shape[0]
-        ends = jnp.cumsum(q_lens, dtype=jnp.int32)
-        q_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-        rows = jnp.searchsorted(ends, tokens, side="right", method="compare_all")
-        token_rows = jnp.minimum(rows.astype(jnp.int32), bucket_rows - 1)
-        valid = tokens < ends[-1]
-        positions = kv_starts[token_rows] + tokens - q_offsets[token_rows]
-        row_ids = jnp.arange(1, bucket_rows + 1, dtype=jnp.int32)
+        rows = TokenRows.of(q_lens, num_tokens)
+        positions = kv_starts[rows.token_rows] + rows.in_row
         return cls(
             page_table=page_table,
             kv_starts=kv_starts,
             q_lens=q_lens,
             num_decode=num_decode,
-            num_rows=jnp.max(jnp.where(q_lens > 0, row_ids, 0)),
-            q_offsets=q_offsets,
-            token_rows=token_rows,
-            positions=jnp.where(valid, positions, 0),
-            valid=valid,
-            max_decode_tokens=min(num_tokens, bucket_rows * (1 + max_draft_tokens)),
+            num_rows=rows.num_rows,
+            q_offsets=rows.q_offsets,
+            token_rows=rows.token_rows,
+            positions=jnp.where(rows.valid, positions, 0),
+            valid=rows.valid,
+            max_decode_tokens=min(num_tokens, q_lens.shape[0] * (1 + max_draft_tokens)),
             max_draft_tokens=max_draft_tokens,
         )
 
 
-# The score of a key that is not seen. Finite, so that scores that are all masked leave no NaN:
-# what they add is scaled by exp(MASKED - m) = 0 as soon as a visible key is met, and every query
-# sees at least itself.
+# The score of a key that is not seen. Finite, so that scores that are all masked leave no NaN: the
+# next visible key scales their sum by exp(MASKED - m) = 0, and every query sees at least itself.
 MASKED = -1e30
 
 
 class ScoreOptions(NamedTuple):
-    """How a layer computes its scores; all but `sinks` are static."""
+    """A layer's options for scores; all but `sinks` are static."""
 
     scale: float  # multiplies q @ k
     sliding_window: int | None = None  # a query at p sees keys at (p - sliding_window, p]

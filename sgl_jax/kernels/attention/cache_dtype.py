@@ -1,6 +1,6 @@
-"""How K and V are stored in a KV cache of each type.
+"""The storage of K and V in a KV cache of each type.
 
-A cache of 8 bits is an array of int8 that holds the bits of float8_e4m3fn: a compiler that knows no
+A cache of 8 bits is an array of int8 that holds the bits of float8_e4m3fn: a compiler without
 arrays of float8 would turn all of the cache into float16, and back, whenever a token is written.
 
 Numbers are stored unscaled: a caller that divides K and V by scales, so that they use the type's
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-EIGHT_BITS = jnp.dtype(jnp.int8)  # the array's
-FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)  # what its bits mean
+EIGHT_BITS = jnp.dtype(jnp.int8)  # type of the array
+FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)  # type of its bits
 GREATEST = float(jnp.finfo(FLOAT8).max)  # 448
 SMALLEST = float(jnp.finfo(FLOAT8).smallest_normal)  # 2^-6
 _NAME = "fp8_e4m3"
@@ -25,21 +25,21 @@ def cache_dtype(name: str) -> jnp.dtype:
 
 
 def cache_dtype_name(dtype: DTypeLike) -> str:
-    """What a cache of `dtype` is called."""
+    """The name, in arguments, of a cache of `dtype`."""
     return _NAME if is_narrow(dtype) else jnp.dtype(dtype).name
 
 
 def is_narrow(dtype: DTypeLike) -> bool:
-    """Whether a cache of `dtype` is one of 8 bits."""
+    """True for a cache of 8 bits."""
     return jnp.dtype(dtype) == EIGHT_BITS
 
 
 def as_cached(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """K or V as a cache of `dtype` holds it.
 
-    In 8 bits, what is out of range becomes the greatest number there is, where a cast alone would
-    make it NaN; and there are no subnormals, so that a kernel may convert by moving bits: what is
-    smaller than the smallest normal number becomes that or zero, whichever is nearer.
+    In 8 bits, numbers out of range become the greatest one, where a cast alone would make NaN.
+    Subnormal numbers become zero or the smallest normal number, whichever is nearer, so that a
+    kernel may convert by moving bits.
     """
     if not is_narrow(dtype):
         return x.astype(dtype)
@@ -49,7 +49,7 @@ def as_cached(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def is_packed(kv_cache: jax.Array, head_dim: int) -> bool:
-    """Whether a slot of the cache holds a head's K and V side by side."""
+    """True if a slot of the cache holds a head's K and V side by side."""
     return kv_cache.shape[4] == 2 * head_dim
 
 

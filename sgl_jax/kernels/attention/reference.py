@@ -1,6 +1,6 @@
 """Ragged paged attention in float64 numpy, one token and one head at a time: the judge.
 
-It shares no code with what it judges, and it never reads a slot that holds no token.
+It shares no code with the implementations, and it never reads a slot that holds no token.
 """
 
 import numpy as np

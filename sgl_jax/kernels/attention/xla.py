@@ -51,7 +51,6 @@ class _Layer(NamedTuple):
         return self._part(pages, 0)
 
     def values(self, pages: jax.Array) -> jax.Array:
-        """As `keys`."""
         return self._part(pages, 1)
 
     def _part(self, pages: jax.Array, part: int) -> jax.Array:
@@ -88,7 +87,7 @@ def ragged_paged_attention(
     kv_cache = write_kv(k, v, kv_cache, layer, batch)
     cached = _Layer(kv_cache, layer, q.shape[2])
     # Blocks of queries overrun the end of their row. That is harmless: rows are processed in
-    # ascending order, so what a block wrote past its row's end is overwritten by later rows.
+    # ascending order, and later rows overwrite the results past a row's end.
     padded = jnp.pad(q, ((0, PREFILL_QUERIES), (0, 0), (0, 0)))
     out = lax.dynamic_update_slice_in_dim(
         jnp.zeros_like(padded), _decode(q, cached, batch, options), 0, axis=0
@@ -115,8 +114,8 @@ def _decode(
 
     Drafted tokens are looked at one by one, as if each were a row of its own. The blocks of keys of
     all tokens form one list, token after token. Each turn of the loop takes the next DECODE_BLOCKS
-    of it and merges what they give into the tokens they belong to, which are neighbours. What
-    comes after the decode rows is finite and means nothing.
+    of it and merges their results into their tokens, which are neighbours. Results after the decode
+    rows' are finite and arbitrary.
     """
     num_tokens = batch.max_decode_tokens
     table = _BlockTable.of(batch.page_table, cached.page_size, DECODE_KEYS)
@@ -139,7 +138,7 @@ def _decode(
         seen = (positions < kv_len) & (positions >= _first_visible(kv_len - 1, options))
         pages = table.pages(batch.token_rows[token], block)
         found = _attend(queries[token], cached, pages, seen[:, None, None], seen, options)
-        # owner[i, j]: block i belongs to the j-th token of those that this turn may touch.
+        # owner[i, j]: block i belongs to the j-th of the tokens that this turn may touch.
         owner = (token[:, None] == token[0] + window) & (numbers < ends[-1])[:, None]
         touched = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, token[0], DECODE_BLOCKS), state
@@ -205,7 +204,7 @@ class _QueryBlocks(NamedTuple):
         group = queries.shape[2]
         queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
         q_start, kv_len = batch.kv_starts[row] + first, batch.kv_starts[row] + batch.q_lens[row]
-        # Queries past the row's end see what its last one sees, never an unused slot.
+        # Queries past the row's end see its last one's keys, never an unused slot.
         ahead = jnp.arange(self.num_queries, dtype=jnp.int32)
         q_positions = jnp.minimum(q_start + ahead, kv_len - 1)[:, None]
         first_visible = _first_visible(q_positions, self.options)
@@ -214,7 +213,7 @@ class _QueryBlocks(NamedTuple):
             positions = index * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
             seen = (positions <= q_positions) & (positions >= first_visible)
             seen = jnp.broadcast_to(seen, (group, *seen.shape)).reshape(-1, block_keys)
-            # Where the window has passed, the table names no page of the row.
+            # The table has no page of the row for keys that the window has passed.
             used = (positions < kv_len) & (positions >= first_visible[0])
             pages = self.table.pages(row, index)
             found = _attend(queries, self.cached, pages, seen, used, self.options)

@@ -1,4 +1,4 @@
-"""The calls that layers with a recurrence make, and the one place that chooses who computes them.
+"""The calls that layers with a recurrence make, and the one place that chooses an implementation.
 
 Every implementation has the signature of `GatedDelta` or `CausalConv` and is judged by
 `reference`, which computes token by token in float64.
@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 import jax
 
 from sgl_jax.kernels.gated_delta import xla
-from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, NO_SLOT, StateBatch
-from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, NO_SLOT, StateBatch, check_heads
 
 __all__ = [
     "CHUNK_TOKENS",
@@ -66,7 +65,7 @@ class GatedDelta(Protocol):
 
         Returns:
             out: [T, value_heads, value_dim] in v's dtype; finite but unspecified for padding.
-            states: with what the batch says is written.
+            states: with the new ones in the batch's slots.
         """
         ...
 
@@ -98,13 +97,13 @@ class CausalConv(Protocol):
 
         Returns:
             out: [T, channels] in u's dtype; finite but unspecified for padding.
-            states: with what the batch says is written.
+            states: with the new ones in the batch's slots.
         """
         ...
 
 
 class GatedDeltaCalls(NamedTuple):
-    """What a layer calls."""
+    """An implementation of both calls."""
 
     gated_delta: GatedDelta
     causal_conv: CausalConv
@@ -134,17 +133,3 @@ def gated_delta_implementation(backend: str, *, simulate: bool = False) -> Gated
     return GatedDeltaCalls(
         partial(gated_delta, interpret=interpret), partial(causal_conv, interpret=interpret)
     )
-
-
-def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:
-    """Refuse heads of a chip that the Pallas kernels do not compute; XLA computes any.
-
-    Raises:
-        ValueError: a head is not one row of a TPU's memory wide, or there are too many.
-    """
-    if (key_dim, value_dim) != (LANES, LANES) or value_heads > LANES:
-        raise ValueError(
-            f"the Pallas kernels of gated delta nets compute up to {LANES} value heads a chip, of "
-            f"{LANES} key and {LANES} value dimensions; got {value_heads} of {key_dim} and "
-            f"{value_dim}: --attention-backend xla takes any"
-        )

@@ -1,11 +1,11 @@
-"""Which states a step reads and writes, and how its prompts are cut into chunks.
+"""The states that a step reads and writes, and the chunks of its prompts.
 
-A layer with a recurrence keeps, of each sequence, a state of fixed size in place of KV. States lie
+A layer with a recurrence keeps, for each sequence, a state of fixed size in place of KV. States lie
 in slots, of one data-parallel rank. Slot 0 is the null slot: zeros, the state before the first
 token; nothing writes to it. A padding row names a slot of the null row, which nothing reads.
 
-A state is that after so many tokens and cannot be cut, so a step never writes over the state that
-it went on from: of each row it reads one slot and writes others.
+A state holds all tokens so far and cannot be cut back, so a step never writes over the state it
+started from: for each row it reads one slot and writes others.
 """
 
 from dataclasses import dataclass, field
@@ -14,9 +14,26 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from sgl_jax.kernels.token_rows import TokenRows
+from sgl_jax.kernels.tpu_chip import LANES
+
 # Tokens of a chunk: the recurrence within it is solved as matrix products.
 CHUNK_TOKENS = 64
 NO_SLOT = -1
+
+
+def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:
+    """Refuse heads of a chip that the Pallas kernels do not compute; XLA computes any.
+
+    Raises:
+        ValueError: a head is not one row of a TPU's memory wide, or there are too many.
+    """
+    if (key_dim, value_dim) != (LANES, LANES) or value_heads > LANES:
+        raise ValueError(
+            f"the Pallas kernels of gated delta nets compute up to {LANES} value heads a chip, of "
+            f"{LANES} key and {LANES} value dimensions; got {value_heads} of {key_dim} and "
+            f"{value_dim}: --attention-backend xla takes any"
+        )
 
 
 @partial(
@@ -34,19 +51,18 @@ class StateBatch:
 
     Tokens and rows lie as in `AttentionBatch`: decode rows first, each with one token and up to
     `max_draft_tokens` drafts, then prefill rows, then padding. A decode row with q tokens writes
-    the states after each of them to the slots `slots_out[i] .. slots_out[i] + q - 1`: which of them
-    it goes on from is known when the drafts are verified. A prefill row writes one state, that
-    after its last token, to `slots_out[i]`, and those at the lengths that are to be kept to the
-    slots named for them.
+    the states after each of them to the slots `slots_out[i] .. slots_out[i] + q - 1`: verification
+    of the drafts chooses one of them. A prefill row writes the state after its last token to
+    `slots_out[i]`, and its snapshots to their slots.
 
     Tokens of prefill rows are cut into chunks of at most `CHUNK_TOKENS`, in the order of the
-    tokens. Chunk c holds the tokens [chunk_starts[c], chunk_starts[c + 1]) of one row, and goes on
-    from the state in slot `chunk_sources[c]`, or, where that is NO_SLOT, from that after the chunk
-    before it. Where `chunk_targets[c]` or `chunk_snapshots[c]` name a slot, the state after the
-    chunk is written there.
+    tokens. Chunk c holds the tokens [chunk_starts[c], chunk_starts[c + 1]) of one row. It starts
+    from the state in slot `chunk_sources[c]`, or, for NO_SLOT, from the state after the chunk
+    before it. The state after the chunk is written to the slots `chunk_targets[c]` and
+    `chunk_snapshots[c]`, but for NO_SLOT.
     """
 
-    slots_in: jax.Array  # int32 [B] of the state that each row goes on from
+    slots_in: jax.Array  # int32 [B] slot of the state that each row starts from
     slots_out: jax.Array  # int32 [B] first of the row's own slots that it writes
     q_offsets: jax.Array  # int32 [B + 1] row i's tokens are [q_offsets[i], q_offsets[i + 1])
     num_decode: jax.Array  # int32 []
@@ -80,7 +96,7 @@ class StateBatch:
             slots_in, slots_out: int32 [B].
             snapshots: int32 [S, 3] states that prefill rows are to keep: row, length in tokens,
                 slot. Only lengths in (kv_start, kv_start + q_len] of the row matter; slot 0 for
-                none. Of a decode row nothing is kept here.
+                none. Entries of decode rows are ignored.
             kv_starts, q_lens: int32 [B], as in `AttentionBatch`.
             num_decode: int32 [].
             num_tokens: T, static.
@@ -88,14 +104,8 @@ class StateBatch:
         """
         bucket_rows = q_lens.shape[0]
         num_chunks_at_most = num_tokens // CHUNK_TOKENS + bucket_rows + snapshots.shape[0]
-        ends = jnp.cumsum(q_lens, dtype=jnp.int32)
-        q_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-        rows = jnp.searchsorted(ends, tokens, side="right", method="compare_all")
-        token_rows = jnp.minimum(rows.astype(jnp.int32), bucket_rows - 1)
-        valid = tokens < ends[-1]
+        q_offsets, num_rows, token_rows, in_row, valid = TokenRows.of(q_lens, num_tokens)
         is_prefill = valid & (token_rows >= num_decode)
-        in_row = tokens - q_offsets[token_rows]
         lengths = kv_starts[token_rows] + in_row  # before each token
         kept_rows, kept_lens, kept_slots = snapshots.T
         is_kept = (kept_slots > 0) & (kept_rows >= num_decode)
@@ -105,7 +115,7 @@ class StateBatch:
         num_chunks = jnp.sum(is_start, dtype=jnp.int32)
         (starts,) = jnp.nonzero(is_start, size=num_chunks_at_most + 1, fill_value=0)
         index = jnp.arange(num_chunks_at_most + 1, dtype=jnp.int32)
-        chunk_starts = jnp.where(index < num_chunks, starts.astype(jnp.int32), ends[-1])
+        chunk_starts = jnp.where(index < num_chunks, starts.astype(jnp.int32), q_offsets[-1])
         first, end = chunk_starts[:-1], chunk_starts[1:]
         chunk_rows = token_rows[jnp.minimum(first, num_tokens - 1)]
         is_chunk = index[:-1] < num_chunks
@@ -114,13 +124,12 @@ class StateBatch:
         end_lens = kv_starts[chunk_rows] + end - q_offsets[chunk_rows]
         kept_after = is_kept & (kept_rows == chunk_rows[:, None]) & (kept_lens == end_lens[:, None])
         snapshot = jnp.max(jnp.where(kept_after, kept_slots, NO_SLOT), axis=1, initial=NO_SLOT)
-        row_ids = jnp.arange(1, bucket_rows + 1, dtype=jnp.int32)
         return cls(
             slots_in=slots_in,
             slots_out=slots_out,
             q_offsets=q_offsets,
             num_decode=num_decode,
-            num_rows=jnp.max(jnp.where(q_lens > 0, row_ids, 0)),
+            num_rows=num_rows,
             token_rows=token_rows,
             valid=valid,
             chunk_starts=chunk_starts,

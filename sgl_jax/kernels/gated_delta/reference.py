@@ -1,6 +1,6 @@
 """The gated delta rule and the convolution in float64 numpy, token by token: the judge.
 
-It shares no code with what it judges, and takes a step as the engine plans it, without chunks.
+It shares no code with the implementations, and takes a step as the engine plans it, without chunks.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Float64Array = NDArray[np.float64]
 
 
 class Step(NamedTuple):
-    """What `StateBatch.build` is given of one step."""
+    """One step's arguments of `StateBatch.build`."""
 
     slots_in: NDArray[np.int32]  # [B]
     slots_out: NDArray[np.int32]  # [B]
@@ -58,7 +58,7 @@ def gated_delta(
     layer: int,
     step: Step,
 ) -> tuple[Float64Array, Float64Array]:
-    """As `api.GatedDelta`; padding tokens get an output of zero."""
+    """See `api.GatedDelta`; padding tokens get an output of zero."""
     q, k, v, log_decay, beta = (np.asarray(x, np.float64) for x in (q, k, v, log_decay, beta))
     states = np.array(states, np.float64)
     out = np.zeros(v.shape)
@@ -84,7 +84,7 @@ def gated_delta(
 def causal_conv(
     u: NDArray, weight: NDArray, states: NDArray, layer: int, step: Step
 ) -> tuple[Float64Array, Float64Array]:
-    """As `api.CausalConv`, of states [layers, slots, K - 1, channels]; padding gets zeros."""
+    """See `api.CausalConv`, of states [layers, slots, K - 1, channels]; padding gets zeros."""
     u, weight = np.asarray(u, np.float64), np.asarray(weight, np.float64)
     states = np.array(states, np.float64)
     out = np.zeros(u.shape)

@@ -26,7 +26,7 @@ class _Tokens(NamedTuple):
     beta: jax.Array
 
     def at(self, tokens: jax.Array, exists: jax.Array) -> "_Tokens":
-        """The tokens of these numbers, int32 [...], scaled; zeros, which leave a state as it is,
+        """The tokens of these numbers, int32 [...], scaled; zeros, which do not change a state,
         where `exists`, bool [...], is False."""
 
         def take(x: jax.Array) -> jax.Array:
@@ -102,8 +102,7 @@ def _next_token(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array
     """Outputs [n, value_heads, dim] and states [n, value_heads, ...] after one token each."""
     k, q = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.k, tokens.q))
     decay = jnp.exp(tokens.log_decay)[..., None]
-    # The old state is read for both products at once: S^T q is that of the old one, and a part
-    # that what is added brings.
+    # The old state is read for both products at once: S^T q is the old state's, plus the change's.
     change = tokens.beta[..., None] * (tokens.v - decay * jnp.sum(state * k[..., None], axis=-2))
     old = decay * jnp.sum(state * q[..., None], axis=-2)
     out = old + change * jnp.sum(k * q, axis=-1, keepdims=True)
@@ -144,13 +143,14 @@ def _prefill(
 def _next_chunk(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Outputs [n, value_heads, dim] of a chunk's tokens, and the state after them.
 
-    What a token adds depends on what those before it added: a triangular system of equations.
+    A token's change of the state depends on the changes of the tokens before it: a triangular
+    system of equations.
     """
     q, k, v, log_decay, beta = (jnp.moveaxis(x, 1, 0) for x in tokens)  # heads first
     n = log_decay.shape[-1]
     causal = jnp.tril(jnp.ones((n, n), bool))
-    # Sums from each token to each, and not differences of sums: these cancel where much is
-    # forgotten. The exponent is masked, not its power: that of a later token would be wrong.
+    # Sums from each token to each, and not differences of sums, which cancel after strong decay.
+    # A later token has no weight: its exponent is masked.
     later = jnp.where(jnp.tril(causal, -1), log_decay[:, :, None], 0)
     between = _times("im,hmj->hij", causal.astype(jnp.float32), later)
     decay = jnp.exp(jnp.where(causal, between, -jnp.inf))
@@ -176,9 +176,9 @@ def _times(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def _inverse(lower: jax.Array) -> jax.Array:
     """The inverse of I + tril(lower, -1), float32 [..., n, n], n a power of two.
 
-    By halves: that of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with the inverses A', D'. All
-    blocks of a size are inverted at once. XLA's own solver takes a hundred times as long on a CPU,
-    and a series of powers of `lower` would cancel where keys are alike.
+    By halves: the inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']], with A' and D' the
+    inverses of A and D. All blocks of a size are inverted at once. XLA's own solver takes a hundred
+    times as long on a CPU, and a series of powers of `lower` would cancel where keys are alike.
     """
     n = lower.shape[-1]
     row, column = jnp.arange(n)[:, None], jnp.arange(n)

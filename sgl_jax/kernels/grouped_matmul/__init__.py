@@ -1,1 +1,1 @@
-"""Products of groups of lines with one matrix per group: `interface` is what layers call."""
+"""Products of groups of lines with one matrix per group: layers call `interface`."""

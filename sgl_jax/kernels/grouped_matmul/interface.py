@@ -41,7 +41,7 @@ class GroupedMatmul(Protocol):
 
 
 def grouped_matmul_implementation(platform: str, *, simulate: bool = False) -> GroupedMatmul:
-    """Who multiplies on `platform` ("cpu", "gpu", "tpu"): the one place that chooses.
+    """The implementation for `platform` ("cpu", "gpu", "tpu").
 
     A TPU has a kernel that reads the stacked matrices where they lie; with `simulate` a CPU
     interprets it with its DMAs, slowly. Elsewhere XLA multiplies: on a GPU by its own grouped

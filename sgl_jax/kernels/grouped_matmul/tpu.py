@@ -4,13 +4,13 @@ Lines are cut into tiles regardless of group. A *visit* is a group and a tile th
 in; it multiplies the whole tile with the group's matrix and keeps the group's lines. Visits are
 ordered by group, and so by tile, hence
 
-- a group's matrix is fetched once, while the visit before computes, and that of a group without
-  lines never;
+- a group's matrix is fetched once, while the visit before computes, and never for a group without
+  lines;
 - the visits to one tile follow each other, so its result stays in vector memory until all groups
   have left their lines in it.
 
-There are fewer visits than groups and tiles together. The grid has room for the most there can be;
-those beyond the last repeat its indices, which moves nothing, and compute nothing.
+There are fewer visits than groups and tiles together. The grid has room for the largest number;
+unused visits repeat the last one's indices, which moves nothing, and compute nothing.
 
 The layer's number is prefetched with the visits and chooses where in [layers, groups, ...] a matrix
 lies: XLA would copy a layer's matrices, in every step, to hand them to a kernel. After the idea of
@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 MIN_LINES, MAX_LINES = 64, 512  # of a tile
@@ -33,7 +34,7 @@ MAX_MATRIX_BYTES = 4 << 20  # of one of the two buffers
 
 
 class Tiles(NamedTuple):
-    """What is computed at once: some columns of the result for some lines."""
+    """The part of the result computed at once: some columns for some lines."""
 
     lines: int
     width: int
@@ -62,7 +63,7 @@ def max_visits(num_lines: int, num_groups: int, tile_lines: int) -> int:
 
 
 class _Visits(NamedTuple):
-    """What the kernel knows beforehand, in scalar memory."""
+    """The kernel's visits, planned beforehand, in scalar memory."""
 
     sizes: Any  # int32 [2]: the layer, how many visits there are
     group: Any  # int32 [most visits]
@@ -119,21 +120,9 @@ def _kernel(
 
     @pl.when(visit < visits.sizes[1])
     def _() -> None:
-        product = _multiply(lines[...], matrix[0, 0], transposed)
+        new = product(lines[...], matrix[0, 0], (1, 1 if transposed else 0))
         keep = _is_of_group(visits, visit, out.shape)
-        out[...] = jnp.where(keep, product, out[...].astype(jnp.float32)).astype(out.dtype)
-
-
-def _multiply(lines: jax.Array, matrix: jax.Array, transposed: bool) -> jax.Array:
-    """In float32, and products of float32 without loss."""
-    contracted = ((1,), (1 if transposed else 0,))
-    return lax.dot_general(
-        lines,
-        matrix,
-        (contracted, ((), ())),
-        precision=lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+        out[...] = jnp.where(keep, new, out[...].astype(jnp.float32)).astype(out.dtype)
 
 
 def _is_of_group(visits: _Visits, visit: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -154,7 +143,7 @@ def tpu_grouped_matmul(
 ) -> jax.Array:
     """See `interface.GroupedMatmul`.
 
-    `tiles` are those of `choose_tiles` unless given. `interpret` simulates the kernel on a CPU:
+    `tiles` default to `choose_tiles`. `interpret` simulates the kernel on a CPU:
     `pltpu.InterpretParams`.
     """
     num_lines, inputs = lines.shape

@@ -20,8 +20,8 @@ def blocked_grouped_matmul(
 ) -> jax.Array:
     """See `interface.GroupedMatmul`.
 
-    A block overruns the end of its group. That is harmless: groups are processed in ascending
-    order, so what it wrote there is overwritten by the groups that follow.
+    A block overruns the end of its group. This is harmless: groups are processed in ascending
+    order, and later groups overwrite these lines.
     """
     num_lines = lines.shape[0]
     starts = jnp.cumsum(group_sizes) - group_sizes

@@ -1,7 +1,7 @@
 """Log-probabilities to report: of the model's own distribution, as the OpenAI API means them.
 
-They are taken from the logits before temperature, penalties, bias and filters, so they say what
-the model believed and do not depend on how a token was then chosen.
+They are taken from the logits before temperature, penalties, bias and filters, so they are the
+model's own and do not depend on how a token was then chosen.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, ids: jax.Array) -> Toke
 
 
 def no_logprobs(num_rows: int) -> TokenLogprobs:
-    """What a step that reports none returns in their place: zeros of the same shapes."""
+    """Zeros in the same shapes, for steps that report none."""
     return TokenLogprobs(
         logprobs=jnp.zeros((num_rows,), jnp.float32),
         top_ids=jnp.zeros((num_rows, MAX_TOP_LOGPROBS), jnp.int32),

@@ -1,4 +1,4 @@
-"""What changes logits before temperature: penalties, logit bias, the `min_new_tokens` mask.
+"""Changes of logits before temperature: penalties, logit bias, the `min_new_tokens` mask.
 
 Penalties count tokens in the token table, in blocks up to the longest row that has any, so they
 need no state of their own and survive a retract.
@@ -90,7 +90,7 @@ def _count_tokens(
     prompt_len: jax.Array,
     num_tokens: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Whether each token occurs in each prompt, bool[n, vocab], and how often in each output."""
+    """Occurrence of each token in each prompt, bool[n, vocab], and its count in each output."""
     num_rows, vocab = shape
     line = jnp.arange(num_rows)[:, None]
     width = token_table.shape[1]

@@ -2,15 +2,15 @@
 
 The order, as in SGLang: penalties, logit bias and the `min_new_tokens` mask change the logits;
 temperature divides them; top-k, top-p and min-p then filter one and the same distribution (none
-sees what another removed); the draw is the argmax of log-probability plus Gumbel noise, which is
+sees the removals of another); the draw is the argmax of log-probability plus Gumbel noise, which is
 an exact draw from the renormalised remainder (Gumbel, 1954; "Gumbel-max trick").
 
 The noise of a row depends on its seed and the position of the drawn token alone, never on its
 neighbours, its place in the batch, the padded size or the rank.
 
 A batch of plain greedy rows costs one argmax: everything else stands behind `lax.cond`. It goes by
-blocks of rows, because it holds several arrays of the size of the logits, and those of 256 rows of
-a large vocabulary would take the memory of many KV pages.
+blocks of rows, because it holds several arrays of the size of the logits, which for 256 rows of a
+large vocabulary would take the memory of many KV pages.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ BLOCK_ROWS = 16  # rows whose changed logits and noise are held at once
 
 
 class SampledRows(NamedTuple):
-    """Which rows draw, and where their tokens lie in the token table."""
+    """The rows that draw, and their tokens' places in the token table."""
 
     rows: jax.Array  # int32[n] line of the token table
     num_tokens: jax.Array  # int32[n] tokens before the one to draw, which is also its position
@@ -69,9 +69,9 @@ def _is_adjusted(params: RowParams, where: SampledRows) -> jax.Array:
 def _sample_in_blocks(
     logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
 ) -> jax.Array:
-    """As `sample_tokens`, of `BLOCK_ROWS` rows after the other.
+    """`sample_tokens` by blocks of `BLOCK_ROWS` rows.
 
-    The last block overlaps the one before it where rows do not fill it, and draws the same again.
+    The last block overlaps the one before it if rows do not fill it, and draws the same again.
     """
     num_rows, size = logits.shape[0], BLOCK_ROWS
     if num_rows <= size:  # a loop of one turn would take the compiler longer

@@ -1,8 +1,8 @@
 """Logits as the head leaves them: each tensor chip has the columns of its slice of the vocabulary.
 
-A greedy token needs one value and one index of each chip. What needs whole rows (sampling,
-log-probabilities) does so on one chip for each row, and only its results are sent to the others:
-rows of a large vocabulary, in float32, are the largest arrays that a step could exchange.
+A greedy token needs one value and one index of each chip. Sampling and log-probabilities need whole
+rows: one chip computes them for each row, and sends only its results to the others. Rows of a large
+vocabulary, in float32, are the largest arrays that a step could exchange.
 """
 
 from typing import NamedTuple

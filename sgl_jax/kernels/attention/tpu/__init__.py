@@ -1,9 +1,9 @@
 """Ragged paged attention for TPU: three Pallas kernels, one after the other.
 
 `write` changes the cache in place. `decode` and `prefill` each find their rows' queries in an array
-and put the results where the queries were, so what one leaves alone is still the other's input,
-and no result is merged or copied. `shared` is what these two have in common, `tuned` their block
-sizes for each generation of TPU.
+and put the results where the queries were, and leave the other's queries alone: no result is
+merged or copied. `shared` has their common parts, `tuned` their block sizes for each generation of
+TPU.
 
 Memory of a TPU comes in rows of 128 lanes, so heads of 64 are packed: see `api`.
 """

@@ -4,9 +4,9 @@ Decode is bound by memory, so the kernel is built around its DMAs: a page of one
 contiguous, K heads then V heads, and comes as one DMA; a block of pages is computed on while the
 next one is in flight, and the next block may be the first one of the next row.
 
-A block that all of the row's queries see is computed on at once, without masks. Where masks are
-needed, at a row's end or its window's edge, parts of a block follow each other, and parts that
-the row does not reach cost nothing.
+A block that all of the row's queries see is computed on at once, without masks. At a row's end or
+its window's edge, which need masks, a block is computed in parts, and parts that the row does not
+reach cost nothing.
 
 KV heads are stacked: their keys lie side by side and make one matrix of 256 columns or more, as
 wide as the matrix unit, and each head's queries are rows of their own, with zeros beside the
@@ -27,7 +27,7 @@ DMAs of row r, whose first block was started during row r - 1:
     wait for the page ids of row r + 1; start its queries, and the page ids of row r + 2
     wait for the queries of row r
     for each block: start the next one, the first of row r + 1 after the last; wait for this one
-    wait until the results of row r - 2 are in memory; start those of row r
+    wait until the results of row r - 2 are in memory; start the results of row r
 """
 
 from collections.abc import Callable, Iterable
@@ -55,10 +55,10 @@ from sgl_jax.kernels.attention.tpu.shared import (
     converted,
     even_then_odd,
     positions,
-    product,
     should_move_bits,
 )
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, decode_blocks
+from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.tpu_chip import LANES
 
 SUBLANES = 8
@@ -67,7 +67,7 @@ TABLES = 4  # rows' page ids at hand: this row's, the next one's, and those unde
 
 
 class Stacks(NamedTuple):
-    """How the KV heads are stacked."""
+    """The layout of stacked KV heads."""
 
     kv_heads: int
     head_rows: int  # rows of one KV head's queries
@@ -101,21 +101,19 @@ class Stacks(NamedTuple):
         return range(stack * self.heads_each, (stack + 1) * self.heads_each)
 
     def place(self, head: int) -> tuple[int, int, slice]:
-        """Where a head lies: its stack, its first row there, its columns."""
+        """A head's stack, its first row there, its columns."""
         stack, n = divmod(head, self.heads_each)
         return stack, n * self.head_rows, slice(n * self.head_dim, (n + 1) * self.head_dim)
 
 
 class KeyPages(NamedTuple):
-    """Which of its pages each row needs, in scalar memory."""
+    """The range of pages that each row needs, in scalar memory."""
 
     first: Any  # int32 [B] the page of the first key that any query of the row sees
     stop: Any  # int32 [B] one past the page of the row's last key
 
 
 class Kernel(NamedTuple):
-    """What every function of the kernel needs."""
-
     shape: Shape
     stacks: Stacks
     options: ScoreOptions
@@ -154,7 +152,7 @@ def decode_attention(
 
     Returns:
         [T, q_heads, head_dim] in q's dtype, in q's memory if the caller has no further use for it;
-        other tokens' entries are those of q.
+        other tokens keep their entries of q.
     """
     shape = Shape.of(q, kv_cache, packed)
     max_queries = 1 + batch.max_draft_tokens
@@ -197,7 +195,7 @@ def decode_attention(
 
 
 def row_pages(batch: AttentionBatch, page_size: int, sliding_window: int | None) -> KeyPages:
-    """The pages that each row reads: from that of the first key in its window, to its last."""
+    """The pages that each row reads: from the first key in its window to its last key."""
     kv_lens = batch.kv_starts + batch.q_offsets[1:] - batch.q_offsets[:-1]
     first_keys = jnp.zeros_like(kv_lens)
     if sliding_window is not None:
@@ -278,7 +276,7 @@ def attend_row(kernel: Kernel, row: jax.Array, buffer: jax.Array) -> jax.Array:
 
 
 def start_row(kernel: Kernel, row: jax.Array) -> None:
-    """Start what a row needs but its KV, of which its page ids must be there first."""
+    """Start a row's DMAs but its KV's, which need its page ids first."""
     at = lax.rem(row, 2)
     for_each_query(kernel, row, lambda token, i: q_copy(kernel, token, at, i).start())
     pl.when(row + 1 < kernel.rows.num_decode)(lambda: table_copy(kernel, row + 1).start())
@@ -352,7 +350,7 @@ def seen_keys(kernel: Kernel, row: Any, position: Any) -> jax.Array:
     else:
         query = lax.broadcasted_iota(jnp.int32, (stacks.rows, 1), 0)
         query = lax.div(lax.rem(query, jnp.int32(stacks.head_rows)), jnp.int32(shape.group))
-        # Queries that the row does not have see what its last one sees, never an unused slot.
+        # Queries that the row does not have see its last one's keys, never an unused slot.
         last = jnp.minimum(kv_start + query, kv_len - 1)
     seen = keys <= last
     if window is not None:
@@ -377,7 +375,7 @@ def attend(kernel: Kernel, buffer: Any, pages: Any, seen: jax.Array | None) -> N
         return converted(jnp.concatenate(parts, axis=1), shape.product_dtype)
 
     def times(x: jax.Array, kv: jax.Array, axis: int) -> jax.Array:
-        return product((x * bias).astype(shape.product_dtype), kv, axis) * bias
+        return product((x * bias).astype(shape.product_dtype), kv, (1, axis)) * bias
 
     for stack in range(stacks.num_stacks):
         keys = side_by_side(stacks.heads(stack))
@@ -398,7 +396,7 @@ def attend(kernel: Kernel, buffer: Any, pages: Any, seen: jax.Array | None) -> N
 
 
 def own_columns(stacks: Stacks, x: jax.Array) -> jax.Array:
-    """Of x [R, C] each row's columns of its own head: [R, D]."""
+    """Each row's columns of its own head: x [R, C] -> [R, D]."""
     row = lax.broadcasted_iota(jnp.int32, (stacks.rows, stacks.head_dim), 0)
     result = x[:, : stacks.head_dim]
     for head in range(1, stacks.heads_each):
@@ -408,7 +406,7 @@ def own_columns(stacks: Stacks, x: jax.Array) -> jax.Array:
 
 
 def for_each_place(kernel: Kernel, do: Callable[[int, int, int, slice, slice], None]) -> None:
-    """do(head, i, stack, rows, columns): where the i-th query of each KV head lies."""
+    """do(head, i, stack, rows, columns) for the place of the i-th query of each KV head."""
     group = kernel.shape.group
     for head in range(kernel.shape.kv_heads):
         stack, first, columns = kernel.stacks.place(head)

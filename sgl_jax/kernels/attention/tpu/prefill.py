@@ -1,16 +1,16 @@
 """Attention of prefill chunks on TPU: many queries a row, over all of the row's KV.
 
 Prefill is bound by the matrix unit, so the kernel is built around its matmuls. A block of a row's
-queries stays in vector memory while the row's keys pass by in blocks; of each KV head, the queries
-of all heads of its group are one matrix. Softmax is in powers of two, m in all lanes, and l as a
+queries stays in vector memory while the row's keys pass by in blocks; the queries of a KV head's
+whole group are one matrix. Softmax is in powers of two, m in all lanes, and l as a
 sum for each lane, so that nothing changes its layout between blocks.
 
-Keys that all queries of the block see come first, without any mask; then those on the diagonal, at
+Keys that all queries of the block see come first, without any mask; then keys on the diagonal, at
 the row's end or at the window's edge. While a block of keys is computed on, the next one is in
 flight, and the next one may be the first of the next block of queries, or of the next row.
 
-Grid: none. One program takes the rows num_decode .. num_rows in turn, of each row its blocks of
-queries.
+Grid: none. One program takes the rows num_decode .. num_rows in turn, and each row's blocks of
+queries in turn.
 
 Buffers, with Q queries of a block, H KV heads of G queries each, D the head_dim of a slot:
 
@@ -53,23 +53,19 @@ from sgl_jax.kernels.attention.tpu.shared import (
     call,
     converted,
     div,
-    product,
-    start,
-    wait,
 )
 from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks, prefill_blocks
+from sgl_jax.kernels.pallas_tpu import product, start, wait
 from sgl_jax.kernels.tpu_chip import LANES
 
 LOG2_E = 1.4426950408889634
-# Tokens that change at once between the order of HBM, by token, and that of compute, by head.
+# Tokens reordered at once between HBM's order, by token, and compute's order, by head.
 TRANSPOSED_TOKENS = 32
 # Tokens that travel at once where a row has less than a block of them.
 RUN_TOKENS = 16
 
 
 class Kernel(NamedTuple):
-    """What every function of the kernel needs."""
-
     shape: Shape
     blocks: PrefillBlocks
     options: ScoreOptions
@@ -93,9 +89,9 @@ class Kernel(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """Some of a row's queries, and the blocks of keys that they see.
+    """Some of a row's queries, and the blocks of keys that they see: [first, stop).
 
-    Of the key blocks [first, stop), all queries see all keys of [clear, clear + num_clear).
+    All queries see all keys of the blocks [clear, clear + num_clear).
     """
 
     row: jax.Array
@@ -152,7 +148,7 @@ class Work(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What a block of queries leaves to the next."""
+    """The state passed from a block of queries to the next."""
 
     buffer: jax.Array  # where its first keys are
     table: jax.Array  # where its row's page ids are
@@ -352,7 +348,7 @@ def page_block(kernel: Kernel, row: Any, keys: Any, table: Any, buffer: Any) -> 
 
 def clear_unseen_values(kernel: Kernel, block: QueryBlock, keys: Any, buffer: Any) -> None:
     """Zero V in the slots of a block of keys that hold no token, or none that the window reaches;
-    why, `Pages.clear_values` says."""
+    see `Pages.clear_values`."""
     page_size, window = kernel.shape.page_size, kernel.options.sliding_window
     begin, end = keys * kernel.blocks.keys, kernel.rows.kv_len(block.row)
     first_seen = None if window is None else block.position - window + 1
@@ -410,7 +406,6 @@ def attend(kernel: Kernel, work: Work) -> None:
 
 
 def attend_heads(kernel: Kernel, work: Work) -> None:
-    """`attend_head` of all heads."""
     is_masked, kv_heads = work.position is not None, kernel.shape.kv_heads
     seen = seen_keys(kernel, work) if is_masked else None
     heads = kernel.blocks.masked_heads(kv_heads) if is_masked else kernel.blocks.heads
@@ -442,7 +437,7 @@ def attend_head(kernel: Kernel, work: Work, head: Any, seen: jax.Array | None) -
     k = kv[work.buffer, pages, head].reshape(num_keys, head_dim)
     v = kv[work.buffer, pages, shape.values_of(head)].reshape(num_keys, head_dim)
     k, v = converted(k, shape.product_dtype), converted(v, shape.product_dtype)
-    scores = product(softmax.q[head, :, at].reshape(rows, head_dim), k, 1)
+    scores = product(softmax.q[head, :, at].reshape(rows, head_dim), k, (1, 1))
     if options.soft_cap is None:
         scores = scores * (options.scale * LOG2_E)
     else:
@@ -457,7 +452,7 @@ def attend_head(kernel: Kernel, work: Work, head: Any, seen: jax.Array | None) -
     kept = jnp.exp2(old_m - m)
     parts = [weights[:, i : i + LANES] for i in range(0, num_keys, LANES)]
     sums = old_l * kept + reduce(jnp.add, parts)
-    found = product(weights.astype(shape.product_dtype), v, 0)
+    found = product(weights.astype(shape.product_dtype), v, (1, 0))
     acc = old_acc * across(kept, head_dim) + found
     softmax.m[head, :, at] = m.reshape(*by_token, LANES)
     softmax.l[head, :, at] = sums.reshape(*by_token, LANES)
@@ -469,9 +464,9 @@ def found_before(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """m, l and acc [group * tokens, ...] of a KV head's queries before these keys.
 
-    Before the first keys the softmax holds another block's results. What counts then is nothing,
-    or a sink, which is one more key, always visible, whose value is zero. To choose here costs
-    less than to write it to memory beforehand: arithmetic waits for the matrix unit anyway.
+    Before the first keys the softmax holds another block's results, and the start is nothing, or a
+    sink: one more key, always visible, whose value is zero. A choice here costs less than a write
+    to memory beforehand: arithmetic waits for the matrix unit anyway.
     """
     softmax, rows = kernel.softmax, kernel.shape.group * work.num_tokens
     if kernel.sinks is None:

@@ -1,16 +1,16 @@
-"""What the decode and the prefill kernel share: rows, pages and their DMAs, softmax, the call.
+"""Common parts of the decode and the prefill kernel: rows, pages, their DMAs, softmax, the call.
 
 Both go through rows of a step. A row's page ids come into scalar memory first; by these its pages
 come into one of two buffers, a DMA each, while the pages in the other buffer are computed on.
 Softmax is online (arXiv 2205.14135), in float32. Results take the queries' place in HBM.
 
-Reading 8 bits: chips that know no float8 convert it in more instructions than the rest of decode's
-loop has. But its sign, 4 bits of exponent and 3 of mantissa are in their places in a bfloat16 once
-they are moved there; only the exponent's bias differs, so every number comes out 2^-120 times too
-small, which the products make good. That is exact for all but subnormals, which the cache does not
-hold (`cache_dtype.as_cached`). NaN comes out as a number. Four elements lie in a word, in the order
-of keys, and two of a bfloat16: the even keys of a block are taken first, then the odd ones, as the
-order of keys makes no difference to attention.
+Reading 8 bits: chips without float8 convert it in more instructions than the rest of decode's loop
+has. But its sign, 4 bits of exponent and 3 of mantissa fit into the places of a bfloat16's; only
+the exponent's bias differs, so every number comes out 2^-120 times too small, and the products are
+scaled to make up for it. This is exact for all but subnormals, which the cache does not hold
+(`cache_dtype.as_cached`). NaN comes out as a number. A word holds four elements, in the order of
+keys, or two of a bfloat16: the even keys of a block are taken first, then the odd ones. Attention
+does not depend on the order of keys.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.attention.cache_dtype import FLOAT8, is_narrow, product_dtype
-from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES, converts_float8
+from sgl_jax.kernels.pallas_tpu import UNCHECKED
+from sgl_jax.kernels.tpu_chip import converts_float8
 
-# What keys and values of moved bits lack, in two halves: what they meet is multiplied by one
-# beforehand, lest small products are lost, and the products by the other.
+# Half of the factor that keys and values of moved bits lack. The other factor of a product is
+# multiplied by it beforehand, lest small products are lost, and the product once more.
 HALF_BIAS = 2.0**60
 
 _SIGNS = -0x7FFF8000  # bits 31 and 15
@@ -35,7 +36,7 @@ _NUMBERS = 0x07F007F0
 
 
 class Rows(NamedTuple):
-    """Where the tokens of B rows are; arrays outside of a kernel, in scalar memory inside."""
+    """The tokens' places of B rows; arrays outside of a kernel, in scalar memory inside."""
 
     layers: Any  # int32 [1]: the one that runs
     sizes: Any  # int32 [2]: num_decode, num_rows
@@ -44,8 +45,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, batch: AttentionBatch, layer: jax.Array) -> "Rows":
-        """What a kernel is given."""
-        # What is the same in all layers is made once, outside of their loop.
+        # XLA makes these once, outside of the loop over layers.
         sizes = jnp.stack([batch.num_decode, batch.num_rows]).astype(jnp.int32)
         return cls(layer.reshape(1), sizes, batch.kv_starts, batch.q_offsets)
 
@@ -78,18 +78,18 @@ class Shape(NamedTuple):
     page_size: int
     head_dim: int  # of a slot of the cache
     packed: bool  # whether a slot holds a head's K and V side by side
-    product_dtype: jnp.dtype  # of what the matrix unit multiplies
+    product_dtype: jnp.dtype  # of the matrix unit's inputs
 
     @classmethod
     def of(cls, q: jax.Array, kv_cache: jax.Array, packed: bool) -> "Shape":
-        """Of q [T, q_heads, head_dim] and a cache as in `api.RaggedPagedAttention`."""
+        """The sizes of q [T, q_heads, head_dim] and a cache as in `api.RaggedPagedAttention`."""
         _, _, heads, page_size, head_dim = kv_cache.shape
         kv_heads = heads if packed else heads // 2
         dtype = product_dtype(q.dtype, kv_cache.dtype)
         return cls(kv_heads, q.shape[1] // kv_heads, page_size, head_dim, packed, dtype)
 
     def values_of(self, head: Any) -> Any:
-        """Where in a page a head's values lie."""
+        """The index of a head's values in a page."""
         return head if self.packed else self.kv_heads + head
 
 
@@ -102,7 +102,7 @@ class HBM(NamedTuple):
 
 
 class PageBuffers(NamedTuple):
-    """Where page ids and pages arrive."""
+    """Buffers of page ids and pages."""
 
     table: Any  # int32 [tables, 1, W] in scalar memory: page ids of some rows
     kv: Any  # [2, block_pages, *one page] in vector memory
@@ -113,7 +113,6 @@ class PageBuffers(NamedTuple):
     def scratch(
         cls, kv_cache: jax.Array, table_width: int, tables: int, block_pages: int
     ) -> "PageBuffers":
-        """The memory to ask for."""
         return cls(
             table=pltpu.SMEM((tables, 1, table_width), jnp.int32),
             kv=pltpu.VMEM((2, block_pages, *kv_cache.shape[2:]), kv_cache.dtype),
@@ -123,7 +122,7 @@ class PageBuffers(NamedTuple):
 
 
 class TokenBuffers(NamedTuple):
-    """Where queries arrive and results leave; dimensions as each kernel says."""
+    """Buffers of queries and results; dimensions as in each kernel."""
 
     q: Any
     out: Any
@@ -132,7 +131,7 @@ class TokenBuffers(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Queries, and the online softmax over the keys that they have met; dimensions as each says."""
+    """Queries, and the online softmax over the keys met so far; dimensions as in each kernel."""
 
     q: Any
     m: Any  # float32 greatest score, in all of 128 lanes
@@ -177,9 +176,9 @@ class Pages(NamedTuple):
         )
 
     def start(self, block: PageBlock, *, unrolled: bool = False) -> None:
-        """Start the DMAs of a block's pages; `unrolled`: those of a whole block without a loop.
+        """Start the DMAs of a block's pages; `unrolled`: without a loop if the block is whole.
 
-        That takes fewer instructions a page, and a few more in the kernel's other loops.
+        This takes fewer instructions a page, and a few more in the kernel's other loops.
         """
         in_loop = block.num_pages
         if unrolled:
@@ -209,8 +208,8 @@ class Pages(NamedTuple):
     def clear_values(self, shape: Shape, buffer: Any, page: Any, first: Any, stop: Any) -> None:
         """Zero V in the slots of one page of a buffer outside of [first, stop); None is no bound.
 
-        Their weight is zero, but zero times what lies there, another row's or no token's, may be
-        NaN. K needs no such care: a masked score is replaced, NaN or not.
+        Their weight is zero, but they hold another row's values or none, and zero times NaN is NaN.
+        K needs no such care: a masked score is replaced, NaN or not.
         """
         kv = self.buffers.kv
         slot = lax.broadcasted_iota(jnp.int32, kv.shape[3:], 0)
@@ -222,29 +221,8 @@ class Pages(NamedTuple):
             kv[buffer, page, head] = jnp.where(kept, values, jnp.zeros_like(values))
 
 
-def start(copy: Any) -> None:
-    """Start a DMA."""
-    copy.start()
-
-
-def wait(copy: Any) -> None:
-    """Wait for a DMA."""
-    copy.wait()
-
-
-def product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
-    """x [rows, n] times keys or values y, whose `axis` has n elements; float32."""
-    return lax.dot_general(
-        x,
-        y,
-        (((1,), (axis,)), ((), ())),
-        precision=lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-
-
 def div(a: Any, b: int) -> jax.Array:
-    """a // b of a >= 0, which costs less than the division that knows signs."""
+    """a // b for a >= 0, which costs less than a division with signs."""
     return lax.div(jnp.int32(a), jnp.int32(b))
 
 
@@ -254,7 +232,7 @@ def converted(cached: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def should_move_bits(cache_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
-    """Whether `even_then_odd` is the way to read a cache for products of `dtype`."""
+    """True if products of `dtype` need a cache read by `even_then_odd`."""
     return is_narrow(cache_dtype) and dtype == jnp.bfloat16 and not converts_float8()
 
 
@@ -299,10 +277,7 @@ def call(
             scratch_shapes=scratch,
         ),
         input_output_aliases={len(jax.tree.leaves(inputs)) - 1: 0},
-        # Page ids are the memory manager's: a check of each DMA's bounds would cost more than it.
-        compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES
-        ),
+        compiler_params=UNCHECKED,
         interpret=interpret,
     )
     return run(*inputs)

@@ -1,4 +1,4 @@
-"""How much decode and prefill compute on at once, for each generation of TPU.
+"""Block sizes of decode and prefill, for each generation of TPU.
 
 Both tables come from `benchmarks/kernels/tune.py`, which goes by the compiler's schedules, without
 a TPU.
@@ -73,13 +73,13 @@ class PrefillBlocks(NamedTuple):
     heads: int  # KV heads whose instructions may overlap; divides the number of KV heads
 
     def masked_heads(self, kv_heads: int) -> int:
-        """As `heads`, where masks are needed: about as many instructions."""
-        wanted = self.heads * (self.keys // self.part_keys)
-        return max(n for n in range(1, wanted + 1) if kv_heads % n == 0)
+        """`heads` for masked keys: about as many instructions."""
+        most = self.heads * (self.keys // self.part_keys)
+        return max(n for n in range(1, most + 1) if kv_heads % n == 0)
 
 
 class Sizes(NamedTuple):
-    """What decides the blocks, for groups of any size."""
+    """The sizes from which blocks are derived, for groups of any size."""
 
     rows: int  # of a KV head's matrix of queries: tokens, times the queries of a head
     keys: int
@@ -120,7 +120,7 @@ def prefill_blocks(
 
 
 def default_sizes(kv_heads: int, head_dim: int, dtype: jnp.dtype) -> Sizes:
-    """Those of what is not in the table."""
+    """The sizes for chips, types and heads that are not in the table."""
     is_wide = jnp.dtype(dtype).itemsize > 2  # takes several passes through the matrix unit
     # Queries that a matmul streams past its weights: of each head, as memory allows.
     all_rows = (4096 if is_wide else 8192) * LANES // max(head_dim, LANES)

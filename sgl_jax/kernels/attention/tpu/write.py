@@ -56,7 +56,7 @@ class _Tokens(NamedTuple):
 
     @property
     def num_tokens(self) -> jax.Array:
-        """Of all rows, without padding."""
+        """Tokens of all rows, without padding."""
         return self.q_offsets[self.q_offsets.shape[0] - 1]
 
 
@@ -70,8 +70,6 @@ class _Runs(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """What every function of the kernel needs."""
-
     layer: Any
     new: tuple[Any, ...]
     cache: Any  # [layers, pages, H, page_size, D] in HBM
@@ -88,7 +86,7 @@ class _Kernel(NamedTuple):
 
 
 def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: int) -> jax.Array:
-    """Fill `runs` with those of this grid step; how many there are."""
+    """Fill `runs` with this grid step's runs; returns their number."""
     start = pl.program_id(0) * block
     stop = jnp.minimum(start + block, tokens.num_tokens)
 
@@ -110,7 +108,7 @@ def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: i
 
 
 def _tile_of(kernel: _Kernel, run: Any) -> Any:
-    """Where a run's tile lies in the cache: [H, tile, D]."""
+    """A run's tile in the cache: [H, tile, D]."""
     first = lax.div(kernel.runs.slot[run], jnp.int32(kernel.tile)) * kernel.tile
     slots = pl.ds(pl.multiple_of(first, kernel.tile), kernel.tile)
     return kernel.cache.at[kernel.layer, kernel.runs.page[run], :, slots]
@@ -129,7 +127,7 @@ def _write(kernel: _Kernel, run: Any) -> Any:
 
 
 def _when_partial(kernel: _Kernel, run: Any) -> Any:
-    """Decorates what only a run does that leaves some of its tile as it was."""
+    """A decorator for actions of runs that do not fill their tile."""
     return pl.when(kernel.runs.length[run] < kernel.tile)
 
 

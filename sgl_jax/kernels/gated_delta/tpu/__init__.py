@@ -1,16 +1,15 @@
 """Gated delta nets for TPU: the convolution, and the rule as two kernels, one after the other.
 
 `decode` and `prefill` each find their rows' values in an array and put the outputs where the values
-were, so what one leaves alone is still the other's input. Both change the states in place. `shared`
-is what they have in common.
+were, and leave the other's values alone. Both change the states in place. `shared` has their common
+parts.
 """
 
 from typing import Any
 
 import jax
 
-from sgl_jax.kernels.gated_delta.api import check_heads
-from sgl_jax.kernels.gated_delta.batch import StateBatch
+from sgl_jax.kernels.gated_delta.batch import StateBatch, check_heads
 from sgl_jax.kernels.gated_delta.tpu.conv import causal_conv
 from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta
 from sgl_jax.kernels.gated_delta.tpu.prefill import prefill_gated_delta

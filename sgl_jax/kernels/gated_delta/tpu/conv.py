@@ -1,9 +1,9 @@
 """The causal convolution of gated delta nets on TPU, over states in slots.
 
 Tokens are taken in turn, the channels of each as a matrix of 128 lanes, so that a token's inputs
-are whole registers and those before it lie right before them. Where a row begins, its state takes
-the place of the tokens before, which are another row's and done with; where a state is to be kept,
-the last inputs are what it is.
+are whole registers and lie right after the inputs of the token before. At a row's first token, its
+state takes the place of the tokens before, which are another row's and done with. A state to be
+kept is a copy of the last inputs.
 
 Grid: one step for each block of 64 of the step's tokens, in order.
 
@@ -30,7 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import StateBatch
-from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
+from sgl_jax.kernels.pallas_tpu import UNCHECKED
+from sgl_jax.kernels.tpu_chip import LANES
 
 BLOCK_TOKENS = 64
 NUM_BUFFERS = 8
@@ -54,7 +55,7 @@ class _Rows(NamedTuple):
 
     @property
     def num_tokens(self) -> jax.Array:
-        """Of all rows, without padding."""
+        """Tokens of all rows, without padding."""
         return self.q_offsets[self.q_offsets.shape[0] - 1]
 
 
@@ -70,8 +71,6 @@ class _Buffers(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """What every function of the kernel needs."""
-
     rows: _Rows
     states: Any  # [layers, slots, (K - 1) * G, 128] in HBM
     buffers: _Buffers
@@ -151,10 +150,7 @@ def causal_conv(
             ],
         ),
         input_output_aliases={len(rows) + 2: 1},
-        # Slots are the memory manager's: a check of each DMA's bounds would cost more than it.
-        compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES
-        ),
+        compiler_params=UNCHECKED,
         interpret=interpret,
     )
     by_line = weight.astype(jnp.float32).reshape(-1, lines, LANES)
@@ -180,7 +176,7 @@ def _kernel(
 
     @pl.when(first == 0)
     def _() -> None:
-        # Rows of nothing have no state; what is multiplied where a row's state belongs is finite.
+        # Rows without tokens read no state; zeros in its place keep their products finite.
         window[...] = jnp.zeros_like(window)
         done[CHUNKS] = 0
         done[WRITES] = 0
@@ -216,7 +212,7 @@ def _kernel(
 
 
 def _lines(kernel: _Kernel, token: Any, count: int) -> Any:
-    """Where the window has the inputs of so many tokens from `token` on."""
+    """The window's slice with the inputs of `count` tokens from `token` on."""
     start = token * kernel.lines
     start = pl.multiple_of(start, SUBLANES) if kernel.lines % SUBLANES == 0 else start
     return pl.ds(start, count * kernel.lines)

@@ -14,8 +14,8 @@ Buffers, with n of each (`num_buffers`), and a state [Hv, 128, 128]:
     states           [2, n, *state]    before the first token of row r in [0, r % n],
                                        after token t in [1, t % n]
 
-DMAs of token t: start those of token t + n - 1, with the state of its row if it is the row's first;
-wait for its own; wait until the results of token t - n are in memory; start those of token t.
+DMAs of token t: start the inputs of token t + n - 1, with its row's state if it is the row's first;
+wait for its own inputs; wait until the results of token t - n are in memory; start its own results.
 """
 
 from collections.abc import Callable
@@ -28,11 +28,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import StateBatch
-from sgl_jax.kernels.gated_delta.tpu.shared import start, unit, wait
-from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
+from sgl_jax.kernels.gated_delta.tpu.shared import HBM, Buffers, call, unit
+from sgl_jax.kernels.pallas_tpu import start, wait
+from sgl_jax.kernels.tpu_chip import LANES
 
 SUBLANES = 8
-# Of large states three buffers keep the memory busy; of small ones more DMAs are in flight, since
+# Three buffers of large states keep the memory busy; small states need more DMAs in flight, since
 # each takes a while to begin.
 MIN_BUFFERS, MAX_BUFFERS = 3, 8
 BUFFER_BYTES = 4 << 20
@@ -49,29 +50,7 @@ class _Rows(NamedTuple):
     slots_out: Any  # int32 [B]
 
     def is_first(self, token: Any) -> jax.Array:
-        """Whether a token is its row's first."""
         return token == self.q_offsets[self.token_rows[token]]
-
-
-class _HBM(NamedTuple):
-    """Arrays in HBM, and one of their tokens or states in each of n buffers."""
-
-    q: Any  # [T, Hk, 128]
-    k: Any  # [T, Hk, 128]
-    gates: Any  # float32 [T, 2, Hv, 128]
-    v: Any  # [T, Hv, 128] values, then outputs
-    states: Any  # [layers, slots, Hv, 128, 128]
-
-
-class _Buffers(NamedTuple):
-    """In vector memory."""
-
-    q: Any
-    k: Any
-    gates: Any
-    v: Any
-    out: Any
-    states: Any
 
 
 class _Semaphores(NamedTuple):
@@ -83,11 +62,9 @@ class _Semaphores(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """What every function of the kernel needs."""
-
     rows: _Rows
-    hbm: _HBM
-    buffers: _Buffers
+    hbm: HBM  # gates float32 [T, 2, Hv, 128]
+    buffers: Buffers
     sems: _Semaphores
 
     @property
@@ -124,15 +101,14 @@ def decode_gated_delta(
     decoded = batch.max_decode_tokens
     by_head = jnp.stack([jnp.exp(log_decay[:decoded]), beta[:decoded]], axis=1)
     gates = jnp.broadcast_to(by_head[..., None], (*by_head.shape, LANES))
-    hbm = _HBM(q, k, gates, v, states)
+    hbm = HBM(q, k, gates, v, states)
     n = num_buffers(states[0, 0].size * states.dtype.itemsize)
 
     def several(array: jax.Array) -> Any:
         return pltpu.VMEM((n, *array.shape[1:]), array.dtype)
 
     state, sems = pltpu.VMEM((2, n, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((n,))
-    buffers = _Buffers(several(q), several(k), several(gates), several(v), several(v), state)
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    buffers = Buffers(several(q), several(k), several(gates), several(v), several(v), state)
     rows = _Rows(
         layer.reshape(1),
         batch.num_decode.reshape(1),
@@ -141,34 +117,14 @@ def decode_gated_delta(
         batch.slots_in,
         batch.slots_out,
     )
-    run = pl.pallas_call(
-        _kernel,
-        name="gated_delta_decode",
-        out_shape=[
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct(states.shape, states.dtype),
-        ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            in_specs=[_HBM(*[in_hbm] * len(hbm))],
-            out_specs=[in_hbm, in_hbm],
-            scratch_shapes=[buffers, _Semaphores(*[sems] * 3)],
-        ),
-        input_output_aliases={len(rows) + 3: 0, len(rows) + 4: 1},
-        # Slots are the memory manager's: a check of each DMA's bounds would cost more than it.
-        compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES
-        ),
-        interpret=interpret,
-    )
-    out, states = run(rows, hbm)
-    return out, states
+    scratch = [buffers, _Semaphores(*[sems] * 3)]
+    return call(_kernel, "gated_delta_decode", rows, hbm, scratch, interpret)
 
 
 def _kernel(
-    rows: _Rows, hbm: _HBM, tokens: Any, states: Any, buffers: _Buffers, sems: _Semaphores
+    rows: _Rows, hbm: HBM, tokens: Any, states: Any, buffers: Buffers, sems: _Semaphores
 ) -> None:
-    # Inputs and results share memory; what is read and written is one array.
+    # Inputs and results share memory: one array is read and written.
     kernel = _Kernel(rows, hbm._replace(v=tokens, states=states), buffers, sems)
     num_tokens, ahead = rows.q_offsets[rows.num_decode[0]], kernel.num_buffers - 1
 
@@ -187,7 +143,7 @@ def _kernel(
 
 
 def _start_token(kernel: _Kernel, token: jax.Array) -> None:
-    """Start what a token needs."""
+    """Start the DMAs of a token's inputs."""
     _for_each(_token_copies(kernel, token), start)
     pl.when(kernel.rows.is_first(token))(lambda: _state_copy(kernel, token).start())
 
@@ -212,7 +168,7 @@ def _state_before(kernel: _Kernel, token: jax.Array, is_first: jax.Array) -> Any
 
 
 def _change(kernel: _Kernel, token: jax.Array, state: Any) -> None:
-    """Put into a token's buffers its output, and the state after it; `state` is that before."""
+    """Put a token's output, and the state after it, into its buffers; `state` is the one before."""
     at, buffers = kernel.buffer(token), kernel.buffers
     key_heads, value_heads = buffers.k.shape[1], buffers.v.shape[1]
     q, k = unit(buffers.q[at]) * LANES**-0.5, unit(buffers.k[at])
@@ -271,7 +227,7 @@ def _result_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
 
 
 def _slot_written(rows: _Rows, token: jax.Array) -> jax.Array:
-    """Where the state after a token belongs."""
+    """The slot of the state after a token."""
     row = rows.token_rows[token]
     return rows.slots_out[row] + token - rows.q_offsets[row]
 

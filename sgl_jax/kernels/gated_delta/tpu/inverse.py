@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
-from sgl_jax.kernels.gated_delta.tpu.shared import product
+from sgl_jax.kernels.gated_delta.tpu.shared import row_and_column
+from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.tpu_chip import LANES
 
 SIDE_BY_SIDE = LANES // CHUNK_TOKENS  # systems of equations in a row of lanes
@@ -30,7 +30,7 @@ def inverses(systems: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
 
 
 def _inverse(pairs: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
-    """As `inverses`, of one or two matrices side by side, [C, C] or [C, 2 * C].
+    """`inverses` of one or two matrices side by side, [C, C] or [C, 2 * C].
 
     By halves: the inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with the inverses A', D'
     of A and D. A series of powers of the system would cancel where keys are alike.
@@ -74,14 +74,14 @@ def _residual(mask: "_Halves", pair: jax.Array, inverse: jax.Array) -> jax.Array
 
 
 class _Halves(NamedTuple):
-    """Where elements of matrices that lie side by side are."""
+    """Row and column of each element of matrices that lie side by side."""
 
     row: jax.Array
     column: jax.Array  # of its own matrix
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> "_Halves":
-        row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
+        row, column = row_and_column(shape)
         return cls(row, column & (CHUNK_TOKENS - 1))
 
     @property
@@ -95,10 +95,10 @@ class _Halves(NamedTuple):
 
 
 def _side_by_side(left: jax.Array, right: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The product of each matrix of `left` [C, C or 2 * C] with that of `right` at its side."""
+    """The product of each matrix of `left` [C, C or 2 * C] with the one at its place in `right`."""
     width = left.shape[1]
     if width > CHUNK_TOKENS:
-        row, column = (lax.broadcasted_iota(jnp.int32, (width, width), axis) for axis in range(2))
+        row, column = row_and_column((width, width))
         is_own = (row & CHUNK_TOKENS) == (column & CHUNK_TOKENS)
         right = jnp.where(is_own, jnp.concatenate([right] * SIDE_BY_SIDE, axis=0), 0)
     return product(left.astype(dtype), right.astype(dtype), (1, 0))

@@ -1,0 +1,1 @@
+"""Routes of operators: health, load, sessions and calls of the engine."""

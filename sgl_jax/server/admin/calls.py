@@ -1,0 +1,211 @@
+"""Routes that pass a call on to the engine: each is made of its row in the table of calls."""
+
+import asyncio
+import contextlib
+import inspect
+import typing
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from annotated_types import DocInfo
+from fastapi import APIRouter, Request, Response
+from pydantic import Field, create_model
+
+from sgl_jax.core.calls import CALLS, Call
+from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
+from sgl_jax.core.messages import (
+    Asked,
+    CloseSession,
+    Name,
+    Namespace,
+    NewSessionId,
+    Reply,
+    SessionId,
+    SessionMessage,
+)
+from sgl_jax.core.request_limits import one_namespace
+from sgl_jax.server.answer_stream import json_response
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.fields import StrictModel, User
+from sgl_jax.server.guards.connection import unless_gone
+from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.guards.keys import SessionOwner, owner_of, tenant_of
+from sgl_jax.server.openapi import answers
+from sgl_jax.server.references import References, references_of
+
+router = APIRouter(route_class=JsonRoute)
+
+
+def body_of(call: Call) -> type[StrictModel]:
+    """The body of the call's route, see `core/calls.py`; without fields if it has none."""
+    fields: dict[str, Any] = {}
+    for name, hint, default in _fields(call):
+        notes = getattr(hint, "__metadata__", ())
+        text = next((note.documentation for note in notes if isinstance(note, DocInfo)), None)
+        alias = next((str(note) for note in notes if isinstance(note, Name)), None)
+        if hint == Namespace:
+            text = "of all its turns: as in /generate; the other name of it is the same"
+            for own in ("extra_key", "cache_salt"):
+                fields[own] = (hint | None, Field(default=None, description=text))
+        elif default is msgspec.NODEFAULT and hint != NewSessionId:
+            fields[name] = (hint, Field(alias=alias, description=text))
+        else:
+            value = None if hint == NewSessionId else default
+            fields[name] = (hint | None, Field(default=value, alias=alias, description=text))
+    if call.message in typing.get_args(SessionMessage):
+        text = "the tenant that the session belongs to, as in /generate"
+        fields["user"] = (User | None, Field(default=None, description=text))
+    return create_model(f"{call.message.__name__}Body", __base__=StrictModel, **fields)
+
+
+def message_of(call: Call, body: StrictModel, owner: SessionOwner) -> tuple[Any, str | None]:
+    """The message that `body` makes, and the session's id if it is generated."""
+    fields: dict[str, Any] = {}
+    made_up = None
+    for name, hint, _ in _fields(call):
+        given: Any = getattr(body, name, None)
+        if hint == Namespace:
+            given = one_namespace(*(getattr(body, own) for own in ("extra_key", "cache_salt")))
+        elif hint == NewSessionId and given is None:
+            given = made_up = owner.engine_id(uuid.uuid4().hex)
+        elif hint in (SessionId, NewSessionId):
+            given = owner.engine_id(given)
+        fields[name] = given
+    return call.message(**fields), made_up
+
+
+def _fields(call: Call) -> list[tuple[str, Any, Any]]:
+    """Name, annotation and default of each field that a client may send."""
+    hints = typing.get_type_hints(call.message, include_extras=True)
+    fields = msgspec.structs.fields(call.message)
+    return [(f.name, hints[f.name], f.default) for f in fields if f.name != "rid"]
+
+
+def _add_routes(call: Call, route: str) -> None:
+    body_type = body_of(call)
+    opens = any(hint == NewSessionId for _, hint, _ in _fields(call))
+
+    async def pass_on(request: Request, body: StrictModel | None = None) -> Response:
+        owner = owner_of(request, tenant_of(request, getattr(body, "user", None)))
+        if opens:
+            references_of(request).check_open()
+        message, made_up = message_of(call, body or body_type(), owner)
+        data = _for_client(await _ask(request, call, message, owner, made_up), owner)
+        return json_response(data["session_id"] if call.answer is str else data)
+
+    takes = {"request": inspect.Parameter("request", _KEYWORD, annotation=Request)}
+    fields = body_type.model_fields.values()
+    if any(field.is_required() for field in fields):
+        takes["body"] = inspect.Parameter("body", _KEYWORD, annotation=body_type)
+    elif fields:
+        kind: Any = body_type | None
+        takes["body"] = inspect.Parameter("body", _KEYWORD, annotation=kind, default=None)
+    signature = inspect.Signature(list(takes.values()), return_annotation=Response)
+    pass_on.__signature__ = signature  # type: ignore[attr-defined]
+    for method in call.methods:
+        router.add_api_route(
+            route,
+            pass_on,
+            methods=[method],
+            tags=["management" if call.is_admin else "sessions"],
+            responses=answers(call.answer),
+            name=route.strip("/"),
+            description=" ".join((inspect.getdoc(call.message) or "").partition("\n\n")[0].split()),
+        )
+
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+for _call in CALLS:
+    if _call.route is not None:
+        _add_routes(_call, _call.route)
+
+
+async def _ask(
+    request: Request, call: Call, message: Any, owner: SessionOwner, made_up: str | None
+) -> dict[str, Any]:
+    """The engine's answer. Raises `ApiError` with its reason if it refused.
+
+    `made_up` is the generated id of the session that this would open: if its
+    client does not get the answer, because it comes too late or the client has gone, the session
+    is closed. (One that its
+    client has named stays: the client can use it or close it.)
+    """
+    refs = references_of(request)
+    if made_up is None:
+        reply = await call_engine(refs, message, call.timeout_s)
+    else:
+        asking = call_engine(refs, message, on_late=lambda r: _close_unclaimed(refs, made_up, r))
+        reply = await unless_gone(request.receive, asking)
+    if reply.ok:
+        return reply.data
+    refs.frontend.check_alive()
+    text = owner.for_client(reply.message)
+    data = reply.data
+    raise ApiError(
+        data.get("status_code", 400), text, param=data.get("param"), code=data.get("code")
+    )
+
+
+def _for_client(data: Any, owner: SessionOwner) -> Any:
+    """`data` with client-side session ids; other callers' sessions removed."""
+    if isinstance(data, list):
+        entries = [entry for entry in data if owner.client_id(entry["session_id"]) is not None]
+        return [_for_client(entry, owner) for entry in entries]
+    if not isinstance(data, dict):
+        return data
+    own = {name: _for_client(value, owner) for name, value in data.items()}
+    if "session_id" in data:
+        own["session_id"] = owner.client_id(data["session_id"])
+    return own
+
+
+def _close_unclaimed(refs: References, session_id: str, reply: Reply) -> None:
+    """Close a session whose id did not reach its client, if it was opened."""
+    if not reply.ok:
+        return
+    # Otherwise it goes with the engine.
+    with contextlib.suppress(EngineDeadError, ShuttingDownError):
+        refs.frontend.ask(CloseSession(session_id=session_id), lambda reply: None)
+
+
+async def call_engine(
+    refs: References,
+    message: Asked,
+    timeout_s: float | None = None,
+    *,
+    on_late: Callable[[Reply], None] | None = None,
+) -> Reply:
+    """Send a call to the engine and wait for its reply.
+
+    Args:
+        timeout_s: by default `answer_timeout_s`.
+        on_late: gets the reply if this call no longer waits for it, because time was up or it
+            was cancelled: the engine makes the call all the same.
+
+    Raises:
+        ApiError: 503, no reply in time.
+        EngineStuckError: there would be none.
+    """
+    refs.health.check()
+    timeout_s = refs.answer_timeout_s if timeout_s is None else timeout_s
+    answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+    def on_reply(reply: Reply) -> None:
+        if not answer.done():
+            answer.set_result(reply)
+        elif on_late is not None:
+            on_late(reply)
+
+    refs.frontend.ask(message, on_reply)
+    try:
+        return await asyncio.wait_for(answer, timeout_s)
+    except (TimeoutError, asyncio.CancelledError) as error:
+        if on_late is not None and answer.done() and not answer.cancelled():
+            on_late(answer.result())  # it came in the moment of giving up
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        raise ApiError(503, f"the engine gave no answer within {timeout_s:g} s") from error

@@ -1,0 +1,237 @@
+"""From the engine's requests to an HTTP answer, streamed or whole.
+
+One HTTP request may need several engine requests (`n`, lists of prompts). When the client goes away
+or one of them fails, the others are aborted.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
+from typing import Any, Protocol, Self
+
+import msgspec
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.errors import ApiError, abort_error, envelope, to_api_error
+from sgl_jax.server.guards.connection import CLIENT_GONE, LoopShare, PatientSend, while_connected
+from sgl_jax.server.guards.keys import caller_of, owner_of
+from sgl_jax.server.references import references_of
+
+DONE = b"data: [DONE]\n\n"
+_PIECE_BYTES = 64 * 1024  # sent at a time
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+
+
+class AnswerFormat(Protocol):
+    """Writes the answers of one API."""
+
+    def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
+        """The event lines (`data: ...`) for one chunk of choice `index`."""
+        ...
+
+    def closing(self, streams: Sequence[RequestStream]) -> bytes:
+        """Event lines after the last chunk."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event lines that end a stream amid the answer."""
+        ...
+
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
+        """The answer that is not streamed, to be written as JSON. A chunk is all of a choice."""
+        ...
+
+
+class StreamGroup:
+    """The engine requests behind one HTTP request. Leaving the block aborts the rest."""
+
+    def __init__(
+        self,
+        request: Request,
+        requests: Sequence[GenerateRequest],
+        *,
+        streaming: bool | None,
+        names: Mapping[str, str],
+        kept_tokens: Set[int] = frozenset(),
+    ) -> None:
+        """Hold the requests; they start on entering the block.
+
+        Args:
+            names: the client's name of each field that the client calls otherwise than we do.
+            kept_tokens: as for `Frontend.start`.
+        """
+        self._frontend = references_of(request).frontend
+        self._requests = requests
+        self.is_streaming = bool(streaming)
+        self._names = names
+        self._kept_tokens = kept_tokens
+        self._sender = caller_of(request).name
+        self._for_client = owner_of(request, requests[0].tenant).for_client
+        self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
+        self._waiting: asyncio.Future[None] | None = None  # for something to be ready
+        self.streams: list[RequestStream] = []
+        self.num_open = len(requests)
+
+    async def __aenter__(self) -> Self:
+        self._frontend.check_room(len(self._requests), self._requests[0].tenant)  # all or none
+        share = LoopShare()
+        try:
+            for index, request in enumerate(self._requests):
+                on_ready = partial(self._signal, index)
+                stream = self._frontend.start(
+                    request,
+                    on_ready,
+                    streaming=self.is_streaming,
+                    sender=self._sender,
+                    kept_tokens=self._kept_tokens,
+                )
+                self.streams.append(stream)
+                await share.pause()
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._abandon()
+
+    async def next_batch(self) -> list[tuple[int, Chunk]]:
+        """Chunks with the index of their request, all that wait, or at least one.
+
+        Raises:
+            ApiError: a request was aborted with an HTTP status, such as 503 for a full queue.
+            EngineDeadError, ShuttingDownError: the engine has ended, or the server ends now.
+        """
+        batch: list[tuple[int, Chunk]] = []
+        while not batch:
+            if not self._ready:
+                self._waiting = asyncio.get_running_loop().create_future()
+                await self._waiting
+            ready, self._ready = self._ready, {}
+            for index in ready:
+                chunk = self.streams[index].take()
+                if chunk is None:
+                    continue
+                if chunk.finish is not None:
+                    failure = abort_error(chunk.finish, self._names, self._for_client)
+                    if failure is not None:
+                        raise failure
+                    self.num_open -= 1
+                elif self.streams[index].error is not None:
+                    self._signal(index)  # the error comes with the next `take`
+                batch.append((index, chunk))
+        return batch
+
+    def _signal(self, index: int) -> None:
+        self._ready[index] = None
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _abandon(self) -> None:
+        for stream in self.streams:
+            self._frontend.abandon(stream)
+            # It held this group, which holds it: a circle around all prompts.
+            stream.on_ready = lambda: None
+
+
+async def respond(request: Request, group: StreamGroup, answer_format: AnswerFormat) -> Response:
+    """Run the requests of `group` and answer in `answer_format`, until the client goes away."""
+    if group.is_streaming:
+        return EventStream(group, answer_format, references_of(request).reader_timeout_s)
+    chunks = await while_connected(request.receive, gather(group))
+    if chunks is None:
+        return Response(status_code=CLIENT_GONE)
+    return json_response(answer_format.whole(chunks, group.streams))
+
+
+def json_response(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event with `value` as JSON."""
+    return b"data: %b\n\n" % msgspec.json.encode(value)
+
+
+def named_event(name: str, value: Any) -> bytes:
+    return b"event: %b\n%b" % (name.encode(), event(value))
+
+
+def failure_event(error: ApiError) -> bytes:
+    """One server-sent event with the envelope of an error."""
+    return b"data: %b\n\n" % envelope(error)
+
+
+class EventStream(Response):
+    """A streamed answer. Headers wait for the first chunk, so that a refusal is a plain error.
+
+    Talks ASGI itself: chunks are bytes already, and a layer less per event is most of its cost.
+    A client that does not read holds bounded memory: it gets the stream in pieces of
+    `_PIECE_BYTES`, later output waits unwritten in the `RequestStream`, and after
+    `reader_timeout_s` without room for the next piece its requests are aborted.
+    """
+
+    def __init__(
+        self, group: StreamGroup, answer_format: AnswerFormat, reader_timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._reader_timeout_s = reader_timeout_s
+        self._group = group
+        self._format = answer_format
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._pump(send))
+
+    async def _pump(self, send: Send) -> None:
+        started = False
+        async with PatientSend(send, self._reader_timeout_s) as patient_send, self._group as group:
+            try:
+                while group.num_open:
+                    batch = await group.next_batch()
+                    if not started:
+                        await patient_send(_START)
+                        started = True
+                    for piece in self._pieces(batch):
+                        await patient_send(_body(piece, more=True))
+            except Exception as error:
+                if not started:
+                    raise
+                failure = to_api_error(error)
+                await patient_send(_body(self._format.failure(failure), more=False))
+                if failure.status_code == 500:
+                    raise
+            else:
+                await patient_send(_body(b"", more=False))
+
+    def _pieces(self, batch: Sequence[tuple[int, Chunk]]) -> Iterator[bytes]:
+        """The events of a batch and of the end of the stream, to be sent one after another."""
+        group, events = self._group, b""
+        for index, chunk in batch:
+            events += self._format.event(index, chunk, group.streams[index])
+            if len(events) >= _PIECE_BYTES:
+                yield from _cut(events)
+                events = b""
+        if not group.num_open:
+            events += self._format.closing(group.streams)
+        yield from _cut(events)
+
+
+async def gather(group: StreamGroup) -> list[Chunk]:
+    """The one chunk of each request: unless it is streamed, all comes at the end."""
+    chunks: dict[int, Chunk] = {}
+    async with group:
+        while group.num_open:
+            chunks.update(await group.next_batch())
+    return [chunks[index] for index in range(len(chunks))]
+
+
+def _cut(data: bytes) -> Iterator[bytes]:
+    return (data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES))
+
+
+def _body(data: bytes, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}

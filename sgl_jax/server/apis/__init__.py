@@ -1,0 +1,1 @@
+"""The APIs, a file each: body, requests, events, answer."""

@@ -1,0 +1,206 @@
+"""`/v1/chat/completions`. Its body is a `ChatRequest`."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, Struct, UnsetType
+
+from sgl_jax.core.messages import TokenLogprobs
+from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.apis.native import MetaInfo, describe, native_logprobs
+from sgl_jax.server.apis.openai import (
+    LOWEST_LOGPROB,
+    AnswerHead,
+    OpenAIFormat,
+    Usage,
+    ending,
+    field_names,
+    token_text,
+)
+from sgl_jax.server.chat import ChatAnswer, answer_chat
+from sgl_jax.server.chat_request import ChatRequest
+from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.openapi import streamed_answers
+from sgl_jax.server.references import References, references_of
+from sgl_jax.text.output_events import Arguments, CallBegun, Content, Event, Reasoning
+from sgl_jax.text.tokenizer import Tokenizer
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+
+
+class TopLogprob(Struct, frozen=True):
+    """A token, its natural log-probability, and its UTF-8 bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob, frozen=True):
+    """A generated token with the most likely ones at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[TokenLogprob]
+
+
+class CalledFunctionAnswer(Struct):
+    """`arguments` is the text of a JSON object, unless the answer was cut off.
+
+    In a stream, the next piece of it; the name comes once, before.
+    """
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallAnswer(Struct, frozen=True):
+    """In a stream id and type come once, and `index` counts the calls of the answer."""
+
+    function: CalledFunctionAnswer
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class AssistantMessage(Struct):
+    """The whole message, or the gain of a chunk. `content` is null beside tool calls alone."""
+
+    content: str | UnsetType | None = UNSET
+    role: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, frozen=True):
+    """Has `delta` in a stream, else `message`."""
+
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    matched_stop: int | str | None
+    message: AssistantMessage | UnsetType = UNSET
+    delta: AssistantMessage | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    response_token_ids: list[int] | UnsetType = UNSET
+    meta_info: MetaInfo | UnsetType = UNSET
+
+
+class ChatCompletion(AnswerHead, frozen=True):
+    """A whole answer, or a chunk of a stream: then `object` is `chat.completion.chunk`."""
+
+    choices: list[ChatChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "chat.completion"
+
+
+@router.post("/chat/completions", responses=streamed_answers(ChatCompletion))
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    names = field_names(body, limit, "messages")
+    return await answer_chat(request, body, ChatFormat(references_of(request), body), names)
+
+
+class ChatFormat(OpenAIFormat):
+    _kind, _whole_type = "chatcmpl", ChatCompletion
+    _event_type = staticmethod(partial(ChatCompletion, object="chat.completion.chunk"))
+    _body: ChatRequest
+
+    def __init__(self, refs: References, body: ChatRequest) -> None:
+        super().__init__(refs, body)
+        self._refs = refs
+        self._answers: dict[int, ChatAnswer] = {}
+
+    def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> list[ChatChoice]:
+        is_first = index not in self._answers
+        if is_first:
+            self._answers[index] = ChatAnswer(self._refs, self._body, stream)
+        answer = self._answers[index]
+        deltas = [_delta(event, answer.num_calls - 1) for event in answer.events(chunk)]
+        ending = self._ending(chunk, answer)
+        is_ending = any(part is not None for part in ending)
+        if not deltas and (is_first or is_ending or self._always_counts):
+            # Without calls, clients look for content.
+            deltas = [AssistantMessage() if answer.num_calls else AssistantMessage("")]
+        if is_first:
+            deltas[0].role = "assistant"
+        pieces = [ChatChoice(index, None, None, None, delta=delta) for delta in deltas[:-1]]
+        return [*pieces, *(ChatChoice(index, *ending, delta=delta) for delta in deltas[-1:])]
+
+    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> ChatChoice:
+        body, request = self._body, stream.request
+        answer = ChatAnswer(self._refs, body, stream)
+        message = _message(answer, chunk)
+        meta_info: MetaInfo | UnsetType = UNSET
+        if body.return_meta_info:
+            logprobs = native_logprobs(request, self._tokenizer, chunk.logprobs, ())
+            meta_info = describe(stream, chunk.num_output_tokens, chunk.finish, **logprobs)
+        return ChatChoice(
+            index,
+            *self._ending(chunk, answer),
+            message,
+            UNSET,
+            request.input_ids if body.return_prompt_token_ids or body.return_token_ids else UNSET,
+            chunk.token_ids if body.return_token_ids else UNSET,
+            meta_info,
+        )
+
+    def _ending(
+        self, chunk: Chunk, answer: ChatAnswer
+    ) -> tuple[ChatLogprobs | None, str | None, int | str | None]:
+        """`logprobs`, `finish_reason` and `matched_stop`."""
+        has_logprobs = self._body.logprobs
+        logprobs = _logprobs(self._tokenizer, chunk.logprobs) if has_logprobs else None
+        _, matched = ending(chunk.finish)
+        return logprobs, answer.finish_reason(chunk.finish), matched
+
+
+def _delta(event: Event, index: int) -> AssistantMessage:
+    """`index` counts the calls."""
+    match event:
+        case Content(text):
+            return AssistantMessage(text)
+        case Reasoning(text):
+            return AssistantMessage(reasoning_content=text)
+        case CallBegun(name, str(call_id)):
+            call = ToolCallAnswer(CalledFunctionAnswer("", name), call_id, "function", index)
+            return AssistantMessage(tool_calls=[call])
+        case Arguments(text):
+            call = ToolCallAnswer(CalledFunctionAnswer(text), index=index)
+            return AssistantMessage(tool_calls=[call])
+    raise AssertionError(event)
+
+
+def _message(answer: ChatAnswer, chunk: Chunk) -> AssistantMessage:
+    content, reasoning, calls = "", "", list[ToolCallAnswer]()
+    for event in answer.events(chunk):
+        match event:
+            case Content(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case CallBegun(name, str(call_id)):
+                calls.append(ToolCallAnswer(CalledFunctionAnswer("", name), call_id, "function"))
+            case Arguments(text):
+                calls[-1].function.arguments += text
+    shown = None if calls and not content else content
+    return AssistantMessage(shown, "assistant", reasoning or UNSET, calls or UNSET)
+
+
+def _logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    """The chat API's form: per token, with the bytes of each."""
+
+    def top(token_id: int, logprob: float) -> TopLogprob:
+        data = tokenizer.token_bytes(token_id)
+        return TopLogprob(token_text(data), max(logprob, LOWEST_LOGPROB), list(data))
+
+    content = []
+    for entry in entries:
+        own = top(entry.token_id, LOWEST_LOGPROB if entry.logprob is None else entry.logprob)
+        others = [top(*pair) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+        content.append(TokenLogprob(own.token, own.logprob, own.bytes, others))
+    return ChatLogprobs(content)

@@ -1,0 +1,196 @@
+"""`/v1/completions`: body, answer, route and format."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import Field, model_validator
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import TokenLogprobs
+from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
+from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
+from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.answer_stream import StreamGroup, respond
+from sgl_jax.server.apis.openai import (
+    LOWEST_LOGPROB,
+    AnswerHead,
+    OpenAIFormat,
+    Usage,
+    ending,
+    field_names,
+    token_text,
+)
+from sgl_jax.server.fields import (
+    ForEach,
+    GenerationFields,
+    SessionParams,
+    TokenIds,
+    refuse_several,
+    session_turn,
+)
+from sgl_jax.server.guards.connection import LoopShare
+from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.openapi import streamed_answers
+from sgl_jax.server.references import References, references_of
+from sgl_jax.server.requests import prompt_requests
+from sgl_jax.text.tokenizer import Tokenizer
+
+_DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's legacy API
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+
+
+class CompletionRequest(GenerationFields):
+    """Body of `/v1/completions`."""
+
+    prompt: str | TokenIds | ForEach[str] | ForEach[TokenIds]
+    max_tokens: int | None = Field(default=None, ge=0, description="0 only with echo")
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="must equal n")
+    session_params: SessionParams | None = None
+
+    @model_validator(mode="after")
+    def _supported_combination(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise InvalidRequestError(
+                f"best_of must equal n ({self.num_choices}), got {self.best_of}", "best_of"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("max_tokens 0 is allowed only with echo", "max_tokens")
+        if self.session_params is not None:
+            refuse_several(self.num_choices, "n")
+            refuse_several(len(self.prompts), "prompt")
+            if self.echo:
+                raise InvalidRequestError("a session's turn cannot be echoed", "echo")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        prompts: list[str | list[int]] = [prompt] if is_one else prompt
+        check_num_requests(len(prompts), self.num_choices, "prompt")
+        return prompts
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    """Parallel lists over tokens; `text_offset` counts characters from the start of the text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    matched_stop: int | str | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(AnswerHead, frozen=True):
+    """Whole answers and streamed chunks alike."""
+
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+@router.post("/completions", responses=streamed_answers(Completion))
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue one or several prompts."""
+    refs = references_of(request)
+    refs.check_open()
+    refs.check_model(body.model)
+    prompts = body.prompts
+    names = field_names(body, "max_tokens", "prompt")
+    requests = await prompt_requests(
+        request,
+        body,
+        prompts,
+        [body] * len(prompts),
+        names,
+        turn=session_turn(body.session_params),
+        default_max_new_tokens=_DEFAULT_COMPLETION_TOKENS,
+        return_logprob=body.logprobs is not None,
+        top_logprobs_num=body.logprobs or 0,
+        logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
+    )
+    echoes: list[str] = []
+    share = LoopShare()
+    for prompt in prompts if body.echo else ():
+        if not isinstance(prompt, str):
+            skips = body.skip_special_tokens is not False
+            prompt = refs.frontend.tokenizer.decode(prompt, skip_special_tokens=skips)
+            await share.pause()
+        echoes += [prompt] * body.num_choices
+    group = StreamGroup(request, requests, streaming=body.stream, names=names)
+    return await respond(request, group, CompletionFormat(refs, body, echoes))
+
+
+class CompletionFormat(OpenAIFormat):
+    """Answers of `/v1/completions`. With `echo` the text begins with the prompt."""
+
+    _kind, _event_type, _whole_type = "cmpl", Completion, Completion
+    _body: CompletionRequest
+
+    def __init__(
+        self, refs: References, body: CompletionRequest, prompt_texts: Sequence[str]
+    ) -> None:
+        """`prompt_texts`: the echo of each choice; empty without `echo`."""
+        super().__init__(refs, body)
+        self._echoes = dict(enumerate(prompt_texts))
+        self._writers: dict[int, CompletionLogprobsWriter] = {}
+
+    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> CompletionChoice:
+        logprobs = None
+        if self._body.logprobs is not None:
+            writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._tokenizer))
+            logprobs = writer.write([*chunk.prompt_logprobs, *chunk.logprobs])
+        shows_ids = self._body.return_token_ids  # not in a stream
+        return CompletionChoice(
+            index,
+            self._echoes.pop(index, "") + chunk.text,
+            logprobs,
+            *ending(chunk.finish),
+            stream.request.input_ids if shows_ids else UNSET,
+            chunk.token_ids if shows_ids else UNSET,
+        )
+
+
+class CompletionLogprobsWriter:
+    """The completions API's form; keeps count of the text offset from chunk to chunk."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+
+    def write(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        written = CompletionLogprobs([], [], [], [])
+        for entry in entries:
+            token = self._text(entry.token_id)
+            written.tokens.append(token)
+            written.text_offset.append(self._offset)
+            self._offset += len(token)
+            if entry.logprob is None:  # the first token of a prompt: nothing predicts it
+                written.token_logprobs.append(None)
+                written.top_logprobs.append(None)
+                continue
+            logprob = max(entry.logprob, LOWEST_LOGPROB)
+            written.token_logprobs.append(logprob)
+            # Different tokens may have the same text (halves of characters): the likelier counts.
+            tops: dict[str, float] = {}
+            for other, value in zip(entry.top_ids, entry.top_logprobs, strict=True):
+                tops.setdefault(self._text(other), max(value, LOWEST_LOGPROB))
+            tops.setdefault(token, logprob)
+            written.top_logprobs.append(tops)
+        return written
+
+    def _text(self, token_id: int) -> str:
+        return token_text(self._tokenizer.token_bytes(token_id))

@@ -1,0 +1,411 @@
+"""SGLang's own API: `/generate` and `/abort_request`."""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import Field
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import FinishReason, GenerateRequest, TokenLogprobs
+from sgl_jax.core.request_limits import check_num_requests, for_each
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
+from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server import unserved_fields
+from sgl_jax.server.answer_stream import DONE, StreamGroup, failure_event, json_response, respond
+from sgl_jax.server.apis.openai import LOWEST_LOGPROB, token_text
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.fields import (
+    ForEach,
+    RequestFields,
+    SamplingFields,
+    SessionParams,
+    StrictModel,
+    TokenIds,
+    in_range,
+    refuse_several,
+    session_turn,
+)
+from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.guards.keys import caller_of
+from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.references import References, references_of
+from sgl_jax.server.requests import prompt_requests
+from sgl_jax.text.tokenizer import Tokenizer
+
+NativeLogprob = tuple[float | None, int, str | None]  # log-probability, token id, text
+
+
+class MetaInfo(Struct, frozen=True):
+    """Facts of an answer beside its text. `e2e_latency` in seconds, at the end."""
+
+    id: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    finish_reason: dict[str, int | str | None] | None
+    dp_rank: int
+    e2e_latency: float | UnsetType = UNSET
+    output_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
+    output_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
+    output_token_ids_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
+    input_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
+    input_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
+    input_token_ids_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
+
+
+_StartLen = Annotated[int, Field(ge=-1)]
+_TopNum = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class NativeSampling(SamplingFields):
+    """`sampling_params`: SGLang's names; ranges as in `SamplingParams`."""
+
+    max_new_tokens: int | None = in_range(
+        "max_new_tokens", "0: the prompt is computed, scored on request, and nothing generated"
+    )
+
+
+class GenerateBody(RequestFields):
+    """Body of `/generate`: `text` or `input_ids`, one prompt or a list."""
+
+    text: str | ForEach[str] | None = None
+    input_ids: TokenIds | ForEach[TokenIds] | None = None
+    sampling_params: NativeSampling | ForEach[NativeSampling] | None = None
+    return_logprob: bool | ForEach[bool] | None = None
+    logprob_start_len: _StartLen | ForEach[_StartLen] | None = Field(
+        default=None, description="first position of the prompt that is scored; -1: none"
+    )
+    top_logprobs_num: _TopNum | ForEach[_TopNum] | None = None
+    token_ids_logprob: TokenIds | ForEach[TokenIds] | None = Field(
+        default=None,
+        description=f"at most {MAX_LOGPROB_IDS} tokens whose log-probabilities come at each "
+        "position; a list of lists has one for each prompt",
+    )
+    return_output_logprob_only: bool | None = Field(
+        default=None, description="true: as logprob_start_len -1"
+    )
+    return_text_in_logprobs: bool | None = None
+    return_meta_info: bool | None = Field(default=None, description="without effect: always there")
+    stream_output: bool | None = Field(
+        default=None,
+        description="true: each event of a stream has only the new part; default: "
+        "as --incremental-streaming-output",
+    )
+    return_prompt_token_ids: bool | None = None
+    session_params: SessionParams | None = None
+
+    @property
+    def is_list(self) -> bool:
+        """The answer is a list: to a list of prompts, or of several choices."""
+        return self._is_batch or self.num_choices > 1
+
+    @property
+    def _is_batch(self) -> bool:
+        ids = self.input_ids or [0]
+        return isinstance(self.text, list) or isinstance(ids[0], list)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if (self.text is None) == (self.input_ids is None):
+            raise InvalidRequestError("send either text or input_ids", "text")
+        given: Any = self.input_ids if self.text is None else self.text
+        prompts: list[str | list[int]] = given if self._is_batch else [given]
+        if not prompts:
+            raise InvalidRequestError("the list of prompts is empty", self.prompt_field)
+        check_num_requests(len(prompts), self.num_choices, self.prompt_field)
+        if self.session_params is not None:
+            refuse_several(len(prompts), self.prompt_field)
+            refuse_several(self.num_choices, "sampling_params.n")
+        return prompts
+
+    @property
+    def prompt_field(self) -> str:
+        return "input_ids" if self.text is None else "text"
+
+    @property
+    def num_choices(self) -> int:
+        given = self.sampling_params
+        if not isinstance(given, list):
+            return 1 if given is None else given.num_choices
+        counts = {sampling.num_choices for sampling in given}
+        if len(counts) > 1:
+            raise InvalidRequestError("n must be the same for all prompts", "sampling_params")
+        return counts.pop() if counts else 1
+
+    def sampling_of(self, num_prompts: int) -> list[NativeSampling]:
+        given = for_each("sampling_params", self.sampling_params, num_prompts)
+        return [sampling or NativeSampling() for sampling in given]
+
+    def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
+        """As in every API, with the log-probabilities that each prompt requests."""
+        given: Any = self.token_ids_logprob or []
+        ids = given if given and isinstance(given[0], list) else [given] * num_prompts
+        each = zip(
+            for_each("return_logprob", self.return_logprob, num_prompts),
+            for_each("logprob_start_len", self.logprob_start_len, num_prompts),
+            for_each("top_logprobs_num", self.top_logprobs_num, num_prompts),
+            for_each("token_ids_logprob", ids, num_prompts),
+            super().options_of(num_prompts),
+            strict=True,
+        )
+        prompts_too = not self.return_output_logprob_only
+        return [
+            options
+            | {
+                "return_logprob": True,
+                "logprob_start_len": start if prompts_too and start is not None else -1,
+                "top_logprobs_num": top or 0,
+                "token_ids_logprob": own_ids,
+            }
+            if is_scored
+            else options
+            for is_scored, start, top, own_ids, options in each
+        ]
+
+
+class AbortBody(StrictModel):
+    """Body of `/abort_request`: one request by its `rid`, or all."""
+
+    unserved = unserved_fields.REQUEST
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class Generated(Struct, frozen=True):
+    """One answer; in a stream `text` and `output_ids` are all so far, or only the new part.
+
+    `index` counts the answers of a list.
+    """
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+_DEFAULT_MAX_NEW_TOKENS = 128  # as in SGLang
+_SAMPLING_NAMES = {name: f"sampling_params.{name}" for name in NativeSampling.model_fields}
+router = APIRouter(tags=["native"], route_class=JsonRoute)
+
+
+@router.post("/generate", responses=streamed_answers(Generated))
+async def generate(body: GenerateBody, request: Request) -> Response:
+    """Continue one or several prompts; the answer to a list is a list."""
+    refs = references_of(request)
+    refs.check_open()
+    refs.check_model(body.model)
+    prompts = body.prompts
+    names = _SAMPLING_NAMES | {"text": body.prompt_field, "input_ids": body.prompt_field}
+    requests = await prompt_requests(
+        request,
+        body,
+        prompts,
+        body.sampling_of(len(prompts)),
+        names,
+        turn=session_turn(body.session_params),
+        default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
+    )
+    group = StreamGroup(request, requests, streaming=body.stream, names=names)
+    return await respond(request, group, NativeFormat(refs, body))
+
+
+@router.post("/abort_request", responses=answers())
+async def abort_request(body: AbortBody, request: Request) -> Response:
+    """End the caller's request `rid`, or all that are the caller's; an admin's, any or all.
+
+    They end with the text generated so far.
+    """
+    if bool(body.rid) == body.abort_all:
+        raise InvalidRequestError("send either rid or abort_all", "rid")
+    caller = caller_of(request)
+    sender = None if caller.is_admin else caller.name
+    return json_response({"aborted": references_of(request).frontend.abort(body.rid, sender)})
+
+
+class NativeFormat:
+    """Answers of `/generate`. In a stream every event repeats all so far (SGLang's convention),
+    unless the request or the server requests increments."""
+
+    def __init__(self, refs: References, body: GenerateBody) -> None:
+        self._body = body
+        self._tokenizer = refs.frontend.tokenizer if body.return_text_in_logprobs else None
+        self._is_incremental = (
+            refs.args.incremental_streaming_output
+            if body.stream_output is None
+            else body.stream_output
+        )
+        self._streamed: dict[int, StreamedAnswer] = {}
+
+    def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
+        if index not in self._streamed:
+            self._streamed[index] = StreamedAnswer(
+                stream,
+                self._tokenizer,
+                index=index if self._body.is_list else None,
+                shows_prompt_ids=bool(self._body.return_prompt_token_ids),
+                is_incremental=self._is_incremental,
+            )
+        return self._streamed[index].event(chunk)
+
+    def closing(self, streams: Sequence[RequestStream]) -> bytes:
+        return DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return failure_event(error)
+
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
+        written = list(map(self._write, range(len(chunks)), chunks, streams))
+        return written if self._body.is_list else written[0]
+
+    def _write(self, index: int, chunk: Chunk, stream: RequestStream) -> Generated:
+        logprobs = native_logprobs(
+            stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
+        )
+        return Generated(
+            chunk.text,
+            chunk.token_ids,
+            describe(stream, chunk.num_output_tokens, chunk.finish, **logprobs),
+            index if self._body.is_list else UNSET,
+            stream.request.input_ids if self._body.return_prompt_token_ids else UNSET,
+        )
+
+
+_encode = msgspec.json.encode
+
+
+class StreamedAnswer:
+    def __init__(
+        self,
+        stream: RequestStream,
+        logprob_tokenizer: Tokenizer | None,
+        *,
+        index: int | None,
+        shows_prompt_ids: bool,
+        is_incremental: bool,
+    ) -> None:
+        """
+        Args:
+            logprob_tokenizer: writes the texts of tokens beside their log-probabilities, if any.
+            index: of the request in a list; None is not shown.
+        """
+        self._stream = stream
+        self._tokenizer = logprob_tokenizer
+        self._is_incremental = is_incremental
+        tail: dict[str, Any] = {} if index is None else {"index": index}
+        if shows_prompt_ids:
+            tail["prompt_token_ids"] = stream.request.input_ids
+        self._tail = b"," + _encode(tail)[1:] if tail else b"}"
+        self._num_tokens = 0
+        self._text = bytearray()  # inside the quotes
+        self._ids = bytearray()  # inside the brackets, as are the lists of log-probabilities
+        self._logprobs: dict[str, bytearray] = {}
+        for name in native_logprobs(stream.request, None, (), ()):
+            self._logprobs[name] = bytearray()
+
+    def event(self, chunk: Chunk) -> bytes:
+        """The event of `chunk`."""
+        self._num_tokens += len(chunk.token_ids)
+        self._text += _encode(chunk.text)[1:-1]
+        _append(self._ids, chunk.token_ids)
+        meta = _encode(describe(self._stream, self._num_tokens, chunk.finish))
+        parts: list[bytes | bytearray] = [b'data: {"text":"', self._text, b'","output_ids":[']
+        parts += [self._ids, b'],"meta_info":', meta[:-1], *self._add_logprobs(chunk)]
+        parts += [b"}", self._tail, b"\n\n"]
+        data = b"".join(parts)
+        if self._is_incremental:
+            self._forget_sent()
+        return data
+
+    def _add_logprobs(self, chunk: Chunk) -> Iterator[bytes | bytearray]:
+        """All log-probabilities to send with `chunk`, as further fields of `meta_info`."""
+        if not self._logprobs:
+            return
+        gained = native_logprobs(
+            self._stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
+        )
+        for name, written in self._logprobs.items():
+            _append(written, gained[name])
+            yield from (b',"', name.encode(), b'":[', written, b"]")
+
+    def _forget_sent(self) -> None:
+        self._text.clear()
+        self._ids.clear()
+        for name, written in list(self._logprobs.items()):
+            written.clear()
+            if name.startswith("input"):
+                del self._logprobs[name]
+
+
+def _append(written: bytearray, items: Sequence[Any]) -> None:
+    if not items:
+        return
+    if written:
+        written += b","
+    written += _encode(items)[1:-1]
+
+
+def describe(
+    stream: RequestStream, num_tokens: int, finish: FinishReason | None, **logprobs: Any
+) -> MetaInfo:
+    """The facts of `stream` after `num_tokens` output tokens; `logprobs` are further fields."""
+    return MetaInfo(
+        id=stream.client_rid,
+        prompt_tokens=stream.num_prompt_tokens,
+        completion_tokens=num_tokens,
+        cached_tokens=stream.cached_tokens,
+        finish_reason=None if finish is None else _finish(finish, num_tokens),
+        dp_rank=stream.dp_rank,
+        e2e_latency=UNSET if finish is None else stream.e2e_latency_s,
+        **logprobs,
+    )
+
+
+def _finish(finish: FinishReason, num_tokens: int) -> dict[str, int | str | None]:
+    match finish.type:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": num_tokens}
+    return {"type": "abort", "message": finish.message}
+
+
+def native_logprobs(
+    request: GenerateRequest,
+    tokenizer: Tokenizer | None,
+    outputs: Sequence[TokenLogprobs],
+    prompts: Sequence[TokenLogprobs],
+) -> dict[str, list[Any]]:
+    """The fields of `MetaInfo` that `request` requests, about tokens of output and prompt.
+
+    In SGLang's form: `[logprob, token id, text]`; the text only if `tokenizer` is given.
+    """
+    if not request.return_logprob:
+        return {}
+
+    def write(token_id: int, logprob: float | None) -> NativeLogprob:
+        text = None if tokenizer is None else token_text(tokenizer.token_bytes(token_id))
+        return (None if logprob is None else max(logprob, LOWEST_LOGPROB), token_id, text)
+
+    def others(entry: TokenLogprobs, ids: list[int], values: list[float]) -> Any:
+        pairs = zip(ids, values, strict=True)
+        return None if entry.logprob is None else [write(*pair) for pair in pairs]
+
+    parts = {"output": outputs}
+    if request.logprob_start_len >= 0:
+        parts["input"] = prompts
+    named = request.token_ids_logprob
+    fields: dict[str, list[Any]] = {}
+    for part, entries in parts.items():
+        fields[f"{part}_token_logprobs"] = [write(e.token_id, e.logprob) for e in entries]
+        if request.top_logprobs_num:
+            tops = [others(e, e.top_ids, e.top_logprobs) for e in entries]
+            fields[f"{part}_top_logprobs"] = tops
+        if named:
+            of_named = [others(e, named if e.id_logprobs else [], e.id_logprobs) for e in entries]
+            fields[f"{part}_token_ids_logprobs"] = of_named
+    return fields

@@ -1,0 +1,201 @@
+"""The parts that chats and completions share, the list of models, and routes of other models."""
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, Struct, UnsetType
+
+from sgl_jax.core.messages import FinishReason
+from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.server.answer_stream import DONE, event, failure_event, json_response
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.fields import GenerationFields
+from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.openapi import answers
+from sgl_jax.server.references import References, references_of
+
+
+class ModelCard(Struct, frozen=True):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "sgl_jax"
+
+
+class ModelList(Struct, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    """`cached_tokens`: prompt tokens whose KV came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(Struct, frozen=True):
+    """Tokens of a request, over all its prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AnswerHead(Struct, frozen=True):
+    """The first fields of answers and chunks; `created` in seconds since 1970."""
+
+    id: str
+    created: int
+    model: str
+
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+
+
+@router.get("/models", responses=answers(ModelList))
+async def list_models(request: Request) -> Response:
+    """The one model that is served."""
+    return json_response(ModelList([_card(references_of(request))]))
+
+
+@router.get("/models/{model:path}", responses=answers(ModelCard))
+async def get_model(model: str, request: Request) -> Response:
+    """The model of this name, if it is the one."""
+    refs = references_of(request)
+    refs.check_model(model)
+    return json_response(_card(refs))
+
+
+def _card(refs: References) -> ModelCard:
+    return ModelCard(
+        refs.model_name,
+        refs.created,
+        refs.args.model_path,
+        refs.frontend.facts.max_context_len,
+    )
+
+
+def field_names(body: GenerationFields, limit: str, prompt: str) -> dict[str, str]:
+    """Our names of fields -> this client's."""
+    formats = {} if body.response_format is None else body.response_format.grammar()
+    return {
+        **dict.fromkeys(formats, "response_format"),
+        "max_new_tokens": limit,
+        "min_new_tokens": "min_new_tokens" if body.min_tokens is None else "min_tokens",
+        "text": prompt,
+        "input_ids": prompt,
+        "top_logprobs_num": "logprobs",
+    }
+
+
+class OpenAIFormat:
+    """The parts that both kinds of answers share: name, time, model and counts of tokens."""
+
+    _kind: str  # prefix of new names
+    _event_type: Callable[..., Struct]
+    _whole_type: type[Struct]
+
+    def __init__(self, refs: References, body: GenerationFields) -> None:
+        rid = body.rid[0] if isinstance(body.rid, list) else body.rid
+        self._head = (
+            rid or f"{self._kind}-{uuid.uuid4().hex}",
+            int(time.time()),
+            refs.model_name,
+        )
+        self._tokenizer = refs.frontend.tokenizer
+        self._body = body
+        options = body.stream_options
+        self._counts_at_end = bool(options and options.include_usage)
+        self._always_counts = bool(options and options.continuous_usage_stats)
+
+    def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
+        usage: Usage | UnsetType | None = None if self._counts_at_end else UNSET
+        if self._always_counts:
+            usage = _usage(stream.num_prompt_tokens, chunk.num_output_tokens, stream.cached_tokens)
+        pieces = self._pieces(index, chunk, stream)
+        return b"".join(event(self._event_type(*self._head, [piece], usage)) for piece in pieces)
+
+    def closing(self, streams: Sequence[RequestStream]) -> bytes:
+        if not self._counts_at_end:
+            return DONE
+        return event(self._event_type(*self._head, [], self._total(streams))) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return failure_event(error)
+
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
+        choices = list(map(self._choice, range(len(chunks)), chunks, streams))
+        return self._whole_type(*self._head, choices, self._total(streams))
+
+    def _total(self, streams: Sequence[RequestStream]) -> Usage:
+        return usage_of(streams, self._body.num_choices)
+
+    def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> Sequence[Any]:
+        """One streamed chunk of a choice, in one event or several."""
+        return [self._choice(index, chunk, stream)]
+
+    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> Any:
+        raise NotImplementedError
+
+
+def ending(finish: FinishReason | None) -> tuple[str | None, int | str | None]:
+    return (None, None) if finish is None else (finish.type, finish.matched)
+
+
+def usage_of(streams: Sequence[RequestStream], num_choices: int = 1) -> Usage:
+    """The sum over all; prompts count once, however many choices each of them has."""
+    prompts = streams[::num_choices]
+    return _usage(
+        sum(stream.num_prompt_tokens for stream in prompts),
+        sum(stream.num_output_tokens for stream in streams),
+        sum(stream.cached_tokens for stream in prompts),
+    )
+
+
+def _usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
+    return Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(num_cached))
+
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI sends this
+
+
+def token_text(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
+
+
+# Routes of other kinds of models. A 404 could mean a typing error, so these give the reason.
+_RANKS = "ranks no documents; /v1/score compares tokens after each of them"
+_TASKS = {
+    "makes no embeddings": "/v1/embeddings /embeddings /encode /pooling",
+    _RANKS: "/v1/rerank /v2/rerank /rerank",
+    "classifies nothing": "/classify /v1/classify",
+    "moderates nothing": "/v1/moderations",
+    "speaks no text": "/v1/audio/speech",
+    "hears no audio": "/v1/audio/transcriptions /v1/audio/translations",
+    "makes no images": "/v1/images/generations /v1/images/edits /v1/images/variations",
+    "makes no videos": "/v1/videos",
+}
+other_models = APIRouter(tags=["other models"])
+
+
+def _refusal(task: str) -> Callable[[Request], Awaitable[Response]]:
+    async def refuse(request: Request) -> Response:
+        """The served model does not do this."""
+        name = references_of(request).model_name
+        message = f"the model {name!r} generates text: it {task}"
+        raise ApiError(400, message, param="model", code="unsupported_task")
+
+    return refuse
+
+
+for _task, _routes in _TASKS.items():
+    for _route in _routes.split():
+        other_models.add_api_route(
+            _route, _refusal(_task), methods=["POST"], responses=answers(), name=_route.strip("/")
+        )

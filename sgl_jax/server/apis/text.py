@@ -1,0 +1,270 @@
+"""Text to tokens and back, and the probabilities of tokens: no text is generated."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import Field, model_validator
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS
+from sgl_jax.server import unserved_fields
+from sgl_jax.server.answer_stream import StreamGroup, gather, json_response
+from sgl_jax.server.apis.openai import Usage, token_text, usage_of
+from sgl_jax.server.chat_request import ChatMessage, ChatRequest, Tools
+from sgl_jax.server.fields import ForEach, RequestFields, SamplingFields, StrictModel, TokenIds
+from sgl_jax.server.guards.connection import CLIENT_GONE, LoopShare, while_connected
+from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.openapi import answers
+from sgl_jax.server.references import References, references_of
+from sgl_jax.server.requests import encode_chat, encode_texts, prompt_requests
+
+router = APIRouter(tags=["text"], route_class=JsonRoute)
+_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+
+
+class TokenizeBody(StrictModel):
+    """Body of `/tokenize`: a text, several, or a conversation."""
+
+    unserved = unserved_fields.REQUEST
+
+    model: str = "default"
+    prompt: str | ForEach[str] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(
+        default=None, min_length=1, description="instead of prompt: as the chat template writes it"
+    )
+    add_special_tokens: bool | None = Field(
+        default=None, description="of a prompt; default: true. Templates write their own"
+    )
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = Field(
+        default=None, description="of messages: must be the opposite of continue_final_message"
+    )
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = Field(default=None, description="of messages: those of the request")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("send either prompt or messages", "prompt")
+        if self.messages is None:
+            for name in _CHAT_FIELDS:
+                if getattr(self, name) is not None:
+                    raise InvalidRequestError(f"{name} is for messages, not for a prompt", name)
+        elif self.add_special_tokens:
+            raise InvalidRequestError(
+                "add_special_tokens is for a prompt: the chat template writes its own",
+                "add_special_tokens",
+            )
+        if self.add_generation_prompt is not None and self.add_generation_prompt == bool(
+            self.continue_final_message
+        ):
+            raise InvalidRequestError(
+                "add_generation_prompt must be the opposite of continue_final_message",
+                "add_generation_prompt",
+            )
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        assert self.prompt is not None
+        return self.prompt if isinstance(self.prompt, list) else [self.prompt]
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The conversation, as its own route takes it."""
+        assert self.messages is not None
+        return ChatRequest(
+            messages=self.messages,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+            tools=self.tools,
+        )
+
+
+class DetokenizeBody(StrictModel):
+    """Body of `/detokenize`: the tokens of a text, or of several."""
+
+    model: str = "default"
+    tokens: TokenIds | ForEach[TokenIds]
+    skip_special_tokens: bool | None = Field(default=None, description="default: true")
+
+    @property
+    def is_list(self) -> bool:
+        """Several texts were sent, and so are returned."""
+        return bool(self.tokens) and isinstance(self.tokens[0], list)
+
+    @property
+    def each(self) -> list[list[int]]:
+        tokens: Any = self.tokens
+        return tokens if self.is_list else [tokens]
+
+
+class Tokenized(Struct, frozen=True):
+    """Token ids and their number; of several prompts a list of each. `max_model_len` in tokens."""
+
+    tokens: list[Any]
+    count: int | list[int]
+    max_model_len: int
+    token_strs: list[Any] | UnsetType = UNSET
+
+
+class Detokenized(Struct, frozen=True):
+    """The text, under SGLang's name and under vLLM's; of several a list."""
+
+    text: str | list[str]
+    prompt: str | list[str]
+
+
+@router.post("/tokenize", responses=answers(Tokenized))
+@router.post("/v1/tokenize", responses=answers(Tokenized))
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    """Token ids of a prompt, of several, or of a conversation as the chat template writes it."""
+    refs = references_of(request)
+    refs.check_model(body.model)
+    if body.prompt is None:
+        ids = [await encode_chat(request, body.chat)]
+    else:
+        special = body.add_special_tokens is not False
+        packed = await encode_texts(request, body.texts, add_special_tokens=special)
+        ids = [each.tolist() for each in packed]
+    strings = [await _strings(refs, each) for each in ids] if body.return_token_strs else None
+    most = refs.frontend.facts.max_context_len
+    if isinstance(body.prompt, list):
+        counts = list(map(len, ids))
+        return json_response(Tokenized(ids, counts, most, UNSET if strings is None else strings))
+    (own,) = ids
+    return json_response(Tokenized(own, len(own), most, UNSET if strings is None else strings[0]))
+
+
+@router.post("/detokenize", responses=answers(Detokenized))
+@router.post("/v1/detokenize", responses=answers(Detokenized))
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    """The text of token ids, or of several lists of them."""
+    refs = references_of(request)
+    refs.check_model(body.model)
+    vocab_size = refs.frontend.facts.vocab_size
+    for ids in body.each:
+        if ids and max(ids) >= vocab_size:
+            raise InvalidRequestError(
+                f"tokens holds {max(ids)}, outside the vocabulary [0, {vocab_size})", "tokens"
+            )
+    skips = body.skip_special_tokens is not False
+    decode = refs.frontend.tokenizer.decode
+    # In a thread: the tokens of a whole book take seconds.
+    texts = [await asyncio.to_thread(decode, ids, skip_special_tokens=skips) for ids in body.each]
+    text = texts if body.is_list else texts[0]
+    return json_response(Detokenized(text, text))
+
+
+@router.get("/tokenizer_info", responses=answers())
+async def tokenizer_info(request: Request) -> Response:
+    """Class, special tokens and chat template of the tokenizer."""
+    refs = references_of(request)
+    most = refs.frontend.facts.max_context_len
+    return json_response({**refs.frontend.tokenizer.facts, "model_max_length": most})
+
+
+async def _strings(refs: References, ids: Sequence[int]) -> list[str]:
+    """The text of each token by itself; bytes that are no UTF-8 are replaced."""
+    token_bytes, share = refs.frontend.tokenizer.token_bytes, LoopShare()
+    strings = []
+    for token in ids:
+        strings.append(token_text(token_bytes(token)))
+        await share.pause()
+    return strings
+
+
+_LabelIds = Annotated[
+    list[Annotated[int, Field(ge=0)]],
+    Field(fail_fast=True, min_length=1, max_length=MAX_LOGPROB_IDS),
+]
+
+
+class ScoreBody(RequestFields):
+    """A query, and items that it is joined with, all texts or all token ids."""
+
+    query: str | TokenIds
+    items: str | ForEach[str] | ForEach[TokenIds]
+    label_token_ids: _LabelIds = Field(description="tokens whose probabilities are returned")
+    apply_softmax: bool | None = Field(
+        default=None, description="probabilities among these tokens, not among all"
+    )
+    item_first: bool | None = Field(default=None, description="each item before the query")
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> "ScoreBody":
+        if self.stream:
+            raise InvalidRequestError("scores do not come in a stream", "stream")
+        if not self.items:
+            raise InvalidRequestError("there are no items", "items")
+        is_text = isinstance(self.query, str)
+        if is_text != (isinstance(self.items, str) or isinstance(self.items[0], str)):
+            raise InvalidRequestError(
+                "query and items must be both texts or both token ids", "items"
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Query and item joined, for each item."""
+        items = [self.items] if isinstance(self.items, str) else self.items
+        return [
+            item + self.query if self.item_first else self.query + item  # type: ignore[operator]
+            for item in items
+        ]
+
+
+class Scores(Struct, frozen=True):
+    """A line for each item, with a probability for each label, in the order of the request."""
+
+    scores: list[list[float]]
+    model: str
+    usage: Usage
+    object: str = "scoring"
+
+
+_ONE_TOKEN = SamplingFields(temperature=0.0, ignore_eos=True)
+
+
+@router.post("/v1/score", responses=answers(Scores))
+@router.post("/score", responses=answers(Scores))
+async def score(body: ScoreBody, request: Request) -> Response:
+    """Probabilities of `label_token_ids` right after each item."""
+    refs = references_of(request)
+    refs.check_open()
+    refs.check_model(body.model)
+    prompts = body.prompts
+    names = dict.fromkeys(("text", "input_ids"), "items") | {"token_ids_logprob": "label_token_ids"}
+    requests = await prompt_requests(
+        request,
+        body,
+        prompts,
+        [_ONE_TOKEN] * len(prompts),
+        names,
+        default_max_new_tokens=1,
+        return_logprob=True,
+        token_ids_logprob=body.label_token_ids,
+    )
+    group = StreamGroup(request, requests, streaming=False, names=names)
+    chunks = await while_connected(request.receive, gather(group))
+    if chunks is None:
+        return Response(status_code=CLIENT_GONE)
+    logprobs = [chunk.logprobs[0].id_logprobs for chunk in chunks]
+    found = [
+        _among_themselves(each) if body.apply_softmax else _probabilities(each) for each in logprobs
+    ]
+    return json_response(Scores(found, refs.model_name, usage_of(group.streams)))
+
+
+def _probabilities(logprobs: Sequence[float]) -> list[float]:
+    return [math.exp(logprob) for logprob in logprobs]
+
+
+def _among_themselves(logprobs: Sequence[float]) -> list[float]:
+    powers = _probabilities([logprob - max(logprobs) for logprob in logprobs])
+    return [power / sum(powers) for power in powers]

@@ -1,0 +1,258 @@
+"""A conversation, its tools and settings: the body of `/v1/chat/completions`, and the form that
+the bodies of `/v1/responses` and `/v1/messages` take.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import SessionId
+from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
+from sgl_jax.server.fields import (
+    GenerationFields,
+    Part,
+    StrictModel,
+    held_schema,
+    refuse_several,
+)
+
+MAX_TOOLS = 1024
+FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class FunctionDefinition(Part):
+    """A tool's purpose, and the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(
+        default=None, description="calls, if there are any, have arguments that parameters allow"
+    )
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class CalledFunction(Part):
+    """`arguments` is the text of a JSON object."""
+
+    name: FunctionName
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _must_be_an_object(cls, arguments: str) -> str:
+        try:
+            is_object = isinstance(json.loads(arguments or "{}"), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise InvalidRequestError("arguments must be the text of a JSON object", None)
+        return arguments or "{}"
+
+
+class ToolCall(Part):
+    """A call that the model made earlier in the conversation."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        call = {"type": self.type, "function": self.function.model_dump()}
+        return call if self.id is None else {"id": self.id, **call}
+
+
+class NamedFunction(StrictModel):
+    name: FunctionName
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(StrictModel):
+    """The tools that the model may call, or one of which it must, among those it sees."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(StrictModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+)
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+ToolCalls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)]
+MAX_MESSAGES = 16_384
+
+
+class TextPart(StrictModel):
+    """A piece of a message; images and audio are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Part):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+        default=None, description="may be missing beside tool_calls"
+    )
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: ToolCalls | None = Field(default=None, description="of the assistant")
+    tool_call_id: str | None = Field(default=None, description="of a tool: the call it answers")
+
+    @model_validator(mode="after")
+    def _fields_of_its_role(self) -> "ChatMessage":
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequestError("only the assistant has tool_calls", "tool_calls")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise InvalidRequestError("only a tool has a tool_call_id", "tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequestError("content is missing: it must be a text", "content")
+        return self
+
+    @property
+    def num_chars(self) -> int:
+        """Characters that the template will write for it, at least."""
+        calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self._text) + calls
+
+    @property
+    def _text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content or ())
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: one string, and no developers.
+
+        The string is there without content, too: many templates add it to others.
+        """
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self._text}
+        for extra in ("name", "reasoning_content", "tool_call_id"):
+            if getattr(self, extra) is not None:
+                message[extra] = getattr(self, extra)
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+class ChatRequest(GenerationFields):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
+        min_length=1, max_length=MAX_MESSAGES
+    )
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = Field(
+        default=None, description="none: the model does not see the tools"
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: of several calls only the first is handed out"
+    )
+    separate_reasoning: bool | None = Field(
+        default=None, description="false: reasoning stays in content"
+    )
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    return_prompt_token_ids: bool | None = Field(default=None, description="not in a stream")
+    return_meta_info: bool | None = Field(
+        default=None, description="as in /generate; not in a stream"
+    )
+    session_id: SessionId | None = Field(
+        default=None, description="of a streaming session, which finds the new part by itself"
+    )
+
+    @classmethod
+    def of(cls, body: dict[str, Any], field: str) -> "ChatRequest":
+        """The chat that another API's body makes. Raises `InvalidRequestError` at its `field`."""
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise InvalidRequestError(f"{field}: {error.errors()[0]['msg']}", field) from error
+
+    @model_validator(mode="after")
+    def _supported_combination(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.session_id is not None:
+            refuse_several(self.num_choices, "n")
+        return self
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """Tools that the model sees."""
+        return (self.tools or []) if self.tool_choice != "none" else []
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]] | None:
+        """The schema of arguments of each shown tool, by name; None without any."""
+        functions = [tool.function for tool in self.shown_tools]
+        return {function.name: function.parameters or {} for function in functions} or None
+
+    @property
+    def held_schemas(self) -> dict[str, dict[str, Any]]:
+        """By name of each tool that may be called the schema that its arguments are held to.
+
+        Raises `InvalidRequestError` if a tool is chosen that there is not.
+        """
+        functions = [tool.function for tool in self.shown_tools]
+        schemas = {
+            each.name: held_schema(each.parameters, is_strict=each.strict) for each in functions
+        }
+        match self.tool_choice:
+            case NamedTool(function=function):
+                chosen = {function.name}
+            case AllowedToolChoice(allowed_tools=allowed):
+                chosen = {tool.function.name for tool in allowed.tools}
+            case _:
+                chosen = {*schemas}
+        if not chosen or not chosen <= schemas.keys():
+            raise InvalidRequestError("tool_choice: there is no such tool in tools", "tool_choice")
+        return {name: schema for name, schema in schemas.items() if name in chosen}
+
+    @property
+    def must_call(self) -> bool:
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolChoice):
+            choice = choice.allowed_tools.mode
+        return choice == "required" or isinstance(choice, NamedTool)
+
+    @property
+    def holds_calls(self) -> bool:
+        """Calls, if there are any, are held to `held_schemas`."""
+        has_strict = any(tool.function.strict for tool in self.shown_tools)
+        return has_strict or isinstance(self.tool_choice, AllowedToolChoice)
+
+    @property
+    def separates_reasoning(self) -> bool:
+        """Reasoning is a field beside content."""
+        return self.separate_reasoning is not False
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return effort | (self.chat_template_kwargs or {})

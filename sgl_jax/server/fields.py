@@ -1,0 +1,334 @@
+"""Fields of bodies that several APIs share. Nothing is coerced, nothing unknown is ignored."""
+
+import json
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, lenient
+from sgl_jax.core.messages import Namespace, SessionId, SessionTurn
+from sgl_jax.core.request_limits import (
+    INT32,
+    MAX_CHOICES,
+    MAX_PRIORITY,
+    MAX_REQUESTS_PER_CALL,
+    MAX_RID_CHARS,
+    MAX_USER_CHARS,
+    MIN_PRIORITY,
+    for_each,
+    one_namespace,
+)
+from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, RANGES, SamplingParams
+from sgl_jax.server import unserved_fields
+from sgl_jax.server.guards.limits import MAX_FIELDS
+from sgl_jax.server.unserved_fields import NONE, UnservedFields
+
+T = TypeVar("T")
+Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
+User = Annotated[str, Field(max_length=MAX_USER_CHARS)]
+Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+# One for each prompt.
+ForEach = Annotated[list[T], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+
+
+def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> None:
+    properties = schema.setdefault("properties", {})
+    schemas = model.unserved.schemas().items()
+    properties |= {name: schema for name, schema in schemas if name not in model.model_fields}
+
+
+class StrictModel(BaseModel):
+    """No coercion, no unknown fields, no NaN; a null counts as not given.
+
+    `unserved` fields are accepted only where they request nothing.
+    """
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        frozen=True,
+        json_schema_extra=_describe_unserved,
+    )
+    unserved: ClassVar[UnservedFields] = NONE
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unserved(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        if len(body) > MAX_FIELDS:  # or each unknown one would become an error of its own
+            raise ValueError(f"at most {MAX_FIELDS} fields, got {len(body)}")
+        unserved = {n for n in body if n in cls.unserved and n not in cls.model_fields}
+        for name in unserved:
+            cls.unserved.check(name, body[name])
+        return {n: value for n, value in body.items() if value is not None and n not in unserved}
+
+
+_RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")
+
+
+class Part(StrictModel):
+    """A message, a part of one, a tool or a group of settings."""
+
+    unserved = unserved_fields.PART
+
+
+class RequestFields(StrictModel):
+    """The fields that all protocols share. A list has one entry for each prompt."""
+
+    unserved = unserved_fields.REQUEST
+
+    model: str = "default"
+    stream: bool | None = None
+    rid: Rid | ForEach[Rid] | None = Field(default=None, description="name of the request")
+    dp_rank: int | None = Field(default=None, ge=0, description="data-parallel rank to run on")
+    routed_dp_rank: int | None = Field(default=None, ge=0, description="same as dp_rank")
+    data_parallel_rank: int | None = Field(default=None, ge=0, description="same as dp_rank")
+    cache_salt: Namespace | ForEach[Namespace] | None = Field(
+        default=None, description="cached prefixes are shared only with requests of the same"
+    )
+    extra_key: Namespace | ForEach[Namespace] | None = Field(
+        default=None, description="same as cache_salt"
+    )
+    priority: Priority | ForEach[Priority] | None = Field(
+        default=None, description="without effect but with --enable-priority-scheduling"
+    )
+    user: User | None = Field(
+        default=None, description='the tenant, unless the API key names one; "": none'
+    )
+
+    def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
+        """The options of each prompt, as `RequestChecks.prepare` takes them. Raises
+        `InvalidRequestError` for a list of another length, and for several ranks."""
+        ranks = [(getattr(self, name), name) for name in _RANK_FIELDS]
+        given = [(rank, name) for rank, name in ranks if rank is not None]
+        dp_rank, _ = given[0] if given else (None, "")
+        if any(rank != dp_rank for rank, _ in given):
+            raise InvalidRequestError(
+                f"{', '.join(_RANK_FIELDS)} are names of one field: send one of them", given[-1][1]
+            )
+        each = zip(
+            for_each("rid", self.rid, num_prompts),
+            for_each("extra_key", self.extra_key, num_prompts),
+            for_each("cache_salt", self.cache_salt, num_prompts),
+            for_each("priority", self.priority, num_prompts),
+            strict=True,
+        )
+        return [
+            {
+                "rid": rid,
+                "dp_rank": dp_rank,
+                "namespace": one_namespace(key, salt),
+                "priority": priority,
+            }
+            for rid, key, salt, priority in each
+        ]
+
+
+_MAX_STOP_IDS_SENT = 256  # each is looked at for every answer, though few may count
+_NUM_SEEDS = 2**64
+
+
+def in_range(name: str, description: str | None = None) -> Any:
+    """A field that may be left out, held to the range of `name`."""
+    low, high, is_low_open = RANGES[name]
+    above, least = (low, None) if is_low_open else (None, low)
+    return Field(default=None, gt=above, ge=least, le=high, description=description)
+
+
+def _few_keys(bias: Any) -> Any:
+    """Refuse millions of entries before each is read."""
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"at most {MAX_LOGIT_BIAS} entries in logit_bias, got {len(bias)}")
+    return bias
+
+
+_Bias = Annotated[float, Field(ge=RANGES["logit_bias"].low, le=RANGES["logit_bias"].high)]
+_StopString = Annotated[str, Field(min_length=1)]
+_GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+# An object, or its JSON.
+_Json = _GrammarText | dict[str, Any]
+
+
+class SamplingFields(StrictModel):
+    """The sampling parameters that all protocols spell alike."""
+
+    unserved = unserved_fields.REQUEST
+
+    temperature: float | None = in_range("temperature", "0: greedy")
+    top_p: float | None = in_range("top_p")
+    top_k: int | None = in_range("top_k", "-1 or 0: all")
+    min_p: float | None = in_range("min_p")
+    frequency_penalty: float | None = in_range("frequency_penalty")
+    presence_penalty: float | None = in_range("presence_penalty")
+    repetition_penalty: float | None = in_range("repetition_penalty")
+    logit_bias: Annotated[dict[str, _Bias] | None, BeforeValidator(_few_keys)] = None
+    seed: int | None = in_range("seed")
+    sampling_seed: int | None = in_range("seed", "same as seed")
+    min_new_tokens: int | None = in_range("min_new_tokens")
+    stop: (
+        str
+        | Annotated[list[_StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
+        | None
+    ) = None
+    stop_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, max_length=_MAX_STOP_IDS_SENT)] | None
+    ) = Field(default=None, description="those outside the vocabulary are ignored")
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    json_schema: _Json | None = Field(default=None, description="the output is JSON that it allows")
+    regex: _GrammarText | None = Field(default=None, description="of the whole output")
+    ebnf: _GrammarText | None = Field(default=None, description="in GBNF, or in Lark's form")
+    structural_tag: _Json | None = Field(
+        default=None, description="free text with JSON between tags: structures and triggers"
+    )
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="answers to each prompt")
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    def to_sampling(self, choice: int) -> SamplingParams:
+        """As the engine takes them; a given seed differs from choice to choice."""
+        values = [(name, vars(self).get(sent)) for sent, name in _ENGINE_NAMES.items()]
+        given = {name: value for name, value in values if value is not None}
+        if isinstance(given.get("stop"), str):
+            given["stop"] = [given["stop"]] if given["stop"] else []
+        for name in ("stop", "stop_token_ids"):
+            if name in given:
+                given[name] = tuple(given[name])
+        if "logit_bias" in given:
+            given["logit_bias"] = _token_bias(given["logit_bias"])
+        for name in ("json_schema", "structural_tag"):
+            if isinstance(given.get(name), dict):
+                given[name] = json.dumps(given[name])
+        if "seed" in given:
+            low = int(RANGES["seed"].low)
+            given["seed"] = (given["seed"] + choice - low) % _NUM_SEEDS + low
+        return SamplingParams(**given)
+
+
+# Name in some API -> the engine's name. If a client sends several, the last counts.
+_ENGINE_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "sampling_seed": "seed",
+    **{name: name for name in SamplingParams.__struct_fields__},
+    "min_tokens": "min_new_tokens",
+}
+
+
+def _token_bias(bias: dict[str, float]) -> dict[int, float]:
+    """JSON has only string keys: `{"17": -1.0}` -> `{17: -1.0}`."""
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError as error:
+        raise InvalidRequestError(
+            "the keys of logit_bias must be token ids, as decimal numbers", "logit_bias"
+        ) from error
+
+
+class SessionParams(StrictModel):
+    """`session_params`: the session that a request is a turn of, and how it continues it."""
+
+    id: SessionId
+    rid: Rid | None = Field(default=None, description="the turn to append to; null starts anew")
+    offset: int | None = Field(
+        default=None, ge=-INT32, lt=INT32, description="tokens of the history to keep; 0: all"
+    )
+    replace: bool | None = Field(default=None, description="drop all turns after `rid`")
+    drop_previous_output: bool | None = Field(
+        default=None, description="append to the prompt of `rid`, not to its output"
+    )
+
+
+def session_turn(params: SessionParams | None) -> SessionTurn | None:
+    return None if params is None else SessionTurn(**params.model_dump(exclude_none=True))
+
+
+def refuse_several(count: int, field: str) -> None:
+    """A turn is one request: raise `InvalidRequestError` if `field` makes several."""
+    if count != 1:
+        raise InvalidRequestError(
+            f"a session takes one request at a time, {field} asks for {count}", field
+        )
+
+
+class StreamOptions(Part):
+    """`include_usage`: a last event with the usage; `continuous_usage_stats`: in every event."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(StrictModel):
+    """A schema with a name. Without `strict`, parts that no grammar can hold are dropped."""
+
+    name: str
+    description: str | None = None
+    json_value: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @property
+    def held(self) -> dict[str, Any]:
+        return held_schema(self.json_value, is_strict=self.strict)
+
+
+class ResponseFormat(StrictModel):
+    """Any text, a JSON object, JSON by a schema, or tags (SGLang's)."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = Field(
+        default=None, description="of a structural_tag: each with begin, schema and end"
+    )
+    triggers: list[str] | None = Field(default=None, description="of a structural_tag")
+
+    def grammar(self) -> dict[str, str]:
+        """The equal sampling parameter, by name; none for text."""
+        if self.type == "json_object":
+            return {"json_schema": '{"type": "object"}'}
+        if self.type == "structural_tag":
+            tags = {"structures": self.structures, "triggers": self.triggers}
+            return {"structural_tag": json.dumps(tags)}
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise InvalidRequestError(
+                    "a response_format of type json_schema has a json_schema", "response_format"
+                )
+            return {"json_schema": json.dumps(self.json_schema.held)}
+        return {}
+
+
+class GenerationFields(RequestFields, SamplingFields):
+    """Fields of chats and completions."""
+
+    stream_options: StreamOptions | None = None
+    min_tokens: int | None = in_range("min_new_tokens", "same as min_new_tokens")
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = Field(
+        default=None, description="of prompt and output; not in a stream"
+    )
+
+    def to_sampling(self, choice: int) -> SamplingParams:
+        """As the engine takes them."""
+        sampling = super().to_sampling(choice)
+        if self.response_format is None:
+            return sampling
+        return msgspec.structs.replace(sampling, **self.response_format.grammar())
+
+    @model_validator(mode="after")
+    def _whole_answers_only(self) -> "GenerationFields":
+        for name in ("return_token_ids", "return_prompt_token_ids", "return_meta_info"):
+            if self.stream and getattr(self, name, None):
+                raise InvalidRequestError(f"{name} is not there in a stream", name)
+        return self
+
+
+def held_schema(schema: dict[str, Any] | None, *, is_strict: bool | None) -> dict[str, Any]:
+    return lenient(schema) if schema and not is_strict else schema or {}

@@ -1,0 +1,1 @@
+"""Bounds on clients: keys, limits, connections, bodies."""

@@ -1,0 +1,304 @@
+"""API keys: which key permits which routes, and the caller, tenant and sessions behind a key.
+
+Keys are kept as digests. Code sees a caller by its key's name, or number, never by the key.
+"""
+
+import hashlib
+import hmac
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+from fastapi import Request
+from msgspec.structs import replace
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sgl_jax.core.calls import CALLS
+from sgl_jax.core.messages import USER_PREFIX, SessionTurn, Tenant
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.server.errors import ApiError, error_response, is_of_messages
+
+# Routes of operators, and routes that show all clients at once.
+ADMIN_PATHS = frozenset(
+    {
+        "/get_server_info",
+        "/server_info",
+        *(call.route for call in CALLS if call.is_admin and call.route),
+    }
+)
+MAX_NAME_CHARS = 64  # as part of the engine's ids of its sessions, each may take 12 characters
+_STATE = "caller"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The sender of a request. Without keys every caller is `anonymous`, and an admin.
+
+    `tenant` belongs to a key of a file; None for a key that a flag gives to all clients.
+    """
+
+    name: str
+    is_admin: bool
+    tenant: Tenant | None = None
+
+
+ANONYMOUS = Caller("anonymous", is_admin=True)
+
+
+def caller_of(request: Request) -> Caller:
+    caller = request.scope.get("state", {}).get(_STATE, ANONYMOUS)
+    assert isinstance(caller, Caller)
+    return caller
+
+
+def note_caller(scope: Scope, caller: Caller) -> None:
+    scope.setdefault("state", {})[_STATE] = caller
+
+
+class ApiKeys:
+    def __init__(
+        self,
+        clients: Mapping[str, str],
+        admins: Mapping[str, str],
+        tenants: Mapping[str, Tenant] | None = None,
+    ) -> None:
+        """
+        Args:
+            clients: name -> key of callers that may use the model.
+            admins: name -> key of callers that may use every route.
+            tenants: name -> tenant of the keys that have one.
+
+        Raises:
+            ValueError: a key is empty, a name too long or reserved, or either is the same as
+                another one.
+        """
+        shared = sorted(set(clients) & set(admins))
+        if shared:
+            raise ValueError(f"an API key and an admin API key are both named {shared[0]!r}")
+        callers = [
+            (Caller(name, is_admin, (tenants or {}).get(name)), key)
+            for is_admin, keys in ((False, clients), (True, admins))
+            for name, key in keys.items()
+        ]
+        self._digests: list[tuple[bytes, Caller]] = []
+        for caller, key in callers:
+            if not key.strip():
+                raise ValueError(f"the API key {caller.name!r} is empty")
+            if caller.name == ANONYMOUS.name:
+                raise ValueError(f"{caller.name!r} is the name of callers without a key")
+            if len(caller.name) > MAX_NAME_CHARS:
+                raise ValueError(
+                    f"the name of an API key must have at most {MAX_NAME_CHARS} characters, "
+                    f"one has {len(caller.name)}"
+                )
+            digest = _digest(key.encode())
+            if any(digest == other for other, _ in self._digests):
+                raise ValueError(f"the API key {caller.name!r} is the same as another one")
+            self._digests.append((digest, caller))
+        self._has_admins = bool(admins)
+        self._has_clients = bool(clients)
+
+    @classmethod
+    def from_args(cls, args: ServerArgs) -> "ApiKeys":
+        """The keys in the settings. Raises `ValueError`, as `__init__` and for bad files."""
+        clients = {} if args.api_key is None else {"key": args.api_key}
+        admins = {} if args.admin_api_key is None else {"admin": args.admin_api_key}
+        tenants: dict[str, Tenant] = {}
+        for keys, path, prefix in (
+            (clients, args.api_key_file, "key"),
+            (admins, args.admin_api_key_file, "admin"),
+        ):
+            for key, tenant in () if path is None else read_key_file(path, prefix):
+                keys[tenant.name] = key
+                tenants[tenant.name] = tenant
+        return cls(clients, admins, tenants)
+
+    @property
+    def is_open(self) -> bool:
+        return not self._digests
+
+    def admit(self, path: str, authorization: Sequence[bytes]) -> Caller | None:
+        """The caller with these `Authorization` headers; None if it may not use route `path`.
+
+        Takes the same time whichever key is wrong, and in whichever place.
+        """
+        caller = self._find(authorization)
+        if path in ADMIN_PATHS and self._has_admins:
+            return caller if caller is not None and caller.is_admin else None
+        if caller is None and not self._has_clients:
+            return ANONYMOUS if self.is_open else Caller("anonymous", is_admin=False)
+        return caller
+
+    def _find(self, authorization: Sequence[bytes]) -> Caller | None:
+        if len(authorization) != 1:
+            return None
+        scheme, _, token = authorization[0].partition(b" ")
+        given = _digest(token.strip())
+        found = None
+        for digest, caller in self._digests:
+            if hmac.compare_digest(given, digest):
+                found = caller
+        return found if scheme.lower() == b"bearer" else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+_FORMAT = "must be KEY, or NAME KEY [weight=W] [max_queued=N] [max_running=N]"
+_OPTIONS = ("weight", "max_queued", "max_running")
+MAX_WEIGHT = 1e6
+MAX_COUNT = 10_000_000
+
+
+class FileKey(NamedTuple):
+    key: str
+    tenant: Tenant
+
+
+def read_key_file(path: str, prefix: str) -> Iterator[FileKey]:
+    """The keys in `path`; one without a name is called `prefix` and the number of its line.
+
+    Lines that begin with # are comments. Raises `ValueError`, naming the line, for a bad file.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the API keys in {path}: {error}") from error
+    names = {prefix}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            read = _read_line(words, f"{prefix}-{number}")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        if read.tenant.name in names:
+            raise ValueError(f"{path}, line {number}: the name {read.tenant.name!r} is taken")
+        names.add(read.tenant.name)
+        yield read
+    if len(names) == 1:
+        raise ValueError(f"{path} holds no API key")
+
+
+def _read_line(words: Sequence[str], default_name: str) -> FileKey:
+    if len(words) == 1:
+        return FileKey(words[0], Tenant(name=default_name))
+    name, key, *options = words
+    if _is_option(key):  # else the first word, a key, would be shown as a name
+        raise ValueError(f"a key with options needs a name: {_FORMAT}")
+    given: dict[str, str] = {}
+    for option in options:
+        if not _is_option(option):
+            raise ValueError(_FORMAT)
+        field, _, value = option.partition("=")
+        if field in given:
+            raise ValueError(f"{field} stands there twice")
+        given[field] = value
+    weight = _number("weight", given.get("weight", "1"), MAX_WEIGHT)
+    if weight == 0:
+        raise ValueError("weight must be above 0")
+    counts = {name: _count(name, given[name]) for name in _OPTIONS[1:] if name in given}
+    return FileKey(key, Tenant(name=name, weight=weight, **counts))
+
+
+def _is_option(word: str) -> bool:
+    return word.partition("=")[0] in _OPTIONS and "=" in word
+
+
+def _count(name: str, text: str) -> int:
+    value = _number(name, text, MAX_COUNT)
+    if not value.is_integer():
+        raise ValueError(f"{name} must be a whole number, got {text!r}")
+    return int(value)
+
+
+def _number(name: str, text: str, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= most:  # nor NaN
+        raise ValueError(f"{name} must be a number from 0 to {most:g}, got {text!r}")
+    return value
+
+
+def tenant_of(request: Request, user: str | None) -> Tenant | None:
+    """The tenant of `request`, whose body has this field `user`."""
+    tenant = caller_of(request).tenant
+    if tenant is None and user:
+        return Tenant(name=USER_PREFIX + user)
+    return tenant
+
+
+class SessionOwner:
+    """The sessions of one caller and tenant; an admin's without a tenant: all of them."""
+
+    def __init__(self, caller: Caller, tenant: Tenant | None = None) -> None:
+        names = [] if caller.is_admin else [caller.name]
+        if tenant is not None and tenant.name.startswith(USER_PREFIX):
+            names.append(tenant.name)
+        self._prefix = "".join(f"{quote(name, safe='')}:" for name in names)
+
+    def engine_id(self, session_id: str) -> str:
+        """The engine's id of the caller's session `session_id`."""
+        return self._prefix + session_id
+
+    def client_id(self, engine_id: str) -> str | None:
+        """The caller's id of a session; None if it belongs to another."""
+        return engine_id[len(self._prefix) :] if engine_id.startswith(self._prefix) else None
+
+    def own(self, turn: SessionTurn | None) -> SessionTurn | None:
+        return turn if turn is None else replace(turn, id=self.engine_id(turn.id))
+
+    def for_client(self, message: str) -> str:
+        """A message of the engine, with the caller's id of the session."""
+        return message.replace(f"'{self._prefix}", "'") if self._prefix else message
+
+
+def owner_of(request: Request, tenant: Tenant | None) -> SessionOwner:
+    """The sessions that `request` of `tenant` may use."""
+    return SessionOwner(caller_of(request), tenant)
+
+
+_OPEN_PATHS = frozenset({"/health", "/ping"})  # load balancers have no key
+
+
+class ApiKeyMiddleware:
+    """Refuses callers that `keys` does not admit, before anything of the body is read."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            given = _authorization(scope)
+            caller = self._keys.admit(scope["path"], given)
+            if caller is None:
+                whose = "an admin API key" if scope["path"] in ADMIN_PATHS else "an API key"
+                or_header = ", or x-api-key the key," if is_of_messages(scope["path"]) else ""
+                refusal = ApiError(
+                    401,
+                    f"the Authorization header must be 'Bearer ' and {whose}{or_header} of this "
+                    "server",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+                await error_response(refusal, scope["path"])(scope, receive, send)
+                return
+            note_caller(scope, caller)
+        await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> list[bytes]:
+    """Values of the `Authorization` header; Anthropic's clients may send `x-api-key` instead."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not given and is_of_messages(scope["path"]):
+        keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        given = [b"Bearer " + key for key in keys]
+    return given

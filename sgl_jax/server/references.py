@@ -1,0 +1,81 @@
+"""The references that the routes share, and the two checks that come before every request."""
+
+import functools
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.health import EngineHealth
+from sgl_jax.metrics.engine_metrics import EngineMetrics
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.text_pool import TextPool
+from sgl_jax.text.answer_parser import AnswerParser, choose_parser
+
+# The names that clients and sglang-router send to a server of one model.
+_DEFAULT_MODELS = ("default", "unknown")
+
+
+@dataclass
+class References:
+    """One per server. Only `draining` changes, and the engine updates `engine_info`."""
+
+    args: ServerArgs
+    frontend: Frontend
+    engine_info: dict[str, Any]
+    engine_metrics: EngineMetrics
+    limits: Limits
+    texts: TextPool
+    health: EngineHealth
+    draining: bool = False
+    answer_timeout_s: float = 30.0  # for a call of the engine, which may be in a step
+    reader_timeout_s: float = 60.0  # for a client to read a piece of its stream
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @functools.cached_property
+    def model_name(self) -> str:
+        """The model's name in the OpenAI API."""
+        return self.args.served_model_name or Path(self.args.model_path).resolve().name
+
+    @functools.cached_property
+    def answer_parser(self) -> AnswerParser:
+        """Reads tool calls and reasoning in answers of this model."""
+        template = self.frontend.tokenizer.chat_template
+        return choose_parser(self.args.tool_call_parser, self.args.reasoning_parser, template)
+
+    @property
+    def model_path(self) -> str:
+        return str(self.engine_info["model_path"])
+
+    @property
+    def is_paused(self) -> bool:
+        """Requests wait until generation is continued."""
+        return bool(self.engine_info["is_paused"])
+
+    def check_model(self, name: str) -> None:
+        """Raise `ApiError` 404 unless `name` is the model served here."""
+        if name not in (self.model_name, self.args.model_path, *_DEFAULT_MODELS):
+            raise ApiError(
+                404,
+                f"no model {name!r} here; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_open(self) -> None:
+        """Raise an error that ends in a 503 if the server takes no new work now."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        self.frontend.check_alive()
+        self.health.check()
+
+
+def references_of(request: Request) -> References:
+    refs = request.app.state.references
+    assert isinstance(refs, References)
+    return refs

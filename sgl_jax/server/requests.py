@@ -1,0 +1,176 @@
+"""From bodies to the engine's requests: prompts are encoded, then checked with their sampling."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import Request
+
+from sgl_jax.core.messages import GenerateRequest, SessionTurn
+from sgl_jax.server.chat_request import ChatRequest
+from sgl_jax.server.errors import client_names
+from sgl_jax.server.fields import RequestFields, SamplingFields
+from sgl_jax.server.guards.connection import LoopShare, unless_gone
+from sgl_jax.server.guards.keys import ANONYMOUS, caller_of, owner_of, tenant_of
+from sgl_jax.server.references import References, references_of
+from sgl_jax.server.text_pool import Ids
+from sgl_jax.text.jobs import EncodeChat
+
+
+async def prompt_requests(
+    request: Request,
+    body: RequestFields,
+    prompts: Sequence[str | list[int]],
+    samplings: Sequence[SamplingFields],
+    names: Mapping[str, str],
+    *,
+    turn: SessionTurn | None = None,
+    **shared: Any,
+) -> list[GenerateRequest]:
+    """The engine's requests for all choices of all `prompts`, one prompt after the other.
+
+    Args:
+        samplings: of each prompt.
+        names: as for `client_names`.
+        turn: of a session, by the caller's id.
+        shared: arguments of `RequestChecks.prepare` for all of them.
+
+    Raises:
+        InvalidRequestError: a request cannot be served.
+        QueueFullError, TenantQueueFullError: the engine has no room for so many.
+        ApiError: the server takes no work or has another model, encoding took too long, or the
+            client went away.
+    """
+    refs, options = references_of(request), body.options_of(len(prompts))
+    tenant = tenant_of(request, body.user)
+    turn = owner_of(request, tenant).own(turn)
+    with client_names(names):
+        refs.frontend.check_room(len(prompts), tenant)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            refs.frontend.checks.check_text(text)
+        share, encoded = LoopShare(), list[list[int]]()
+        for each in await encode_texts(request, texts):
+            encoded.append(_unpack(refs, each))
+            await share.pause()
+        of_texts = iter(encoded)
+        ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
+        shared |= {"session": turn, "tenant": tenant}
+        return await _prepare_all(refs, ids, samplings, options, None, **shared)
+
+
+async def chat_requests(
+    request: Request,
+    chat: ChatRequest,
+    names: Mapping[str, str],
+    grammar: Mapping[str, str],
+    reasoning_after: Callable[[Sequence[int]], tuple[str, str] | None],
+) -> list[GenerateRequest]:
+    """The engine's requests for all choices of a chat. Raises as `prompt_requests`.
+
+    Args:
+        grammar: a sampling parameter of the server's own.
+        reasoning_after: prompt -> `SamplingParams.reasoning` of an answer held to a grammar.
+    """
+    refs, options = references_of(request), chat.options_of(1)
+    turn = None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True)
+    tenant = tenant_of(request, chat.user)
+    session = owner_of(request, tenant).own(turn)
+    with client_names(names):
+        ids = await encode_chat(request, chat)
+
+        def adapt(params: Any) -> Any:
+            params = msgspec.structs.replace(params, **grammar)
+            if params.grammar is None:
+                return params
+            return msgspec.structs.replace(params, reasoning=reasoning_after(ids))
+
+        return await _prepare_all(
+            refs,
+            [ids],
+            [chat],
+            options,
+            adapt,
+            return_logprob=bool(chat.logprobs),
+            top_logprobs_num=chat.top_logprobs or 0,
+            session=session,
+            tenant=tenant,
+        )
+
+
+async def _prepare_all(
+    refs: References,
+    prompts: Sequence[list[int]],
+    samplings: Sequence[SamplingFields],
+    options: Sequence[Mapping[str, Any]],
+    adapt: Callable[[Any], Any] | None,
+    **shared: Any,
+) -> list[GenerateRequest]:
+    checks, share = refs.frontend.checks, LoopShare()
+    requests: list[GenerateRequest] = []
+    for ids, sampling, own in zip(prompts, samplings, options, strict=True):
+        for choice in range(sampling.num_choices):
+            params = sampling.to_sampling(choice)
+            if adapt is not None:
+                params = adapt(params)
+            compiling = checks.start_grammar(params)
+            if compiling is not None:
+                await asyncio.wrap_future(compiling)
+            requests.append(checks.prepare(ids, params, **own, **shared))
+            await share.pause()
+    return requests
+
+
+async def encode_texts(
+    request: Request, texts: Sequence[str], *, add_special_tokens: bool = True
+) -> list[Ids]:
+    """Token ids of each text, even if the engine has no room for them.
+
+    Raises:
+        InvalidRequestError: a text is too long for any prompt, or there is no tokenizer.
+        ApiError: it took too long, or the client went away.
+    """
+    refs, special = references_of(request), add_special_tokens
+    for text in texts:
+        refs.frontend.checks.check_length(len(text))
+    if refs.texts.is_short(texts):
+        encode = refs.frontend.tokenizer.encode
+        return [array("i", encode(text, add_special_tokens=special)) for text in texts]
+    encoding = refs.texts.encode(_client_of(request), texts, add_special_tokens=special)
+    return await unless_gone(request.receive, encoding)
+
+
+async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
+    """Token ids of the conversation. Raises as `prompt_requests`."""
+    refs = references_of(request)
+    tools = [tool.model_dump(exclude_none=True) for tool in chat.shown_tools]
+    written_tools = msgspec.json.encode(tools or None)
+    num_chars = sum(message.num_chars for message in chat.messages) + len(written_tools)
+    refs.frontend.check_room(1, tenant_of(request, chat.user))
+    refs.frontend.checks.check_length(num_chars)
+    job = EncodeChat(
+        msgspec.json.encode([message.for_template() for message in chat.messages]),
+        written_tools,
+        bool(chat.continue_final_message),
+        msgspec.json.encode(chat.template_args),
+        refs.limits.max_prompt_chars,
+        refs.frontend.facts.max_request_tokens,
+        refs.limits.text_seconds(num_chars),
+    )
+    encoding = refs.texts.encode_chat(_client_of(request), job)
+    return _unpack(refs, await unless_gone(request.receive, encoding))
+
+
+def _unpack(refs: References, ids: Ids) -> list[int]:
+    refs.frontend.checks.check_num_tokens(len(ids))
+    return ids.tolist()
+
+
+def _client_of(request: Request) -> str:
+    """The client under whose name the text pool queues a request: a key's name, or an address."""
+    caller = caller_of(request)
+    if caller.name != ANONYMOUS.name:
+        return caller.name
+    return "" if request.client is None else request.client.host

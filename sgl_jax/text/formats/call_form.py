@@ -1,0 +1,152 @@
+"""The table of a format of calls, from which its reader and its grammar are made.
+
+`call_reader` reads each call that `call_grammar` allows, and more: spaces anywhere, marks left out
+at the end of a call, JSON in any order.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from sgl_jax.text.formats.lark import NUMBER, SpecialIds, of_json
+from sgl_jax.text.reader import Reading, Unread
+
+# Beside NUMBER, within a text: letters and digits; the beginning and the end of a call's id.
+WORD, ID, ID_END = "\1\2\3"
+_NO_IDS = str.maketrans("", "", ID + ID_END)
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_MARK = r"<[^<>\s]*[>=]|\[[A-Z_]+\]|```"
+_PATTERNS = {NUMBER: r"\d+", WORD: r"\w+", ID: "(?P<id>", ID_END: ")"}
+
+Schema = Mapping[str, Any]
+# The name of each tool -> the JSON schema of its arguments.
+Tools = Mapping[str, Schema]
+
+
+class ArgumentForm(Protocol):
+    """A notation for the arguments of a call."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts that contain its marks."""
+
+    def rule(self, name: str, schema: Schema, special: SpecialIds) -> Iterator[str]:
+        """The lines of the grammar rule `name`: arguments that `schema` allows.
+
+        Raises ValueError for a schema that the form cannot enforce.
+        """
+
+
+class JsonArguments(NamedTuple):
+    """Arguments as a JSON object."""
+
+    texts: tuple[str, ...] = ()
+
+    def rule(self, name: str, schema: Schema, special: SpecialIds) -> Iterator[str]:
+        yield f"{name}: {of_json({'type': 'object', **schema} if schema else _NO_ARGUMENTS)}"
+
+
+class CallForm(NamedTuple):
+    """A way to write calls.
+
+    head, after_name, tail: before a call's name, before its arguments, after them.
+    between: separates two calls; None if an answer has only one.
+    begin, end: around all calls.
+    mark: starts calls amid text; "" if they stand at the beginning of an answer only. If `begin` or
+        `head` repeats it, all calls together or each call must have it; otherwise it is optional.
+    names: pattern of valid names; None if a call is a JSON object and its name a string in it.
+    """
+
+    head: str
+    after_name: str
+    tail: str
+    between: str | None
+    begin: str = ""
+    end: str = ""
+    mark: str = ""
+    arguments: ArgumentForm = JsonArguments()
+    names: str | None = r"[\w.-]+"
+
+    def named(self, tool: str) -> str:
+        """The text before the arguments of `tool`. Raises ValueError for an invalid name."""
+        if self.names is None:
+            tool = json.dumps(tool, ensure_ascii=False)[1:-1]
+        elif not re.fullmatch(self.names, tool):
+            raise ValueError(f"{tool!r}: names are {self.names} in calls of this model's format")
+        return (self.head + tool + self.after_name).translate(_NO_IDS)
+
+    def after_mark(self) -> "CallForm":
+        """The form after `mark`, which starts each call or all of them."""
+        if self.begin:
+            return self._replace(begin=self.begin.removeprefix(self.mark))
+        if self.mark and self.head.startswith(self.mark):
+            return self._replace(head=self.head.removeprefix(self.mark), between=None)
+        return self
+
+    @property
+    def head_pattern(self) -> str:
+        """Matches the text before the arguments, with groups `name` and perhaps `id`."""
+        head, after_name = _loose(self.head), _loose(self.after_name)
+        pattern = rf"\s*{head}(?P<name>{self.names}){after_name}\s*"
+        # Neighbouring `\s*` would take quadratic time on many spaces.
+        return re.sub(r"(\\s\*)+", r"\\s*", pattern)
+
+    @property
+    def closing_marks(self) -> list[str]:
+        return re.findall(_MARK, self.tail)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        around = (self.mark, self.begin, self.between or "", self.end)
+        return (*around, self.head, self.after_name, self.tail, *self.arguments.texts)
+
+
+class Messages(NamedTuple):
+    """The texts of an answer that consists of messages.
+
+    texts: each may stand before the text of a message that precedes a call or the last text.
+    text_end: after each of these texts.
+    last: before a text that ends the answer without a call.
+    """
+
+    texts: tuple[str, ...]
+    text_end: str
+    last: str
+
+
+class ToolFormat(NamedTuple):
+    """The notation of one model's calls, in one of several forms.
+
+    also_read: forms that are read, but not part of the grammar.
+    first_of_calls: characters that calls without a mark at the beginning start or continue with;
+        no text starts with these. "" if each call has a mark.
+    messages: set if an answer consists of messages; calls then have no mark.
+    reader: reads an answer after its reasoning; None for the generic `call_reader`.
+    has_short_ids: the chat template takes ids of nine characters only.
+    """
+
+    forms: tuple[CallForm, ...]
+    also_read: tuple[CallForm, ...] = ()
+    first_of_calls: str = ""
+    messages: Messages | None = None
+    reader: Callable[[Unread, Tools], Reading[None]] | None = None
+    has_short_ids: bool = False
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Texts of the tokens that are read, special ones among them."""
+        texts = (text for form in (*self.forms, *self.also_read) for text in form.texts)
+        return frozenset(re.findall(_MARK, "\n".join(texts)))
+
+
+def _loose(text: str) -> str:
+    """A pattern of `text` with any spaces around its words and marks."""
+    pieces = re.split(rf"(\s+|{_MARK}|[{NUMBER}{WORD}{ID}{ID_END}])", text)
+    return "".join(_PATTERNS.get(piece) or _loose_piece(piece) for piece in pieces)
+
+
+def _loose_piece(piece: str) -> str:
+    if not piece.strip():
+        return piece and r"\s*"
+    return rf"\s*{re.escape(piece)}\s*" if re.fullmatch(_MARK, piece) else re.escape(piece)

@@ -1,0 +1,147 @@
+"""Calls and arguments that are JSON objects."""
+
+import json
+import re
+from typing import Any
+
+from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
+from sgl_jax.text.reader import Reading, Unread
+
+_ARGUMENTS = ("arguments", "parameters")
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+class ObjectEnd:
+    """Finds the end of the object or list that a text begins with, fed piece by piece."""
+
+    def __init__(self, quotes: str = '"', depth: int = 0) -> None:
+        """`depth`: brackets that are open already."""
+        self._quotes = quotes
+        self._depth = depth
+        self._quote = ""  # opened and not closed yet
+        self._is_escaped = False
+
+    def feed(self, piece: str) -> int:
+        """Characters of `piece` up to and including the end; -1 if it is not in `piece`."""
+        for index, char in enumerate(piece):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._quote:
+                if char == "\\":
+                    self._is_escaped = True
+                elif char == self._quote:
+                    self._quote = ""
+            elif char in self._quotes:
+                self._quote = char
+            elif char in "{[(":
+                self._depth += 1
+            elif char in "}])":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return index + 1
+        return -1
+
+
+def find_end(unread: Unread, end: ObjectEnd) -> Reading[int]:
+    """Unread characters up to and including `end`; -1 if the text stops before."""
+    num_seen = 0
+    while True:
+        size = end.feed(unread.held[num_seen:])
+        if size >= 0:
+            return num_seen + size
+        num_seen = len(unread.held)
+        if unread.has_ended:
+            return -1
+        yield None
+
+
+def arguments(unread: Unread) -> Reading[bool]:
+    """Hand out the next object as the arguments of the open call; returns whether it ended."""
+    end = ObjectEnd()
+    while True:
+        size = end.feed(unread.held)
+        piece = unread.take(len(unread.held) if size < 0 else size)
+        if piece:
+            yield Arguments(piece)
+        if size >= 0:
+            yield CallEnded()
+            return True
+        if unread.has_ended:
+            return False
+        yield None
+
+
+def json_call(unread: Unread, lead: str, known: frozenset[str] | None) -> Reading[bool]:
+    """A call as an object `{"name": ..., "arguments": {...}}`, or `parameters`.
+
+    Args:
+        lead: the text read before it, content if no such object comes.
+        known: names of tools; an object with another name is no call. None: any name is valid.
+
+    Returns:
+        True if there was one.
+    """
+    end, num_seen = ObjectEnd(), 0
+    while True:
+        start = unread.held.lstrip()
+        if start and start[0] != "{":
+            break
+        head = _HEAD.match(unread.held)
+        if head is not None:
+            name = _name(head[1])
+            if name is None or (known is not None and name not in known):
+                break
+            unread.take(head.end())
+            yield CallBegun(name)
+            if (yield from arguments(unread)):
+                yield from _rest_of_object(unread)
+            return True
+        size = end.feed(unread.held[num_seen:])
+        if size >= 0:
+            call = _parsed(unread.held[: num_seen + size])
+            if call is None or (known is not None and call[0] not in known):
+                break
+            unread.take(num_seen + size)
+            yield CallBegun(call[0])
+            yield Arguments(call[1])
+            yield CallEnded()
+            return True
+        num_seen = len(unread.held)
+        if unread.has_ended:
+            break
+        yield None
+    if lead:
+        yield Content(lead)
+    return False
+
+
+def _rest_of_object(unread: Unread) -> Reading[None]:
+    """Read the rest of a call's object, with any other keys."""
+    size = yield from find_end(unread, ObjectEnd(depth=1))
+    unread.take(size if size >= 0 else len(unread.held))
+
+
+def _name(text: str) -> str | None:
+    try:
+        name: str = json.loads(text)
+        as_json(name)
+    except ValueError:
+        return None
+    return name
+
+
+def _parsed(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call; None if `text` is not one."""
+    try:
+        call: Any = json.loads(text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        given = next((call[name] for name in _ARGUMENTS if name in call), None)
+        as_json(call)
+        if isinstance(given, str):
+            return call["name"], given
+        return (call["name"], as_json(given)) if isinstance(given, dict) else None
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,50 @@
+"""Pieces of grammars in Lark's form, as llguidance reads it.
+
+Special tokens are written by their ids, since no grammar can spell them.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sgl_jax.core.grammar import styled
+
+NUMBER = "\0"  # within a text: digits
+
+# The text of each special token that a format has -> its id.
+SpecialIds = Mapping[str, int]
+
+
+def literal(text: str, special: SpecialIds) -> str:
+    """`text` as a literal, with special tokens by their ids."""
+    marks = [*map(re.escape, sorted(special, key=len, reverse=True)), NUMBER]
+    pieces = re.split(f"({'|'.join(marks)})", text)
+    return " ".join(_piece(piece, special) for piece in pieces if piece) or '""'
+
+
+def _piece(piece: str, special: SpecialIds) -> str:
+    if piece == NUMBER:
+        return "/[0-9]{1,3}/"
+    return f"<[{special[piece]}]>" if piece in special else quoted(piece)
+
+
+def free_text(rule: str, end: str, special: SpecialIds, text: str = "/(?s:.*)/") -> Iterator[str]:
+    """The lines of rule `rule`: any text, or one of a pattern, up to `end`, and `end`."""
+    mark = next((mark for mark in special if end.startswith(mark)), None)
+    if mark is not None:  # a token, which is no text
+        yield f"{rule}: {text} {literal(end, special)}"
+        return
+    cut = min((end.find(mark) for mark in special if mark in end), default=len(end))
+    yield f"{rule}: {rule}_text {literal(end[cut:], special)}"
+    yield f"{rule}_text[suffix={quoted(end[:cut])}]: {text}"
+
+
+def quoted(text: str) -> str:
+    """A literal of a text without special tokens."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def of_json(schema: Mapping[str, Any]) -> str:
+    """JSON that `schema` allows. The references in `schema` start at `schema` itself."""
+    return f"%json {json.dumps(styled(schema))}"

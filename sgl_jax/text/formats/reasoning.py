@@ -1,0 +1,53 @@
+"""Formats of reasoning: text between two marks at the beginning of an answer."""
+
+from typing import NamedTuple
+
+from sgl_jax.text.output_events import Reasoning
+from sgl_jax.text.reader import Reading, Unread
+
+
+class ReasoningFormat(NamedTuple):
+    """`pairs`: the opening and closing marks of reasoning, one pair for each way to write it."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+    def marks_after(self, prompt_tail: str) -> tuple[str, str] | None:
+        """The marks of the reasoning that an answer to this prompt may begin with.
+
+        The opening mark is "" if the prompt ends with it; None if the prompt closed the reasoning.
+        """
+        tail = prompt_tail.rstrip()
+        for opening, closing in self.pairs:
+            if tail.endswith(closing):
+                return None
+            if tail.endswith(opening):
+                return "", closing
+        return self.pairs[0]
+
+    def read(self, unread: Unread, prompt_tail: str) -> Reading[None]:
+        """Read reasoning if there is any, and leave the rest of the answer unread.
+
+        Args:
+            prompt_tail: the last characters of the prompt: many chat templates open the reasoning,
+                or close an empty one, before the answer begins.
+        """
+        tail = prompt_tail.rstrip()
+        for opening, closing in self.pairs:
+            if tail.endswith(closing):
+                return
+            if tail.endswith(opening) or (yield from unread.comes(opening)):
+                yield from unread.skip(opening)  # it may repeat the end of the prompt
+                yield from unread.skip_space()
+                yield from unread.pass_on(Reasoning, [closing])
+                yield from unread.skip_space()
+                return
+
+
+_THINK = ("<think>", "</think>")
+
+REASONING_FORMATS = {
+    "qwen3": ReasoningFormat((_THINK,)),
+    "deepseek-r1": ReasoningFormat((_THINK,)),
+    "kimi": ReasoningFormat((("◁think▷", "◁/think▷"), _THINK)),
+    "glm45": ReasoningFormat((_THINK,)),
+}

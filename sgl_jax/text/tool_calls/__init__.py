@@ -1,1 +1,0 @@
-"""Formats of tool calls, one a file: what a model writes to call a tool."""
