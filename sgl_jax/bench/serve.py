@@ -2,8 +2,8 @@
 
 Flags and table are those of SGLang's `bench_serving`, for the random-token data set. Talks to the
 native route (`--backend sglang`) or the OpenAI one (`--backend sglang-oai`) of any server that
-speaks them, so two servers can be measured by the same program. The vocabulary and how long a
-request may be are asked of the server.
+speaks them, so two servers can be measured by the same program. The size of the vocabulary and
+the longest request are read from the server.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class LoadError(ValueError):
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of the requests that it takes; None where it does not say."""
+    """A server's limits for requests; None if it reports none."""
 
     vocab_size: int | None
     max_request_tokens: int | None  # prompt and output together
@@ -57,7 +57,7 @@ class ServerFacts:
 
 @dataclass
 class RequestTimes:
-    """What one request looked like from outside; times in seconds from its start."""
+    """Times and tokens of one request, seen by the client; seconds from its start."""
 
     num_output_tokens: int = 0
     ttft_s: float = 0.0
@@ -69,7 +69,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Load:
-    """What to send."""
+    """Requests, and the pace at which they are sent."""
 
     url: str
     backend: str
@@ -85,7 +85,7 @@ def _url(args: argparse.Namespace) -> str:
 
 
 def _choose_vocab_size(args: argparse.Namespace, facts: ServerFacts) -> int:
-    """What was asked for, else what the server says. Raises LoadError if it cannot be."""
+    """`--vocab-size`, else the server's. Raises LoadError for none, or more than the server has."""
     size: int | None = args.vocab_size or facts.vocab_size
     if size is None:
         raise LoadError("the server does not tell the size of its vocabulary: give --vocab-size")

@@ -1,4 +1,4 @@
-"""What caches of other kinds would serve of recorded traffic, counted on block ids alone.
+"""Hit rates of other kinds of caches on recorded traffic, counted on block ids alone.
 
 Requests come one after another, every prompt is kept and no answer is. A cache holds `capacity`
 blocks of 512 tokens, a partial last block counted as a whole one. A request is served its longest
@@ -23,9 +23,7 @@ _NEVER = 1 << 62
 class BlockCache(Protocol):
     """Blocks by id."""
 
-    def __contains__(self, block_id: int) -> bool:
-        """Whether the block is there."""
-        ...
+    def __contains__(self, block_id: int) -> bool: ...
 
     def use(self, index: int, block_ids: Sequence[int]) -> None:
         """Request number `index` read its blocks that are there, and keeps all of them."""

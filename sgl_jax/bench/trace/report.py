@@ -1,4 +1,4 @@
-"""What the two kinds of run found, as values for programs and as text for people."""
+"""The findings of both kinds of run, as values for programs and as text for people."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -82,7 +82,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def served_text(values: Mapping[str, Any]) -> str:
-    """What `served_values` holds, in lines."""
+    """`served_values` as lines."""
     oracles = ", ".join(f"{name} {rate:.3f}" for name, rate in values["oracle_hit_rates"].items())
     host = values["host_us_per_step"]
     lines = [

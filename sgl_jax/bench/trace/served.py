@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class RequestLog:
-    """What became of one request; seconds of the clock, NaN until they are known."""
+    """The times of one request; seconds of the clock, NaN until they are known."""
 
     arrival_s: float
     start_s: float = float("nan")  # of the first step it takes part in
@@ -56,7 +56,7 @@ class RequestLog:
 
 @dataclass
 class ServedRun:
-    """What a run found. `host_s` is processor time of plan, result and outputs, for each step."""
+    """The record of a run; `host_s` is processor time of plan, result and outputs by step."""
 
     requests: list[RequestLog]
     samples: list[Sample] = field(default_factory=list)
@@ -169,7 +169,7 @@ class _Replay:
             self._step_host_s = 0.0
 
     def _timed(self, call: Callable[..., T], *values: Any) -> T:
-        """What `call` answers; its processor time is the step's."""
+        """Call, and add the processor time to the step's."""
         start = time.thread_time()
         answer = call(*values)
         self._step_host_s += time.thread_time() - start

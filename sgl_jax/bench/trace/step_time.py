@@ -1,4 +1,4 @@
-"""How long a step takes on a device that is not there: a clock for the served run.
+"""The time of a step on a device that is not there: a clock for the served run.
 
 A step ends when its most loaded rank does. `LinearStepTime` is a sum of four costs;
 `planned_step_time` has the estimate of the planner for a model and a slice.
@@ -13,7 +13,7 @@ StepSeconds = Callable[[StepPlan], float]  # that a step keeps the device busy
 
 
 class RankLoad(NamedTuple):
-    """What one rank computes in a step."""
+    """The work of one rank in a step."""
 
     decode_rows: int
     decode_kv_tokens: int  # read by decode rows, that of the token computed included
