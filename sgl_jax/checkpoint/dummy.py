@@ -32,10 +32,10 @@ def dummy_params(
     return params
 
 
-def _normal(wanted: jax.ShapeDtypeStruct) -> jax.stages.Wrapped:
-    @partial(jax.jit, out_shardings=wanted.sharding)
+def _normal(array: jax.ShapeDtypeStruct) -> jax.stages.Wrapped:
+    @partial(jax.jit, out_shardings=array.sharding)
     def make(key: jax.Array, scale: jax.Array) -> jax.Array:
-        values = jax.random.normal(key, wanted.shape, jnp.float32)
-        return (scale * values).astype(wanted.dtype)
+        values = jax.random.normal(key, array.shape, jnp.float32)
+        return (scale * values).astype(array.dtype)
 
     return make

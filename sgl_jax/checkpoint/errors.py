@@ -26,6 +26,6 @@ def check_shapes(folder: Path, expected: Mapping[str, Shape], found: Mapping[str
         if len(problems) > len(named):
             named.append(f"and {len(problems) - len(named)} more")
         raise CheckpointError(
-            f"{len(problems)} tensors in {str(folder)!r} are not what config.json asks for: "
+            f"{len(problems)} tensors in {str(folder)!r} do not match config.json: "
             f"{'; '.join(named)}"
         )

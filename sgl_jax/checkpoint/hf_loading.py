@@ -15,11 +15,11 @@ from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import Shape, Source, as_stored
 
 # Each parameter's shape, type and sharding, and the tensors that make it.
-Wanted = Mapping[ParamPath, tuple[jax.ShapeDtypeStruct, Source]]
+Declared = Mapping[ParamPath, tuple[jax.ShapeDtypeStruct, Source]]
 
 
 def load_safetensors(
-    folder: Path, wanted: Wanted, is_spare: Callable[[str], bool], *, check_all: bool = False
+    folder: Path, declared: Declared, is_spare: Callable[[str], bool], *, check_all: bool = False
 ) -> dict[ParamPath, jax.Array]:
     """Read parameters into their shardings, cast to their types.
 
@@ -33,34 +33,34 @@ def load_safetensors(
     """
     with TensorFiles(folder) as files:
         names = files.shapes
-        wanted = {path: (array, as_stored(own, names)) for path, (array, own) in wanted.items()}
+        declared = {path: (array, as_stored(own, names)) for path, (array, own) in declared.items()}
         expected: dict[str, Shape] = {}
-        for _, source in wanted.values():
+        for _, source in declared.values():
             expected |= source.tensors()
         found = files.shapes.items()
         needed = {name: shape for name, shape in found if name in expected or not is_spare(name)}
         check_shapes(folder, expected, needed)
-        params = {path: _load(*own, files) for path, own in wanted.items()}
+        params = {path: _load(*own, files) for path, own in declared.items()}
         for path in non_finite_parameters(params, check_all=check_all):
-            array, source = wanted[path]
+            array, source = declared[path]
             where = non_finite_tensor(source, files)
             what = f"{where} holds" if where else f"as {array.dtype}, {path} would hold"
             raise CheckpointError(f"{what} values that are no finite numbers")
         return params
 
 
-def _load(wanted: jax.ShapeDtypeStruct, source: Source, files: TensorFiles) -> jax.Array:
+def _load(array: jax.ShapeDtypeStruct, source: Source, files: TensorFiles) -> jax.Array:
     parts: dict[tuple[tuple[int, int], ...], NDArray[Any]] = {}
 
     def read_part(index: tuple[slice, ...] | None) -> NDArray[Any]:
         """One chip's part; chips that hold the same part share the read."""
         bounds = tuple(
-            part.indices(size)[:2] for part, size in zip(index or (), wanted.shape, strict=True)
+            part.indices(size)[:2] for part, size in zip(index or (), array.shape, strict=True)
         )
         if bounds not in parts:
-            out = np.empty([stop - start for start, stop in bounds], wanted.dtype)
+            out = np.empty([stop - start for start, stop in bounds], array.dtype)
             source.fill(out, tuple(slice(*bound) for bound in bounds), files)
             parts[bounds] = out
         return parts[bounds]
 
-    return jax.make_array_from_callback(wanted.shape, wanted.sharding, read_part)
+    return jax.make_array_from_callback(array.shape, array.sharding, read_part)

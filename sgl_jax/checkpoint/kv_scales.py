@@ -43,8 +43,8 @@ class ScalesByHead(NamedTuple):
 
 
 def _next_power_of_two(absmax: Any, margin: float) -> NDArray[np.float32]:
-    wanted = np.asarray(absmax, np.float64) * margin / GREATEST
-    exponent = np.ceil(np.log2(wanted, where=wanted > 0, out=np.zeros_like(wanted)))
+    exact = np.asarray(absmax, np.float64) * margin / GREATEST
+    exponent = np.ceil(np.log2(exact, where=exact > 0, out=np.zeros_like(exact)))
     return np.exp2(exponent).astype(np.float32)
 
 
@@ -97,10 +97,10 @@ def place_kv_scales(
     """
 
     def place(array: NDArray[np.float32], own: Declaration) -> jax.Array:
-        wanted = own.array
-        copied = np.repeat(array[list(own.layers)], wanted.shape[1] // array.shape[1], axis=1)
+        target = own.array
+        copied = np.repeat(array[list(own.layers)], target.shape[1] // array.shape[1], axis=1)
         return jax.make_array_from_callback(
-            wanted.shape, wanted.sharding, lambda index: copied[index]
+            target.shape, target.sharding, lambda index: copied[index]
         )
 
     return {

@@ -52,14 +52,14 @@ def load_params(
     # First: reading takes no time, and may fail.
     kv_scales = None if kv_cache_scales is None else read_kv_scales(Path(kv_cache_scales), config)
     folder = Path(model_path)
-    wanted = {path: (own.array, own.source) for path, own in placed.declared.items() if own.source}
+    sourced = {path: (own.array, own.source) for path, own in placed.declared.items() if own.source}
     if load_format == "dummy":
         params = dummy_params(placed.declared, config.initializer_range, seed)
     elif load_format == "orbax":
-        params = load_orbax(folder, wanted, check_all=check_all_weights)
+        params = load_orbax(folder, sourced, check_all=check_all_weights)
     else:
         spare = placed.model.is_spare
-        params = load_safetensors(folder, wanted, spare, check_all=check_all_weights)
+        params = load_safetensors(folder, sourced, spare, check_all=check_all_weights)
     if kv_scales is not None:
         params |= place_kv_scales(kv_scales, placed.declared)
     tree: ParamTree = unflatten_mapping(params)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.checkpoint.errors import CheckpointError, check_shapes
 from sgl_jax.checkpoint.finite import non_finite_parameters
-from sgl_jax.checkpoint.hf_loading import Wanted
+from sgl_jax.checkpoint.hf_loading import Declared
 from sgl_jax.layers.parameter import ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import Source
@@ -32,7 +32,7 @@ def save_orbax(folder: Path, params: ParamTree) -> None:
 
 
 def load_orbax(
-    folder: Path, wanted: Wanted, *, check_all: bool = False
+    folder: Path, declared: Declared, *, check_all: bool = False
 ) -> dict[ParamPath, jax.Array]:
     """Read parameters into their shardings, cast to their types.
 
@@ -49,15 +49,15 @@ def load_orbax(
             "orbax_params) must be converted again, by python -m sgl_jax.checkpoint.convert"
         )
     with ocp.StandardCheckpointer() as checkpointer:
-        stored = {"/".join(name): source.plain_shape for name, (_, source) in wanted.items()}
+        stored = {"/".join(name): source.plain_shape for name, (_, source) in declared.items()}
         check_shapes(folder, stored, _stored_shapes(checkpointer, path))
-        targets = {name: _as_stored(*own) for name, own in wanted.items()}
+        targets = {name: _as_stored(*own) for name, own in declared.items()}
         restored = flatten_mapping(checkpointer.restore(path, unflatten_mapping(targets)))
     for name in non_finite_parameters(restored, check_all=check_all):
         raise CheckpointError(
             f"parameter {'/'.join(name)} in {str(path)!r} holds values that are no finite numbers"
         )
-    return {name: _fit(restored[name], *own) for name, own in wanted.items()}
+    return {name: _fit(restored[name], *own) for name, own in declared.items()}
 
 
 def _stored_shapes(checkpointer: Any, path: Path) -> dict[str, tuple[int, ...]]:
@@ -68,16 +68,16 @@ def _stored_shapes(checkpointer: Any, path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(array.shape) for name, array in found.items()}
 
 
-def _as_stored(wanted: jax.ShapeDtypeStruct, source: Source) -> jax.ShapeDtypeStruct:
+def _as_stored(target: jax.ShapeDtypeStruct, source: Source) -> jax.ShapeDtypeStruct:
     """In its sharding, but whole on every chip where the mesh changes its shape."""
-    if source.plain_shape == wanted.shape:
-        return wanted
-    whole = NamedSharding(wanted.sharding.mesh, P())
-    return jax.ShapeDtypeStruct(source.plain_shape, wanted.dtype, sharding=whole)
+    if source.plain_shape == target.shape:
+        return target
+    whole = NamedSharding(target.sharding.mesh, P())
+    return jax.ShapeDtypeStruct(source.plain_shape, target.dtype, sharding=whole)
 
 
-def _fit(array: jax.Array, wanted: jax.ShapeDtypeStruct, source: Source) -> jax.Array:
-    if array.shape == wanted.shape:
+def _fit(array: jax.Array, target: jax.ShapeDtypeStruct, source: Source) -> jax.Array:
+    if array.shape == target.shape:
         return array
-    fitted: jax.Array = jax.jit(source.fit, out_shardings=wanted.sharding)(array)
+    fitted: jax.Array = jax.jit(source.fit, out_shardings=target.sharding)(array)
     return fitted

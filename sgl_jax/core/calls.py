@@ -43,7 +43,7 @@ class Flushed(msgspec.Struct, frozen=True):
     flushed: bool = True
 
 
-class Generation(msgspec.Struct, frozen=True):
+class GenerationState(msgspec.Struct, frozen=True):
     """Whether generation is paused, and how many requests are there."""
 
     is_paused: bool
@@ -137,8 +137,8 @@ CALLS = (
     Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),
     Call(ForkSession, "fork", Forked, "/fork_session"),
     Call(ListSessions, "list_all", SessionList, "/list_sessions", ("GET", "POST")),
-    Call(PauseGeneration, "pause", Generation, "/pause_generation", is_admin=True),
-    Call(ContinueGeneration, "resume", Generation, "/continue_generation", is_admin=True),
+    Call(PauseGeneration, "pause", GenerationState, "/pause_generation", is_admin=True),
+    Call(ContinueGeneration, "resume", GenerationState, "/continue_generation", is_admin=True),
     Call(
         UpdateWeightsFromDisk,
         "update_weights",

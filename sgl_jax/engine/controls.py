@@ -1,18 +1,18 @@
-"""What an operator asks of a running engine: pauses, other weights, other settings, traces.
+"""An operator's calls to a running engine: pauses, other weights, other settings, traces.
 
-Each is done between two turns of the loop. What concerns requests goes through the scheduler's
-events, so that a recording has it.
+Each is done between two turns of the loop. Changes to requests are events of the scheduler, so that
+a recording has them.
 """
 
 import dataclasses
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
-from sgl_jax.core.calls import Generation, SettingsChanged, Traced, WeightsUpdated
+from sgl_jax.core.calls import GenerationState, SettingsChanged, Traced, WeightsUpdated
 from sgl_jax.core.messages import (
     AbortRequest,
     ContinueGeneration,
@@ -24,12 +24,11 @@ from sgl_jax.core.messages import (
     UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.executor.model_executor import WeightsError
+from sgl_jax.engine.watchdog import Watchdog
+from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
 from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.events import Configure, Flush, Pause, Resume, RetractAll
-
-if TYPE_CHECKING:
-    from sgl_jax.engine.core import EngineCore
+from sgl_jax.scheduler.scheduler import Scheduler
 
 # Settings that nothing was compiled or sized for, but for the chunk, which may be smaller.
 CHANGEABLE = (
@@ -43,10 +42,24 @@ CHANGEABLE = (
 _WORDS = {str: "text", int: "a whole number", float: "a number"}
 
 
-class Controls:
-    """Answers each `ControlMessage` for `core`, whose loop calls it."""
+class Controlled(Protocol):
+    """The parts of an `EngineCore` that its controls use."""
 
-    def __init__(self, core: "EngineCore") -> None:
+    args: ServerArgs
+    info: dict[str, Any]
+    executor: ModelExecutor
+    scheduler: Scheduler
+    watchdog: Watchdog
+
+    def settle(self) -> None: ...
+
+    def change_info(self, **facts: Any) -> None: ...
+
+
+class Controls:
+    """Handles each `ControlMessage` of `core` between two turns of its loop."""
+
+    def __init__(self, core: Controlled) -> None:
         self._core = core
 
     def pause(self, message: PauseGeneration) -> Reply:
@@ -63,7 +76,7 @@ class Controls:
     def _tell_generation(self, message: PauseGeneration | ContinueGeneration) -> Reply:
         scheduler = self._core.scheduler
         self._core.change_info(is_paused=scheduler.is_paused)
-        now = Generation(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
+        now = GenerationState(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
         return answer(message, now)
 
     def update_weights(self, message: UpdateWeightsFromDisk) -> Reply:

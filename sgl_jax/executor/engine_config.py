@@ -187,16 +187,16 @@ class EngineConfig(NamedTuple):
         which snapshots take no more memory than the path's KV."""
         if self.state_layout is None:
             return 0
-        wanted = self.args.recurrent_snapshot_interval
-        if wanted is None:
+        interval = self.args.recurrent_snapshot_interval
+        if interval is None:
             page_bytes = sum(
                 self.pool_layouts[group.pool].page_bytes
                 for group in self.groups
                 if not group.is_recurrent
             )
             tokens = self.args.page_size * self.state_layout.slot_bytes // page_bytes
-            wanted = 1 << max(tokens - 1, 0).bit_length()
-        return -(-wanted // self.tail_interval) * self.tail_interval
+            interval = 1 << max(tokens - 1, 0).bit_length()
+        return -(-interval // self.tail_interval) * self.tail_interval
 
     @property
     def tail_interval(self) -> int:

@@ -25,7 +25,7 @@ _NUM_ROW_WORDS = 6  # row, kv_start, q_len, samples, relayed, num_scored
 # Then a word for each draft that a row may have.
 _NUM_STATE_WORDS = 2  # of a row in models with recurrent layers: source, half
 _NUM_SNAPSHOT_WORDS = 3  # of each snapshot: row, length, slot
-_NUM_RANK_WORDS = 3  # num_decode, wants_logprobs, any_scored
+_NUM_RANK_WORDS = 3  # num_decode, returns_logprobs, any_scored
 
 
 class StepInput(NamedTuple):
@@ -45,7 +45,7 @@ class RankControls(NamedTuple):
     relayed: jax.Array  # bool[B]
     num_scored: jax.Array  # int32[B]
     num_decode: jax.Array  # int32[]
-    wants_logprobs: jax.Array  # bool[]
+    returns_logprobs: jax.Array  # bool[]
     any_scored: jax.Array  # bool[] whether any row of any rank is scored
     states: "StateControls | None"  # of models with recurrent layers
     drafts: jax.Array  # int32[B, max_drafts], NO_DRAFT where the step guesses
@@ -148,7 +148,7 @@ class DPLayout(NamedTuple):
             relayed=by_row[4] != 0,
             num_scored=by_row[5],
             num_decode=words[-3],
-            wants_logprobs=words[-2] != 0,
+            returns_logprobs=words[-2] != 0,
             any_scored=words[-1] != 0,
             states=states,
             drafts=by_row[_NUM_ROW_WORDS : _NUM_ROW_WORDS + self.max_drafts].T,

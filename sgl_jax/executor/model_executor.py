@@ -29,9 +29,8 @@ from sgl_jax.core.step_plan import (
     StepPlan,
     mask_words,
 )
-from sgl_jax.executor.background import BackgroundCompilation
 from sgl_jax.executor.buckets import Bucket
-from sgl_jax.executor.compile_watch import CompileWatch
+from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.first_token import check_first_token, first_token_plan

@@ -41,10 +41,10 @@ def unpack_results(step: LaunchedStep) -> tuple[RankResult, ...]:
     num_rows = [len(plan.rows) for plan in ranks]
     tokens = step.layout.split(np.asarray(step.output.tokens), num_rows)
     results = [RankResult(of_rank) for of_rank in tokens]
-    if any(map(_wants_logprobs, ranks)):
+    if any(map(_returns_logprobs, ranks)):
         fetched = _fetch(step, step.output.logprobs, num_rows)
         for i, (plan, values) in enumerate(zip(ranks, fetched, strict=True)):
-            if _wants_logprobs(plan):
+            if _returns_logprobs(plan):
                 results[i] = results[i]._replace(**values._asdict())
     if any(plan.num_scored is not None for plan in ranks):
         counts = [0 if plan.num_scored is None else int(plan.num_scored.sum()) for plan in ranks]
@@ -56,7 +56,7 @@ def unpack_results(step: LaunchedStep) -> tuple[RankResult, ...]:
     return tuple(results)
 
 
-def _wants_logprobs(plan: RankPlan) -> bool:
+def _returns_logprobs(plan: RankPlan) -> bool:
     return plan.return_logprob or plan.top_logprobs_num > 0
 
 
@@ -65,8 +65,8 @@ def _fetch(
 ) -> list[PromptLogprobs]:
     """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
     names_tokens = any(plan.num_logprob_ids for plan in step.plan.ranks)
-    wanted = values if names_tokens else values[:-1]
-    return list(map(PromptLogprobs, *(step.layout.split(np.asarray(a), counts) for a in wanted)))
+    requested = values if names_tokens else values[:-1]
+    return list(map(PromptLogprobs, *(step.layout.split(np.asarray(a), counts) for a in requested)))
 
 
 def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptLogprobs]:

@@ -47,10 +47,10 @@ def row_table_shapes(sizes: EngineSizes, mesh: Mesh) -> Any:
 
 
 def make_row_tables(sizes: EngineSizes, mesh: Mesh) -> RowTables:
-    wanted = row_table_shapes(sizes, mesh)
+    shapes = row_table_shapes(sizes, mesh)
 
     def zeros() -> RowTables:
-        return RowTables(*(jnp.zeros(table.shape, table.dtype) for table in wanted))
+        return RowTables(*(jnp.zeros(table.shape, table.dtype) for table in shapes))
 
     tables: RowTables = jax.jit(zeros, out_shardings=NamedSharding(mesh, TABLE_SPEC))()
     return tables
@@ -77,7 +77,6 @@ def cut_admissions(admissions: Sequence[Sequence[RowAdmission]]) -> Iterator[Int
 
 
 def empty_piece(dp_size: int) -> Int32Array:
-    """A piece that admits nothing."""
     return np.zeros((dp_size, PIECE_WORDS), np.int32)
 
 

@@ -140,12 +140,12 @@ def draw_step(
         controls.rows[sampled.rows], batch.positions[sampled.tokens] + 1, sampled.valid
     )
     logits = SplitLogits(computed.logits, sizes.vocab_size)
-    drawn, wanted = draw_tokens(
+    drawn, logprobs = draw_tokens(
         logits,
         row_params,
         state.token_table,
         where,
-        controls.wants_logprobs,
+        controls.returns_logprobs,
         None if masks is None else masks[sampled.rows, sampled.places],
     )
     new_tokens = sampled.by_row(drawn, 1 + max_drafts)
@@ -167,7 +167,7 @@ def draw_step(
         model, controls, computed.hidden, scored, successors, row_params
     )
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
-    by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in wanted))
+    by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
     states = state.states
     if states is not None and controls.states is not None:
@@ -227,8 +227,8 @@ def _place_queries(
     guesses = None
     if max_drafts:
         is_guessed = controls.drafts == NO_DRAFT
-        wanted = (drafts > 0) & is_guessed[:, 0]
-        guesses = propose_drafts(token_table, rows, new_starts, wanted, max_drafts)
+        searched = (drafts > 0) & is_guessed[:, 0]
+        guesses = propose_drafts(token_table, rows, new_starts, searched, max_drafts)
         guesses = jnp.where(is_guessed, guesses, controls.drafts)
         token_table = _write_tokens(token_table, rows, new_starts, guesses, drafts)
     return token_table, Queries(kv_starts, drafts, new_starts, guesses)

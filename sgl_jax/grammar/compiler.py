@@ -122,7 +122,7 @@ def _after_reasoning(grammar: str, opening: str, closing: str) -> str:
 
 
 def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
-    # llguidance's own stack is for its authors.
+    # llguidance's own stack does not help a client.
     lines = re.split(r"\n<state>|\nbacktrace", reason)[0].strip()
     return InvalidRequestError(f"{kind}: {lines}", kind)
 

@@ -31,6 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sgl_jax.kernels.pallas_tpu import bfloat16_parts
 from sgl_jax.kernels.tpu_chip import LANES
 
 # The kernel's names in compiled programs.
@@ -196,19 +197,10 @@ def _normalised(head: jax.Array, norm: HeadNorm | None) -> jax.Array:
         return wide
     # Lanes are added up by the matrix unit, which has nothing else to do and leaves the sum in all
     # of them. It multiplies bfloat16: the square of a bfloat16 is two of these, a float32 three.
-    squares = jnp.concatenate(_in_parts(wide * wide, head.dtype.itemsize // 2 + 1), axis=1)
+    squares = jnp.concatenate(bfloat16_parts(wide * wide, head.dtype.itemsize // 2 + 1), axis=1)
     ones = jnp.ones((squares.shape[1], wide.shape[1]), jnp.bfloat16)
     total = lax.dot(squares, ones, preferred_element_type=jnp.float32)
     return wide * lax.rsqrt(total * (1 / wide.shape[1]) + norm.eps) * norm.weight
-
-
-def _in_parts(x: jax.Array, count: int) -> list[jax.Array]:
-    """Numbers of bfloat16 whose sum is x, to 8 bits each."""
-    parts: list[jax.Array] = []
-    for _ in range(count):
-        parts.append(x.astype(jnp.bfloat16))
-        x = x - parts[-1].astype(jnp.float32)
-    return parts
 
 
 def _rotated(head: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

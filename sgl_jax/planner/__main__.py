@@ -9,7 +9,7 @@ import jax
 
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import PlanRequest, parse_plan_request
-from sgl_jax.planner.estimate import DoesNotFitError, Plan, StepDoesNotFitError, make_plan
+from sgl_jax.planner.estimate import DoesNotFitError, Estimate, StepDoesNotFitError, make_estimate
 from sgl_jax.planner.memory import plan_memory, smallest_fit
 from sgl_jax.planner.plot_file import figure_class
 from sgl_jax.planner.report import as_dict, as_text
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(request: PlanRequest) -> int:
     try:
-        plan = make_plan(request)
+        plan = make_estimate(request)
     except DoesNotFitError as error:
         nearest = _nearest(request, isinstance(error, StepDoesNotFitError))
         if request.json:
@@ -56,7 +56,7 @@ def _sweep(request: PlanRequest) -> int:
             {"dp_size": dp, "tp_size": tp}
             | (
                 {"fits": True, **as_dict(outcome)}
-                if isinstance(outcome, Plan)
+                if isinstance(outcome, Estimate)
                 else {"fits": False, "reason": outcome}
             )
             for (dp, tp), outcome in outcomes.items()
@@ -64,7 +64,7 @@ def _sweep(request: PlanRequest) -> int:
         print(json.dumps(rows, indent=2))
     else:
         print(sweep_table(outcomes))
-    if not any(isinstance(outcome, Plan) for outcome in outcomes.values()):
+    if not any(isinstance(outcome, Estimate) for outcome in outcomes.values()):
         return 1
     if request.plot:
         plot_sweep(outcomes, request.plot)

@@ -1,7 +1,7 @@
 """What to change, read off a plan."""
 
 from sgl_jax.executor.engine_config import EngineConfig
-from sgl_jax.planner.estimate import Plan
+from sgl_jax.planner.estimate import Estimate
 from sgl_jax.planner.memory import plan_memory, smallest_fit
 
 _MAX_WASTE = 0.1  # of a request's pages
@@ -9,7 +9,7 @@ _MAX_COLLECTIVES = 0.3  # of a decode step
 _SMALLEST_PAGE = 16  # a tile of bfloat16
 
 
-def advise(plan: Plan) -> list[str]:
+def advise(plan: Estimate) -> list[str]:
     """Sentences, the most useful first; none if nothing stands out."""
     args, config, workload = plan.request.args, plan.request.config, plan.request.workload
     found = []
@@ -53,7 +53,7 @@ def advise(plan: Plan) -> list[str]:
     return found
 
 
-def _more_room(plan: Plan) -> str:
+def _more_room(plan: Estimate) -> str:
     """What gives a rank more KV tokens: more devices to a rank, while heads are left to split."""
     args, topology = plan.request.args, plan.request.topology
     has_devices = args.dp_size > 1 or args.num_devices < topology.num_devices

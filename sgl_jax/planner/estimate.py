@@ -29,7 +29,7 @@ class StepDoesNotFitError(DoesNotFitError):
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepEstimate:
     """One compiled step and its estimate."""
 
     rows: int
@@ -39,13 +39,13 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Estimate:
     """All that is said about one mesh."""
 
     request: PlanRequest
     memory: MemoryPlan
-    decode: StepPlan
-    prefill: StepPlan
+    decode: StepEstimate
+    prefill: StepEstimate
     concurrency: int  # requests of the load that one rank holds at once
     max_context: int  # tokens of the longest request a rank holds alone
     requests_per_s: float  # of all ranks
@@ -56,7 +56,7 @@ class Plan:
     requests_without_windows: int | None = None
 
 
-def make_plan(request: PlanRequest) -> Plan:
+def make_estimate(request: PlanRequest) -> Estimate:
     """Compile a decode step and a prefill chunk, and estimate.
 
     Raises:
@@ -85,12 +85,12 @@ def make_plan(request: PlanRequest) -> Plan:
     prefill_bucket = engine.config.buckets.smallest(chunk)
     device = device_bytes(engine, memory, request)
 
-    def plan_step(bucket: Bucket, work: StepWork) -> StepPlan:
+    def plan_step(bucket: Bucket, work: StepWork) -> StepEstimate:
         cost = _compile(engine, bucket)
         time = estimate_step(
             cost, bucket.tokens, work, request.config, device, request.topology.chip
         )
-        return StepPlan(bucket.rows, bucket.tokens, cost, time)
+        return StepEstimate(bucket.rows, bucket.tokens, cost, time)
 
     context = workload.input_len + workload.output_len // 2
     read = concurrency * _visible(context, request)
@@ -106,11 +106,11 @@ def make_plan(request: PlanRequest) -> Plan:
 def _with_rates(
     request: PlanRequest,
     memory: MemoryPlan,
-    decode: StepPlan,
-    prefill: StepPlan,
+    decode: StepEstimate,
+    prefill: StepEstimate,
     concurrency: int,
     chunk: int,
-) -> Plan:
+) -> Estimate:
     """A round: `concurrency` prompts are prefilled, then all decode to their end."""
     workload = request.workload
     chunks = concurrency * workload.input_len / chunk
@@ -119,7 +119,7 @@ def _with_rates(
     tokens_per_s = requests_per_s * workload.output_len
     chips = request.args.num_devices / request.topology.chip.devices_per_chip
     limit = request.args.context_length or request.config.max_position_embeddings
-    return Plan(
+    return Estimate(
         request=request,
         memory=memory,
         decode=decode,

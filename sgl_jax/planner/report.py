@@ -6,7 +6,7 @@ from typing import Any
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.planner.arguments import SERVER_SETTINGS, PlanRequest
-from sgl_jax.planner.estimate import Plan, StepPlan
+from sgl_jax.planner.estimate import Estimate, StepEstimate
 from sgl_jax.planner.memory import MemoryPlan, in_gib
 from sgl_jax.planner.program_cost import Collective
 from sgl_jax.planner.step_time import ICI_HOP_S
@@ -33,7 +33,7 @@ _ALWAYS_SAID = ("model_path", "dp_size", "tp_size")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
 
 
-def as_text(plan: Plan) -> str:
+def as_text(plan: Estimate) -> str:
     """Several lines."""
     args, memory, topology = plan.request.args, plan.memory, plan.request.topology
     workload, chip = plan.request.workload, plan.request.topology.chip
@@ -75,7 +75,7 @@ def as_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: Estimate) -> dict[str, Any]:
     """Plain values; times in seconds, sizes in bytes."""
     args, topology = plan.request.args, plan.request.topology
     return {
@@ -110,7 +110,7 @@ def serve_command(request: PlanRequest) -> str:
     return shlex.join(words)
 
 
-def _step_dict(step: StepPlan) -> dict[str, Any]:
+def _step_dict(step: StepEstimate) -> dict[str, Any]:
     cost = step.cost._asdict() | {"resident_bytes": step.cost.resident_bytes}
     cost["collectives"] = [collective._asdict() for collective in step.cost.collectives]
     return {
@@ -121,7 +121,7 @@ def _step_dict(step: StepPlan) -> dict[str, Any]:
     }
 
 
-def _window_lines(plan: Plan) -> list[str]:
+def _window_lines(plan: Estimate) -> list[str]:
     """What windows save; nothing of a model without."""
     full = plan.requests_without_windows
     if full is None:
@@ -133,7 +133,7 @@ def _window_lines(plan: Plan) -> list[str]:
     ]
 
 
-def _step_lines(title: str, step: StepPlan) -> list[str]:
+def _step_lines(title: str, step: StepEstimate) -> list[str]:
     time = step.time
     heads = f"heads {_ms(time.heads_s)}, " if time.heads_s else ""
     experts = f"experts {_ms(time.experts_s)}, " if time.experts_s else ""
@@ -156,7 +156,7 @@ def _collective(collective: Collective) -> str:
     )
 
 
-def _grid(plan: Plan) -> str:
+def _grid(plan: Estimate) -> str:
     grid = "x".join(map(str, plan.request.topology.grid))
     devices = plan.request.topology.num_devices
     return f"{grid} chips, {devices} devices"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import PlanRequest, on_mesh
-from sgl_jax.planner.estimate import DoesNotFitError, Plan, make_plan
+from sgl_jax.planner.estimate import DoesNotFitError, Estimate, make_estimate
 from sgl_jax.planner.plot_file import figure_class
 
-Outcome = Plan | str  # a plan, or why there is none
+Outcome = Estimate | str  # the text says why there is none
 
 
 def sweep(request: PlanRequest) -> dict[tuple[int, int], Outcome]:
@@ -49,7 +49,7 @@ def plot_sweep(outcomes: dict[tuple[int, int], Outcome], path: Path) -> None:
 
     Raises RuntimeError without matplotlib, ValueError if no mesh fits.
     """
-    plans = {mesh: outcome for mesh, outcome in outcomes.items() if isinstance(outcome, Plan)}
+    plans = {mesh: outcome for mesh, outcome in outcomes.items() if isinstance(outcome, Estimate)}
     if not plans:
         raise ValueError("nothing to plot: no mesh fits")
     names = [f"{dp_size} x {tp_size}" for dp_size, tp_size in plans]
@@ -66,7 +66,7 @@ def plot_sweep(outcomes: dict[tuple[int, int], Outcome], path: Path) -> None:
 
 def _plan(request: PlanRequest) -> Outcome:
     try:
-        plan = make_plan(request)
+        plan = make_estimate(request)
     except (DoesNotFitError, ValueError) as error:
         return str(error)
     return dataclasses.replace(plan, advice=advise(plan))

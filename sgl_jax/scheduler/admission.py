@@ -77,9 +77,10 @@ class Admission:
             for builder in builders
         ):
             return
+        forecast = ranks.forecast(np.array([builder.rank.has_row for builder in builders]))
         rooms = [
-            RankRoom(*args)
-            for args in zip(builders, ranks.soonest_ends(), ranks.num_reserved(), strict=True)
+            RankRoom(builder, forecast, end)
+            for builder, end in zip(builders, ranks.soonest_ends(), strict=True)
         ]
         self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}
         offer = Offer(
@@ -234,15 +235,15 @@ class Admission:
     def _options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
         """All ranks that a request may run on; none if it fits none of them now."""
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
-        short = [room.num_short(request, cursors[room.dp_rank]) for room in allowed]
+        has_room = [room.has_room(request, cursors[room.dp_rank]) for room in allowed]
         if not any(
-            pages <= 0 and room.takes(request) for room, pages in zip(allowed, short, strict=True)
+            fits and room.takes(request) for room, fits in zip(allowed, has_room, strict=True)
         ):
             return []
         bound = _num_unskewed(rooms)
         return [
-            room.option(request, cursors[room.dp_rank], pages, bound)
-            for room, pages in zip(allowed, short, strict=True)
+            room.option(request, cursors[room.dp_rank], fits, bound)
+            for room, fits in zip(allowed, has_room, strict=True)
         ]
 
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:

@@ -97,7 +97,7 @@ class InFlight:
             num_read: tokens that it could read if it started now.
         """
         memory = self._rank.memory
-        if not memory.can_keep_state:
+        if not self._rows or not memory.can_keep_state:
             return None  # nothing could go on from where the row comes past
         for node, key in cursor.places():
             first = self._rows.get((node.node_id, key))

@@ -13,11 +13,11 @@ import numpy as np
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.scheduler.output_lengths import OutputLengths
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.reserve import AdmissionReserve
+from sgl_jax.scheduler.reserve import AdmissionReserve, Forecast
 from sgl_jax.scheduler.running_rows import RowColumns
 from sgl_jax.scheduler.tenants import Tenants
 
@@ -77,9 +77,12 @@ class Ranks:
         """Update the reserves with the lengths of running requests and with ended outputs."""
         self.output_lengths.update(self.running, self.active()[0])
 
-    def num_reserved(self) -> list[int]:
-        """The pages that each rank leaves for the further output of its running requests."""
-        return self.reserve.pages_of_each(self.memories, self.tables, self.running, *self.active())
+    def forecast(self, is_counted: BoolArray) -> Forecast:
+        """The pages that ranks leave for the further output of their running requests, of those
+        that are counted."""
+        forecast = Forecast(self.reserve, self.memories, self.tables, self.running)
+        forecast.add(*self.active(), is_counted)
+        return forecast
 
     def soonest_ends(self) -> list[int | None]:
         """The number of steps after which the first of each rank's running requests may end; None

@@ -427,14 +427,16 @@ class Scheduler:
         ]
         for builder in builders:
             builder.grow_decoding()
-            self._end_unservable(builder)
+            if builder.unservable:
+                self._end_unservable(builder)
         if not taken and self._forced_retract.may_start(self.ranks):
             if self._steps % OUTPUT_LENGTHS_INTERVAL == 0:
                 self._all_ranks.update_output_lengths()
             self._admission.admit_into(self._all_ranks, builders, self._steps)
         for builder in builders:
             builder.choose_rows()
-            self._end_unservable(builder)
+            if builder.unservable:
+                self._end_unservable(builder)
             taken += builder.retracted + builder.preempted
         for request in taken:
             self._waiting.add(request)

@@ -51,7 +51,7 @@ class StepBuilder:
         self.rank = rank
         self.retracted: list[Request] = []  # since memory is short
         self.preempted: list[Request] = []  # for requests that start
-        self._unservable: list[int] = []  # rows that do not fit the rank even alone
+        self.unservable: list[int] = []  # rows that do not fit the rank even alone
         self._is_short = False  # whether there was such a row
         self._has_admitted = False
         self.decode_rows = runnable.decoding
@@ -67,7 +67,6 @@ class StepBuilder:
         self._shapes = sizes.step_token_shapes
         self.chunk_size = chunk_tokens  # prompt tokens of the step
         self._max_scored = sizes.max_prompt_logprob_tokens
-        self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
         self._plan_tokens()
 
     def grow_decoding(self) -> None:
@@ -78,8 +77,10 @@ class StepBuilder:
 
     def choose_rows(self) -> None:
         """Take memory for drafts and for chunks of prompts, of those admitted as well."""
-        self.num_drafts = self._grow_for_drafts()
-        self._add_chunks()
+        if self._max_draft_tokens:
+            self.num_drafts = self._grow_for_drafts()
+        if self._prefilling or not len(self.decode_rows):
+            self._add_chunks()
 
     @property
     def is_empty(self) -> bool:
@@ -93,21 +94,10 @@ class StepBuilder:
         return not self.retracted and not self._is_short
 
     def take_unservable(self) -> list[int]:
-        """The rows that do not fit the rank even alone, each once: their requests are to end."""
-        rows = self._unservable
-        if rows:
-            self._unservable, self._is_short = [], True
+        """The rows that do not fit the rank even alone, at least one: their requests are to end."""
+        rows = self.unservable
+        self.unservable, self._is_short = [], True
         return rows
-
-    @property
-    def priority_floor(self) -> int:
-        """The step has prompt tokens for another request if its priority is above this."""
-        if self._num_left > 0:
-            return NO_FLOOR
-        for row, num_left, _ in self._shares(NO_FLOOR):
-            if num_left <= 0:
-                return int(self.rank.running.priority[row])
-        return NO_FLOOR
 
     def num_tokens_left(self, priority: int) -> int:
         """Prompt tokens that the step has for another request of that priority."""
@@ -132,12 +122,10 @@ class StepBuilder:
         self._has_admitted = True
         self._prefilling.append(row)
         self.num_prefill_tokens += self._num_wanted(row)
-        if self.rank.running.priorities.differ:
-            self._plan_tokens()
+        if request.priority == self.rank.running.priorities.lowest:
+            self._take_tokens(row)
         else:
-            left, scored = self._num_left, self._num_scored_left
-            count, num_scored = self._share(row, left, scored)
-            self._num_left, self._num_scored_left = left - count, scored - num_scored
+            self._plan_tokens()
         return row
 
     def preempt(self, row: int) -> None:
@@ -154,10 +142,22 @@ class StepBuilder:
     def _plan_tokens(self) -> None:
         """Count the prompt tokens that the prefilling rows leave."""
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        # The step has prompt tokens for another request if its priority is above this.
+        self.priority_floor = NO_FLOOR
         if not self._prefilling:
             return  # as in most steps
-        for _, num_left, num_scored_left in self._shares(NO_FLOOR):
+        for row, num_left, num_scored_left in self._shares(NO_FLOOR):
             self._num_left, self._num_scored_left = num_left, num_scored_left
+            if num_left <= 0:
+                self.priority_floor = int(self.rank.running.priority[row])
+
+    def _take_tokens(self, row: int) -> None:
+        """Count what `row`, the last in the order of chunks, takes of the prompt tokens."""
+        count, num_scored = self._share(row, self._num_left, self._num_scored_left)
+        self._num_left -= count
+        self._num_scored_left -= num_scored
+        if count and not self._num_left:
+            self.priority_floor = int(self.rank.running.priority[row])
 
     def _shares(self, lowest: int) -> Iterator[tuple[int, int, int]]:
         """The prefilling rows of priority `lowest` or higher in the order of their chunks, with the
@@ -246,7 +246,7 @@ class StepBuilder:
             if victim is None:
                 # Alone and still short: wait for finished requests to be read, if there are any.
                 if len(self.rank.running) == 1:
-                    self._unservable.append(int(rows[0]))
+                    self.unservable.append(int(rows[0]))
                 return rows[:0]
             rows = rows[rows != victim]
         return rows
@@ -271,8 +271,6 @@ class StepBuilder:
     def _grow_for_drafts(self) -> Int32Array:
         """Choose each decode row's drafts and reserve their slots; none if memory is short."""
         rows = self.decode_rows
-        if not self._max_draft_tokens:
-            return _NO_DRAFTS
         drafts = choose_drafts(self.rank.running, rows, self._max_draft_tokens)
         expected = choose_expected(self.rank.running, rows, self._max_draft_tokens)
         if expected is not None:
@@ -299,14 +297,14 @@ class StepBuilder:
         """Add a chunk of each prefilling row that the step's prompt tokens and memory allow."""
         running = self.rank.running
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
-        for row in self._in_order() if self._prefilling else ():
+        for row in self._in_order():
             if self._num_left <= 0:
                 break
             self._add_chunk(row)
         if self._has_admitted:
             return  # a request that has just started may have its first chunk in the next step
         # Prefills that block each other would wait forever: retract until one can go on.
-        while self.is_empty and not self._unservable and len(running.runnable()):
+        while self.is_empty and not self.unservable and len(running.runnable()):
             if len(running.runnable()) < len(running):
                 return  # a finished request will give back its pages when its result is read
             rows = running.runnable()
@@ -314,7 +312,7 @@ class StepBuilder:
             if self._add_chunk(first):
                 return
             if self._retract_one() is None:
-                self._unservable.append(first)
+                self.unservable.append(first)
                 return
 
     def _add_chunk(self, row: int) -> bool:

@@ -15,6 +15,7 @@ from sgl_jax.scheduler.in_flight import InFlight, Leader
 from sgl_jax.scheduler.preemption import Preemptible, Preemption
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.reserve import Forecast
 from sgl_jax.scheduler.step_builder import NO_FLOOR, StepBuilder
 
 
@@ -33,25 +34,27 @@ class RankRoom:
 
     Args:
         builder: the rank's share of the step.
+        forecast: of the needs of all ranks that have a row for another request.
         soonest_end: in how many steps the first of its running requests may end; None without any.
-        num_reserved: pages that are left for its running requests.
     """
 
-    def __init__(self, builder: StepBuilder, soonest_end: int | None, num_reserved: int) -> None:
+    def __init__(self, builder: StepBuilder, forecast: Forecast, soonest_end: int | None) -> None:
         self.rank: RankScheduler = builder.rank
         self.dp_rank = builder.rank.dp_rank
         self.num_staying = 0  # requests that are to wait for room here though others have it
         self._builder = builder
+        self._forecast = forecast
         self.chunk_size = builder.chunk_size
         self._soonest_end = soonest_end
         self._held_above = NO_FLOOR
         # Computed when they are first read.
-        self._num_reserved: int | None = num_reserved
+        self._num_reserved: int | None = None
         self._num_pages: int | None = None
         self._sorted_ends: Int32Array | None = None
         self._in_flight: InFlight | None = None
         self._preemptible: Preemptible | None = None
         self._look()
+        self._is_counted = self._has_row
 
     def _look(self) -> None:
         """What the rank can take, and how busy it is: changes only as requests start here."""
@@ -71,8 +74,19 @@ class RankRoom:
 
     def _reserve(self) -> int:
         if self._num_reserved is None:
-            self._num_reserved = self.rank.reserve.pages(self.rank.memory, self.rank.running)
+            if not self._is_counted:
+                self._count()
+            (self._num_reserved,) = self._forecast.pages(slice(self.dp_rank, self.dp_rank + 1))
         return self._num_reserved
+
+    def _count(self) -> None:
+        """Forecast what the requests that run here now will need."""
+        self._forecast.recount(self.dp_rank, self.rank.running.active)
+        self._is_counted = True
+
+    def has_room(self, request: Request, cursor: PrefixCursor) -> bool:
+        """Whether there are a row and enough pages for `request`."""
+        return self._has_row and self.num_short(request, cursor) <= 0
 
     def num_short(self, request: Request, cursor: PrefixCursor) -> int:
         """Pages that `request` lacks here, or more; not above 0 if it has enough."""
@@ -93,11 +107,10 @@ class RankRoom:
         return max(self._held_above, self._has_tokens_above)
 
     def option(
-        self, request: Request, cursor: PrefixCursor, num_short: int, num_unskewed: int
+        self, request: Request, cursor: PrefixCursor, has_room: bool, num_unskewed: int
     ) -> Option:
-        """What it costs to run `request` here, which lacks `num_short` pages, where more requests
-        than `num_unskewed` are too many."""
-        has_pages = num_short <= 0
+        """What it costs to run `request` here, which has room or not, where more requests than
+        `num_unskewed` are too many."""
         num_read = self.rank.reusable_len(request, cursor)
         leader = self.leader(request, cursor, num_read)
         if leader is not None:
@@ -105,10 +118,10 @@ class RankRoom:
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self.chunk_size * (self.num_running - num_unskewed)
-        if not (has_pages and self._has_row and request.priority > self._held_above):
+        if not (has_room and request.priority > self._held_above):
             num_ahead += self.chunk_size * self._steps_to_room()
         cost = len(request.tokens) - num_read + num_ahead
-        fits = has_pages and self.takes(request)
+        fits = has_room and self.takes(request)
         return Option(cost, self.num_running, self.dp_rank, fits, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
@@ -146,6 +159,7 @@ class RankRoom:
         """Retract `rows` for a request that starts here next."""
         for row in rows:
             self._builder.preempt(row)
+        self._count()
         self._num_pages = self._num_reserved = self._in_flight = self._preemptible = None
         self._sorted_ends = None
         ends = self.rank.expected_steps_to_ends()
@@ -160,6 +174,7 @@ class RankRoom:
         """
         num_pages = self.num_pages - self.rank.num_pages_needed(request, cursor)
         row = self._builder.admit(request, cursor, self._reserve())
+        self._forecast.start(self.dp_rank, row)
         self._num_reserved, self._num_pages = None, None
         self._preemptible = None
         self._sorted_ends = None

@@ -170,7 +170,7 @@ def least_pages(
 
     Args:
         room: int32[len(ranks)], their pages.
-        is_open: bool[all ranks]; a line that stays for one that is not open does not start.
+        is_open: bool[all ranks]; a line that stays for a rank is tried once that has room.
         floor: int64[len(ranks)]; a line starts there only if its priority is above.
         step: being planned. The following parameters are the queue's columns.
     """
@@ -183,13 +183,14 @@ def least_pages(
     for line in range(end):
         if not is_waiting[line] or has_leader[line]:
             continue
-        stays_for = stay_rank[line]
+        stays_for = stay_rank[line] if stay_until[line] > step else NO_RANK
         assert stays_for < len(is_open)
-        if stay_until[line] > step and stays_for != NO_RANK and not is_open[stays_for]:
+        if stays_for != NO_RANK and not is_open[stays_for]:
             continue
         fits_alone = fits_with_cached = False
         for k in range(len(ranks)):
-            if may_run[ranks[k], line] and priority[line] > floor[k]:
+            may_stay = stays_for == NO_RANK or stays_for == ranks[k]
+            if may_stay and may_run[ranks[k], line] and priority[line] > floor[k]:
                 least[k, line] = num_pages[line] - cached_pages[ranks[k], line]
                 fits_with_cached |= least[k, line] <= room[k]
                 fits_alone |= num_pages[line] <= room[k]

@@ -54,7 +54,7 @@ class StreamGroup:
         request: Request,
         requests: Sequence[GenerateRequest],
         *,
-        streaming: bool,
+        streaming: bool | None,
         names: Mapping[str, str],
         kept_tokens: Set[int] = frozenset(),
     ) -> None:
@@ -66,7 +66,7 @@ class StreamGroup:
         """
         self._frontend = references_of(request).frontend
         self._requests = requests
-        self._streaming = streaming
+        self.is_streaming = bool(streaming)
         self._names = names
         self._kept_tokens = kept_tokens
         self._sender = caller_of(request).name
@@ -85,7 +85,7 @@ class StreamGroup:
                 stream = self._frontend.start(
                     request,
                     on_ready,
-                    streaming=self._streaming,
+                    streaming=self.is_streaming,
                     sender=self._sender,
                     kept_tokens=self._kept_tokens,
                 )
@@ -138,24 +138,9 @@ class StreamGroup:
             stream.on_ready = lambda: None
 
 
-async def respond(
-    request: Request,
-    requests: Sequence[GenerateRequest],
-    answer_format: AnswerFormat,
-    *,
-    streaming: bool | None,
-    names: Mapping[str, str],
-    kept_tokens: Set[int] = frozenset(),
-) -> Response:
-    """Run `requests` and answer in `answer_format`; stops as soon as the client goes away.
-
-    Errors of the engine name fields by `names`, as for `client_names`; `kept_tokens` are as for
-    `Frontend.start`.
-    """
-    group = StreamGroup(
-        request, requests, streaming=bool(streaming), names=names, kept_tokens=kept_tokens
-    )
-    if streaming:
+async def respond(request: Request, group: StreamGroup, answer_format: AnswerFormat) -> Response:
+    """Run the requests of `group` and answer in `answer_format`, until the client goes away."""
+    if group.is_streaming:
         return EventStream(group, answer_format, references_of(request).reader_timeout_s)
     chunks = await while_connected(request.receive, gather(group))
     if chunks is None:

@@ -51,7 +51,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     return app
 
 
-# Headers that a page may read, beside those that browsers always show.
+# Headers that a page may read; browsers always show some others.
 _SHOWN_HEADERS = ("retry-after",)
 
 

@@ -8,7 +8,7 @@ from fastapi import Request, Response
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.request_stream import Chunk, RequestStream
-from sgl_jax.server.answer_stream import AnswerFormat, respond
+from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, respond
 from sgl_jax.server.chat_request import ChatRequest, NamedTool
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import chat_requests
@@ -36,14 +36,11 @@ async def answer_chat(
     marks = refs.answer_parser.marks(
         has_tools=bool(chat.shown_tools), has_reasoning=chat.separates_reasoning
     )
-    return await respond(
-        request,
-        requests,
-        answer_format,
-        streaming=chat.stream,
-        names=names,
-        kept_tokens=frozenset(refs.frontend.tokenizer.special_ids_of(marks).values()),
+    kept_tokens = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
+    group = StreamGroup(
+        request, requests, streaming=chat.stream, names=names, kept_tokens=kept_tokens
     )
+    return await respond(request, group, answer_format)
 
 
 def check_chat(refs: References, chat: ChatRequest) -> None:

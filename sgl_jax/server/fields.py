@@ -213,7 +213,7 @@ class SamplingFields(StrictModel):
         return SamplingParams(**given)
 
 
-# What clients of some protocol send -> the engine's name. Where several were sent, the last counts.
+# Name in some API -> the engine's name. If a client sends several, the last counts.
 _ENGINE_NAMES = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",

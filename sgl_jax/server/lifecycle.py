@@ -206,8 +206,8 @@ class _Server:
     def _open(self, gate: Gate, refs: References) -> None:
         app = build_app(refs, self._keys)
         refs.texts.start()
-        # What was built stays as long as the process. A full collection that looked through all of
-        # it, modules and vocabulary, would hold up every client.
+        # The objects built so far stay as long as the process. A full collection through all of
+        # them, modules and vocabulary, would hold up every client.
         gc.collect()
         gc.freeze()
         gate.open(app)

@@ -29,7 +29,7 @@ async def prompt_requests(
     turn: SessionTurn | None = None,
     **shared: Any,
 ) -> list[GenerateRequest]:
-    """The engine's requests for all choices of all `prompts`, those of one prompt together.
+    """The engine's requests for all choices of all `prompts`, one prompt after the other.
 
     Args:
         samplings: of each prompt.

@@ -1,7 +1,7 @@
 """Answers the calls about sessions, and keeps their histories and their memory in step.
 
 Owns the order of things when a session is opened, closed, forked or rolled back. The turns
-themselves are requests like any other; what the service knows of them is a `Turn`.
+themselves are requests like any other; the service sees them as a `TurnRequest`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ from sgl_jax.sessions.tree import RegularSession
 from sgl_jax.sessions.turns import named_turn
 
 
-class Turn(Protocol):
+class TurnRequest(Protocol):
     """A request of a session, waiting or running."""
 
     rid: str
@@ -45,7 +45,7 @@ class Turn(Protocol):
     dp_rank: int | None
 
 
-T = TypeVar("T", bound=Turn)
+T = TypeVar("T", bound=TurnRequest)
 
 
 class SessionService(Generic[T]):

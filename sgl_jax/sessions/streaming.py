@@ -11,7 +11,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name
 
 
-class Turn(NamedTuple):
+class EndedTurn(NamedTuple):
     """A turn that succeeded: its request, how the client calls it, the tokens of its prompt
     (history and all), and where the history stood when it ended."""
 
@@ -27,7 +27,7 @@ class _Replaced(NamedTuple):
     rid: str  # of that turn
     kept_len: int  # tokens that it went on with
     tokens: Int32Array  # of the history before it, behind them
-    turns: list[Turn]  # that had ended behind them
+    turns: list[EndedTurn]  # that had ended behind them
 
 
 class StreamingSession:
@@ -39,7 +39,7 @@ class StreamingSession:
         self.timeout_s = opened.timeout_s
         self.namespace = opened.namespace
         self.tokens = NO_TOKENS
-        self.turns: list[Turn] = []
+        self.turns: list[EndedTurn] = []
         self._replaced: _Replaced | None = None
         self.running: str | None = None  # request id of the turn in flight
         self._name = ""  # of the running turn
@@ -102,7 +102,7 @@ class StreamingSession:
             self._replaced = _Replaced(
                 rid, kept, self.tokens[kept:].copy(), self.turns[len(turns) :]
             )
-            self.turns = [*turns, Turn(rid, self._name, len(self._pending), len(tokens))]
+            self.turns = [*turns, EndedTurn(rid, self._name, len(self._pending), len(tokens))]
             self.tokens = tokens.copy()
         self.running, self._pending = None, NO_TOKENS
 

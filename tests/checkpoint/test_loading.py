@@ -209,7 +209,7 @@ def test_wrong_tensors_are_named_in_one_line(qwen3):
     with pytest.raises(CheckpointError) as caught:
         load(folder)
     assert str(caught.value) == (
-        f"4 tensors in {str(folder)!r} are not what config.json asks for: "
+        f"4 tensors in {str(folder)!r} do not match config.json: "
         "lm_head.weight has shape [7, 64] instead of [250, 64]; "
         "model.layers.0.mlp.surprise is unexpected; "
         "model.layers.1.mlp.up_proj.weight is missing; "

@@ -5,8 +5,7 @@ import threading
 import jax
 import numpy as np
 
-from sgl_jax.executor.background import BackgroundCompilation
-from sgl_jax.executor.compile_watch import CompileWatch
+from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
 from tests.waiting import until
 
 

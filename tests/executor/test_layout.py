@@ -55,7 +55,7 @@ def test_each_rank_reads_its_own_rows_and_padding_is_the_null_row():
         assert seen.num_scored.tolist() == ([0, 0, 3, 5] if rank == 2 else [0] * 4)
         assert seen.any_scored
         assert seen.num_decode == plan.num_decode or n == 0
-        assert bool(seen.wants_logprobs) == plan.return_logprob
+        assert bool(seen.returns_logprobs) == plan.return_logprob
         table = step_input.page_tables.reshape(3, 4, 5)[rank]
         assert table[:n, :3].tolist() == [listed(rank, row)[:3] for row in plan.rows.tolist()]
         assert not table[n:].any()

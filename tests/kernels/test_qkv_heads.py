@@ -141,7 +141,7 @@ def mistake_one_head_for_another(monkeypatch):
 
 def add_up_too_few_digits(monkeypatch):
     """As if a square were one number of 8 bits."""
-    monkeypatch.setattr(module, "_in_parts", lambda x, count: [x.astype(jnp.bfloat16)])
+    monkeypatch.setattr(module, "bfloat16_parts", lambda x, count: [x.astype(jnp.bfloat16)])
 
 
 FAULTS = (

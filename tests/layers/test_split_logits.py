@@ -89,7 +89,7 @@ def draw_rows(logits, packed, table, rows, lengths, samples, flags):
     return draw_tokens(logits, packed, table, SampledRows(rows, lengths, samples), flags[0])
 
 
-def draw(tp, samplings, wants_logprobs, dp=1):
+def draw(tp, samplings, returns_logprobs, dp=1):
     """(tokens, log-probabilities) on every chip, of as many ranks, all alike."""
     logits = np.random.default_rng(1).normal(size=(ROWS, VOCAB)).astype(np.float32)
     packed = np.stack(
@@ -103,22 +103,22 @@ def draw(tp, samplings, wants_logprobs, dp=1):
     rows, lengths = np.arange(ROWS, dtype=np.int32), np.full(ROWS, 3, np.int32)
     inputs = (packed, np.zeros((ROWS, 8), np.int32), rows, lengths, np.ones(ROWS, bool))
     flags = np.zeros(dp, bool)
-    flags[-1] = wants_logprobs  # of the last rank
+    flags[-1] = returns_logprobs  # of the last rank
 
     repeated = [np.concatenate([x] * dp) for x in (logits, *inputs)]
     return on_chips(tp, draw_rows, dp=dp)(*repeated, flags)
 
 
-@pytest.mark.parametrize("wants_logprobs", [False, True])
+@pytest.mark.parametrize("returns_logprobs", [False, True])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_chips_draw_together_what_one_draws_alone(name, wants_logprobs):
-    alone, alone_logprobs = draw(1, SAMPLINGS[name], wants_logprobs)
-    tokens, logprobs = draw(4, SAMPLINGS[name], wants_logprobs)
+def test_chips_draw_together_what_one_draws_alone(name, returns_logprobs):
+    alone, alone_logprobs = draw(1, SAMPLINGS[name], returns_logprobs)
+    tokens, logprobs = draw(4, SAMPLINGS[name], returns_logprobs)
     for chip in range(4):
         np.testing.assert_array_equal(tokens[chip], alone[0])
         for got, expected in zip(logprobs, alone_logprobs, strict=True):
             np.testing.assert_allclose(got[chip], expected[0], rtol=1e-6)
-    assert bool(logprobs.logprobs.any()) == wants_logprobs
+    assert bool(logprobs.logprobs.any()) == returns_logprobs
 
 
 def test_a_rank_reports_though_the_others_want_nothing():

@@ -858,7 +858,7 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         "sgl_jax/scheduler/step_room.py",
-        "fits = has_pages and self.takes(request)",
+        "fits = has_room and self.takes(request)",
         "fits = self.takes(request)",
     ),
     Mutation(
@@ -1265,8 +1265,8 @@ MUTATIONS = (
     Mutation(
         "reserve nothing for what starts in the same step",
         "sgl_jax/scheduler/step_room.py",
-        "        self._num_reserved, self._num_pages = None, None\n",
-        "        self._num_pages = None\n",
+        "        self._forecast.start(self.dp_rank, row)\n",
+        "",
     ),
     Mutation(
         "leave room for all known tokens but not for the next",
@@ -1381,8 +1381,8 @@ MUTATIONS = (
     Mutation(
         "states: wait for one that cannot be kept",
         _IN_FLIGHT,
-        "if not memory.can_keep_state:",
-        "if False:",
+        "if not self._rows or not memory.can_keep_state:",
+        "if not self._rows:",
     ),
     Mutation(
         "share nothing with what starts in the same step",
@@ -1460,8 +1460,8 @@ MUTATIONS = (
     Mutation(
         "wait for a better rank though it has room",
         _LINES,
-        "and stays_for != NO_RANK and not is_open[stays_for]:",
-        "and stays_for != NO_RANK:",
+        "if stays_for != NO_RANK and not is_open[stays_for]:",
+        "if stays_for != NO_RANK:",
     ),
     Mutation(
         "leave out a request that needs all that is there",
@@ -2342,8 +2342,8 @@ MUTATIONS = (
     Mutation(
         "pressure: start below the floor",
         "sgl_jax/scheduler/waiting_lines.py",
-        "if may_run[ranks[k], line] and priority[line] > floor[k]:",
-        "if may_run[ranks[k], line]:",
+        "and may_run[ranks[k], line] and priority[line] > floor[k]:",
+        "and may_run[ranks[k], line]:",
     ),
     Mutation(
         "pressure: be passed over by what is more important",

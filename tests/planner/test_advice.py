@@ -6,7 +6,7 @@ from sgl_jax.core.server_args import parse_server_args
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import SERVER_SETTINGS, parse_plan_request
 from sgl_jax.planner.engine_programs import engine_programs
-from sgl_jax.planner.estimate import Plan, StepPlan, device_bytes
+from sgl_jax.planner.estimate import Estimate, StepEstimate, device_bytes
 from sgl_jax.planner.memory import plan_memory
 from sgl_jax.planner.program_cost import ProgramCost
 from sgl_jax.planner.report import serve_command
@@ -38,8 +38,8 @@ def plan_of(*words, concurrency=256, collectives_s=0.0):
         bound="HBM",
     )
     rows = request.args.max_running_requests or concurrency
-    step = StepPlan(rows, rows, ProgramCost(0, 0, 0, 0, 0, 0, (), ()), time)
-    return Plan(request, plan_memory(request), step, step, concurrency, 4096, 1.0, 1.0, 1.0)
+    step = StepEstimate(rows, rows, ProgramCost(0, 0, 0, 0, 0, 0, (), ()), time)
+    return Estimate(request, plan_memory(request), step, step, concurrency, 4096, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_what_the_compiler_refused_is_not_named_again(limit, nearest, monkeypatc
     def refuse(request):
         raise StepDoesNotFitError("the compiler of the chip refuses the step: Ran out of memory.")
 
-    monkeypatch.setattr(command, "make_plan", refuse)
+    monkeypatch.setattr(command, "make_estimate", refuse)
     words = ["--model-path", "llama-3.1-8b", "--topology", "v6e-4", "--dp-size", "4", *limit]
     assert command.main(words) == 1
     first, second = capsys.readouterr().out.splitlines()

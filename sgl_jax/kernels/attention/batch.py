@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sgl_jax.kernels.token_rows import TokenRows
+
 NULL_PAGE = 0
 
 
@@ -58,26 +60,19 @@ class AttentionBatch:
         Static: `num_tokens` is T, at least the sum of `q_lens`; `max_draft_tokens` the most that
         any decode row has.
         """
-        bucket_rows = q_lens.shape[0]
-        ends = jnp.cumsum(q_lens, dtype=jnp.int32)
-        q_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-        rows = jnp.searchsorted(ends, tokens, side="right", method="compare_all")
-        token_rows = jnp.minimum(rows.astype(jnp.int32), bucket_rows - 1)
-        valid = tokens < ends[-1]
-        positions = kv_starts[token_rows] + tokens - q_offsets[token_rows]
-        row_ids = jnp.arange(1, bucket_rows + 1, dtype=jnp.int32)
+        rows = TokenRows.of(q_lens, num_tokens)
+        positions = kv_starts[rows.token_rows] + rows.in_row
         return cls(
             page_table=page_table,
             kv_starts=kv_starts,
             q_lens=q_lens,
             num_decode=num_decode,
-            num_rows=jnp.max(jnp.where(q_lens > 0, row_ids, 0)),
-            q_offsets=q_offsets,
-            token_rows=token_rows,
-            positions=jnp.where(valid, positions, 0),
-            valid=valid,
-            max_decode_tokens=min(num_tokens, bucket_rows * (1 + max_draft_tokens)),
+            num_rows=rows.num_rows,
+            q_offsets=rows.q_offsets,
+            token_rows=rows.token_rows,
+            positions=jnp.where(rows.valid, positions, 0),
+            valid=rows.valid,
+            max_decode_tokens=min(num_tokens, q_lens.shape[0] * (1 + max_draft_tokens)),
             max_draft_tokens=max_draft_tokens,
         )
 

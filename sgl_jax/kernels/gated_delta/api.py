@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 import jax
 
 from sgl_jax.kernels.gated_delta import xla
-from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, NO_SLOT, StateBatch
-from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, NO_SLOT, StateBatch, check_heads
 
 __all__ = [
     "CHUNK_TOKENS",
@@ -134,17 +133,3 @@ def gated_delta_implementation(backend: str, *, simulate: bool = False) -> Gated
     return GatedDeltaCalls(
         partial(gated_delta, interpret=interpret), partial(causal_conv, interpret=interpret)
     )
-
-
-def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:
-    """Refuse heads of a chip that the Pallas kernels do not compute; XLA computes any.
-
-    Raises:
-        ValueError: a head is not one row of a TPU's memory wide, or there are too many.
-    """
-    if (key_dim, value_dim) != (LANES, LANES) or value_heads > LANES:
-        raise ValueError(
-            f"the Pallas kernels of gated delta nets compute up to {LANES} value heads a chip, of "
-            f"{LANES} key and {LANES} value dimensions; got {value_heads} of {key_dim} and "
-            f"{value_dim}: --attention-backend xla takes any"
-        )

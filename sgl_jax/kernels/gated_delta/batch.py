@@ -14,9 +14,26 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from sgl_jax.kernels.token_rows import TokenRows
+from sgl_jax.kernels.tpu_chip import LANES
+
 # Tokens of a chunk: the recurrence within it is solved as matrix products.
 CHUNK_TOKENS = 64
 NO_SLOT = -1
+
+
+def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:
+    """Refuse heads of a chip that the Pallas kernels do not compute; XLA computes any.
+
+    Raises:
+        ValueError: a head is not one row of a TPU's memory wide, or there are too many.
+    """
+    if (key_dim, value_dim) != (LANES, LANES) or value_heads > LANES:
+        raise ValueError(
+            f"the Pallas kernels of gated delta nets compute up to {LANES} value heads a chip, of "
+            f"{LANES} key and {LANES} value dimensions; got {value_heads} of {key_dim} and "
+            f"{value_dim}: --attention-backend xla takes any"
+        )
 
 
 @partial(
@@ -87,14 +104,8 @@ class StateBatch:
         """
         bucket_rows = q_lens.shape[0]
         num_chunks_at_most = num_tokens // CHUNK_TOKENS + bucket_rows + snapshots.shape[0]
-        ends = jnp.cumsum(q_lens, dtype=jnp.int32)
-        q_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-        rows = jnp.searchsorted(ends, tokens, side="right", method="compare_all")
-        token_rows = jnp.minimum(rows.astype(jnp.int32), bucket_rows - 1)
-        valid = tokens < ends[-1]
+        q_offsets, num_rows, token_rows, in_row, valid = TokenRows.of(q_lens, num_tokens)
         is_prefill = valid & (token_rows >= num_decode)
-        in_row = tokens - q_offsets[token_rows]
         lengths = kv_starts[token_rows] + in_row  # before each token
         kept_rows, kept_lens, kept_slots = snapshots.T
         is_kept = (kept_slots > 0) & (kept_rows >= num_decode)
@@ -104,7 +115,7 @@ class StateBatch:
         num_chunks = jnp.sum(is_start, dtype=jnp.int32)
         (starts,) = jnp.nonzero(is_start, size=num_chunks_at_most + 1, fill_value=0)
         index = jnp.arange(num_chunks_at_most + 1, dtype=jnp.int32)
-        chunk_starts = jnp.where(index < num_chunks, starts.astype(jnp.int32), ends[-1])
+        chunk_starts = jnp.where(index < num_chunks, starts.astype(jnp.int32), q_offsets[-1])
         first, end = chunk_starts[:-1], chunk_starts[1:]
         chunk_rows = token_rows[jnp.minimum(first, num_tokens - 1)]
         is_chunk = index[:-1] < num_chunks
@@ -113,13 +124,12 @@ class StateBatch:
         end_lens = kv_starts[chunk_rows] + end - q_offsets[chunk_rows]
         kept_after = is_kept & (kept_rows == chunk_rows[:, None]) & (kept_lens == end_lens[:, None])
         snapshot = jnp.max(jnp.where(kept_after, kept_slots, NO_SLOT), axis=1, initial=NO_SLOT)
-        row_ids = jnp.arange(1, bucket_rows + 1, dtype=jnp.int32)
         return cls(
             slots_in=slots_in,
             slots_out=slots_out,
             q_offsets=q_offsets,
             num_decode=num_decode,
-            num_rows=jnp.max(jnp.where(q_lens > 0, row_ids, 0)),
+            num_rows=num_rows,
             token_rows=token_rows,
             valid=valid,
             chunk_starts=chunk_starts,

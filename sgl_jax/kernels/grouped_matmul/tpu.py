@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 MIN_LINES, MAX_LINES = 64, 512  # of a tile
@@ -119,21 +120,9 @@ def _kernel(
 
     @pl.when(visit < visits.sizes[1])
     def _() -> None:
-        product = _multiply(lines[...], matrix[0, 0], transposed)
+        new = product(lines[...], matrix[0, 0], (1, 1 if transposed else 0))
         keep = _is_of_group(visits, visit, out.shape)
-        out[...] = jnp.where(keep, product, out[...].astype(jnp.float32)).astype(out.dtype)
-
-
-def _multiply(lines: jax.Array, matrix: jax.Array, transposed: bool) -> jax.Array:
-    """In float32, and products of float32 without loss."""
-    contracted = ((1,), (1 if transposed else 0,))
-    return lax.dot_general(
-        lines,
-        matrix,
-        (contracted, ((), ())),
-        precision=lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+        out[...] = jnp.where(keep, new, out[...].astype(jnp.float32)).astype(out.dtype)
 
 
 def _is_of_group(visits: _Visits, visit: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -16,7 +16,7 @@ def draw_tokens(
     row_params: jax.Array,
     token_table: jax.Array,
     where: SampledRows,
-    wants_logprobs: jax.Array,
+    returns_logprobs: jax.Array,
     masks: jax.Array | None = None,
 ) -> tuple[jax.Array, TokenLogprobs]:
     """The next token of n rows, int32[n], and their log-probabilities, zeros if not requested.
@@ -28,7 +28,7 @@ def draw_tokens(
         row_params: int32[num_rows, PACKED_WIDTH] sampling parameters of all rows.
         token_table: int32[num_rows, max_context_len].
         where: which rows draw.
-        wants_logprobs: bool[], of this rank.
+        returns_logprobs: bool[], of this rank.
         masks: int32[n, ceil(vocab_size / 32)] the tokens that may be drawn; None: all. They do not
             change the reported log-probabilities.
     """
@@ -42,7 +42,7 @@ def draw_tokens(
         allowed = rows if masks is None else drawable.whole_rows()
         tokens = sample_tokens(allowed, params, token_table, own)
         logprobs = lax.cond(
-            wants_logprobs,
+            returns_logprobs,
             lambda: token_logprobs(rows, tokens, params.logprob_ids),
             lambda: no_logprobs(tokens.shape[0]),
         )
@@ -52,7 +52,7 @@ def draw_tokens(
         return results
 
     params = unpack_row_params(row_params[where.rows])
-    needs_rows = jnp.any(is_elaborate(params, where)) | wants_logprobs
+    needs_rows = jnp.any(is_elaborate(params, where)) | returns_logprobs
     # All ranks take the same branch: logits are exchanged in it.
     drawn: tuple[jax.Array, TokenLogprobs] = lax.cond(
         any_over_data(needs_rows),

@@ -54,14 +54,14 @@ def _search(probs: jax.Array, searched: jax.Array, top_k: jax.Array, top_p: jax.
     as no token lies between its bounds.
     """
     vocab = probs.shape[-1]
-    wanted_count = jnp.where(top_k > 0, top_k, vocab + 1)
-    wanted_mass = jnp.where(top_p < 1.0, top_p, 2.0)
+    least_count = jnp.where(top_k > 0, top_k, vocab + 1)
+    least_mass = jnp.where(top_p < 1.0, top_p, 2.0)
 
     def enough(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
         inside = probs >= lax.bitcast_convert_type(bits, jnp.float32)[:, None]
         count = jnp.sum(inside, axis=-1, dtype=jnp.int32)
         mass = jnp.sum(jnp.where(inside, probs, 0.0), axis=-1)
-        return (count >= wanted_count) | (mass >= wanted_mass), count
+        return (count >= least_count) | (mass >= least_mass), count
 
     def unsettled(b: _Bounds) -> jax.Array:
         return jnp.any((b.high - b.low > 1) & (b.count_low - b.count_high > 1))
@@ -76,7 +76,7 @@ def _search(probs: jax.Array, searched: jax.Array, top_k: jax.Array, top_p: jax.
             count_high=jnp.where(met, b.count_high, count),
         )
 
-    everything = jnp.zeros_like(wanted_count)  # the bits of 0.0, which keeps every token
+    everything = jnp.zeros_like(least_count)  # the bits of 0.0, which keeps every token
     bounds = _Bounds(
         low=everything,
         high=jnp.where(searched, _BITS_ABOVE_ONE, 1),  # keeps none; settled at once

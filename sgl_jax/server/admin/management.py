@@ -6,7 +6,7 @@
     ready      200
     paused     200   requests are taken, and wait until generation is continued
     stuck      503   the engine's process is silent: stopped, or swapped out
-    draining   503   the server finishes what runs, and ends
+    draining   503   the server finishes running requests, and ends
     dead       503   the engine has ended; the server ends, too
 
 Programs can read the same from the code of the error.

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`. Its body is a `ChatRequest`."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
@@ -46,82 +47,54 @@ class ChatLogprobs(Struct, frozen=True):
     content: list[TokenLogprob]
 
 
-class FunctionOfCall(Struct):
-    """`arguments` is the text of a JSON object, unless the answer was cut off."""
+class CalledFunctionAnswer(Struct):
+    """`arguments` is the text of a JSON object, unless the answer was cut off.
 
-    name: str
-    arguments: str = ""
+    In a stream, the next piece of it; the name comes once, before.
+    """
+
+    arguments: str
+    name: str | UnsetType = UNSET
 
 
 class ToolCallAnswer(Struct, frozen=True):
-    id: str
-    function: FunctionOfCall
-    type: str = "function"
+    """In a stream id and type come once, and `index` counts the calls of the answer."""
+
+    function: CalledFunctionAnswer
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
 
 
-class AssistantMessage(Struct, frozen=True):
-    """`content` is null where there are tool calls alone."""
+class AssistantMessage(Struct):
+    """The whole message, or the gain of a chunk. `content` is null beside tool calls alone."""
 
-    content: str | None
-    role: str = "assistant"
+    content: str | UnsetType | None = UNSET
+    role: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
+    """Has `delta` in a stream, else `message`."""
+
     index: int
-    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     matched_stop: int | str | None
+    message: AssistantMessage | UnsetType = UNSET
+    delta: AssistantMessage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     response_token_ids: list[int] | UnsetType = UNSET
     meta_info: MetaInfo | UnsetType = UNSET
 
 
 class ChatCompletion(AnswerHead, frozen=True):
+    """A whole answer, or a chunk of a stream: then `object` is `chat.completion.chunk`."""
+
     choices: list[ChatChoice]
-    usage: Usage
-    object: str = "chat.completion"
-
-
-class FunctionDelta(Struct, frozen=True):
-    """The next piece of a call's arguments; its name comes once, before them."""
-
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCallDelta(Struct, frozen=True):
-    """`index` is that of the call in the answer; id and type come once."""
-
-    index: int
-    function: FunctionDelta
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-
-
-class Delta(Struct):
-    """The gain of a chunk."""
-
-    content: str | UnsetType = UNSET
-    role: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
-class ChatChunkChoice(Struct, frozen=True):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    matched_stop: int | str | None
-
-
-class ChatCompletionChunk(AnswerHead, frozen=True):
-    choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    object: str = "chat.completion.chunk"
+    object: str = "chat.completion"
 
 
 @router.post("/chat/completions", responses=streamed_answers(ChatCompletion))
@@ -133,7 +106,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 class ChatFormat(OpenAIFormat):
-    _kind, _event_type, _whole_type = "chatcmpl", ChatCompletionChunk, ChatCompletion
+    _kind, _whole_type = "chatcmpl", ChatCompletion
+    _event_type = staticmethod(partial(ChatCompletion, object="chat.completion.chunk"))
     _body: ChatRequest
 
     def __init__(self, refs: References, body: ChatRequest) -> None:
@@ -141,7 +115,7 @@ class ChatFormat(OpenAIFormat):
         self._refs = refs
         self._answers: dict[int, ChatAnswer] = {}
 
-    def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> list[ChatChunkChoice]:
+    def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> list[ChatChoice]:
         is_first = index not in self._answers
         if is_first:
             self._answers[index] = ChatAnswer(self._refs, self._body, stream)
@@ -151,11 +125,11 @@ class ChatFormat(OpenAIFormat):
         is_ending = any(part is not None for part in ending)
         if not deltas and (is_first or is_ending or self._always_counts):
             # Without calls, clients look for content.
-            deltas = [Delta() if answer.num_calls else Delta(content="")]
+            deltas = [AssistantMessage() if answer.num_calls else AssistantMessage("")]
         if is_first:
             deltas[0].role = "assistant"
-        pieces = [ChatChunkChoice(index, delta, None, None, None) for delta in deltas[:-1]]
-        return [*pieces, *(ChatChunkChoice(index, delta, *ending) for delta in deltas[-1:])]
+        pieces = [ChatChoice(index, None, None, None, delta=delta) for delta in deltas[:-1]]
+        return [*pieces, *(ChatChoice(index, *ending, delta=delta) for delta in deltas[-1:])]
 
     def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> ChatChoice:
         body, request = self._body, stream.request
@@ -167,8 +141,9 @@ class ChatFormat(OpenAIFormat):
             meta_info = describe(stream, chunk.num_output_tokens, chunk.finish, **logprobs)
         return ChatChoice(
             index,
-            message,
             *self._ending(chunk, answer),
+            message,
+            UNSET,
             request.input_ids if body.return_prompt_token_ids or body.return_token_ids else UNSET,
             chunk.token_ids if body.return_token_ids else UNSET,
             meta_info,
@@ -184,18 +159,19 @@ class ChatFormat(OpenAIFormat):
         return logprobs, answer.finish_reason(chunk.finish), matched
 
 
-def _delta(event: Event, index: int) -> Delta:
-    """`index` is that of the last call."""
+def _delta(event: Event, index: int) -> AssistantMessage:
+    """`index` counts the calls."""
     match event:
         case Content(text):
-            return Delta(content=text)
+            return AssistantMessage(text)
         case Reasoning(text):
-            return Delta(reasoning_content=text)
+            return AssistantMessage(reasoning_content=text)
         case CallBegun(name, str(call_id)):
-            call = ToolCallDelta(index, FunctionDelta("", name), call_id, "function")
-            return Delta(tool_calls=[call])
+            call = ToolCallAnswer(CalledFunctionAnswer("", name), call_id, "function", index)
+            return AssistantMessage(tool_calls=[call])
         case Arguments(text):
-            return Delta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))])
+            call = ToolCallAnswer(CalledFunctionAnswer(text), index=index)
+            return AssistantMessage(tool_calls=[call])
     raise AssertionError(event)
 
 
@@ -208,14 +184,11 @@ def _message(answer: ChatAnswer, chunk: Chunk) -> AssistantMessage:
             case Reasoning(text):
                 reasoning += text
             case CallBegun(name, str(call_id)):
-                calls.append(ToolCallAnswer(call_id, FunctionOfCall(name)))
+                calls.append(ToolCallAnswer(CalledFunctionAnswer("", name), call_id, "function"))
             case Arguments(text):
                 calls[-1].function.arguments += text
-    return AssistantMessage(
-        None if calls and not content else content,
-        reasoning_content=reasoning or UNSET,
-        tool_calls=calls or UNSET,
-    )
+    shown = None if calls and not content else content
+    return AssistantMessage(shown, "assistant", reasoning or UNSET, calls or UNSET)
 
 
 def _logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:

@@ -204,7 +204,7 @@ class MessagesBody(CountTokensBody):
 
 
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
-    """The message as those of a chat: a call's result is one of its own, before the text."""
+    """The message as messages of a chat: results of calls come first, each by itself."""
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     thought = ""

@@ -14,7 +14,7 @@ from sgl_jax.core.request_limits import check_num_requests, for_each
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server import unserved_fields
-from sgl_jax.server.answer_stream import DONE, failure_event, json_response, respond
+from sgl_jax.server.answer_stream import DONE, StreamGroup, failure_event, json_response, respond
 from sgl_jax.server.apis.openai import LOWEST_LOGPROB, token_text
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import (
@@ -210,8 +210,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         turn=session_turn(body.session_params),
         default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
     )
-    answer_format = NativeFormat(refs, body)
-    return await respond(request, requests, answer_format, streaming=body.stream, names=names)
+    group = StreamGroup(request, requests, streaming=body.stream, names=names)
+    return await respond(request, group, NativeFormat(refs, body))
 
 
 @router.post("/abort_request", responses=answers())

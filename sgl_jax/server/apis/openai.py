@@ -98,7 +98,7 @@ class OpenAIFormat:
     """The parts that both kinds of answers share: name, time, model and counts of tokens."""
 
     _kind: str  # prefix of new names
-    _event_type: type[Struct]
+    _event_type: Callable[..., Struct]
     _whole_type: type[Struct]
 
     def __init__(self, refs: References, body: GenerationFields) -> None:

@@ -396,7 +396,7 @@ async def delete_response(response_id: str, request: Request) -> Response:
 
 @router.get("/{response_id}/input_items", responses=answers(ItemList))
 async def list_input_items(response_id: str, request: Request) -> Response:
-    """What the body of a response's request held, in its order."""
+    """The items of the request's body, in their order."""
     items = msgspec.json.decode(_stored(response_id, request).input_items)
     return json_response(ItemList(items, items[0]["id"], items[-1]["id"]))
 

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from sgl_jax.server.errors import ApiError, envelope
 from sgl_jax.server.guards.limits import Limits
 
-# Bytes of a chunked body for each of its framing, at least, beyond what a head may have: chunks of
+# Bytes of a chunked body for each of its framing, at least, beyond the limit of heads: chunks of
 # 40 bytes. Each is a call of this class, so smaller ones cost more than their bytes.
 _LEAST_BYTES_PER_FRAMING = 8
 
@@ -64,7 +64,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        self._unset_keepalive_if_required()  # uvicorn keeps that of a connection that was reset
+        self._unset_keepalive_if_required()  # uvicorn keeps it after a reset
         self.waiting.pop(self, None)
         for cycle in self._unanswered:
             cycle.disconnected = True

@@ -2,7 +2,7 @@
 
 A decoder holds the interpreter until it is done. Its cost is not bytes but values: 27 MiB of empty
 lists take it seconds, as many of text milliseconds. So long bodies are counted first, in slices, by
-numpy, which lets other threads run. They are decoded and validated beside the event loop, which so
+numpy, beside which other threads run. They are decoded and validated beside the event loop, which
 waits for one of these at most, and of a validation for one of its parts.
 """
 
@@ -114,7 +114,7 @@ def _without_escapes(body: bytes | bytearray) -> Iterator[bytes | bytearray]:
     start = 0
     while start < len(body):
         end = min(start + _SLICE_BYTES, len(body))
-        # Do not cut behind a backslash that escapes what follows.
+        # Do not cut behind a backslash that escapes the next byte.
         num_backslashes = 0
         while end < len(body) and body[end - 1 - num_backslashes] == ord("\\"):
             num_backslashes += 1

@@ -108,9 +108,9 @@ class Limits:
 
     @classmethod
     def of(cls, args: ServerArgs, max_prompt_chars: int = _MIB) -> "Limits":
-        """Those of a server with these settings, for a model that takes such prompts.
+        """The limits of a server with these settings, for a model that takes such prompts.
 
-        What bounds connections is the same for every model.
+        Limits of connections are the same for every model.
         """
         return cls(
             max_connections=args.max_connections,

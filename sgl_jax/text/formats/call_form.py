@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from sgl_jax.text.formats.lark import NUMBER, SpecialIds, of_json
 from sgl_jax.text.reader import Reading, Unread
 
-# Beside NUMBER, within a text: letters and digits; the begin and the end of a call's id.
+# Beside NUMBER, within a text: letters and digits; the beginning and the end of a call's id.
 WORD, ID, ID_END = "\1\2\3"
 _NO_IDS = str.maketrans("", "", ID + ID_END)
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -53,7 +53,8 @@ class CallForm(NamedTuple):
     head, after_name, tail: before a call's name, before its arguments, after them.
     between: separates two calls; None if an answer has only one.
     begin, end: around all calls.
-    mark: starts calls amid text; "" if they stand at the beginning of an answer only.
+    mark: starts calls amid text; "" if they stand at the beginning of an answer only. If `begin` or
+        `head` repeats it, all calls together or each call must have it; otherwise it is optional.
     names: pattern of valid names; None if a call is a JSON object and its name a string in it.
     """
 

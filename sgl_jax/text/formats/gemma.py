@@ -14,7 +14,7 @@ from sgl_jax.text.formats.value_grammar import Notation
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
 
-# Begin of a call -> its end and the mark around strings.
+# Beginning of a call -> its end and the mark around strings.
 _MARKS = {
     "<start_function_call>": ("<end_function_call>", "<escape>"),
     "<|tool_call>": ("<tool_call|>", '<|"|>'),

@@ -55,10 +55,10 @@ from sgl_jax.kernels.attention.tpu.shared import (
     converted,
     even_then_odd,
     positions,
-    product,
     should_move_bits,
 )
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, decode_blocks
+from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.tpu_chip import LANES
 
 SUBLANES = 8
@@ -375,7 +375,7 @@ def attend(kernel: Kernel, buffer: Any, pages: Any, seen: jax.Array | None) -> N
         return converted(jnp.concatenate(parts, axis=1), shape.product_dtype)
 
     def times(x: jax.Array, kv: jax.Array, axis: int) -> jax.Array:
-        return product((x * bias).astype(shape.product_dtype), kv, axis) * bias
+        return product((x * bias).astype(shape.product_dtype), kv, (1, axis)) * bias
 
     for stack in range(stacks.num_stacks):
         keys = side_by_side(stacks.heads(stack))

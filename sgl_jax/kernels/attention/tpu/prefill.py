@@ -53,11 +53,9 @@ from sgl_jax.kernels.attention.tpu.shared import (
     call,
     converted,
     div,
-    product,
-    start,
-    wait,
 )
 from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks, prefill_blocks
+from sgl_jax.kernels.pallas_tpu import product, start, wait
 from sgl_jax.kernels.tpu_chip import LANES
 
 LOG2_E = 1.4426950408889634
@@ -408,7 +406,6 @@ def attend(kernel: Kernel, work: Work) -> None:
 
 
 def attend_heads(kernel: Kernel, work: Work) -> None:
-    """`attend_head` of all heads."""
     is_masked, kv_heads = work.position is not None, kernel.shape.kv_heads
     seen = seen_keys(kernel, work) if is_masked else None
     heads = kernel.blocks.masked_heads(kv_heads) if is_masked else kernel.blocks.heads
@@ -440,7 +437,7 @@ def attend_head(kernel: Kernel, work: Work, head: Any, seen: jax.Array | None) -
     k = kv[work.buffer, pages, head].reshape(num_keys, head_dim)
     v = kv[work.buffer, pages, shape.values_of(head)].reshape(num_keys, head_dim)
     k, v = converted(k, shape.product_dtype), converted(v, shape.product_dtype)
-    scores = product(softmax.q[head, :, at].reshape(rows, head_dim), k, 1)
+    scores = product(softmax.q[head, :, at].reshape(rows, head_dim), k, (1, 1))
     if options.soft_cap is None:
         scores = scores * (options.scale * LOG2_E)
     else:
@@ -455,7 +452,7 @@ def attend_head(kernel: Kernel, work: Work, head: Any, seen: jax.Array | None) -
     kept = jnp.exp2(old_m - m)
     parts = [weights[:, i : i + LANES] for i in range(0, num_keys, LANES)]
     sums = old_l * kept + reduce(jnp.add, parts)
-    found = product(weights.astype(shape.product_dtype), v, 0)
+    found = product(weights.astype(shape.product_dtype), v, (1, 0))
     acc = old_acc * across(kept, head_dim) + found
     softmax.m[head, :, at] = m.reshape(*by_token, LANES)
     softmax.l[head, :, at] = sums.reshape(*by_token, LANES)

@@ -24,7 +24,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.attention.cache_dtype import FLOAT8, is_narrow, product_dtype
-from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES, converts_float8
+from sgl_jax.kernels.pallas_tpu import UNCHECKED
+from sgl_jax.kernels.tpu_chip import converts_float8
 
 # Half of the factor that keys and values of moved bits lack. The other factor of a product is
 # multiplied by it beforehand, lest small products are lost, and the product once more.
@@ -220,27 +221,6 @@ class Pages(NamedTuple):
             kv[buffer, page, head] = jnp.where(kept, values, jnp.zeros_like(values))
 
 
-def start(copy: Any) -> None:
-    """Start a DMA."""
-    copy.start()
-
-
-def wait(copy: Any) -> None:
-    """Wait for a DMA."""
-    copy.wait()
-
-
-def product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
-    """x [rows, n] times keys or values y, whose `axis` has n elements; float32."""
-    return lax.dot_general(
-        x,
-        y,
-        (((1,), (axis,)), ((), ())),
-        precision=lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-
-
 def div(a: Any, b: int) -> jax.Array:
     """a // b for a >= 0, which costs less than a division with signs."""
     return lax.div(jnp.int32(a), jnp.int32(b))
@@ -297,10 +277,7 @@ def call(
             scratch_shapes=scratch,
         ),
         input_output_aliases={len(jax.tree.leaves(inputs)) - 1: 0},
-        # Page ids are the memory manager's: a check of each DMA's bounds would cost more than it.
-        compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES
-        ),
+        compiler_params=UNCHECKED,
         interpret=interpret,
     )
     return run(*inputs)

@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 
-from sgl_jax.kernels.gated_delta.api import check_heads
-from sgl_jax.kernels.gated_delta.batch import StateBatch
+from sgl_jax.kernels.gated_delta.batch import StateBatch, check_heads
 from sgl_jax.kernels.gated_delta.tpu.conv import causal_conv
 from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta
 from sgl_jax.kernels.gated_delta.tpu.prefill import prefill_gated_delta

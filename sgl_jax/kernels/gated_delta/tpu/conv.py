@@ -30,7 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import StateBatch
-from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
+from sgl_jax.kernels.pallas_tpu import UNCHECKED
+from sgl_jax.kernels.tpu_chip import LANES
 
 BLOCK_TOKENS = 64
 NUM_BUFFERS = 8
@@ -149,10 +150,7 @@ def causal_conv(
             ],
         ),
         input_output_aliases={len(rows) + 2: 1},
-        # Slots are the memory manager's: a check of each DMA's bounds would cost more than it.
-        compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES
-        ),
+        compiler_params=UNCHECKED,
         interpret=interpret,
     )
     by_line = weight.astype(jnp.float32).reshape(-1, lines, LANES)

@@ -28,8 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import StateBatch
-from sgl_jax.kernels.gated_delta.tpu.shared import start, unit, wait
-from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
+from sgl_jax.kernels.gated_delta.tpu.shared import HBM, Buffers, call, unit
+from sgl_jax.kernels.pallas_tpu import start, wait
+from sgl_jax.kernels.tpu_chip import LANES
 
 SUBLANES = 8
 # Three buffers of large states keep the memory busy; small states need more DMAs in flight, since
@@ -52,27 +53,6 @@ class _Rows(NamedTuple):
         return token == self.q_offsets[self.token_rows[token]]
 
 
-class _HBM(NamedTuple):
-    """Arrays in HBM, and one of their tokens or states in each of n buffers."""
-
-    q: Any  # [T, Hk, 128]
-    k: Any  # [T, Hk, 128]
-    gates: Any  # float32 [T, 2, Hv, 128]
-    v: Any  # [T, Hv, 128] values, then outputs
-    states: Any  # [layers, slots, Hv, 128, 128]
-
-
-class _Buffers(NamedTuple):
-    """In vector memory."""
-
-    q: Any
-    k: Any
-    gates: Any
-    v: Any
-    out: Any
-    states: Any
-
-
 class _Semaphores(NamedTuple):
     """One for each buffer."""
 
@@ -83,8 +63,8 @@ class _Semaphores(NamedTuple):
 
 class _Kernel(NamedTuple):
     rows: _Rows
-    hbm: _HBM
-    buffers: _Buffers
+    hbm: HBM  # gates float32 [T, 2, Hv, 128]
+    buffers: Buffers
     sems: _Semaphores
 
     @property
@@ -121,15 +101,14 @@ def decode_gated_delta(
     decoded = batch.max_decode_tokens
     by_head = jnp.stack([jnp.exp(log_decay[:decoded]), beta[:decoded]], axis=1)
     gates = jnp.broadcast_to(by_head[..., None], (*by_head.shape, LANES))
-    hbm = _HBM(q, k, gates, v, states)
+    hbm = HBM(q, k, gates, v, states)
     n = num_buffers(states[0, 0].size * states.dtype.itemsize)
 
     def several(array: jax.Array) -> Any:
         return pltpu.VMEM((n, *array.shape[1:]), array.dtype)
 
     state, sems = pltpu.VMEM((2, n, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((n,))
-    buffers = _Buffers(several(q), several(k), several(gates), several(v), several(v), state)
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    buffers = Buffers(several(q), several(k), several(gates), several(v), several(v), state)
     rows = _Rows(
         layer.reshape(1),
         batch.num_decode.reshape(1),
@@ -138,32 +117,12 @@ def decode_gated_delta(
         batch.slots_in,
         batch.slots_out,
     )
-    run = pl.pallas_call(
-        _kernel,
-        name="gated_delta_decode",
-        out_shape=[
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct(states.shape, states.dtype),
-        ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            in_specs=[_HBM(*[in_hbm] * len(hbm))],
-            out_specs=[in_hbm, in_hbm],
-            scratch_shapes=[buffers, _Semaphores(*[sems] * 3)],
-        ),
-        input_output_aliases={len(rows) + 3: 0, len(rows) + 4: 1},
-        # Slots are the memory manager's: a check of each DMA's bounds would cost more than it.
-        compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES
-        ),
-        interpret=interpret,
-    )
-    out, states = run(rows, hbm)
-    return out, states
+    scratch = [buffers, _Semaphores(*[sems] * 3)]
+    return call(_kernel, "gated_delta_decode", rows, hbm, scratch, interpret)
 
 
 def _kernel(
-    rows: _Rows, hbm: _HBM, tokens: Any, states: Any, buffers: _Buffers, sems: _Semaphores
+    rows: _Rows, hbm: HBM, tokens: Any, states: Any, buffers: Buffers, sems: _Semaphores
 ) -> None:
     # Inputs and results share memory: one array is read and written.
     kernel = _Kernel(rows, hbm._replace(v=tokens, states=states), buffers, sems)

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
-from sgl_jax.kernels.gated_delta.tpu.shared import product
+from sgl_jax.kernels.gated_delta.tpu.shared import row_and_column
+from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.tpu_chip import LANES
 
 SIDE_BY_SIDE = LANES // CHUNK_TOKENS  # systems of equations in a row of lanes
@@ -81,7 +81,7 @@ class _Halves(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> "_Halves":
-        row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
+        row, column = row_and_column(shape)
         return cls(row, column & (CHUNK_TOKENS - 1))
 
     @property
@@ -98,7 +98,7 @@ def _side_by_side(left: jax.Array, right: jax.Array, dtype: jnp.dtype) -> jax.Ar
     """The product of each matrix of `left` [C, C or 2 * C] with the one at its place in `right`."""
     width = left.shape[1]
     if width > CHUNK_TOKENS:
-        row, column = (lax.broadcasted_iota(jnp.int32, (width, width), axis) for axis in range(2))
+        row, column = row_and_column((width, width))
         is_own = (row & CHUNK_TOKENS) == (column & CHUNK_TOKENS)
         right = jnp.where(is_own, jnp.concatenate([right] * SIDE_BY_SIDE, axis=0), 0)
     return product(left.astype(dtype), right.astype(dtype), (1, 0))

@@ -32,8 +32,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, StateBatch
 from sgl_jax.kernels.gated_delta.tpu.inverse import inverses
-from sgl_jax.kernels.gated_delta.tpu.shared import product, row_and_column, start, unit, wait
-from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
+from sgl_jax.kernels.gated_delta.tpu.shared import HBM, Buffers, call, row_and_column, unit
+from sgl_jax.kernels.pallas_tpu import bfloat16_parts, product, start, wait
+from sgl_jax.kernels.tpu_chip import LANES
 
 RUN_TOKENS = 16  # a DMA's size is static: chunks that are not full move in such runs, and by token
 TURNED_TOKENS = 32  # ordered by head at once
@@ -52,29 +53,7 @@ class _Chunks(NamedTuple):
     snapshots: Any  # int32 [N] slot or negative
 
     def length(self, chunk: Any) -> jax.Array:
-        """Tokens of a chunk."""
         return self.starts[chunk + 1] - self.starts[chunk]
-
-
-class _HBM(NamedTuple):
-    """Arrays in HBM."""
-
-    q: Any  # [T, Hk, 128]
-    k: Any  # [T, Hk, 128]
-    gates: Any  # float32 [T, 2, 128] logs of decays, and betas, by value head
-    v: Any  # [T, Hv, 128] values, then outputs
-    states: Any  # [layers, slots, Hv, 128, 128]
-
-
-class _Buffers(NamedTuple):
-    """In vector memory, two chunks of each."""
-
-    q: Any
-    k: Any
-    gates: Any
-    v: Any
-    out: Any
-    states: Any
 
 
 class _ByHead(NamedTuple):
@@ -99,8 +78,8 @@ class _Semaphores(NamedTuple):
 
 class _Kernel(NamedTuple):
     chunks: _Chunks
-    hbm: _HBM
-    buffers: _Buffers
+    hbm: HBM  # gates float32 [T, 2, 128]: logs of decays, and betas, by value head
+    buffers: Buffers
     by_head: _ByHead
     sems: _Semaphores
 
@@ -137,7 +116,7 @@ def prefill_gated_delta(
     key_heads, value_heads = k.shape[1], v.shape[1]
     gates = jnp.stack([log_decay, beta], axis=1)
     gates = jnp.pad(gates, ((0, 0), (0, 0), (0, LANES - value_heads)))
-    hbm = _HBM(q, k, gates, v, states)
+    hbm = HBM(q, k, gates, v, states)
 
     def two(array: jax.Array) -> Any:
         return pltpu.VMEM((2, CHUNK_TOKENS, *array.shape[1:]), array.dtype)
@@ -146,8 +125,6 @@ def prefill_gated_delta(
         return pltpu.VMEM((n, CHUNK_TOKENS, LANES), jnp.float32)
 
     state, sems = pltpu.VMEM((2, 2, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((2,))
-    values = heads(value_heads)
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     chunks = _Chunks(
         layer.reshape(1),
         batch.num_chunks.reshape(1),
@@ -156,48 +133,20 @@ def prefill_gated_delta(
         batch.chunk_targets,
         batch.chunk_snapshots,
     )
-    run = pl.pallas_call(
-        _kernel,
-        name="gated_delta_prefill",
-        out_shape=[
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct(states.shape, states.dtype),
-        ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            in_specs=[_HBM(*[in_hbm] * len(hbm))],
-            out_specs=[in_hbm, in_hbm],
-            scratch_shapes=[
-                _Buffers(two(q), two(k), two(gates), two(v), two(v), state),
-                _ByHead(
-                    heads(key_heads),
-                    heads(key_heads),
-                    values,
-                    values,
-                    values,
-                    values,
-                    values,
-                ),
-                _Semaphores(*[sems] * 3),
-            ],
-        ),
-        input_output_aliases={len(chunks) + 3: 0, len(chunks) + 4: 1},
-        # Slots are the memory manager's: a check of each DMA's bounds would cost more than it.
-        compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES
-        ),
-        interpret=interpret,
-    )
-    out, states = run(chunks, hbm)
-    return out, states
+    scratch = [
+        Buffers(two(q), two(k), two(gates), two(v), two(v), state),
+        _ByHead(*[heads(key_heads)] * 2, *[heads(value_heads)] * 5),
+        _Semaphores(*[sems] * 3),
+    ]
+    return call(_kernel, "gated_delta_prefill", chunks, hbm, scratch, interpret)
 
 
 def _kernel(
     chunks: _Chunks,
-    hbm: _HBM,
+    hbm: HBM,
     tokens: Any,
     states: Any,
-    buffers: _Buffers,
+    buffers: Buffers,
     by_head: _ByHead,
     sems: _Semaphores,
 ) -> None:
@@ -294,7 +243,7 @@ def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
             target[:, some] = jnp.swapaxes(source[at, some].astype(jnp.float32), 0, 1)
 
     log_decay, beta = (buffers.gates[at, :, gate] for gate in range(2))
-    row, column = row_and_column(CHUNK_TOKENS)
+    row, column = row_and_column((CHUNK_TOKENS, CHUNK_TOKENS))
 
     def summed(which: jax.Array, gate: jax.Array) -> jax.Array:
         return product(which.astype(jnp.float32), gate, (1, 0))
@@ -388,27 +337,20 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
 def _head(kernel: _Kernel, head: Any, similar: jax.Array) -> _Head:
     """A value head's equations; `similar` [2 * C, C]: keys, then queries, times keys."""
     since, beta = kernel.by_head.since[head], kernel.by_head.beta[head]
-    row, column = row_and_column(CHUNK_TOKENS)
+    row, column = row_and_column((CHUNK_TOKENS, CHUNK_TOKENS))
     # Sums from each token to each, and not differences of sums, which cancel after strong decay.
     # Three parts of bfloat16 are exact, and products with ones are.
     later = jnp.where(column < row, kernel.by_head.decay[head, :, :CHUNK_TOKENS], 0)
     up_to = (column <= row).astype(jnp.bfloat16)
     between = product(
-        jnp.concatenate([up_to] * 3, axis=1), jnp.concatenate(_in_parts(later), axis=0), (1, 0)
+        jnp.concatenate([up_to] * 3, axis=1),
+        jnp.concatenate(bfloat16_parts(later, 3), axis=0),
+        (1, 0),
     )
     # A later token has no weight: its exponent is masked.
     decay = jnp.exp(jnp.where(_is_seen(row, column), between, NEVER))
     system = similar[:CHUNK_TOKENS] * decay * beta[:, :CHUNK_TOKENS]
     return _Head(head, system, similar[CHUNK_TOKENS:] * decay, since, beta)
-
-
-def _in_parts(x: jax.Array) -> list[jax.Array]:
-    """Three numbers of bfloat16 whose sum is x, float32."""
-    parts = []
-    for _ in range(3):
-        parts.append(x.astype(jnp.bfloat16))
-        x = x - parts[-1].astype(jnp.float32)
-    return parts
 
 
 def _is_seen(row: jax.Array, column: jax.Array) -> jax.Array:

@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 
 from sgl_jax.kernels.attention.tpu import prefill
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
-from sgl_jax.kernels.attention.tpu.shared import Pages, wait
+from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks
+from sgl_jax.kernels.pallas_tpu import wait
 from tests.kernels.attention.problems import (
     LAYER,
     Case,
