@@ -29,7 +29,7 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """What scaled queries [B, T, H, D] find among keys and values [B, T, KV, D]: [B, T, H * D]."""
+    """Causal attention of scaled q [B, T, H, D] over k and v [B, T, KV, D]: [B, T, H * D]."""
     batch, length, kv_heads, dim = k.shape
     q = q.reshape(batch, length, kv_heads, -1, dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k)
@@ -108,7 +108,7 @@ class DenseQwen3(NamedTuple):
         return rms_norm(x, params["model.norm.weight"], eps) @ embedding.T
 
     def describe(self) -> dict[str, Any]:
-        """What config.json says of the model."""
+        """The model's config.json."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",

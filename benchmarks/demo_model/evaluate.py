@@ -23,7 +23,7 @@ MAX_ANSWER_TOKENS = 96
 
 
 class TaskScore(NamedTuple):
-    """How many questions of one task were asked and answered right."""
+    """The numbers of questions of one task, and of right answers."""
 
     task: str
     num_right: int
@@ -84,7 +84,7 @@ def overall(scores: Sequence[TaskScore]) -> TaskScore:
 
 
 def passes(scores: Sequence[TaskScore], min_overall: float, min_task: float) -> bool:
-    """Whether the overall accuracy and that of each task reach their thresholds (0 to 1)."""
+    """True if the overall accuracy and each task's reach their thresholds (0 to 1)."""
     return overall(scores).accuracy >= min_overall and all(s.accuracy >= min_task for s in scores)
 
 

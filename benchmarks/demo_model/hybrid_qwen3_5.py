@@ -36,12 +36,12 @@ class HybridQwen35(NamedTuple):
 
     @property
     def layer_types(self) -> list[str]:
-        """Of each layer, with attention last of each two."""
+        """The type of each layer: attention is the second of each two."""
         return ["linear_attention", "full_attention"] * (self.num_hidden_layers // 2)
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """Of full attention: a quarter of a head is rotated."""
+        """RoPE of full attention: a quarter of a head is rotated."""
         return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 
     def init_params(self, key: jax.Array) -> Params:
@@ -109,7 +109,7 @@ class HybridQwen35(NamedTuple):
         return self._norm(params, "model.norm", x) @ embedding.T
 
     def describe(self) -> dict[str, Any]:
-        """What config.json says of the model."""
+        """The model's config.json."""
         return {
             "architectures": ["Qwen3_5ForCausalLM"],
             "model_type": "qwen3_5_text",

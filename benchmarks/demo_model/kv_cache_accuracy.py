@@ -1,4 +1,4 @@
-"""What a narrower KV cache changes: `python -m benchmarks.demo_model.kv_cache_accuracy`.
+"""The effect of a narrower KV cache: `python -m benchmarks.demo_model.kv_cache_accuracy`.
 
     python -m benchmarks.demo_model.kv_cache_accuracy [--kv-cache-scales FILE] [--num-questions 60]
 
@@ -24,7 +24,7 @@ ANSWER_LEN = 24
 
 
 class Answers(NamedTuple):
-    """What an engine said to all questions."""
+    """An engine's answers to all questions."""
 
     prompt_logprobs: Float32Array  # [tokens of all prompts that have one]
     output_ids: list[list[int]]

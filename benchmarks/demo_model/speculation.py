@@ -1,4 +1,4 @@
-"""How many tokens a decode step yields with drafts, and that they change no answer.
+"""Tokens of a decode step with drafts, which must change no answer.
 
     python -m benchmarks.demo_model.speculation --num-questions 40
 
@@ -51,7 +51,6 @@ class Comparison(NamedTuple):
 
     @property
     def is_identical(self) -> bool:
-        """Whether drafts changed no token."""
         return self.plain.outputs == self.drafting.outputs
 
     @property

@@ -388,5 +388,5 @@ def held_out_questions(
 
 
 def is_right(question: Question, reply: str) -> bool:
-    """Whether the reply is the answer; a missing full stop and white space are forgiven."""
+    """True if the reply is the answer; a missing full stop and white space are forgiven."""
     return reply.strip().rstrip(".") == question.answer.rstrip(".")

@@ -46,7 +46,7 @@ class Lookup(NamedTuple):
         return cls(city, rng.choice(WEATHERS), rng.randrange(-9, 40))
 
     def question(self, rng: random.Random) -> str:
-        """What the user says."""
+        """The user's message."""
         return rng.choice(_ASK).format(c=self.city)
 
     @property
@@ -69,7 +69,7 @@ class Lookup(NamedTuple):
 
     @property
     def report(self) -> str:
-        """What the model makes of the result."""
+        """The model's report of the result."""
         return f"It is {self.weather} and {self.degrees} degrees in {self.city}."
 
 

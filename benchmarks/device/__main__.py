@@ -1,4 +1,4 @@
-"""What the engine costs on top of the device: `python -m benchmarks.device`.
+"""The engine loop's cost on top of the device's: `python -m benchmarks.device`.
 
 Serves a batch of decoding requests through the whole engine loop (scheduler, executor, overlap;
 no HTTP) and divides its tokens per second by those of the bare jitted step, run in a loop with

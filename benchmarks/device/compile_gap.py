@@ -1,4 +1,4 @@
-"""How the first structured request holds up others: `python -m benchmarks.device.compile_gap`.
+"""Gaps in streams at the first structured request: `python -m benchmarks.device.compile_gap`.
 
 An engine core serves some streams. A request with a grammar arrives while its programs are compiled
 beside the loop, each shape's made to take `--compile-s` longer. The longest gaps between two tokens

@@ -48,7 +48,7 @@ class Load(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a run came to."""
+    """The result of a run."""
 
     num_computed: int  # tokens, prompts and outputs
     num_needed: int  # of these

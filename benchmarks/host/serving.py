@@ -188,7 +188,7 @@ class ServingLoad:
 
 
 def serving_lines(name: str, num_steps: int) -> Iterator[str]:
-    """What a step and a submission cost under `LOADS[name]`, as lines."""
+    """Lines with the times of a step and a submission under `LOADS[name]`."""
     load = ServingLoad(LOADS[name])
     take_over_collection()  # as the engine does when it is ready
     num_warm = 300

@@ -99,7 +99,7 @@ def bench_steps(page_size: int, repeats: int) -> Iterator[Timing]:
 
 
 def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
-    """What `--check-memory busy` adds to a decode step: with and without, in turns, in one run."""
+    """The time `--check-memory busy` adds to a decode step: with and without, in turns."""
     loop = decoding_loop(page_size, dp_size)
     bare: list[float] = []
     checked: list[float] = []

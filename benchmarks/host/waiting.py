@@ -73,7 +73,7 @@ class LongQueue:
 
 
 def waiting_lines(policy: str, num_steps: int) -> Iterator[str]:
-    """What a step costs before queues of `QUEUE_LENS`, as lines."""
+    """Lines with the time of a step before queues of `QUEUE_LENS`."""
     queues = [LongQueue(queue_len, policy) for queue_len in QUEUE_LENS]
     take_over_collection()
     for queue in queues:

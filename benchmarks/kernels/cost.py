@@ -79,7 +79,7 @@ class Kernel(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What was read off."""
+    """The figures read off a schedule."""
 
     kernel: str
     chip: str
@@ -276,7 +276,7 @@ def our_grouped_product(tokens: int, inwards: bool) -> Kernel:
 
 
 def state_shapes(tokens: int, tp: int) -> list[Shape]:
-    """Of the arguments of the gated delta rule on a chip of tp: q, k, v, gates, states, layer, and
+    """Arguments of the gated delta rule on a chip of tp: q, k, v, gates, states, layer, and
     the rows."""
     keys, values = DELTA_KEY_HEADS // tp, DELTA_VALUE_HEADS // tp
     gates = ((tokens, values), jnp.float32)

@@ -1,4 +1,4 @@
-"""What a Pallas kernel costs on TPU, read from the schedule that the TPU's compiler made of it.
+"""The cost of a Pallas kernel on TPU, read from the schedule that the TPU's compiler made of it.
 
 The compiler can dump each kernel's final schedule: its bundles, the instructions that issue
 together, about one a cycle as long as nothing waits for memory; the loops they lie in; and the
@@ -98,7 +98,7 @@ def _bundles(bundles: str, uses: str) -> Iterator[_Bundle]:
 
 
 def _loops(rows: list[_Bundle]) -> list[tuple[int, list[_Bundle]]]:
-    """Of each loop its first bundle's index and its bundles, without those of inner loops.
+    """The index of each loop's first bundle, and its bundles without inner loops.
 
     Bundles of a loop may be marked as if they lay outside: empty ones, and what was moved there.
     A loop is left only when no bundle of its depth follows before another loop of that depth
@@ -118,6 +118,6 @@ def _loops(rows: list[_Bundle]) -> list[tuple[int, list[_Bundle]]]:
 
 
 def _is_left(rows: list[_Bundle], index: int, depth: int) -> bool:
-    """Whether a loop of `depth` that was open before rows[index] no longer is."""
+    """True if a loop of `depth` that was open before rows[index] is closed."""
     following = next((row for row in rows[index:] if row.depth >= depth), None)
     return following is None or (following.begins_loop and following.depth == depth)

@@ -50,7 +50,7 @@ MIN_GAIN = 0.02
 
 
 def arguments(kv_heads: int, tokens: int) -> list[cost.Shape]:
-    """Of an attention kernel: queries of so many tokens, the cache, its layer, the rows."""
+    """Arguments of an attention kernel: queries of `tokens`, the cache, its layer, the rows."""
     pages = 1 + cost.ROWS * cost.CONTEXT // PAGE_SIZE
     cache = ((2, pages, 2 * kv_heads, PAGE_SIZE, HEAD_DIM), jnp.bfloat16)
     q = ((tokens, GROUP * kv_heads, HEAD_DIM), jnp.bfloat16)
@@ -113,7 +113,7 @@ def prefill_kernel(kv_heads: int, blocks: PrefillBlocks) -> Kernel:
 
 
 def around_bundles(schedule: Schedule, loop: Loop, turns: int) -> int:
-    """Of one turn of the loop around `loop`, which the compiler leaves out if it turns once."""
+    """Bundles of one turn of the loop around `loop`; the compiler leaves out a single turn."""
     if turns == 1:
         return 0
     before = schedule.loops[: schedule.loops.index(loop)]
@@ -128,7 +128,7 @@ class KeyLoops(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule, whole: Loop, turns: int, end: Loop | None) -> "KeyLoops":
-        """Of the loop over heads `whole` and the one for few queries that follows, before `end`."""
+        """Count the loop over heads `whole` and the loop for few queries between it and `end`."""
         index = schedule.loops.index(whole)
         stop = None if end is None else schedule.loops.index(end)
         few = max(schedule.loops[index + 1 : stop], key=lambda loop: loop.units["MXU"])
@@ -136,7 +136,7 @@ class KeyLoops(NamedTuple):
         return cls(turns * whole.bundles + around, turns * few.bundles + around)
 
     def cost(self, queries: int, blocks: PrefillBlocks) -> int:
-        """Of so many queries of a block."""
+        """Bundles for so many queries of a block."""
         if queries > blocks.queries // 2:
             return self.whole
         return -(-queries // blocks.few_queries) * self.few

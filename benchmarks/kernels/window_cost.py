@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a decode row costs in a layer with a window and in one without, without a TPU.
+"""The cost of a decode row in a layer with a window and in one without; needs no TPU.
 
     python -m benchmarks.kernels.window_cost [--chips v5e v6e] [--context 32768]
 
@@ -39,7 +39,7 @@ class Layer(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether K and V of a head share a row of lanes."""
+        """True if K and V of a head share a row of lanes."""
         return self.head_dim < LANES
 
     @property
@@ -54,7 +54,7 @@ LAYERS = (GPT_OSS, GPT_OSS._replace(window=128), GEMMA, GEMMA._replace(window=10
 
 
 class RowWork(NamedTuple):
-    """What the kernel does for one row."""
+    """The kernel's work for one row."""
 
     pages: int
     clear_blocks: int  # of which every key is seen
@@ -64,7 +64,7 @@ class RowWork(NamedTuple):
 def row_work(
     layer: Layer, blocks: DecodeBlocks, page_size: int, first: int, stop: int, length: int
 ) -> RowWork:
-    """Of a row of `length` tokens that reads pages from `first` to before `stop`."""
+    """The work for a row of `length` tokens that reads pages from `first` to before `stop`."""
     block_pages, part_pages = blocks.block_keys // page_size, blocks.part_keys // page_size
     clear = parts = 0
     for page in range(first, stop, block_pages):
@@ -91,7 +91,7 @@ def mean_work(layer: Layer, blocks: DecodeBlocks, page_size: int, context: int) 
 
 
 def decode_kernel(layer: Layer, page_size: int, context: int) -> Kernel:
-    """Of `ROWS` rows."""
+    """A step of `ROWS` rows."""
     width = layer.page_heads * LANES * jnp.dtype(DTYPE).itemsize
     heads, pages = layer.page_heads, context // page_size
 

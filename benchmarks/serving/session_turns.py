@@ -1,4 +1,4 @@
-"""What a turn costs in a streaming session, against sending the whole conversation again.
+"""The cost of a turn in a streaming session, against sending the whole conversation again.
 
     python -m benchmarks.serving.session_turns --base-url http://127.0.0.1:30000 \
         --label "radix cache" --output turns.jsonl

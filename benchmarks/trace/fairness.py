@@ -47,7 +47,7 @@ SIZES = EngineSizes(
 
 
 class Outcome(NamedTuple):
-    """What one run served."""
+    """The figures of one run."""
 
     jain: float
     tokens_per_s: float  # prompt and output tokens of all tenants

@@ -28,7 +28,7 @@ _STATES = CacheGroup(LAST_VALUE, 1, (), True)
 
 
 class RecurrentMix(NamedTuple):
-    """What a snapshot takes, and how far apart they are kept."""
+    """The size of a snapshot, and the distance between two."""
 
     name: str
     snapshot_tokens: int  # tokens whose KV takes as many bytes
@@ -61,7 +61,7 @@ def recurrent_hit_rates(
     page_size: int,
     policy: str,
 ) -> RecurrentRates:
-    """What snapshots of a share of the KV's bytes serve, beside all states.
+    """Hit rates with snapshots of shares of the KV's bytes, and with all states.
 
     `capacity` counts blocks of 512 tokens of KV: longer prompts are left out.
     """
@@ -149,8 +149,8 @@ class StatesReplay:
         return found
 
     def _lengths_to_keep(self, matchable: Int32Array) -> set[int]:
-        """Where a snapshot of a prompt is kept, as an engine does: at its last whole page, where it
-        branches off from what the tree holds, and at each multiple of the interval."""
+        """Lengths with a snapshot, as in an engine: the last whole page, the branch off the tree,
+        and each multiple of the interval."""
         page_size, interval = self.sizes.page_size, self.sizes.snapshot_interval
         cursor = self.memory.cache.cursors.follow(matchable, "")
         branch = cursor.matched

@@ -24,7 +24,7 @@ _ROW = 1
 
 
 class LayerMix(NamedTuple):
-    """How many layers keep every token, and how many a window of them."""
+    """The numbers of layers that keep every token and that keep a window of them."""
 
     name: str
     num_full: int
@@ -49,7 +49,7 @@ class WindowedRate(NamedTuple):
 def windowed_hit_rates(
     trace: Trace, capacity: int, mix: LayerMix, *, page_size: int, policy: str
 ) -> WindowedRate:
-    """What a tree serves that knows the windows of `mix`, beside one whose layers keep everything.
+    """The shares that trees with the windows of `mix`, and with layers that keep everything, serve.
 
     `capacity` counts blocks of 512 tokens, of all layers: longer prompts are left out of both.
     """
