@@ -1,4 +1,4 @@
-"""Write docs/request_fields.md: every field of a request, and what this server does with it.
+"""Write docs/request_fields.md: every field of a request, and its support in this server.
 
     python scripts/make_request_fields.py
 
