@@ -2,10 +2,10 @@
 
     python -m benchmarks.calibrate_kv_scales --model-path DIR --output FILE [--prompts TEXTS]
 
-Serves prompts with a cache that is not of 8 bits, one after the other, and after each looks for
-the greatest |K| and |V| of each layer and KV head in the pool. The file is for a server with
-`--kv-cache-dtype fp8_e4m3 --kv-cache-scales FILE`. Prompts should be like those to be served; the
-default, the demonstration tasks' (split "valid"), are for the demonstration model.
+Serves prompts one after the other with an unquantised cache, and reads after each the greatest |K|
+and |V| of each layer and KV head in the pool. The file is for a server with
+`--kv-cache-dtype fp8_e4m3 --kv-cache-scales FILE`. Use prompts like the expected traffic; the
+default prompts, from the demonstration tasks (split "valid"), suit the demonstration model.
 """
 
 import argparse
@@ -42,11 +42,11 @@ def kv_absmax(
     """The greatest |K| and |V| over all prompts and their answers, [layers, kv_heads] each."""
     config = ModelConfig.from_path(args.model_path)
     longest = max(map(len, prompts)) + output_len
-    page_size = args.page_size or TPU_PAGE_SIZE  # the larger of what 0 stands for
+    page_size = args.page_size or TPU_PAGE_SIZE  # the larger default, on TPU
     context_len = -(-longest // page_size) * page_size
     args = dataclasses.replace(
         args,
-        # Room for one request, in whose pages nothing else is written.
+        # Room for one request, so that no other writes to the pool.
         context_length=min(context_len, config.max_position_embeddings),
         max_total_tokens=context_len,
         max_running_requests=1,

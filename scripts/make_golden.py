@@ -1,4 +1,4 @@
-"""Make the golden data of tests/golden: tiny random models and what transformers says of them.
+"""Make the golden data of tests/golden: tiny random models and their outputs in transformers.
 
 Needs torch and transformers (never a dependency of the package):
 
@@ -202,7 +202,7 @@ FROM_ZERO = (Gemma3ForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, Qwen3_
 
 
 def randomise(model: PreTrainedModel) -> None:
-    """Give norms and biases values too, or a test could not tell that they are used.
+    """Give norms and biases values too, or a test could not detect that they are unused.
 
     Recurrences forget slowly enough that a prompt's first tokens matter at its end.
     """

@@ -23,7 +23,7 @@ _LONGEST_REASON = 100  # characters
 
 
 def schemas_in(folder: Path) -> Iterator[tuple[str, Any]]:
-    """The schemas of each file, and what they are there for; objects only."""
+    """The schemas of each file and their descriptions; objects only."""
     for file in sorted(folder.glob("*.json")):
         for group in json.loads(file.read_text()):
             if isinstance(group["schema"], dict):
@@ -49,7 +49,7 @@ def answers(http: httpx.Client, schema: Any, num_answers: int) -> list[str] | st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what became of all schemas, and return the exit code."""
+    """Print the counts of all results, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--url", default="http://127.0.0.1:30000")

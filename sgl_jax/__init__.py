@@ -1,6 +1,6 @@
-"""A serving engine for language models on JAX, with a memory stack that proves itself.
+"""A serving engine for language models on JAX, with a memory stack that audits itself.
 
-Start with `docs/inside/architecture.md`; the heart is `sgl_jax.mem_cache`.
+Start with `docs/inside/architecture.md`; `sgl_jax.mem_cache` is the core.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -13,10 +13,10 @@ from sgl_jax.server.lifecycle import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve a model, or do what the first word says; returns the exit code."""
+    """Run the subcommand of the first word, else serve a model; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["plan"]:
-        # Here and not above: a server does not wait for imports it has no use for.
+        # Imported here, so that a server starts without the planner's imports.
         from sgl_jax.planner.__main__ import main as plan
 
         return plan(words[1:])

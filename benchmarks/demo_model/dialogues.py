@@ -1,6 +1,6 @@
 """The dialogues that the demonstration model is trained on: turns of all kinds, mixed.
 
-What a turn may be, and which items belong to training, is in ``tasks``.
+``tasks`` defines the kinds of turns and the items that belong to training.
 """
 
 import random
@@ -17,12 +17,12 @@ from benchmarks.demo_model.tasks import (
     messages_of,
 )
 
-# With the tool offered. What else it is asked it answers by itself.
+# With the tool offered; only the weather needs it.
 TOOL_MIX: Mapping[str, float] = {
     **{kind: 0.3 * weight for kind, weight in DEFAULT_MIX.items()},
     "weather": 2.0,
 }
-# Many people with the same attribute: only the name says which value is asked for.
+# Many people with the same attribute: only the name selects the value.
 DRILL_MIX: Mapping[str, float] = {
     "tell": 1.0,
     "recall": 2.0,

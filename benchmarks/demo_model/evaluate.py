@@ -1,9 +1,9 @@
-"""Ask a running server the demonstration model's held-out questions and score its answers.
+"""Send the demonstration model's held-out questions to a running server and score its answers.
 
     python -m benchmarks.demo_model.evaluate --base-url http://127.0.0.1:30000 --num-questions 600
 
 Greedy decoding over ``/v1/chat/completions``. The exit status is 1 when the overall accuracy or
-that of any task is below its threshold. Needs the extra ``bench`` (openai).
+the accuracy of any task is below its threshold. Needs the extra ``bench`` (openai).
 """
 
 import argparse
@@ -89,7 +89,7 @@ def passes(scores: Sequence[TaskScore], min_overall: float, min_task: float) -> 
 
 
 async def evaluate(args: argparse.Namespace) -> bool:
-    """Ask, print the table and some wrong answers, and say whether the thresholds are reached."""
+    """Print the scores and some wrong answers; returns true if the thresholds are reached."""
     questions = held_out_questions(args.num_questions, args.seed, tasks=tuple(args.tasks))
     base_url = f"{args.base_url.rstrip('/')}/v1"
     async with AsyncOpenAI(

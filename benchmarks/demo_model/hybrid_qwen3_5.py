@@ -213,7 +213,7 @@ def delta_rule(
     Args:
         q, k: [B, T, H, key_dim], k of length one.
         v: [B, T, H, value_dim].
-        decay, beta: [B, T, H]; the logarithm of what is kept of the state, and the rate of writing.
+        decay, beta: [B, T, H]; the logarithm of the state's decay factor, and the write rate.
 
     Returns:
         [B, T, H, value_dim].

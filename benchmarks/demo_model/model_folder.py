@@ -13,8 +13,8 @@ from benchmarks.demo_model.tasks import Message
 from benchmarks.demo_model.tool import message_text
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# ChatML. Tools are told by their names and parameters' names, after what the system says; calls are
-# written as Hermes and Qwen write them. `plain_messages` says the same in Python.
+# ChatML. The system message ends with the tools' names and parameters' names; calls have the format
+# of Hermes and Qwen. `plain_messages` is the same in Python.
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -48,8 +48,10 @@ CHAT_TEMPLATE = """\
 def plain_messages(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[Message]:
-    """The messages with the tools told by the system's, and calls as text: of each a role and a
-    content. `CHAT_TEMPLATE` writes the same."""
+    """The messages with tools listed in the system message and calls as text, as role and content.
+
+    `CHAT_TEMPLATE` renders the same messages.
+    """
     plain = [{"role": each["role"], "content": message_text(each)} for each in messages]
     if not tools:
         return plain
@@ -69,8 +71,8 @@ def write_model_folder(
     """Write weights, configuration, tokenizer and chat template.
 
     Args:
-        folder: made if it is not there; files of these names are replaced.
-        model_config: of config.json, but for what the tokenizer says.
+        folder: created if missing; files of these names are replaced.
+        model_config: config.json without the fields that come from the tokenizer.
         tokenizer: has `SPECIAL_TOKENS`.
         stored: the weights by their names in Hugging Face transformers.
     """

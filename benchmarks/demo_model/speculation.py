@@ -2,11 +2,11 @@
 
     python -m benchmarks.demo_model.speculation --num-questions 40
 
-Asks the demonstration model's questions twice, with and without n-gram drafts, one at a time and
-each step's result read before the next, so that every decode step is one request's. What a prompt
-takes to prefill is counted apart, by asking for a single token first. Exits with 1 if any output
-differs or the tasks together yield fewer tokens per decode step than asked for. Speed-up is of the
-whole answer, prefill included; on a CPU verifying drafts costs about what it saves.
+Runs the demonstration model's questions twice, with and without n-gram drafts, one at a time and
+each step's result read before the next, so that every decode step serves one request. A first run
+of a single token measures the prefill apart. Exits with 1 if any output differs or the tasks
+together yield fewer tokens per decode step than required. The speed-up covers the whole answer,
+prefill included; on a CPU, verifying drafts costs about as much time as it saves.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _FIRST_TOKEN = SamplingParams(temperature=0.0, max_new_tokens=1)
 
 
 class Run(NamedTuple):
-    """One task's questions, answered by one engine."""
+    """Results of one task's questions on one engine."""
 
     outputs: list[list[int]]
     num_decode_steps: int
@@ -83,7 +83,7 @@ def compare(
     num_draft_tokens: int = 4,
     **settings: Any,
 ) -> list[Comparison]:
-    """`num_questions` of each task, asked with and without drafts.
+    """Run `num_questions` of each task with and without drafts.
 
     Args:
         settings: of both engines, beside the model and how steps overlap.

@@ -1,8 +1,8 @@
-"""Dialogues with known answers: what the demonstration model is trained on and judged by.
+"""Dialogues with known answers, on which the demonstration model is trained and evaluated.
 
 Owns the task wording, the answers and the split of every item into ``train``, ``valid`` and
-``test``. The split is a hash of the item itself (an addition, a list, a fact), so an item asked in
-one split is never written into a dialogue of another. Pure Python: must never import jax.
+``test``. The split is a hash of the item itself (an addition, a list, a fact), so an item of
+one split never appears in a dialogue of another. Pure Python: must never import jax.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ Split = Literal["train", "valid", "test"]
 Message = dict[str, Any]  # as OpenAI's API has it
 
 TASKS = ("recall", "recall_long", "sum", "sort", "reverse", "unknown")
-# To call the tool, and to report what it said: asked with the tool offered.
+# Calling the tool, and reporting its result; these questions offer the tool.
 TOOL_TASKS = ("call", "report")
 UNKNOWN_ANSWER = "I don't know."
 NOTED_ANSWER = "Noted."
@@ -59,8 +59,8 @@ _TELL = {
     ),
     "name": ("My name is {v}.", "I am {v}."),
 }
-# Questions with their answers. A value stands in the middle of the answer as it does where it was
-# told, so that it is the same tokens in both places.
+# Questions with their answers. A value stands in the middle of the answer, as in the statement of
+# the fact, so that its tokens are the same in both places.
 _ASK = {
     "code": (
         ("What is the code of {n}?", "It is {v}."),
@@ -120,7 +120,7 @@ _NOUNS = (
 _VERBS = "passed saw found crossed liked left watched reached".split()
 _WHEN = "today|yesterday|in the morning|at night|last week|before the rain".split("|")
 
-# How often each kind of turn is tried while a dialogue is written.
+# Weights of the kinds of turns while a dialogue is written.
 DEFAULT_MIX: Mapping[str, float] = {
     "tell": 1.2,
     "recall": 1.6,
@@ -134,7 +134,7 @@ DEFAULT_MIX: Mapping[str, float] = {
 
 
 class Turn(NamedTuple):
-    """One exchange: what the user says and the answer that is right, after a lookup if need be."""
+    """One exchange: the user's text and the right answer, after a lookup if needed."""
 
     task: str
     user: str
@@ -163,7 +163,7 @@ def estimate_tokens(text: str) -> int:
 
 
 class DialogueWriter:
-    """Writes the turns of one dialogue and remembers the facts that were told in it."""
+    """Writes the turns of one dialogue and keeps the facts stated in it."""
 
     def __init__(
         self, rng: random.Random, split: Split, attributes: tuple[str, ...] = ATTRIBUTES
@@ -192,14 +192,14 @@ class DialogueWriter:
         return Turn("tell", self._vary(text), NOTED_ANSWER)
 
     def recall(self, keys: list[tuple[str, str]] | None = None) -> Turn:
-        """A question about a fact told earlier (one of ``keys`` if given)."""
+        """A question about a fact stated earlier (one of ``keys`` if given)."""
         name, attribute = self.rng.choice(keys or list(self.facts))
         value = self.facts[name, attribute]
         question, answer = self.rng.choice(_ASK[attribute])
         return Turn("recall", self._vary(question.format(n=name)), answer.format(v=value))
 
     def unknown(self) -> Turn:
-        """A question about a fact that was not told: an unknown person, or another attribute."""
+        """A question about a fact never stated: an unknown person, or another attribute."""
         known = [name for name, attribute in self.facts if attribute != "name"]
         while True:
             attribute = self.rng.choice(self.attributes)
@@ -247,7 +247,7 @@ class DialogueWriter:
         return Turn("filler", self._vary(text), FILLER_ANSWER)
 
     def weather(self) -> Turn:
-        """A question that takes the tool to answer."""
+        """A question that needs the tool."""
         city = self.rng.choice(CITIES) if self.rng.random() < 0.5 else self._invented_name()
         lookup = Lookup.draw(self.rng, city)
         return Turn("weather", self._vary(lookup.question(self.rng)), lookup.report, lookup)
@@ -329,8 +329,8 @@ def messages_of(rng: random.Random, turns: list[Turn]) -> list[Message]:
 def make_question(task: str, rng: random.Random, split: Split = "test") -> Question:
     """One question of ``task``, with a conversation before it.
 
-    ``recall_long`` asks about a fact that lies about 1,000 tokens back; every other task comes
-    after zero to six short turns.
+    ``recall_long`` needs a fact from about 1,000 tokens back; every other task follows zero to six
+    short turns.
     """
     writer = DialogueWriter(rng, split)
     if task in TOOL_TASKS:

@@ -1,7 +1,7 @@
 """The one tool that the demonstration model calls: the weather in a city.
 
-A *lookup* is what one use of it says: the user's question, the model's call, the tool's result and
-the model's report. Pure Python: must never import jax.
+A *lookup* is one use of it: the user's question, the model's call, the tool's result and the
+model's report. Pure Python: must never import jax.
 """
 
 import json

@@ -60,10 +60,10 @@ CURRICULUM = (
     (0.88, (0.6, 0.3, 0.08, 0.02)),
     (1.01, (0.5, 0.2, 0.15, 0.15)),
 )
-# Weight of the tokens that the user says; the assistant's have weight 1.
+# Weight of the user's tokens; the assistant's have weight 1.
 USER_TOKEN_WEIGHT = 0.01
-# Share of the dialogues that only tell and ask facts, mostly one attribute of many people. Without
-# them the model is long content to answer with any value of the right kind, whosever it is.
+# Share of the dialogues that only state and recall facts, mostly one attribute of many people.
+# Without them the model long responds with any value of the right kind, whoever the person.
 DRILL_SHARE = 0.7
 # Share of the dialogues in which the tool is offered.
 TOOL_SHARE = 0.25
@@ -197,7 +197,7 @@ def predict(params: Params, tokens: jax.Array, positions: jax.Array, config: Con
 def accuracy_by_task(
     params: Params, tokenizer: Tokenizer, config: Config, split: Split, per_task: int, seed: int
 ) -> dict[str, float]:
-    """Share of questions answered right in greedy decoding.
+    """Share of questions with the right answer in greedy decoding, by task.
 
     No decoding loop is needed: the greedy answer is the right one exactly when, fed the right
     answer, every token of it is the most likely one.
@@ -225,7 +225,7 @@ def accuracy_by_task(
 
 
 def steer_mix(scores: dict[str, float]) -> dict[str, float]:
-    """The mix of turns for the next steps: what is answered badly is written more often."""
+    """The mix of turns for the next steps: kinds with low scores get more weight."""
     return {
         kind: weight * (0.5 + min(1.5, 4 * (1 - scores[kind]))) if kind in scores else weight
         for kind, weight in DEFAULT_MIX.items()
@@ -237,9 +237,9 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Muon for the matrices, AdamW for the rest: warm-up, a constant rate, a linear decay.
 
-    `scale` is of all rates.
+    `scale` multiplies all rates.
 
-    Muon (Jordan et al., 2024) learns these tasks in about half of AdamW's steps.
+    Muon (Jordan et al., 2024) needs about half of AdamW's steps for these tasks.
     """
     decay_from = int(0.6 * num_steps)
 

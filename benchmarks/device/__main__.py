@@ -1,9 +1,9 @@
 """The engine loop's cost on top of the device's: `python -m benchmarks.device`.
 
 Serves a batch of decoding requests through the whole engine loop (scheduler, executor, overlap;
-no HTTP) and divides its tokens per second by those of the bare jitted step, run in a loop with
-the same batch at the middle of its context. Both in one process, the bare loop before and after,
-so that a machine whose speed drifts spoils the ratio least.
+no HTTP) and divides its tokens per second by the rate of the bare jitted step, run in a loop with
+the same batch at the middle of its context. Both run in one process, the bare loop before and
+after, so that a machine whose speed drifts affects the ratio least.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def decode_plan(sizes: EngineSizes, batch_size: int, context_len: int) -> StepPl
     """A decode step of `batch_size` rows, each with pages of its own, on the first rank alone."""
     pages_per_row = -(-(context_len + 1) // sizes.page_size)
     rows = np.arange(1, batch_size + 1, dtype=np.int32)
-    # Of each group pages of its own, as groups may share a pool.
+    # No two groups have a page in common, as groups may share a pool.
     shape = (len(sizes.groups), batch_size, pages_per_row)
     pages = 1 + np.arange(np.prod(shape)).reshape(shape)
     plan = RankPlan(

@@ -2,7 +2,7 @@
 
 An engine core serves some streams. A request with a grammar arrives while its programs are compiled
 beside the loop, each shape's made to take `--compile-s` longer. The longest gaps between two tokens
-of a stream are compared with those of as long a time afterwards, when nothing is compiled.
+of a stream are compared with the gaps in an equal time afterwards, when nothing is compiled.
 
     python -m benchmarks.device.compile_gap [--model-path DIR] [--streams 4] [--compile-s 5]
 

@@ -1,4 +1,4 @@
-"""Prints the table of what the host costs."""
+"""Print the table of the host's costs."""
 
 import argparse
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from benchmarks.host.waiting import waiting_lines
 
 
 def all_timings(repeats: int) -> Iterator[Timing]:
-    """Every line of the table, each measured when it is asked for."""
+    """Measure and yield the lines of the table one by one."""
     for page_size in (16, 1):
         yield from bench_steps(page_size, repeats)
     for page_size in (16, 1):

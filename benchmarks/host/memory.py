@@ -34,7 +34,7 @@ class LoadedTree:
         return np.concatenate([stem, tail])
 
     def insert(self, tokens: np.ndarray) -> None:
-        """Match, take pages for the rest, insert, unlock: what one request costs the tree."""
+        """The tree's work for one request: match, take pages for the rest, insert, unlock."""
         match = self.cache.match_prefix(tokens[:-1])
         own = self.allocator.alloc(len(tokens) // self.page_size - match.pages.shape[1], _ROW)
         offer = LeaseOffer(_ROW, match.length, np.concatenate([match.pages[0], own])[None])

@@ -36,7 +36,7 @@ class Lengths(NamedTuple):
 
     prompt: int
     output: int
-    limit: int  # asked for
+    limit: int  # the request's `max_new_tokens`
 
 
 class Load(NamedTuple):
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     num_generated: int
 
     def line(self, name: str) -> str:
-        """As a line of the table."""
+        """One line of the table."""
         return (
             f"{name:<36} {self.num_computed / self.num_needed:>8.3f} {self.num_retracts:>8,} "
             f"{self.num_steps:>8,} {self.num_needed / self.num_steps:>12.2f} "
@@ -143,7 +143,7 @@ def _drawn(seed: int, count: int, draw: Callable[[np.random.Generator], Lengths]
 
 
 def _two_kinds(rng: np.random.Generator) -> Lengths:
-    """One in four writes a book; all ask for as much."""
+    """One in four requests has a long output; all have the same limit."""
     output = int(rng.integers(5000, 9000)) if rng.random() < 0.25 else int(rng.integers(50, 400))
     return Lengths(100, output, 16_000)
 

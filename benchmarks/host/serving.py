@@ -4,12 +4,12 @@ On each of 8 ranks about 256 requests run; 2,048 wait, of 40 shared beginnings i
 4 priorities; 4,000 streaming sessions have had a turn, and take further ones among the others.
 Submitting is timed apart.
 
-What limits the number of requests that run is one of `LOADS`: the prompt tokens of a step (then
-memory suffices, and 500 sessions stay idle on each rank), rows, or pages. Where rows or pages are
-the limit, waiting requests take those of idle sessions, so few sessions keep theirs. Answers are as
-long, in the mean, as those of recorded conversations, so that five or six requests end in each
-step and as many start; or 2,000 tokens, so that one does. That few start where prompt tokens are
-the limit only if a step has few of them, so that each rank goes on with a prompt in every step.
+Each of `LOADS` has another limit on the running requests: the prompt tokens of a step (then memory
+suffices, and 500 sessions stay idle on each rank), rows, or pages. If rows or pages are the limit,
+waiting requests take them from idle sessions, so few sessions keep theirs. Outputs have the mean
+length of recorded conversations, so that five or six requests end and start in each step; or 2,000
+tokens, so that one does. So few start under the limit of prompt tokens only if a step has few of
+them; then each rank continues a prompt in every step.
 """
 
 from collections import deque
@@ -50,8 +50,8 @@ class Load(NamedTuple):
     num_pages: int
     chunk_size: int  # prompt tokens of a step
     answer_lens: tuple[int, int] = _RECORDED_LENS
-    # Whether as many as shall run are started with prompts of a few tokens, after the shared
-    # beginnings were computed: a step has too few prompt tokens for that.
+    # Start the running requests with prompts of a few tokens, after the shared beginnings are
+    # computed: a step has too few prompt tokens for full prompts.
     is_filled: bool = False
 
 
@@ -144,7 +144,7 @@ class ServingLoad:
         return seconds
 
     def fill_queue(self) -> list[float]:
-        """Clients send what is missing of `NUM_WAITING`; seconds that each request took."""
+        """Submit requests until `NUM_WAITING` wait; returns the seconds of each submission."""
         seconds = []
         while self.scheduler.num_waiting < NUM_WAITING:
             is_turn = bool(self._idle) and self._rng.random() < _TURN_SHARE

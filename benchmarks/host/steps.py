@@ -43,7 +43,7 @@ class StepLoop:
     def turn(self) -> float:
         """Plan and launch a step, apply the result of the one before, take the outputs.
 
-        Returns the seconds that the scheduler took; those of the executor are left out.
+        Returns the scheduler's seconds; the executor's are left out.
         """
         scheduler, executor = self.scheduler, self._executor
         start = time.thread_time()

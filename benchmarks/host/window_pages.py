@@ -65,7 +65,7 @@ def plot(counts: Int32Array, sizes: EngineSizes, path: Path) -> None:
     """Draw the pages of both groups over the tokens of the request."""
     figure: Any = figure_class()(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    is_told = np.diff(counts[:, 1:], axis=0, prepend=-1).any(axis=1)  # what differs from before
+    is_told = np.diff(counts[:, 1:], axis=0, prepend=-1).any(axis=1)  # from the step before
     counts = counts[is_told | (np.arange(len(counts)) == len(counts) - 1)]
     for number, group in enumerate(sizes.groups):
         size = group.sliding_window
@@ -79,7 +79,7 @@ def plot(counts: Int32Array, sizes: EngineSizes, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the most pages of each group, and draw them if asked."""
+    """Print the most pages of each group, and draw them for `--plot`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=32_768)

@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""Static costs of the TPU kernels, ours beside those that come with jax, without a TPU.
+"""Static costs of the TPU kernels, ours beside jax's own, without a TPU.
 
     python -m benchmarks.kernels.cost [--chips v5e v6e] [--only decode prefill-128] [--json FILE]
 
 Every kernel is compiled by the TPU's own compiler (libtpu): attention for Llama-3.1-8B, 32 query
 and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or of 8 bits; the grouped product for
 Qwen3-30B-A3B's 128 experts, their inner width split over four chips; gated delta nets for
-Qwen3-Next-80B-A3B, whole or split over eight chips. What is read off is the
-schedule (see `schedule.py`): bundles of the hot loop for each token
-of KV in decode, for 10**9 floating point operations in prefill, for each head of a token that is
-normalised and rotated, for each run of tokens in the write, for each visit of a group to a tile in
-the grouped product, for each token of the gated delta rule's decode and of its convolution.
+Qwen3-Next-80B-A3B, whole or split over eight chips. The costs come from the schedule (see
+`schedule.py`): bundles of the hot loop for each token of KV in decode, for 10**9 floating point
+operations in prefill, for each head of a token that is normalised and rotated, for each run of
+tokens in the write, for each visit of a group to a tile in the grouped product, for each token of
+the gated delta rule's decode and of its convolution.
 """
 
 import argparse
@@ -73,9 +73,9 @@ class Kernel(NamedTuple):
     function: Callable[..., Any]
     shapes: list[tuple[tuple[int, ...], Any]]  # of its arguments, with their dtypes
     donated: int | None
-    unit: str  # what bundles are counted for
+    unit: str  # for which bundles are counted
     cost: Callable[[Schedule], tuple[float, Loop]]  # bundles per unit, and the loop they are of
-    dma: str  # what a DMA brings
+    dma: str  # contents of one DMA
 
 
 class Cost(NamedTuple):
@@ -86,7 +86,7 @@ class Cost(NamedTuple):
     bundles: float
     unit: str
     spills: int  # in the hot loop
-    vmem_mib: float | None  # scratch; what the grid keeps is not in it
+    vmem_mib: float | None  # scratch, without the grid's own buffers
     temp_mib: float
     dma: str
     compile_s: float
@@ -116,7 +116,7 @@ def longest_loop(schedule: Schedule) -> tuple[float, Loop]:
 
 
 def per_token_of_blocks(schedule: Schedule) -> tuple[float, Loop]:
-    """Bundles of a loop over tokens, and a token's part of those of the grid around it."""
+    """Bundles of a loop over tokens, and a token's part of the surrounding grid's bundles."""
     outer, inner = (
         max((loop for loop in schedule.loops if loop.depth == depth), key=lambda loop: loop.bundles)
         for depth in (1, 2)
@@ -314,8 +314,8 @@ def our_delta_decode(tp: int) -> Kernel:
 
 
 def delta_flops() -> float:
-    """That a value head's chunk must have: products with the state, of keys and queries with keys,
-    with the inverse, with what changed, and a third of the inverse's whole matrix."""
+    """Needed for a value head's chunk: products with the state, of keys and queries with keys, with
+    the inverse, with the changes, and a third of the inverse's whole matrix."""
     with_state = 3 * CHUNK_TOKENS * HEAD_DIM**2
     within = 2 * CHUNK_TOKENS**2 * HEAD_DIM
     of_keys = within * DELTA_KEY_HEADS / DELTA_VALUE_HEADS

@@ -2,7 +2,7 @@
 
 The compiler can dump each kernel's final schedule: its bundles, the instructions that issue
 together, about one a cycle as long as nothing waits for memory; the loops they lie in; and the
-units each one uses. Owns asking for dumps and reading them. Nothing runs, so nothing here is a
+units each one uses. This module requests and reads dumps. Nothing runs, so nothing here is a
 time: a loop that waits for its DMAs takes longer than its bundles.
 """
 
@@ -26,7 +26,7 @@ def request_dumps(folder: Path) -> None:
 
 
 class Loop(NamedTuple):
-    """The bundles of one loop, those of loops within it excluded."""
+    """The bundles of one loop, without inner loops."""
 
     depth: int
     bundles: int
@@ -35,7 +35,7 @@ class Loop(NamedTuple):
 
     @property
     def spills(self) -> int:
-        """Registers stored to memory and loaded again for want of registers."""
+        """Registers stored to memory and loaded again, as too few are free."""
         return self.units["SPILL"] + self.units["FILL"]
 
 
@@ -100,9 +100,8 @@ def _bundles(bundles: str, uses: str) -> Iterator[_Bundle]:
 def _loops(rows: list[_Bundle]) -> list[tuple[int, list[_Bundle]]]:
     """The index of each loop's first bundle, and its bundles without inner loops.
 
-    Bundles of a loop may be marked as if they lay outside: empty ones, and what was moved there.
-    A loop is left only when no bundle of its depth follows before another loop of that depth
-    begins.
+    Bundles of a loop may be marked as outside it: empty ones, and ones with moved instructions. A
+    loop is left only when no bundle of its depth follows before another loop of that depth begins.
     """
     loops: list[tuple[int, list[_Bundle]]] = []
     open_loops: list[tuple[int, list[_Bundle]]] = []

@@ -8,12 +8,12 @@ chip's memory bandwidth; and half of the way there and back, as two blocks are i
 goes into `sgl_jax/kernels/attention/tpu/tuned.py`, beside it the model's cycles.
 
 Prefill: the formula's sizes, with as many queries again, and with as many heads again; half of
-either is slower (docs/inside/kernels.md), and so are twice as many keys. The measure is the bundles
-of the loops over keys for rows of several lengths, those for blocks on the diagonal and for the
-rest of a row included, for 10**9 operations that causality leaves. A choice must be 2 % better than
-the formula's to take its place, and compile soon. The table goes into the same file, beside it
+either is slower (docs/inside/kernels.md), and so are twice as many keys. The cost is the bundles of the
+loops over keys for rows of several lengths, with the blocks on the diagonal and the rest of a row,
+per 10**9 operations after the causal mask. A choice must be 2 % better than the
+formula's to take its place, and compile soon. The table goes into the same file, beside it
 bundles for 10**9 operations of the loop without masks, then of the rows, and of the rows with the
-formula's sizes. What was tried is printed as comments.
+formula's sizes. All tried sizes are printed as comments.
 """
 
 import argparse
@@ -145,7 +145,7 @@ class KeyLoops(NamedTuple):
 def prefill_costs(schedule: Schedule, kv_heads: int, blocks: PrefillBlocks) -> tuple[float, float]:
     """Bundles per GFLOP: of a block of keys that all queries see, and of CHUNKS together.
 
-    Of the second, each length has as many rows as make the same number of tokens.
+    In CHUNKS, each length has enough rows for the same number of tokens.
     """
     hot = hot_loop(schedule)
     with_masks = next(loop for loop in schedule.hot_loops if loop is not hot)

@@ -7,8 +7,8 @@ The decode kernel is compiled by the TPU's own compiler for the shapes of gpt-os
 all heads on one chip, as in `cost.py`. For a row of the context, on the average of all
 places in a page where it may end, it prints the tokens of KV that are read (the pages that the
 kernel itself lists), the bytes of their DMAs, and the bundles: those done once a row, of each block
-of keys that needs no mask, and of each part of keys that does. What clears the slots of a page that
-is not full is left out.
+of keys that needs no mask, and of each part of keys that does. Bundles that clear the slots of a
+partial page are left out.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     python -m benchmarks.serving.session_turns --plot turns.jsonl docs/images/session_turns.svg
     python -m benchmarks.serving.session_turns --num-sessions 8 --num-turns 150
 
-The last of these takes many turns of several sessions at once, and says how much slower the last
+The last of these takes many turns of several sessions at once, and prints how much slower the last
 ones are than their first ones, and than the first ones of new sessions; its server needs
 `--max-running-requests` of twice as many, since each session keeps a row. The others compare: for
 each length of the history, one conversation is brought to that length, and then grows by short
@@ -64,7 +64,7 @@ class Client:
         self._base_url = base_url.rstrip("/")
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Post JSON and return the JSON answered, or None for an empty answer."""
+        """Post JSON and return the response's JSON, or None if its body is empty."""
         request = urllib.request.Request(
             self._base_url + path,
             data=json.dumps(body).encode(),
@@ -133,7 +133,7 @@ def measure(
 def measure_growth(
     client: Client, num_sessions: int, num_turns: int, num_new: int, num_output: int
 ) -> str:
-    """Latency of the last fifth of the turns, over that of the first fifth, and over new sessions'.
+    """Latency of the last fifth of the turns, over the first fifth's, and over new sessions'.
 
     Sessions take all their turns. Then they take a fifth more, in turn with as many new sessions
     that take their first ones: other load on the machine affects both alike. The very first
@@ -198,7 +198,7 @@ class _Conversations:
             return cached, ms
 
         results = list(self._pool.map(take, self._ids, self._rngs))
-        # Of the last token drawn no KV was computed yet.
+        # The last sampled token has no KV yet.
         in_place = max(self._history_len - 1, 0)
         self.num_not_in_place += sum(cached < in_place for cached, _ in results)
         self._history_len += self._num_new + self._num_output
@@ -211,7 +211,7 @@ class _Conversations:
 
 
 def plot(source: Path, target: Path) -> None:
-    """Draw what `measure` found, a pair of lines for each label."""
+    """Draw the points of `measure`, a pair of lines for each label."""
     by_label: dict[str, list[Point]] = defaultdict(list)
     for line in source.read_text().splitlines():
         point = Point(**json.loads(line))
@@ -235,7 +235,7 @@ def plot(source: Path, target: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print a table, or plot what was measured."""
+    """Measure and print a table, or plot earlier measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-url", default="http://127.0.0.1:30000")
     parser.add_argument("--label", default="server")

@@ -20,7 +20,7 @@ from sgl_jax.bench.trace.reading import BLOCK_TOKENS, read_trace
 from sgl_jax.core.server_args import add_arguments
 from sgl_jax.planner.plot_file import check_plot_file
 
-# Bytes of snapshots to those of the KV.
+# Bytes of snapshots per byte of KV.
 _SNAPSHOT_SHARES = (0.125, 0.25, 0.5, 1.0)
 
 

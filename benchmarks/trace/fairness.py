@@ -1,4 +1,4 @@
-"""Ten tenants overload an engine, one with ten times its share: what each is served.
+"""Tokens served to ten tenants that overload an engine, one with ten times its share.
 
 usage: python -m benchmarks.trace.fairness RECORDING [--seconds 600]
 

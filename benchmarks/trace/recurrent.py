@@ -2,7 +2,7 @@
 
 The prefix cache of such a model serves a prompt only as far as a snapshot of the states was kept.
 Beside it stands an oracle of the same KV that keeps the state after every page, for nothing.
-Prompts are computed in chunks, each published as it is computed, and answers are not kept.
+Prompts are computed in chunks, each published as it is computed; outputs are not kept.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,7 +90,7 @@ def recurrent_hit_rates(
 class StatesReplay:
     """The memory of one rank with `num_pages` pages, and one request at a time.
 
-    `num_snapshots` None is the oracle: no state is wanted.
+    `num_snapshots` None is the oracle, which needs no state.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ def recurrent_table(rates: Mapping[int, RecurrentRates]) -> str:
 
 
 def plot_shares(rates: Mapping[int, RecurrentRates], title: str, path: Path) -> None:
-    """Draw, for each capacity in blocks, what is found by the memory of snapshots."""
+    """Draw the share found over the memory of snapshots, for each capacity in blocks."""
     figure = figure_class()(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for number, (blocks, of_blocks) in enumerate(rates.items()):

@@ -1,9 +1,9 @@
 """Recorded prompts through the prefix tree of a model with sliding windows, and of one without.
 
 Both have the same memory, counted in pages of one layer. Without windows every layer keeps every
-token; with them, windowed layers keep what the tree finds worth keeping. As in `cache_only.py`,
-requests run one after another, prompts are kept and answers are not; here they are computed in
-chunks, each published as it is computed, and the window's own pages are let go of on the way.
+token; with them, windowed layers keep the pages that the tree retains. Like in `cache_only.py`,
+requests run one after another, and prompts are kept but outputs are not; here they are computed in
+chunks, each published as it is computed, and pages behind the window are freed on the way.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class LayerMix(NamedTuple):
     num_full: int
     num_windowed: int
     sliding_window: int  # tokens
-    # Of the memory, what a pool of the windows' own has; 0: one pool, groups of equal layers.
+    # Share of the memory in a pool for windows alone; 0: one pool, groups of equal layers.
     window_share: float = 0.0
 
 

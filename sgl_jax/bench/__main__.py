@@ -9,7 +9,7 @@ _USAGE = "usage: sgl-jax bench {serve,trace} ..."
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark named by the first word; returns the exit code, 2 for any other word."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Each has imports the other does without: aiohttp, the scheduler.
+    # Imported on use: only one needs aiohttp, only the other the scheduler.
     if words[:1] == ["serve"]:
         from sgl_jax.bench.serve import main as serve
 

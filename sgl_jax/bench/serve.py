@@ -1,9 +1,9 @@
 """Load a running server and report throughput and latency: `sgl-jax bench serve`.
 
-Flags and table are those of SGLang's `bench_serving`, for the random-token data set. Talks to the
-native route (`--backend sglang`) or the OpenAI one (`--backend sglang-oai`) of any server that
-speaks them, so two servers can be measured by the same program. The size of the vocabulary and
-the longest request are read from the server.
+Flags and table match SGLang's `bench_serving` with its random-token data set. Requests go to the
+native route (`--backend sglang`) or the OpenAI route (`--backend sglang-oai`) of any server that
+has them, so one program can measure two servers. The vocabulary size and the longest request are
+read from the server.
 """
 
 import argparse
@@ -23,25 +23,25 @@ import aiohttp
 
 _FIRST_PLAIN_TOKEN = 300  # below lie bytes and special tokens in most vocabularies
 _LAST_SPECIAL_TOKENS = 16
-# Routes that tell what a server takes, and what its limits are called there: here, or in SGLang.
+# Routes with a server's limits, and the names of those limits in sgl_jax and in SGLang.
 _FACT_ROUTES = ("/get_model_info", "/get_server_info")
 _REQUEST_LIMITS = ("max_request_tokens", "context_length")
 
 
 class LoadError(ValueError):
-    """The load asked for cannot be sent to this server; the message says what to change."""
+    """This server would refuse the requested load; the message names the flags to change."""
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server's limits for requests; None if it reports none."""
+    """A server's limits on requests; None for a limit that its routes do not return."""
 
     vocab_size: int | None
     max_request_tokens: int | None  # prompt and output together
 
     @classmethod
     def ask(cls, url: str) -> "ServerFacts":
-        """Ask the server at `url`. Raises LoadError if none answers."""
+        """Read the limits from the server at `url`. Raises LoadError if none responds."""
         told: dict[str, Any] = {}
         for route in _FACT_ROUTES:
             try:
@@ -50,14 +50,14 @@ class ServerFacts:
             except urllib.error.HTTPError:
                 continue  # a server of another kind, without that route
             except (OSError, ValueError) as error:
-                raise LoadError(f"no server answers at {url}{route}: {error}") from error
+                raise LoadError(f"no server responds at {url}{route}: {error}") from error
         most = next((told[name] for name in _REQUEST_LIMITS if told.get(name)), None)
         return cls(told.get("vocab_size"), most)
 
 
 @dataclass
 class RequestTimes:
-    """Times and tokens of one request, seen by the client; seconds from its start."""
+    """One request as the client measures it; times in seconds from its start."""
 
     num_output_tokens: int = 0
     ttft_s: float = 0.0
@@ -69,7 +69,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests, and the pace at which they are sent."""
+    """The requests of one run: request i sends `prompts[i]` for `output_lens[i]` tokens."""
 
     url: str
     backend: str
@@ -85,17 +85,17 @@ def _url(args: argparse.Namespace) -> str:
 
 
 def _choose_vocab_size(args: argparse.Namespace, facts: ServerFacts) -> int:
-    """`--vocab-size`, else the server's. Raises LoadError for none, or more than the server has."""
+    """`--vocab-size`, else the server's size. Raises LoadError if unknown or above the server's."""
     size: int | None = args.vocab_size or facts.vocab_size
     if size is None:
-        raise LoadError("the server does not tell the size of its vocabulary: give --vocab-size")
+        raise LoadError("the server does not return its vocabulary size: give --vocab-size")
     if facts.vocab_size is not None and size > facts.vocab_size:
         raise LoadError(f"--vocab-size {size} is more than the server's {facts.vocab_size}")
     return size
 
 
 def _check_lengths(args: argparse.Namespace, facts: ServerFacts) -> None:
-    """Raise LoadError if the longest request would be more than the server takes."""
+    """Raise LoadError if the longest request exceeds the server's limit."""
     prompt_len = max(args.random_input_len, args.shared_prefix_len + 1)
     most = facts.max_request_tokens
     if most is not None and prompt_len + args.random_output_len > most:
@@ -107,9 +107,9 @@ def _check_lengths(args: argparse.Namespace, facts: ServerFacts) -> None:
 
 
 def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
-    """Random prompts of the lengths asked for; the same for the same seed.
+    """Random prompts of the requested lengths; equal seeds give equal prompts.
 
-    Raises LoadError for what the server would refuse.
+    Raises LoadError if the server would refuse a request.
     """
     _check_lengths(args, facts)
     rng = random.Random(args.seed)
@@ -195,7 +195,7 @@ async def _send(session: aiohttp.ClientSession, load: Load, index: int) -> Reque
 
 
 async def run(load: Load) -> tuple[list[RequestTimes], float]:
-    """Send everything; returns one entry per request, and the seconds it all took."""
+    """Send all requests; returns one entry per request, and the seconds from start to end."""
     permits = asyncio.Semaphore(load.max_concurrency)
     timeout = aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(
@@ -273,7 +273,7 @@ def format_table(figures: dict[str, float]) -> str:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, with SGLang's names."""
+    """Parse the command line; flags have SGLang's names."""
     parser = argparse.ArgumentParser(prog="sgl-jax bench serve", description=__doc__)
     parser.add_argument("--backend", choices=("sglang", "sglang-oai"), default="sglang")
     parser.add_argument("--base-url", help="of the server; else --host and --port")
@@ -296,7 +296,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 if any request failed, 2 if the load cannot be sent to the server."""
+    """Run the benchmark; returns 1 if any request failed, 2 if the server would refuse the load."""
     args = parse_args(argv)
     try:
         load = make_load(args, ServerFacts.ask(_url(args)))

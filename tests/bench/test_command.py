@@ -14,7 +14,7 @@ def test_trace_serves_recorded_traffic(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_serve_needs_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9"]) == 2
-    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert "no server responds at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["host"]])

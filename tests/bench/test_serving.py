@@ -85,4 +85,4 @@ def test_a_load_that_cannot_be_sent_ends_with_a_sentence(capsys: pytest.CaptureF
         assert main(["--base-url", url, "--random-input-len", "1000"]) == 2
     assert "exceed the 512 tokens" in capsys.readouterr().err
     assert main(["--base-url", url]) == 2
-    assert "no server answers at" in capsys.readouterr().err
+    assert "no server responds at" in capsys.readouterr().err

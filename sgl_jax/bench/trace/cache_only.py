@@ -1,9 +1,8 @@
 """Recorded prompts straight through a rank's memory, one after another, with no scheduler.
 
-What is measured is the prefix cache and its eviction alone, in the terms in which such figures are
-published: prompts are kept and answers are not; each block of 512 tokens, the partial last one
-too, takes 512 tokens of the pool. So the page size, which must divide 512, changes nothing but
-the time it takes.
+This measures the prefix cache and its eviction alone, counted as in published figures: prompts are
+kept, outputs are not; each block of 512 tokens, a partial last one too, takes 512 tokens of the
+pool. The page size must divide 512, and changes only the time of a run.
 """
 
 import numpy as np
@@ -28,11 +27,10 @@ def tree_hit_rate(
 
     Args:
         trace: the requests.
-        capacity: blocks of 512 tokens that the pool holds; a longer prompt is neither served nor
-            kept.
+        capacity: blocks of 512 tokens in the pool; a longer prompt is neither served nor kept.
         page_size: tokens, a divisor of 512.
-        policy: how the tree evicts, one of `EVICTION_POLICIES`.
-        check_each_request: prove the ledger's balance after each; a full walk ends it in any case.
+        policy: one of `EVICTION_POLICIES`.
+        check_each_request: check the ledger's balance after each; a full audit always ends the run.
 
     Raises `LedgerError` if the memory's counts do not balance.
     """
@@ -62,7 +60,7 @@ def tree_hit_rate(
 
 
 def _serve(memory: RankMemory, request: TracedRequest) -> int:
-    """Match, compute and keep one prompt; returns the tokens of it that the cache had."""
+    """Match, compute and keep one prompt; returns its number of cached tokens."""
     tokens = block_tokens(request.block_ids)
     lease = memory.open_lease(tokens)
     num_cached = min(lease.kv_committed_len, request.input_len)

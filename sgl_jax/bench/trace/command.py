@@ -1,6 +1,6 @@
 """`sgl-jax bench trace FILE`: recorded traffic, served without a device.
 
-Exit code 0: the run ended and its memory was proved. 1: the memory is not what its ledger says.
+Exit code 0: the run ended and its memory passed the audit. 1: the memory and its ledger differ.
 2: bad input.
 """
 
@@ -31,9 +31,9 @@ ENGINE_SETTINGS = (
     *("chunked_prefill_size", "schedule_policy", "load_balance_method"),
 )
 _CAPACITIES = "1000,3000,10000,30000"
-# About what an 8B model in bfloat16 leaves of eight v6e chips.
+# About the room for KV beside an 8B model in bfloat16 on eight v6e chips.
 _DEFAULT_TOTAL_TOKENS = 1_536_000
-# Large pages, as on TPUs. Without a scheduler, a page is a block.
+# Large pages, as on TPUs; with --cache-only, a page is a block.
 _DEFAULT_PAGE_SIZE = 128
 # Linear costs, of Llama 3.1 8B with --tp-size 8 on v6e-8 by `--planner-model`.
 _LINEAR_COSTS = (
@@ -45,7 +45,7 @@ _LINEAR_COSTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code."""
+    """Run the benchmark; returns the exit code."""
     words = _parser().parse_args(argv)
     try:
         _check(words)
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_capacities(parser: argparse._ActionsContainer) -> None:
-    """Add the flag `chosen_capacities` reads beside `--max-total-tokens`."""
+    """Add the flag that `chosen_capacities` reads, besides `--max-total-tokens`."""
     parser.add_argument(
         "--capacity-blocks",
         type=_capacities,
@@ -121,7 +121,7 @@ def _capacities(text: str) -> list[int]:
 
 
 def _check(words: argparse.Namespace) -> None:
-    """Refuse at once what would fail, or mean nothing, after minutes."""
+    """Raise ValueError at once for arguments that would fail, or give no result, after minutes."""
     for name in ("num_requests", "page_size"):
         value = getattr(words, name)
         if value is not None and value < 1:
@@ -148,7 +148,7 @@ def _check(words: argparse.Namespace) -> None:
 
 
 def _cache_only(trace: Trace, words: argparse.Namespace) -> str:
-    """One line for each capacity, the last of which evicts nothing."""
+    """One line per capacity; the last capacity evicts nothing."""
     page_size, capacities = words.page_size or BLOCK_TOKENS, chosen_capacities(words)
     all_blocks = num_distinct_blocks(trace)
     rows = []
@@ -176,7 +176,7 @@ def _cache_only(trace: Trace, words: argparse.Namespace) -> str:
 
 
 def chosen_capacities(words: argparse.Namespace) -> list[int]:
-    """Blocks of 512 tokens of each cache to try."""
+    """The capacities to try, in blocks of 512 tokens."""
     if words.max_total_tokens is not None:
         return [max(words.max_total_tokens // BLOCK_TOKENS, 1)]
     return words.capacity_blocks or _capacities(_CAPACITIES)
@@ -186,7 +186,7 @@ def chosen_capacities(words: argparse.Namespace) -> list[int]:
 
 
 def _served(trace: Trace, words: argparse.Namespace) -> str:
-    """The figures of one run; the picture, if asked for, is written."""
+    """The figures of one run; writes the picture for `--plot`."""
     settings = {name: getattr(words, name) for name in ENGINE_SETTINGS}
     page_size = words.page_size or _DEFAULT_PAGE_SIZE
     args = ServerArgs(
@@ -217,9 +217,9 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
 def _engine(
     trace: Trace, args: ServerArgs, words: argparse.Namespace
 ) -> tuple[EngineSizes, StepSeconds, str]:
-    """The engine's sizes, how long its steps take, and that in words."""
+    """The engine's sizes, the time of its steps, and a description of that time."""
     if words.planner_model is not None:
-        # It brings jax, which nothing else here needs.
+        # Imported here, as nothing else in this command needs jax.
         from sgl_jax.bench.trace.planned_time import planned_step_time
 
         sizes, planned = planned_step_time(args, words.topology)

@@ -9,7 +9,7 @@ from sgl_jax.core.step_plan import Executor, Int32Array, RankPlan, RankResult, S
 
 
 class FakeExecutor(Executor):
-    """Answers each sampling row with a token made from its position; costs next to nothing.
+    """Returns for each sampling row a token computed from its position; takes almost no time.
 
     It accepts no draft.
     """
@@ -18,11 +18,11 @@ class FakeExecutor(Executor):
         self.sizes = sizes
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Make up the step's result."""
+        """Compute the step's result at once."""
         return tuple(self._run(rank_plan) for rank_plan in plan.ranks)
 
     def draw(self, handle: StepHandle, masks: Sequence[Int32Array]) -> None:
-        """Tokens that are not allowed become the lowest that is."""
+        """Replace each masked token by the lowest allowed one."""
         for result, mask in zip(self.result(handle), masks, strict=True):
             tokens = result.tokens[:, 0]
             of_next = np.ascontiguousarray(mask[:, 0]).view(np.uint8)
@@ -31,7 +31,7 @@ class FakeExecutor(Executor):
             tokens[is_wrong] = allowed[is_wrong].argmax(axis=1)
 
     def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
-        """The result made up at launch."""
+        """The result computed at launch."""
         results: tuple[RankResult, ...] = handle
         return results
 

@@ -1,10 +1,10 @@
-"""Hit rates of other kinds of caches on recorded traffic, counted on block ids alone.
+"""Hit rates of other kinds of cache on recorded traffic, computed from block ids alone.
 
-Requests come one after another, every prompt is kept and no answer is. A cache holds `capacity`
-blocks of 512 tokens, a partial last block counted as a whole one. A request is served its longest
-prefix of blocks that are there; one of more blocks than the capacity is neither served nor kept.
-These are references beside the radix tree: two policies without its structure, and the best that
-knowledge of the future could do.
+Requests come one after another; prompts are kept, outputs are not. A cache holds `capacity` blocks
+of 512 tokens; a partial last block counts as a whole one. A request hits the longest prefix of its
+blocks in the cache; a request with more blocks than the capacity is neither served nor kept.
+These are references for the radix tree: two policies without its structure, and the optimum given
+all future requests.
 """
 
 import heapq
@@ -16,22 +16,22 @@ from typing import Protocol
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, TracedRequest
 
 Trace = Sequence[TracedRequest]
-_GHOSTS_PER_BLOCK = 4  # remembered ids, for each block of capacity
+_GHOSTS_PER_BLOCK = 4  # remembered ids per block of capacity
 _NEVER = 1 << 62
 
 
 class BlockCache(Protocol):
-    """Blocks by id."""
+    """A set of blocks by id."""
 
     def __contains__(self, block_id: int) -> bool: ...
 
     def use(self, index: int, block_ids: Sequence[int]) -> None:
-        """Request number `index` read its blocks that are there, and keeps all of them."""
+        """Request number `index` reads its cached blocks; keep all its blocks."""
         ...
 
 
 def hit_rate(trace: Trace, cache: BlockCache, capacity: int) -> float:
-    """Share of all prompt tokens that `cache`, which holds `capacity` blocks, serves."""
+    """Share of all prompt tokens that `cache` serves with `capacity` blocks."""
     num_cached = 0
     for index, request in enumerate(trace):
         if len(request.block_ids) > capacity:
@@ -47,11 +47,11 @@ def hit_rate(trace: Trace, cache: BlockCache, capacity: int) -> float:
 
 
 class LruBlocks:
-    """Evicts what was used longest ago; of one request's blocks the last first."""
+    """Evicts the least recently used block; within one request, the last block first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()  # used longest ago first
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._blocks
@@ -68,9 +68,9 @@ class LruBlocks:
 class GhostListBlocks:
     """Blocks seen once in a queue, blocks seen again in an LRU list, evicted ids remembered.
 
-    A block that returns while its id is remembered was evicted too early: it goes to the second
-    list. The queue gives blocks up while it holds more than a quarter. (2Q, Johnson and Shasha,
-    VLDB 1994, with ghosts of both lists.)
+    A block that returns while its id is remembered was evicted too early: it goes to the LRU list.
+    Blocks are evicted from the queue while it holds more than a quarter of the capacity. (2Q,
+    Johnson and Shasha, VLDB 1994, with ghosts of both lists.)
     """
 
     def __init__(self, capacity: int) -> None:
@@ -107,18 +107,18 @@ class GhostListBlocks:
 
 
 class FarthestUseBlocks:
-    """Evicts what is used again last of all, or never; of equals the deepest in its prompt.
+    """Evicts the block whose next use is farthest away; ties go to the deepest in its prompt.
 
-    Belady's rule (1966) on prefixes. A block is used whenever one behind it is, so the victim is
-    always the end of a prefix. No block of the request that has just come is evicted: its prompt
-    is kept, as by any cache that cannot know better.
+    Belady's rule (1966) on prefixes. Each use of a block also uses the blocks before it, so the
+    victim is always the end of a prefix. No block of the current request is evicted: its prompt is
+    kept, as in a cache without knowledge of the future.
     """
 
     def __init__(self, trace: Trace, capacity: int) -> None:
         self._capacity = capacity
         self._next_uses = _next_uses(trace)
-        self._next_use: dict[int, int] = {}  # of the blocks that are there
-        # (-next use, -depth, block id); an entry counts if its next use is still the block's
+        self._next_use: dict[int, int] = {}  # of the cached blocks
+        # (-next use, -depth, block id); an entry is stale if the block's next use has changed
         self._victims: list[tuple[int, int, int]] = []
 
     def __contains__(self, block_id: int) -> bool:
@@ -132,13 +132,13 @@ class FarthestUseBlocks:
             negative_use, _, block_id = heapq.heappop(self._victims)
             if self._next_use.get(block_id) == -negative_use:
                 del self._next_use[block_id]
-        # Only now: what this request keeps was no victim, since its old entries are out of date.
+        # After the evictions: this request's blocks were no victims, as old entries are stale.
         for depth, (block_id, next_use) in enumerate(zip(block_ids, next_uses, strict=True)):
             heapq.heappush(self._victims, (-next_use, -depth, block_id))
 
 
 def _next_uses(trace: Trace) -> list[list[int]]:
-    """For each request and each of its blocks, the number of the next request that has it."""
+    """For each block of each request, the index of the next request with that block."""
     next_uses: list[list[int]] = []
     last_seen: dict[int, int] = {}
     for index in range(len(trace) - 1, -1, -1):
@@ -159,12 +159,12 @@ ORACLES: Mapping[str, Callable[[Trace, int], BlockCache]] = MappingProxyType(
 
 
 def oracle_hit_rates(trace: Trace, capacity: int) -> dict[str, float]:
-    """By name of the oracle, the share of prompt tokens served with `capacity` blocks."""
+    """Share of prompt tokens served with `capacity` blocks, by name of the oracle."""
     return {
         name: hit_rate(trace, make(trace, capacity), capacity) for name, make in ORACLES.items()
     }
 
 
 def num_distinct_blocks(trace: Trace) -> int:
-    """Blocks that a cache must hold never to evict one."""
+    """The capacity in blocks with which a cache never evicts."""
     return len({block_id for request in trace for block_id in request.block_ids})

@@ -1,8 +1,8 @@
-"""Steps as long as the planner estimates them, for a published model on a slice of TPUs.
+"""Step times that the planner estimates for a published model on a slice of TPUs.
 
-The only part of the package that imports jax. The smallest, the largest and one of the engine's
-padded shapes between them are compiled by the TPU's compiler, without a TPU; the others are
-interpolated. Attention is estimated for each step from what its rows read.
+No other module of `sgl_jax.bench.trace` imports jax. The TPU's compiler, which needs no TPU,
+compiles the smallest, a middle and the largest of the engine's padded shapes; the others are
+interpolated. Attention is estimated for each step from the KV tokens its rows read.
 """
 
 import sys
@@ -36,7 +36,7 @@ class PlannedStepTime(NamedTuple):
     chip: Chip
 
     def seconds(self, plan: StepPlan) -> float:
-        """As `StepSeconds`: all ranks are padded to one shape, and wait for the most attention."""
+        """A `StepSeconds`: ranks are padded to one shape and wait for the longest attention."""
         loads = [rank_load(rank_plan) for rank_plan in plan.ranks]
         tokens = max(load.tokens for load in loads)
         index = int(np.searchsorted(self.shapes, tokens))
@@ -54,13 +54,13 @@ class PlannedStepTime(NamedTuple):
 
 
 def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes, PlannedStepTime]:
-    """The engine of `args`, on a slice such as `v6e-8`: its sizes, and its steps' times.
+    """Sizes and step times of the engine of `args` on a slice such as `v6e-8`.
 
     Raises:
         RuntimeError: libtpu is not installed.
-        ValueError: no such model or slice, or the model cannot be split, or has no room.
+        ValueError: the model or slice is unknown, or the model cannot be split or does not fit.
     """
-    jax.config.update("jax_platforms", "cpu")  # nothing runs, and a TPU that is here may be busy
+    jax.config.update("jax_platforms", "cpu")  # nothing runs, and a local TPU may be busy
     topology = Topology.parse(topology_name)
     request = PlanRequest(args, read_config(args.model_path), topology, Workload(1, 1))
     memory = plan_memory(request)

@@ -37,7 +37,7 @@ def plot_run(run: ServedRun, title: str, path: Path) -> None:
 
 
 def _means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The means of groups of neighbours, few enough to be drawn apart."""
+    """Means of at most `_MAX_POINTS` groups of neighbouring values."""
     group = -(-len(values) // _MAX_POINTS)
     starts = np.arange(0, len(values), group)
     sums: NDArray[np.float64] = np.add.reduceat(values, starts)
@@ -45,7 +45,7 @@ def _means(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _plot_pages(axes: Any, series: Any) -> None:
-    """Pages by state, stacked to the whole pool."""
+    """Leased, cached and free pages, stacked to the whole pool."""
     pool = series.free_pages + series.leased_pages + series.cached_pages
     parts = {
         "leased": series.leased_pages,
@@ -60,7 +60,7 @@ def _plot_pages(axes: Any, series: Any) -> None:
 
 
 def _plot_hit_rate(axes: Any, edges: NDArray[np.float64], series: Any) -> None:
-    """Hit rates by interval and since the start; tokens count when their request is admitted."""
+    """Per interval and since the start; a request's tokens count from its admission."""
     minutes = series.time_s / 60
     prompt_tokens, cached_tokens = series.prompt_tokens, series.cached_tokens
     prompts = np.diff(np.interp(edges, minutes, prompt_tokens))
@@ -76,7 +76,7 @@ def _plot_hit_rate(axes: Any, edges: NDArray[np.float64], series: Any) -> None:
 def _plot_first_tokens(
     axes: Any, edges: NDArray[np.float64], requests: Sequence[RequestLog]
 ) -> None:
-    """Percentiles of the time to the first token, of the requests that arrived in each interval."""
+    """Percentiles of the time to the first token, by the interval in which requests arrived."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     served = [log for log in requests if log.refusal is None]

@@ -1,9 +1,9 @@
-"""Reading recorded traffic: when requests came, how long they were, and which prefixes they share.
+"""Read recorded traffic: the requests' arrivals, lengths and shared prefixes.
 
-The format is that of the traces published with Mooncake (FAST'25): one JSON object a line, with
+The format comes from the traces published with Mooncake (FAST'25): one JSON object a line, with
 `timestamp` (ms since the start), `input_length` and `output_length` (tokens), and `hash_ids`, one
-id for each 512 tokens of the prompt, the last of them perhaps fewer. Equal ids mean equal prompts
-up to and including that block. The tokens are not recorded: they are derived from the ids.
+id for each block of 512 tokens of the prompt; the last block may be partial. Equal ids mean equal
+prompts up to and including that block. Tokens are not recorded; they are derived from the ids.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sgl_jax.core.step_plan import Int32Array
 
 BLOCK_TOKENS = 512
-# Derived tokens lie in [0, VOCAB_SIZE): no larger than the vocabulary of any model served.
+# Derived tokens lie in [0, VOCAB_SIZE), within the vocabulary of every served model.
 VOCAB_SIZE = 32_000
 _MAX_BLOCK_ID = 2**53  # block ids times BLOCK_TOKENS stay within 64 bits
 _NO_BLOCK = -1
@@ -34,17 +34,17 @@ class TracedRequest(msgspec.Struct, frozen=True):
     arrival_ms: Annotated[int, Meta(ge=0)] = msgspec.field(name="timestamp")
     input_len: Annotated[int, Meta(ge=1)] = msgspec.field(name="input_length")
     output_len: Annotated[int, Meta(ge=1)] = msgspec.field(name="output_length")
-    # Of each 512 tokens of the prompt, the last block perhaps partial.
+    # One id per block of 512 tokens of the prompt; the last block may be partial.
     block_ids: tuple[Annotated[int, Meta(ge=0, lt=_MAX_BLOCK_ID)], ...] = msgspec.field(
         name="hash_ids"
     )
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> list[TracedRequest]:
-    """The first `num_requests` of a file (all), in order of arrival.
+    """The first `num_requests` of a file (None: all), in order of arrival.
 
     Raises:
-        TraceError: a line is not a request, or contradicts one before it; or there is none.
+        TraceError: a line is no request or contradicts an earlier one, or the file has no request.
         OSError: the file cannot be read.
     """
     with path.open(encoding="utf-8") as file:
@@ -66,8 +66,8 @@ def _parse(name: str, lines: Iterable[str], num_requests: int | None) -> list[Tr
             request = _parse_line(line)
             if requests and request.arrival_ms < requests[-1].arrival_ms:
                 raise TraceError(
-                    f"timestamp {request.arrival_ms} is before {requests[-1].arrival_ms}, that of "
-                    "the request before"
+                    f"timestamp {request.arrival_ms} is before {requests[-1].arrival_ms}, the "
+                    "timestamp of the previous request"
                 )
             _check_prefixes(request.block_ids, preceding)
         except (TraceError, msgspec.DecodeError) as error:
@@ -88,7 +88,7 @@ def _parse_line(line: str) -> TracedRequest:
 
 
 def _check_prefixes(block_ids: Sequence[int], preceding: dict[int, int]) -> None:
-    """An id names its whole prefix, so the same block always precedes it."""
+    """Raise TraceError if an id has another predecessor than before: ids name whole prefixes."""
     before = _NO_BLOCK
     for block_id in block_ids:
         known = preceding.setdefault(block_id, before)
@@ -105,7 +105,7 @@ def _behind(block_id: int) -> str:
 
 
 def block_tokens(block_ids: Sequence[int]) -> Int32Array:
-    """The tokens of whole blocks, int32[512 * len(block_ids)]: the same for the same ids, always.
+    """The tokens of whole blocks, int32[512 * len(block_ids)]; they depend only on the ids.
 
     Each is a hash of block id and position, by the finaliser of MurmurHash3 (Appleby, 2011).
     """

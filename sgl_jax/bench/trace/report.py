@@ -1,4 +1,4 @@
-"""The findings of both kinds of run, as values for programs and as text for people."""
+"""Reports of cache-only and served runs, as values for programs and as text for people."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class CacheRow(NamedTuple):
 
 
 def cache_table(rows: Sequence[CacheRow]) -> str:
-    """A line for each capacity."""
+    """One line per capacity."""
     names = [*(f"tree, {policy}" for policy in rows[0].tree), *rows[0].oracles]
     widths = [max(len(name), 8) for name in names]
     head = "  ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
@@ -34,10 +34,10 @@ def cache_table(rows: Sequence[CacheRow]) -> str:
 
 
 def served_values(run: ServedRun, oracles: Mapping[str, float]) -> dict[str, Any]:
-    """Plain values; times are seconds of the clock, but `host_*` microseconds of processor time.
+    """JSON values; times are seconds of the clock, and `host_*` microseconds of processor time.
 
     Args:
-        run: at least one of whose requests was served.
+        run: a run that served at least one request.
         oracles: hit rates of block caches of the same capacity, by name.
     """
     served = [log for log in run.requests if log.refusal is None]
@@ -82,7 +82,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def served_text(values: Mapping[str, Any]) -> str:
-    """`served_values` as lines."""
+    """The values of `served_values` as lines of text."""
     oracles = ", ".join(f"{name} {rate:.3f}" for name, rate in values["oracle_hit_rates"].items())
     host = values["host_us_per_step"]
     lines = [

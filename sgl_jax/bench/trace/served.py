@@ -1,8 +1,8 @@
 """Recorded traffic through the real scheduler and memory, on a logical clock.
 
-Requests arrive when they did, each asks for exactly the tokens that it got, and steps overlap as in
-the engine: step N + 1 is planned and launched before the result of N is read. The host's own time
-is measured, but does not advance the clock. So a run is a function of its inputs.
+Requests arrive at their recorded times and generate their recorded number of tokens. Steps overlap
+as in the engine: step N + 1 is planned and launched before the result of N is read. Host time is
+measured but does not advance the clock, so a run is a function of its inputs.
 """
 
 import time
@@ -29,7 +29,7 @@ _SAMPLE_INTERVAL_S = 1.0  # of the clock
 
 
 class Sample(NamedTuple):
-    """The state at one moment; pages are those of all ranks together."""
+    """The state at one moment; page counts are summed over ranks."""
 
     time_s: float
     num_running: int
@@ -37,17 +37,17 @@ class Sample(NamedTuple):
     free_pages: int
     leased_pages: int
     cached_pages: int
-    locked_pages: int  # of the cached, those that running requests read
+    locked_pages: int  # cached pages that running requests read
     prompt_tokens: int  # of the requests admitted so far
     cached_tokens: int
 
 
 @dataclass
 class RequestLog:
-    """The times of one request; seconds of the clock, NaN until they are known."""
+    """The history of one request; times in seconds of the clock, NaN until known."""
 
     arrival_s: float
-    start_s: float = float("nan")  # of the first step it takes part in
+    start_s: float = float("nan")  # of its first step
     first_token_s: float = float("nan")
     end_s: float = float("nan")
     output_len: int = 0
@@ -56,7 +56,7 @@ class RequestLog:
 
 @dataclass
 class ServedRun:
-    """The record of a run; `host_s` is processor time of plan, result and outputs by step."""
+    """Results of a run. `host_s` is processor time of plan, result and outputs, for each step."""
 
     requests: list[RequestLog]
     samples: list[Sample] = field(default_factory=list)
@@ -64,13 +64,13 @@ class ServedRun:
     host_s: list[float] = field(default_factory=list)
     arrivals_host_s: float = 0.0  # processor time of `submit`, all requests together
     duration_s: float = 0.0  # of the clock, from the first arrival to the last token
-    busy_s: float = 0.0  # of it, those in which a step ran
+    busy_s: float = 0.0  # of the duration, while a step ran
 
 
 class DistinctAnswers(FakeExecutor):
-    """A fake executor that gives each request, by its seed, an answer of its own.
+    """A fake executor whose output depends on each request's seed.
 
-    Else two requests with the same prompt, in the same row, would share their answers' pages.
+    Without it, two requests with the same prompt in the same row would share their answers' pages.
     """
 
     def __init__(self, sizes: EngineSizes) -> None:
@@ -78,7 +78,7 @@ class DistinctAnswers(FakeExecutor):
         self._seeds = np.zeros((sizes.dp_size, sizes.num_rows), np.int64)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Make up the step's result."""
+        """Compute the step's result at once."""
         handle = super().launch(plan)
         results = self.result(handle)
         for rank_plan, result, seeds in zip(plan.ranks, results, self._seeds, strict=True):
@@ -96,7 +96,7 @@ class _Launched(NamedTuple):
 
 
 class _Replay:
-    """The engine's loop with a clock of its own. `run` may be called once."""
+    """The engine's loop on a logical clock. Call `run` only once."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Replay:
         self._step_host_s = 0.0
 
     def run(self) -> ServedRun:
-        """Serve all requests, prove the memory's ownership, and say what was found."""
+        """Serve all requests, audit the memory, and return the results."""
         while self._num_arrived < len(self._trace) or not self._scheduler.is_idle:
             self._submit_due()
             self._turn()
@@ -135,7 +135,7 @@ class _Replay:
     # -- arrivals ---------------------------------------------------------------------------
 
     def _submit_due(self) -> None:
-        """Submit what has arrived by now."""
+        """Submit the requests that have arrived."""
         logs = self._run.requests
         while self._num_arrived < len(logs) and (logs[self._num_arrived].arrival_s <= self._now_s):
             index = self._num_arrived
@@ -153,7 +153,7 @@ class _Replay:
     # -- steps ------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Plan and launch one step; read the oldest once two are in flight, or none can run."""
+        """Plan and launch one step; read the oldest if two are in flight or no step was planned."""
         plan = self._timed(self._scheduler.plan)
         if plan is not None:
             self._launch(plan)
@@ -185,7 +185,7 @@ class _Replay:
         for rank, rank_plan in zip(self._scheduler.ranks, plan.ranks, strict=True):
             for admission in rank_plan.admissions:
                 log = self._run.requests[int(rank.running.rids[admission.row])]
-                if np.isnan(log.start_s):  # else it was retracted meanwhile
+                if np.isnan(log.start_s):  # else it restarts after a retraction
                     log.start_s = begin_s
 
     def _read_oldest(self) -> None:
@@ -195,7 +195,7 @@ class _Replay:
         self._timed(self._scheduler.apply_result, done.plan, results)
 
     def _wait_for_arrival(self) -> None:
-        """Nothing runs: go on when the next request arrives."""
+        """Advance the clock to the next arrival."""
         if self._num_arrived < len(self._trace):
             self._now_s = max(self._now_s, self._run.requests[self._num_arrived].arrival_s)
         elif not self._scheduler.is_idle:
@@ -217,7 +217,7 @@ class _Replay:
                 if output.finish.type == "abort":
                     log.refusal = output.finish.message or "aborted"
 
-    # -- what is found ----------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------
 
     def _sample(self) -> None:
         samples = self._run.samples
@@ -240,7 +240,7 @@ class _Replay:
         )
 
     def _check_answers(self) -> None:
-        """Every request that was not refused got all of its tokens."""
+        """Raise RuntimeError unless each request that was not refused got all its tokens."""
         for index, (request, log) in enumerate(zip(self._trace, self._run.requests, strict=True)):
             if log.refusal is None and log.output_len != request.output_len:
                 raise RuntimeError(
@@ -261,11 +261,11 @@ def serve_trace(
     Args:
         trace: at least one request, in order of arrival.
         sizes: of the engine; its vocabulary holds at least `reading.VOCAB_SIZE` tokens.
-        args: of the scheduler; with `check_memory` "busy" each step's ledger is proved.
-        step_seconds: how long steps take.
-        speedup: arrivals come so many times as fast as they did.
+        args: of the scheduler; `check_memory` "busy" checks the ledger after each step.
+        step_seconds: the duration of each step.
+        speedup: factor by which arrivals are faster than recorded.
 
-    Raises `MemoryDefectError` if the memory is not what its ledger says; after the last request
-    that is proved by a full walk.
+    Raises `MemoryDefectError` if the memory and its ledger differ; a full audit follows the last
+    request.
     """
     return _Replay(trace, sizes, args, step_seconds, speedup).run()

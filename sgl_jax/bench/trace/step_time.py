@@ -1,7 +1,7 @@
-"""The time of a step on a device that is not there: a clock for the served run.
+"""Step times of a simulated device: the clock of the served run.
 
-A step ends when its most loaded rank does. `LinearStepTime` is a sum of four costs;
-`planned_step_time` has the estimate of the planner for a model and a slice.
+A step ends when its most loaded rank does. `LinearStepTime` sums four costs; `planned_step_time`
+uses the planner's estimate for a model and a slice.
 """
 
 from collections.abc import Callable
@@ -9,26 +9,26 @@ from typing import NamedTuple
 
 from sgl_jax.core.step_plan import RankPlan, StepPlan
 
-StepSeconds = Callable[[StepPlan], float]  # that a step keeps the device busy
+StepSeconds = Callable[[StepPlan], float]  # the time a step occupies the device
 
 
 class RankLoad(NamedTuple):
-    """The work of one rank in a step."""
+    """One rank's work in a step."""
 
     decode_rows: int
-    decode_kv_tokens: int  # read by decode rows, that of the token computed included
+    decode_kv_tokens: int  # read by decode rows, their new tokens included
     prefill_tokens: int
     prefill_kv_tokens: int  # read by prefill chunks, their own included
-    prefill_pairs: int  # of a query and a key it attends to
+    prefill_pairs: int  # of a query and a key that it attends to
 
     @property
     def tokens(self) -> int:
-        """Queries of all rows."""
+        """Queries of decode rows and prefill chunks together."""
         return self.decode_rows + self.prefill_tokens
 
 
 def rank_load(plan: RankPlan) -> RankLoad:
-    """The load of one rank's part of a step that carries no drafts."""
+    """The load of one rank in a step without drafts."""
     n = plan.num_decode
     starts, lens = plan.kv_starts.astype(int), plan.q_lens.astype(int)
     chunk_starts, chunk_lens = starts[n:], lens[n:]
@@ -42,7 +42,7 @@ def rank_load(plan: RankPlan) -> RankLoad:
 
 
 class LinearStepTime(NamedTuple):
-    """A base for every step, and so much for what its most loaded rank computes."""
+    """A base time per step, plus costs linear in the work of its most loaded rank."""
 
     base_ms: float
     prefill_us_per_token: float
@@ -50,7 +50,7 @@ class LinearStepTime(NamedTuple):
     kv_ns_per_token: float  # of KV read
 
     def seconds(self, plan: StepPlan) -> float:
-        """As `StepSeconds`: those of the rank with the most to do."""
+        """A `StepSeconds`: the time of the most loaded rank."""
         return max(self._rank_seconds(rank_load(rank_plan)) for rank_plan in plan.ranks)
 
     def _rank_seconds(self, load: RankLoad) -> float:
