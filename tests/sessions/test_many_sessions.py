@@ -217,9 +217,11 @@ def test_each_of_many_evicted_sessions_costs_the_same(radix: bool) -> None:
             engine.run()
             engine.memory.cache.evict(engine.memory.cache.num_evictable[0])
             engine.scheduler.audit()
-    more = {costs[num_idle, 10] - costs[num_idle, 5] for num_idle in (FEW, MANY)}
-    more |= {costs[num_idle, 15] - costs[num_idle, 10] for num_idle in (FEW, MANY)}
-    assert len(more) == 1, costs
+    for num_evicted in (5, 10, 15):
+        assert costs[FEW, num_evicted] == costs[MANY, num_evicted], costs
+    # Each costs the same, but the shadow caches read paths several at a time.
+    first, second = (costs[FEW, k + 5] - costs[FEW, k] for k in (5, 10))
+    assert abs(second - first) <= 0.02 * first, costs
 
 
 def test_to_close_a_session_or_let_its_turn_move_costs_the_same_with_any_queue() -> None:
